@@ -1,0 +1,52 @@
+# The CPU environment of the project, and what runs in it.
+#
+#   make setup         .venv with the locked packages, vLLM's alias and this package (editable)
+#   make demo          a comparison with plain decoding, on the models that come with the package
+#   make test          the test suite; PYTEST_ARGS="tests/core -x" narrows it
+#   make lint          ruff's rules; format-check: its formatting; format: rewrite
+#   make types         mypy
+#
+# Needs Python 3.11, make and g++ (vLLM compiles with it at run time). Every target sets up first.
+
+PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+LOCK := patches/cpu/requirements.lock
+ALIAS := patches/cpu/vllm-alias
+STAMP := .venv/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
+# Not on PyPI in its CPU build: where pip's own indexes lack it, PyTorch's index has it.
+TORCH := $(shell grep '^torch==' $(LOCK))
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: setup demo test lint format format-check types
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCK) pyproject.toml $(ALIAS)/pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP_INSTALL) $(TORCH) || $(PIP_INSTALL) --index-url $(TORCH_INDEX) $(TORCH)
+	$(PIP_INSTALL) --requirement $(LOCK)
+	$(PIP_INSTALL) --no-build-isolation --force-reinstall ./$(ALIAS)
+	$(PIP_INSTALL) --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/vllm-recycle demo
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+format-check: setup
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy

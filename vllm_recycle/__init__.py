@@ -1,0 +1,7 @@
+"""Token Recycling for vLLM: train-free speculative decoding with trees, verified inside vLLM.
+
+Importing this package imports neither torch nor vllm; vLLM finds the plugin through the
+entry point `vllm.general_plugins` (see `vllm_recycle.integration.plugin`).
+"""
+
+__version__ = "0.1.0"

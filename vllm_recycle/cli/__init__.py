@@ -1,0 +1,52 @@
+"""The `vllm-recycle` command: one module a subcommand, imported only when it is the one called.
+
+A subcommand module exposes `add_parser(subparsers)`, which sets `func`, a function of the parsed
+arguments that returns an exit status. Its errors for bad input are `UsageError` (status 2), for a
+run that fails `RunError` (status 1): one line on stderr each, no traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+COMMANDS = ("bench", "tree", "demo")
+
+
+class UsageError(Exception):
+    """Input that cannot be accepted: the message says what was given and what is accepted."""
+
+
+class RunError(Exception):
+    """A run that failed for a reason outside the command's arguments."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without the usage text before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = OneLineParser(
+        prog="vllm-recycle", description="Train-free tree speculative decoding for vLLM."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    called = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    for name in COMMANDS if called is None else (called,):
+        importlib.import_module(f"vllm_recycle.cli.{name}").add_parser(subparsers)
+    args = parser.parse_args(arguments)
+    try:
+        return args.func(args)
+    except (UsageError, RunError) as error:
+        print(f"vllm-recycle {args.command}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print(f"vllm-recycle {args.command}: interrupted", file=sys.stderr)
+        return 130

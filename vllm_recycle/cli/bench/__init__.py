@@ -1,0 +1,89 @@
+"""`vllm-recycle bench`: decoding methods side by side on one model and one prompt file.
+
+    vllm-recycle bench --model examples/models/target --prompts examples/prompts/gsm8k.jsonl \
+        --num-prompts 20 --dtype float32 --methods none,ngram,token_recycling --json result.json
+
+Every method runs in a process of its own, all of them alive at once and one at work at a time;
+repeats are interleaved, so that a machine that slows down slows every method. `plan` checks the
+arguments, `driver` leads the processes, `worker` is such a process, `profile` says where a step's
+time goes, `report` writes table, JSON and plot. Nothing but the worker imports vLLM: bad arguments
+are refused at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from vllm_recycle.cli.bench.plan import DTYPES, METHODS, make_plan, positive, positive_list
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `bench` to the command."""
+    parser = subparsers.add_parser(
+        "bench", help="measure methods side by side on one model and one prompt file"
+    )
+    parser.add_argument("--model", required=True, help="a model directory, or ORG/NAME on the hub")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        type=Path,
+        help="JSON lines with `prompt` (a string) or `turns` (a list, its first entry is used)",
+    )
+    parser.add_argument("--num-prompts", type=positive, help="only the first N prompts")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="default: %(default)s")
+    parser.add_argument("--ignore-eos", action="store_true", help="always emit --max-tokens tokens")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: %(default)s")
+    parser.add_argument(
+        "--methods",
+        default="none,ngram,token_recycling",
+        help=f"from {', '.join(METHODS)} and the names given by --speculative-config; "
+        "default: %(default)s",
+    )
+    parser.add_argument("--tree", help="token_recycling: a tree's name or file")
+    parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")
+    parser.add_argument(
+        "--speculative-config",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="add a method, or replace one, by its speculative_config; may be repeated",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive_list,
+        default=(1,),
+        help="requests in flight, for example 1,2,4; default: 1",
+    )
+    parser.add_argument("--repeats", type=positive, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="further arguments of vllm.LLM for every method, "
+        "for example '{\"max_model_len\": 1024}'",
+    )
+    parser.add_argument(
+        "--no-profile", action="store_true", help="leave out the passes that time parts of a step"
+    )
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--plot", type=Path, help="draw speed-up over concurrency to this file")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the arguments, measure, report."""
+    plan = make_plan(args)
+    from vllm_recycle.cli.bench.driver import measure
+    from vllm_recycle.cli.bench.report import format_table, make_report, plot
+
+    report = make_report(plan, measure(plan))
+    line = json.dumps(report)
+    if plan.json_path:
+        plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
+    if plan.plot_path:
+        plot(report, plan.plot_path)
+    print(format_table(report))
+    print(line)
+    return 0

@@ -1,0 +1,221 @@
+"""The driver: one child process a method, one of them at work at a time.
+
+A child is asked over its stdin and answers over its stdout, one JSON line each (see `worker`). Its
+stderr goes to a temporary file, of which the end is shown when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_recycle.cli import RunError
+from vllm_recycle.cli.bench.plan import Plan, SpeculativeConfig, needs_plugin
+
+Reply = dict[str, Any]
+WORKER = ("-m", "vllm_recycle.cli.bench.worker")
+LOG_LINES = 20  # shown of a child that died
+KV_CACHE_BYTES = 2**30  # unless --engine-args says otherwise
+WARM_UP_TOKENS = 16  # a request, at each concurrency other than that of the first pass
+EXIT_SECONDS = 20.0
+PLUGIN_GROUPS = (  # those that vLLM loads without being asked
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The replies of all children, by method and concurrency."""
+
+    engines: dict[str, Reply] = field(default_factory=dict)
+    first_passes: dict[str, Reply] = field(default_factory=dict)
+    passes: dict[tuple[str, int], list[Reply]] = field(default_factory=dict)  # one a repeat
+    profiles: dict[tuple[str, int], Reply] = field(default_factory=dict)
+
+
+class Child:
+    """A worker process that holds the engine of one method."""
+
+    def __init__(self, name: str, config: SpeculativeConfig) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, *WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=child_environment(config),
+            start_new_session=True,  # Ctrl-C reaches the driver alone, which then ends its children
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests = self._process.stdin
+        self._replies = self._process.stdout
+
+    def ask(self, op: str, **arguments: Any) -> Reply:
+        """Send one request and wait for its reply.
+
+        Raises:
+            RunError: when the child reports an error or dies.
+        """
+        try:
+            self._requests.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+            self._requests.flush()
+        except BrokenPipeError:
+            raise self._failure("died") from None
+        # A grandchild may hold the pipe open, so that the end of the process is looked for as well.
+        while not select.select([self._replies], [], [], 0.5)[0]:
+            if self._process.poll() is not None:
+                raise self._failure("died")
+        line = self._replies.readline()
+        if not line.endswith(b"\n"):
+            raise self._failure("died")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise self._failure(f"failed: {reply['error']}")
+        return reply
+
+    def leave(self) -> None:
+        """Ask the process to end."""
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
+
+    def end(self, *, patience: float) -> None:
+        """End the process and all that it started, `patience` seconds after it was asked to."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._replies.close()
+        self._log.close()
+
+    def _failure(self, what: str) -> RunError:
+        size = os.fstat(self._log.fileno()).st_size
+        # pread leaves the file offset alone, which the child shares.
+        tail = os.pread(self._log.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace")
+        lines = [line for line in tail.splitlines() if line.strip()][-LOG_LINES:]
+        status = self._process.poll()
+        ending = "" if status is None else f" (exit status {status})"
+        print("\n".join([f"last lines of method {self.name!r}:", *lines]), file=sys.stderr)
+        return RunError(f"method {self.name!r} {what}{ending}")
+
+
+def child_environment(config: SpeculativeConfig) -> dict[str, str]:
+    """The caller's environment, with the engine in the child's own process.
+
+    The children of vLLM's own methods do not load this plugin: `VLLM_PLUGINS` names all others
+    that would be loaded (an empty value loads none).
+    """
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if not needs_plugin(config):
+        found = [point for group in PLUGIN_GROUPS for point in entry_points(group=group)]
+        ours = {point.name for point in found if point.value.startswith("vllm_recycle.")}
+        loaded = os.environ.get("VLLM_PLUGINS")
+        names = {point.name for point in found} if loaded is None else set(loaded.split(","))
+        environment["VLLM_PLUGINS"] = ",".join(sorted(names - ours))
+    return environment
+
+
+@contextlib.contextmanager
+def children(plan: Plan) -> Iterator[dict[str, Child]]:
+    """All children of a run; none is left behind, however the run ends."""
+    started: dict[str, Child] = {}
+    patience = 0.0
+    try:
+        for name, config in plan.methods.items():
+            started[name] = Child(name, config)
+        yield started
+        patience = EXIT_SECONDS
+    finally:
+        for child in started.values():
+            child.leave()
+        for child in started.values():
+            child.end(patience=patience)
+
+
+def measure(plan: Plan) -> Measurement:
+    """Run all methods of a plan: load, first pass, timed repeats, profile."""
+    measurement = Measurement()
+    steps = 2 + len(plan.concurrency) * (plan.repeats + plan.profile)
+    progress = tqdm(total=len(plan.methods) * steps, disable=None, unit="pass", leave=False)
+    with progress, children(plan) as running:
+        for name, config in plan.methods.items():  # one after another: they share caches on disk
+            progress.set_description(f"load {name}")
+            measurement.engines[name] = running[name].ask(
+                "load", engine=engine_arguments(plan, config), prompts=plan.prompts
+            )
+            progress.update()
+        for name, child in running.items():
+            progress.set_description(f"first pass {name}")
+            measurement.first_passes[name] = first_pass(plan, child)
+            progress.update()
+        for turn in range(plan.repeats):
+            for concurrency in plan.concurrency:
+                for name in rotate(list(running), turn):
+                    progress.set_description(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
+                    reply = running[name].ask("run", **pass_arguments(plan, concurrency))
+                    measurement.passes.setdefault((name, concurrency), []).append(reply)
+                    progress.update()
+        for name, child in running.items() if plan.profile else ():
+            for concurrency in plan.concurrency:
+                progress.set_description(f"profile {name} x{concurrency}")
+                arguments = pass_arguments(plan, concurrency)
+                measurement.profiles[name, concurrency] = child.ask("profile", **arguments)
+                progress.update()
+    return measurement
+
+
+def first_pass(plan: Plan, child: Child) -> Reply:
+    """One untimed pass over the prompts from a cold start, then a warm-up of the other levels."""
+    reply = child.ask("run", **pass_arguments(plan, plan.first_pass_concurrency))
+    for concurrency in plan.concurrency:
+        if concurrency != plan.first_pass_concurrency:
+            arguments = pass_arguments(plan, concurrency)
+            tokens = min(WARM_UP_TOKENS, plan.max_tokens)
+            child.ask("run", **arguments | {"limit": concurrency, "max_tokens": tokens})
+    return reply
+
+
+def engine_arguments(plan: Plan, config: SpeculativeConfig) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`; all that is not here is vLLM's default."""
+    return {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "seed": 0,
+        "max_num_seqs": max(plan.concurrency),
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": config,
+        **plan.engine_args,
+    }
+
+
+def pass_arguments(plan: Plan, concurrency: int) -> dict[str, Any]:
+    return {
+        "concurrency": concurrency,
+        "max_tokens": plan.max_tokens,
+        "ignore_eos": plan.ignore_eos,
+    }
+
+
+def rotate(names: list[str], turn: int) -> list[str]:
+    """The order of one round: each round begins with the next method."""
+    turn %= len(names)
+    return names[turn:] + names[:turn]

@@ -1,0 +1,214 @@
+"""Static draft trees: the one place where indices, depths, masks and paths are computed.
+
+A tree is a flat list of nodes `(parent, rank)`, parents first, so that every prefix of the list
+is a tree again. Row 0 is the root (the last token of the content); node j of the list is row
+j + 1 and means "the rank-th successor of the token at row `parent`".
+
+Names of dimensions, used in shape comments throughout the package:
+
+    batch   sequences in a step                   rows      nodes + 1, the root first
+    nodes   draft nodes of a template             levels    depths 1 .. depth of the template
+    vocab   vocabulary size                       k         successors kept for each token
+    path    depth + 1, rows from the root down    children  most children of any row
+
+Source: Token Recycling (arXiv 2408.08696), section 3.2 and Figure 5. No other module derives
+anything from parents and ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_NODES = 256
+FORMAT = "vllm_recycle.tree/1"
+
+Node = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeTemplate:
+    """A validated draft tree and every table derived from it.
+
+    Attributes:
+        nodes: `(parent row, rank)` of each node, parents first.
+        name: what the start-up line and benchmarks call it.
+        provenance: where the tree comes from (free-form, kept in the file).
+        parents, ranks, depths: int64 [rows]; the root has parent 0, rank 0, depth 0.
+        ancestor_mask: bool [rows, rows], true where the column is the row or its ancestor.
+        children: int64 [rows, children], rows of the children in list order, padded with -1.
+        paths: int64 [rows, path], rows from the root to the row, padded with -1.
+        levels: for each depth from 1, the int64 rows of that depth.
+
+    Raises:
+        ValueError: naming the node and the rule that it breaks.
+
+    """
+
+    nodes: tuple[Node, ...]
+    name: str = "unnamed"
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    parents: torch.Tensor = field(init=False, repr=False)
+    ranks: torch.Tensor = field(init=False, repr=False)
+    depths: torch.Tensor = field(init=False, repr=False)
+    ancestor_mask: torch.Tensor = field(init=False, repr=False)
+    children: torch.Tensor = field(init=False, repr=False)
+    paths: torch.Tensor = field(init=False, repr=False)
+    levels: tuple[torch.Tensor, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _validate(self.nodes)
+        parents, ranks = [0], [0]
+        path_of: list[list[int]] = [[0]]
+        children: list[list[int]] = [[]]
+        for row, (parent, rank) in enumerate(self.nodes, start=1):
+            parents.append(parent)
+            ranks.append(rank)
+            path_of.append([*path_of[parent], row])
+            children.append([])
+            children[parent].append(row)
+        rows = len(parents)
+        depths = torch.tensor([len(path) - 1 for path in path_of])
+        mask = torch.zeros(rows, rows, dtype=torch.bool)
+        for row, path in enumerate(path_of):
+            mask[row, path] = True
+        derived = {
+            "parents": torch.tensor(parents),
+            "ranks": torch.tensor(ranks),
+            "depths": depths,
+            "ancestor_mask": mask,
+            "children": _padded(children),
+            "paths": _padded(path_of),
+            "levels": tuple(
+                torch.nonzero(depths == depth).flatten()
+                for depth in range(1, int(depths.max()) + 1)
+            ),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def depth(self) -> int:
+        return len(self.levels)
+
+    @property
+    def min_k(self) -> int:
+        """The least k that has every rank of the tree."""
+        return 1 + max(rank for _, rank in self.nodes)
+
+    def prefix(self, num_nodes: int) -> TreeTemplate:
+        """The tree of the first `num_nodes` nodes; itself where it has no more than these."""
+        if num_nodes >= self.num_nodes:
+            return self
+        return TreeTemplate(self.nodes[:num_nodes], f"{self.name}[:{num_nodes}]", self.provenance)
+
+    def check_ranks(self, k: int) -> None:
+        """Raise ValueError for the first node whose rank an adjacency matrix of width k lacks."""
+        for index, (_, rank) in enumerate(self.nodes):
+            if rank >= k:
+                raise ValueError(
+                    f"tree {self.name!r}, node {index}: rank {rank} is not below k = {k}"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write the tree as JSON: format, name, nodes as [parent row, rank], provenance."""
+        content = {
+            "format": FORMAT,
+            "name": self.name,
+            "nodes": [list(node) for node in self.nodes],
+            "provenance": dict(self.provenance),
+        }
+        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def load_tree(source: str | Path) -> TreeTemplate:
+    """A shipped template by name, or a template file by path.
+
+    Raises:
+        ValueError: neither a name nor a file, or a file that is no valid tree.
+
+    """
+    shipped = shipped_trees()
+    path = shipped.get(str(source), Path(source))
+    if not path.is_file():
+        raise ValueError(
+            f"tree {str(source)!r}: expected one of {sorted(shipped)} or the path of a JSON file"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"tree file {path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"tree file {path}: expected an object with format {FORMAT!r}")
+    nodes = content.get("nodes")
+    if not isinstance(nodes, list):
+        raise ValueError(f"tree file {path}: expected 'nodes', a list of [parent, rank]")
+    try:
+        return TreeTemplate(
+            tuple(tuple(node) if isinstance(node, list) else node for node in nodes),
+            str(content.get("name", path.stem)),
+            content.get("provenance", {}),
+        )
+    except ValueError as error:
+        raise ValueError(f"tree file {path}: {error}") from error
+
+
+def shipped_trees() -> dict[str, Path]:
+    """Name -> file of the templates that come with the package."""
+    folder = Path(str(resources.files(__package__))) / "trees"
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def from_rank_paths(
+    paths: Iterable[Sequence[int]],
+    *,
+    name: str = "unnamed",
+    provenance: Mapping[str, Any] | None = None,
+) -> TreeTemplate:
+    """The tree whose nodes are the given rank paths, in the given order, parents first."""
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    nodes: list[Node] = []
+    for path in map(tuple, paths):
+        if path[:-1] not in rows:
+            raise ValueError(f"rank path {path}: its parent {path[:-1]} has not come before it")
+        nodes.append((rows[path[:-1]], path[-1]))
+        rows[path] = len(nodes)
+    return TreeTemplate(tuple(nodes), name, provenance or {})
+
+
+def _validate(nodes: Sequence[Node]) -> None:
+    if not 1 <= len(nodes) <= MAX_NODES:
+        raise ValueError(f"got {len(nodes)} nodes, expected 1 to {MAX_NODES}")
+    seen: dict[Node, int] = {}
+    for index, node in enumerate(nodes):
+        if not (
+            isinstance(node, tuple)
+            and len(node) == 2
+            and all(isinstance(value, int) and not isinstance(value, bool) for value in node)
+        ):
+            raise ValueError(f"node {index}: got {node!r}, expected [parent row, rank]")
+        parent, rank = node
+        if rank < 0:
+            raise ValueError(f"node {index}: rank {rank} is negative")
+        if not 0 <= parent <= index:
+            raise ValueError(
+                f"node {index}: parent row {parent} has not come before it (expected 0 to {index})"
+            )
+        if node in seen:
+            raise ValueError(f"node {index}: same parent and rank as its sibling, node {seen[node]}")
+        seen[node] = index
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> torch.Tensor:
+    width = max(1, *(len(item) for item in lists))
+    return torch.tensor([[*item, *[-1] * (width - len(item))] for item in lists])

@@ -1,0 +1,86 @@
+"""The tree walk: from the tokens that the target produced at the rows to the accepted path.
+
+The drafts are deterministic, so sampling each visited row with the request's own sampler and
+following the child that equals the sample is ancestral sampling from the target: no rejection
+correction is needed, and greedy decoding is a special case (Token Recycling, section 3.2, gives
+the greedy walk).
+
+`walk` takes a token for every row at once; `step_down` goes one level, for samplers whose next
+row depends on what was emitted before it (penalties, generators). Both are pure functions over a
+whole batch and are the references for their device kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_recycle.core.tree import TreeTemplate
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class WalkResult:
+    """What a walk accepted.
+
+    Attributes:
+        path: int64 [batch, path], the visited rows from the root down, padded with -1.
+        token_ids: int64 [batch, path], the token produced at each visited row (the last one is
+            the free token), padded with -1.
+
+    """
+
+    path: torch.Tensor
+    token_ids: torch.Tensor
+
+
+def walk(
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+) -> WalkResult:
+    """Follow the drafts as far as the target agrees with them.
+
+    Args:
+        sampled: int64 [batch, rows], the token that the target produced at each row.
+        draft_token_ids: int64 [batch, nodes], -1 where a node was not filled or not scheduled;
+            such a node matches nothing. Siblings must differ (those that are -1 apart).
+        tree: the template that both are indexed by.
+
+    """
+    agrees = sampled[:, tree.parents[1:]] == draft_token_ids
+    # A node is reached when it and all its ancestors agree; the root always is.
+    misses = (~agrees).to(torch.float32) @ tree.ancestor_mask[1:, 1:].T.to(torch.float32)
+    depth_reached = torch.where(misses == 0, tree.depths[1:], 0)
+    deepest, node = depth_reached.max(dim=1)
+    path = tree.paths[torch.where(deepest > 0, node + 1, 0)]
+    token_ids = sampled.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
+    return WalkResult(path, token_ids)
+
+
+def step_down(
+    row: torch.Tensor,
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+) -> torch.Tensor:
+    """The child of `row` that carries the token sampled there, or -1.
+
+    Args:
+        row: int64 [batch], the visited row of each sequence, -1 where its walk has ended.
+        sampled: int64 [batch], the token produced at that row.
+        draft_token_ids: int64 [batch, nodes], as for `walk`.
+        tree: the template.
+
+    Returns:
+        int64 [batch], the next row or -1.
+
+    """
+    children = tree.children[row.clamp(min=0)].masked_fill((row < 0)[:, None], -1)
+    drafts = draft_token_ids.gather(1, (children - 1).clamp(min=0))
+    matches = (children > 0) & (drafts == sampled[:, None])
+    return children.where(matches, -1).amax(dim=1)

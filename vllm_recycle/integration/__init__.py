@@ -1,0 +1,1 @@
+"""The only part of the package that imports vllm: entry point, configuration, worker, runners."""

@@ -1,0 +1,20 @@
+"""The entry point `vllm.general_plugins`: teaches vLLM our method names.
+
+vLLM calls `register` in every process, sometimes more than once.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Install the shims of `versions`.
+
+    Raises:
+        RuntimeError: vLLM is not of a supported version.
+
+    """
+    from vllm_recycle.integration import engine_config, versions
+
+    versions.check_vllm_version()
+    versions.wrap_create_engine_config(engine_config.rewrite, engine_config.check_supported)
+    versions.wrap_validate_spec_decode(engine_config.validate_sampling_params)

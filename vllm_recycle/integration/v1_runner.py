@@ -1,0 +1,214 @@
+"""Trees on vLLM's V1 model runner, which its CPU engine uses.
+
+A step with trees differs from vLLM's in five places, each a short override: positions (the slots
+stay linear), attention metadata, the walk in the place of rejection sampling, the KV moves after
+it, and drafting. What the walk and the proposer do is in `core`, where rows lie in `tree_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_recycle.core import SequenceNumbers, WalkResult, walk
+from vllm_recycle.integration.cpu_backend import MixedRows
+from vllm_recycle.integration.drafter import TreeDrafter
+from vllm_recycle.integration.sampling import rows_are_independent, walk_by_depth
+from vllm_recycle.integration.tree_batch import TreeBatch
+from vllm_recycle.kernels.cpu_kv_cache import move_slots
+from vllm_recycle.kernels.cpu_tree_attention import make_tree_rows
+
+
+class TreeCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU model runner, verifying trees instead of chains."""
+
+    drafter: TreeDrafter
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.tree = self.drafter.options.load_tree()
+        self.sequences = SequenceNumbers(vllm_config.scheduler_config.max_num_seqs)
+        # From a position as if the nodes were a chain to prefix + depth.
+        self.position_shift = self.tree.depths - torch.arange(self.tree.num_nodes + 1)
+        # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
+        # are. Remove when vLLM asks the method (patches/0003).
+        self.input_batch.logitsprocs = LogitsProcessors(
+            processor(vllm_config, device, False)
+            for processor in BUILTIN_LOGITS_PROCESSORS
+        )
+
+    # Requests come and go.
+
+    def _update_states(self, scheduler_output: Any) -> Callable | None:
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
+        # Sorted: sets have no order that tensor-parallel ranks share.
+        numbers = self.sequences.free(sorted(ended | resumed))
+        if numbers:
+            self.drafter.proposer.release(numbers)
+        result = super()._update_states(scheduler_output)
+        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        for request_id in [*new, *sorted(resumed)]:
+            request = self.requests[request_id]
+            known = [*request.prompt_token_ids, *request.output_token_ids]
+            self.drafter.proposer.begin(self.sequences.assign(request_id), torch.tensor(known))
+        return result
+
+    # Before the forward: positions and attention metadata.
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        logits_indices, metadata, _ = prepared
+        num_reqs = self.input_batch.num_reqs
+        trees = self.trees = TreeBatch.make(
+            tree=self.tree,
+            num_nodes=torch.tensor(metadata.num_draft_tokens),
+            last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
+            row_token_ids=self.input_ids.gpu[logits_indices].long(),
+        )
+        self.batch_sequences = torch.tensor(
+            [self.sequences[request_id] for request_id in self.input_batch.req_ids]
+        )
+        # The slots have been computed from the linear positions by now, and stay linear.
+        self.positions[trees.tree_token_rows] += self.position_shift[trees.tree_rows]
+        # A node that was not filled still has a row; any token will do for it.
+        self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
+        return prepared
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        per_layer, common = super()._build_attention_metadata(*args, **kwargs)
+        if kwargs.get("use_spec_decode") and len(self.trees.tree_rows):
+            for gid, groups in enumerate(self.attn_groups):
+                for group in groups:
+                    mixed = self._split_rows(group, gid, common)
+                    for layer_name in group.layer_names:
+                        per_layer[layer_name].mixed_rows = mixed
+        return per_layer, common
+
+    def _split_rows(self, group: Any, gid: int, common: CommonAttentionMetadata) -> MixedRows:
+        trees = self.trees
+        has_tree = trees.num_nodes > 0
+        num_reqs = len(has_tree)
+        block_table = self.input_batch.block_table[gid].get_device_tensor(num_reqs)
+        tree_rows = make_tree_rows(
+            tree=self.tree,
+            first=trees.first_token_row[has_tree],
+            num_rows=trees.num_nodes[has_tree] + 1,
+            num_context=self.num_computed_tokens[:num_reqs][has_tree].long(),
+            block_table=block_table[has_tree],
+            block_size=group.kv_cache_spec.block_size,
+            dtype=self.dtype,
+        )
+        if has_tree.all():
+            return MixedRows(tree_rows, None, None)
+        others = ~has_tree
+        lengths = common.query_start_loc_cpu.diff()
+        rows = others.repeat_interleave(lengths).nonzero().flatten()
+        lengths = lengths[others]
+        query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        seq_lens = common.seq_lens[others]
+        alone = common.replace(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=seq_lens,
+            num_reqs=len(lengths),
+            num_actual_tokens=len(rows),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=block_table[others],
+            slot_mapping=common.slot_mapping[rows],
+        )
+        return MixedRows(tree_rows, rows, group.get_metadata_builder().build(0, alone))
+
+    # After the forward: learn, walk, move, draft.
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if (state := self.execute_model_state) is not None:
+            # Here the logits are raw; the grammar and the sampler change them in place.
+            self.drafter.proposer.observe(
+                self.batch_sequences.repeat_interleave(self.trees.num_nodes + 1),
+                self.trees.row_token_ids,
+                state.logits,
+            )
+        return super().sample_tokens(grammar_output)
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        assert logits is not None
+        sampling_metadata = self.input_batch.sampling_metadata
+        if rows_are_independent(sampling_metadata):
+            sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
+            result = walk(sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree)
+            logprobs = None
+        else:
+            result, logprobs = walk_by_depth(
+                logits,
+                self.trees,
+                tree=self.tree,
+                sampler=self.sampler,
+                sampling_metadata=sampling_metadata,
+                discarded=self.discard_request_mask.np[: self.input_batch.num_reqs],
+                output_token_ids=[
+                    self.requests[request_id].output_token_ids
+                    for request_id in self.input_batch.req_ids
+                ],
+            )
+        self._compact_kv_cache(result)
+        return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
+
+    def _compact_kv_cache(self, result: WalkResult) -> None:
+        """Move the KV of the accepted path to the first slots of the step, in every layer."""
+        source, target = self.trees.moves(result.path)
+        if not len(source):
+            return
+        for gid, groups in enumerate(self.attn_groups):
+            slot_mapping = self.input_batch.block_table[gid].slot_mapping.gpu
+            for group in groups:
+                layers = [
+                    self.compilation_config.static_forward_context[name]
+                    for name in group.layer_names
+                ]
+                # Layers may share a cache: move it once.
+                caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in layers}
+                move_slots(
+                    list(caches.values()),
+                    slot_mapping[source],
+                    slot_mapping[target],
+                    isa=layers[0].isa,
+                )
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw
+        # for these, and CPU generators cannot rewind. Remove with patches/0001.
+        generators = self.input_batch.generators
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        hidden = {int(i): generators.pop(int(i)) for i in discarded if int(i) in generators}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # The scheduler cuts each tree at max_model_len.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        going_on = [i for i, token_ids in enumerate(sampled_token_ids) if token_ids]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if going_on:
+            last = torch.tensor([sampled_token_ids[i][-1] for i in going_on])
+            filled = self.drafter.proposer.propose(self.batch_sequences[going_on], last)
+            # Rows behind the last filled node would be verified for nothing.
+            ends = ((filled >= 0) * torch.arange(1, filled.shape[1] + 1)).amax(dim=1)
+            for i, draft, end in zip(going_on, filled.tolist(), ends.tolist(), strict=True):
+                drafts[i] = draft[:end]
+        return drafts
