@@ -4,4 +4,6 @@ Importing this package imports neither torch nor vllm; vLLM finds the plugin thr
 entry point `vllm.general_plugins` (see `vllm_recycle.integration.plugin`).
 """
 
+from __future__ import annotations
+
 __version__ = "0.1.0"

@@ -1,17 +1,23 @@
 """Trees, the adjacency matrix, proposers and verification: torch only, no vllm, no triton."""
 
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Scope
+from __future__ import annotations
+
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Scope, TableLayout
+from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.proposer import Proposer, SequenceNumbers
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.tree import TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.verification import WalkResult, step_down, walk
 
 __all__ = [
+    "REFERENCE",
     "SCOPES",
     "AdjacencyMatrix",
+    "Operations",
     "Proposer",
     "Scope",
     "SequenceNumbers",
+    "TableLayout",
     "TokenRecyclingProposer",
     "TreeTemplate",
     "WalkResult",

@@ -12,13 +12,14 @@ A row is `[tag, successor 0 .. successor k - 1]`, int32, best first. The tag is 
 row answers for, so a row that was never written and an overlay row of another token answer for
 none. The overlay, where there is one, is consulted before the shared matrix.
 
-`fill_tree` and `write_rows` are pure tensor functions over a whole batch, the references for
-their device kernels; `AdjacencyMatrix` owns the table.
+`fill_tree` and `update_from_logits` are pure tensor functions over a whole batch, the references
+for their kernels; `AdjacencyMatrix` owns the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -32,10 +33,38 @@ Scope = Literal["sequence", "shared", "isolated"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
 OVERLAY_ROWS = 4096
-NO_TOKEN_ADDRESS = 0
 UNWRITTEN = -1
 # Differs from every token and from -1, so that the look-up of -1 never meets an empty tag.
 EMPTY_TAG = -2
+
+
+@dataclass(frozen=True, slots=True)
+class TableLayout:
+    """Where rows are, and who reads and writes them.
+
+    Attributes:
+        vocab_size: number of token ids.
+        k: successors of a row.
+        overlay_rows: rows of one overlay, a power of two; 0 where there are none.
+        reads_shared: whether a token that the overlay lacks is looked up in the shared matrix.
+        writes_shared: whether the shared matrix is written.
+
+    """
+
+    vocab_size: int
+    k: int
+    overlay_rows: int
+    reads_shared: bool
+    writes_shared: bool
+
+    @property
+    def dump_address(self) -> int:
+        """The row that is written and never read."""
+        return self.vocab_size + 1
+
+    @property
+    def first_overlay(self) -> int:
+        return self.vocab_size + 2
 
 
 class AdjacencyMatrix:
@@ -78,14 +107,25 @@ class AdjacencyMatrix:
             )
         if overlay_rows < 1 or overlay_rows & (overlay_rows - 1):
             raise ValueError(f"overlay_rows: got {overlay_rows}, expected a power of two")
-        self.vocab_size = vocab_size
-        self.k = k
         self.scope = scope
-        self.hot_start = hot_start
-        self.overlay_rows = overlay_rows if scope != "shared" else 0
-        rows = vocab_size + 2 + num_sequences * self.overlay_rows
+        self.layout = TableLayout(
+            vocab_size=vocab_size,
+            k=k,
+            overlay_rows=overlay_rows if scope != "shared" else 0,
+            reads_shared=hot_start,
+            writes_shared=scope != "isolated",
+        )
+        rows = self.layout.first_overlay + num_sequences * self.layout.overlay_rows
         self.table = torch.empty(rows, 1 + k, dtype=torch.int32, device=device)
         self.clear()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layout.vocab_size
+
+    @property
+    def k(self) -> int:
+        return self.layout.k
 
     @property
     def num_bytes(self) -> int:
@@ -108,46 +148,18 @@ class AdjacencyMatrix:
 
     def clear_overlays(self, sequences: Sequence[int]) -> None:
         """Forget what these sequences wrote into their overlays."""
-        if self.overlay_rows:
-            overlays = self.table[self.vocab_size + 2 :].view(-1, self.overlay_rows, 1 + self.k)
+        rows = self.layout.overlay_rows
+        if rows:
+            overlays = self.table[self.layout.first_overlay :].view(-1, rows, 1 + self.k)
             for sequence in sequences:
                 overlays[sequence, :, 0] = EMPTY_TAG
 
-    def fill(
-        self,
-        sequences: torch.Tensor,
-        last_token_ids: torch.Tensor,
-        *,
-        tree: TreeTemplate,
-    ) -> torch.Tensor:
-        """Draft a tree below the last token of each sequence; see `fill_tree`."""
-        return fill_tree(
-            self.table,
-            sequences,
-            last_token_ids,
-            tree=tree,
-            vocab_size=self.vocab_size,
-            overlay_rows=self.overlay_rows,
-            reads_shared=self.hot_start,
-        )
-
     def rows_of(self, sequences: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 [n, k], the successors that each sequence sees for each token, -1 where none."""
-        address = row_address(
-            self.table,
-            sequences,
-            token_ids,
-            vocab_size=self.vocab_size,
-            overlay_rows=self.overlay_rows,
-            reads_shared=self.hot_start,
-        )
-        return self.table[address, 1:]
+        return self.table[_row_address(self.table, sequences, token_ids, self.layout), 1:]
 
     def update(
-        self,
-        sequences: torch.Tensor,
-        token_ids: torch.Tensor,
-        successors: torch.Tensor,
+        self, sequences: torch.Tensor, token_ids: torch.Tensor, successors: torch.Tensor
     ) -> None:
         """Write rows; of rows for the same place, the last one given stays.
 
@@ -157,19 +169,7 @@ class AdjacencyMatrix:
             successors: integer [n, k], best first.
 
         """
-        rows = torch.cat((token_ids[:, None], successors), dim=1).to(torch.int32)
-        shared = token_ids + 1
-        ignored = shared == NO_TOKEN_ADDRESS
-        address = shared.masked_fill(ignored, self.vocab_size + 1)
-        if self.overlay_rows:
-            slot = token_ids & (self.overlay_rows - 1)
-            overlay = self.vocab_size + 2 + sequences * self.overlay_rows + slot
-            overlay = overlay.masked_fill(ignored, self.vocab_size + 1)
-            if self.scope == "isolated":
-                address = overlay
-            else:
-                address, rows = torch.cat((address, overlay)), torch.cat((rows, rows))
-        write_rows(self.table, address, rows, dump_address=self.vocab_size + 1)
+        _write_rows(self.table, sequences, token_ids, successors, self.layout)
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the shared matrix as safetensors, with what `load` checks."""
@@ -204,100 +204,94 @@ class AdjacencyMatrix:
         self.table[1 : self.vocab_size + 1, 0] = tags.to(self.table.device)
 
 
-def row_address(
-    table: torch.Tensor,
-    sequences: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    vocab_size: int,
-    overlay_rows: int,
-    reads_shared: bool,
-) -> torch.Tensor:
-    """The row that answers for each token, seen from its sequence.
-
-    Args:
-        table: int32 [addresses, 1 + k], laid out as this module says.
-        sequences: int64 [...], broadcastable to `token_ids`.
-        token_ids: int64 [...]; -1 is answered by the row of "no token".
-        vocab_size: number of token ids.
-        overlay_rows: rows of one overlay, 0 where there are none.
-        reads_shared: whether a token that the overlay lacks is looked up in the shared matrix.
-
-    Returns:
-        int64 [...], addresses into `table`.
-
-    """
-    shared = token_ids + 1 if reads_shared else torch.zeros_like(token_ids)
-    if not overlay_rows:
-        return shared
-    slot = token_ids & (overlay_rows - 1)
-    overlay = slot + (sequences * overlay_rows + (vocab_size + 2))
-    hit = table[:, 0].take_along_dim(overlay.flatten(), 0).view_as(token_ids) == token_ids
-    return torch.where(hit, overlay, shared)
-
-
 def fill_tree(
     table: torch.Tensor,
     sequences: torch.Tensor,
     last_token_ids: torch.Tensor,
     *,
     tree: TreeTemplate,
-    vocab_size: int,
-    overlay_rows: int,
-    reads_shared: bool,
+    layout: TableLayout,
 ) -> torch.Tensor:
-    """Draft a tree below each last token, one gather a level.
+    """Draft a tree below each last token, one gather a level (section 3.2).
 
     Args:
         table: int32 [addresses, 1 + k].
         sequences: int64 [batch].
         last_token_ids: int64 [batch].
         tree: the template to fill.
-        vocab_size: number of token ids.
-        overlay_rows: rows of one overlay, 0 where there are none.
-        reads_shared: as for `row_address`.
+        layout: of the table.
 
     Returns:
         int64 [batch, nodes]; -1 where the matrix has no successor, and below such a node.
 
     """
-    width = table.shape[1]
-    successors = table.view(-1)
     filled = last_token_ids.new_empty(last_token_ids.shape[0], tree.num_nodes + 1)
     filled[:, 0] = last_token_ids
     for level in tree.levels:
-        address = row_address(
-            table,
-            sequences[:, None],
-            filled[:, tree.parents[level]],
-            vocab_size=vocab_size,
-            overlay_rows=overlay_rows,
-            reads_shared=reads_shared,
-        )
-        filled[:, level] = successors[address * width + (1 + tree.ranks[level])].to(filled.dtype)
+        parents = filled[:, tree.parents[level]]
+        address = _row_address(table, sequences[:, None], parents, layout)
+        filled[:, level] = table[address, 1 + tree.ranks[level]].to(filled.dtype)
     return filled[:, 1:]
 
 
-def write_rows(
+def update_from_logits(
     table: torch.Tensor,
-    address: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
     *,
-    dump_address: int,
+    layout: TableLayout,
 ) -> None:
-    """Scatter rows so that of several for one address the last stays, on every rank alike.
+    """Write the top-k of every row as the successors of its token (section 3.1).
 
-    A scatter with repeated addresses has no order of its own; here all but the last of them are
-    redirected to a row that nobody reads.
+    Of several rows for one place the last stays, on every rank alike.
 
     Args:
         table: int32 [addresses, 1 + k], written in place.
-        address: int64 [n].
-        rows: int32 [n, 1 + k].
-        dump_address: the address of the row that is never read.
+        sequences: int64 [n], the sequence of each row.
+        token_ids: int64 [n], the token of each row, -1 for a row to ignore.
+        logits: floating [n, vocab].
+        layout: of the table.
 
     """
+    successors = logits.topk(layout.k, dim=-1).indices
+    _write_rows(table, sequences, token_ids, successors, layout)
+
+
+def _row_address(
+    table: torch.Tensor, sequences: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
+) -> torch.Tensor:
+    """int64, the address of the row that answers for each token, seen from its sequence."""
+    shared = token_ids + 1 if layout.reads_shared else torch.zeros_like(token_ids)
+    if not layout.overlay_rows:
+        return shared
+    own = _overlay_address(sequences, token_ids, layout)
+    return torch.where(table[own, 0] == token_ids, own, shared)
+
+
+def _overlay_address(
+    sequences: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
+) -> torch.Tensor:
+    slot = token_ids & (layout.overlay_rows - 1)
+    return layout.first_overlay + sequences * layout.overlay_rows + slot
+
+
+def _write_rows(
+    table: torch.Tensor,
+    sequences: torch.Tensor,
+    token_ids: torch.Tensor,
+    successors: torch.Tensor,
+    layout: TableLayout,
+) -> None:
+    rows = torch.cat((token_ids[:, None], successors), dim=1).to(torch.int32)
+    places = [token_ids + 1] if layout.writes_shared else []
+    if layout.overlay_rows:
+        places.append(_overlay_address(sequences, token_ids, layout))
+    # A scatter with repeated addresses has no order of its own: all but the last row for an
+    # address, and rows to ignore, are redirected to the row that nobody reads.
+    address = torch.cat([place.masked_fill(token_ids < 0, layout.dump_address) for place in places])
     in_order, order = address.sort(stable=True)
     superseded = torch.zeros_like(in_order, dtype=torch.bool)
     superseded[:-1] = in_order[:-1] == in_order[1:]
-    table[in_order.masked_fill_(superseded, dump_address)] = rows[order]
+    target = in_order.masked_fill(superseded, layout.dump_address)
+    table[target] = rows.repeat(len(places), 1)[order]

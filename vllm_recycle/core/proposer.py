@@ -75,5 +75,5 @@ class SequenceNumbers:
     def free(self, request_ids: Sequence[str]) -> list[int]:
         """Take back the numbers of those requests that have one, and return them."""
         numbers = [self._of.pop(request_id) for request_id in request_ids if request_id in self._of]
-        self._free.extend(sorted(numbers, reverse=True))
+        self._free = sorted((*self._free, *numbers), reverse=True)
         return numbers

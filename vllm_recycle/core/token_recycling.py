@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.tree import TreeTemplate
 
 
@@ -21,25 +22,38 @@ class TokenRecyclingProposer:
         matrix: the adjacency matrix.
         tree: the template; its ranks must be below the matrix's k.
         seed_from_prompt: whether the prompt's bigrams enter the matrix before decoding.
+        operations: what fills and updates.
 
     """
 
     def __init__(
-        self, matrix: AdjacencyMatrix, tree: TreeTemplate, *, seed_from_prompt: bool = False
+        self,
+        matrix: AdjacencyMatrix,
+        tree: TreeTemplate,
+        *,
+        seed_from_prompt: bool = False,
+        operations: Operations = REFERENCE,
     ) -> None:
         tree.check_ranks(matrix.k)
+        self.operations = operations
         self.matrix = matrix
         self.tree = tree
         self.seed_from_prompt = seed_from_prompt
 
     def propose(self, sequences: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
-        return self.matrix.fill(sequences, last_token_ids, tree=self.tree)
+        matrix = self.matrix
+        return self.operations.fill_tree(
+            matrix.table, sequences, last_token_ids, tree=self.tree, layout=matrix.layout
+        )
 
     def observe(
         self, sequences: torch.Tensor, token_ids: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        # Section 3.1: every row updates the matrix; the rejected ones are the point.
-        self.matrix.update(sequences, token_ids, logits.topk(self.matrix.k, dim=-1).indices)
+        # Every row updates the matrix; the rejected ones are the point (section 3.1).
+        matrix = self.matrix
+        self.operations.update_from_logits(
+            matrix.table, sequences, token_ids, logits, layout=matrix.layout
+        )
 
     def begin(self, sequence: int, prompt_token_ids: torch.Tensor) -> None:
         if not self.seed_from_prompt or prompt_token_ids.numel() < 2:

@@ -205,7 +205,9 @@ def _validate(nodes: Sequence[Node]) -> None:
                 f"node {index}: parent row {parent} has not come before it (expected 0 to {index})"
             )
         if node in seen:
-            raise ValueError(f"node {index}: same parent and rank as its sibling, node {seen[node]}")
+            raise ValueError(
+                f"node {index}: same parent and rank as its sibling, node {seen[node]}"
+            )
         seen[node] = index
 
 

@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.options import TOKEN_RECYCLING
-from vllm_recycle.kernels.cpu_tree_attention import TreeRows, tree_attention
+from vllm_recycle.integration.tree_batch import TreeBatch
+from vllm_recycle.kernels.cpu_native import tree_attention
+from vllm_recycle.kernels.cpu_tree_attention import TreeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,67 @@ class MixedRows:
     other_metadata: CPUAttentionMetadata | None
 
 
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's metadata, and `mixed_rows` for a step with trees.
+
+    Attributes:
+        trees: template and rows of the step that is built next, set by the runner
+            (`tree_rows.prepare_trees`); None for steps that no request is in.
+
+    """
+
+    trees: tuple[TreeTemplate, TreeBatch] | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        prepared, self.trees = self.trees, None
+        if prepared is not None and len(prepared[1].tree_rows):
+            metadata.mixed_rows = self._split_rows(common_attn_metadata, *prepared)
+        return metadata
+
+    def _split_rows(
+        self, common: CommonAttentionMetadata, tree: TreeTemplate, trees: TreeBatch
+    ) -> MixedRows:
+        has_tree = trees.num_nodes > 0
+        lengths = common.query_start_loc_cpu.diff()
+        num_rows = trees.num_nodes[has_tree] + 1
+        assert torch.equal(lengths[has_tree].long(), num_rows)
+        tree_rows = TreeRows(
+            tree=tree,
+            first=trees.first_token_row[has_tree],
+            num_rows=num_rows,
+            num_context=common.seq_lens[has_tree] - num_rows,
+            block_table=common.block_table_tensor[has_tree],
+            block_size=self.block_size,
+        )
+        if has_tree.all():
+            return MixedRows(tree_rows, None, None)
+        others = ~has_tree
+        rows = others.repeat_interleave(lengths).nonzero().flatten()
+        lengths = lengths[others]
+        query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        seq_lens = common.seq_lens[others]
+        alone = common.replace(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=seq_lens,
+            num_reqs=len(lengths),
+            num_actual_tokens=len(rows),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=common.block_table_tensor[others],
+            slot_mapping=common.slot_mapping[rows],
+        )
+        return MixedRows(tree_rows, rows, super().build(0, alone))
+
+
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Attention of a layer; a step with trees carries `MixedRows` at its metadata.
+    """Attention of a layer; the metadata of a step with trees carry `mixed_rows`.
 
     Raises:
         NotImplementedError: a kind of layer whose masks or scores the tree path does not have.
@@ -80,9 +143,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         mixed: MixedRows | None = getattr(attn_metadata, "mixed_rows", None)
         if mixed is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        tree_attention(
-            query, kv_cache, output, trees=mixed.trees, scale=self.scale, isa=layer.isa
-        )
+        tree_attention(query, kv_cache, output, trees=mixed.trees, scale=self.scale, isa=layer.isa)
         if mixed.other_rows is not None:
             others = torch.empty_like(output[mixed.other_rows])
             super().forward(
@@ -102,6 +163,10 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionImpl]:
         return TreeCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
+        return TreeCPUAttentionMetadataBuilder
 
 
 @contextmanager

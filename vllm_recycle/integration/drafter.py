@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_recycle.core import AdjacencyMatrix, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.kernels.cpu_native import native_operations
 
 logger = init_logger("vllm.recycle")
 
@@ -53,7 +54,10 @@ class TreeDrafter:
         if options.matrix_file is not None and Path(options.matrix_file).exists():
             matrix.load(options.matrix_file, fingerprint=fingerprint(model_config))
         self.proposer = TokenRecyclingProposer(
-            matrix, options.load_tree(), seed_from_prompt=options.seed_from_prompt
+            matrix,
+            options.load_tree(),
+            seed_from_prompt=options.seed_from_prompt,
+            operations=native_operations(),
         )
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +68,9 @@ class TreeDrafter:
         tree, matrix = self.proposer.tree, self.proposer.matrix
         return (
             f"token_recycling: tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}, "
-            f"k {matrix.k}, scope {matrix.scope}, hot start {matrix.hot_start}, "
-            f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes"
+            f"k {matrix.k}, scope {matrix.scope}, hot start {matrix.layout.reads_shared}, "
+            f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
+            f"kernels in {self.proposer.operations.name}"
         )
 
     def save(self) -> str | None:

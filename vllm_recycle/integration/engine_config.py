@@ -1,8 +1,9 @@
 """From `{"method": "token_recycling", ...}` to a configuration that vLLM accepts.
 
-vLLM's own method `custom_class` hosts ours: it has no draft model and no lookahead slots. What
-our runners need beside it travels in `additional_config`. What was not built and tested with
-vLLM's other features is refused here, at start-up and by name.
+vLLM's own method `custom_class` hosts ours: it has no draft model and no lookahead slots. Model
+Runner V2 has no such method, so there `ngram_gpu` does. What our runners need beside it travels in
+`additional_config`. What was not built and tested with vLLM's other features is refused here, at
+start-up and by name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import dataclasses
 from typing import Any
 
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
@@ -47,6 +49,8 @@ def rewrite(engine_args: Any) -> Any | None:
         raise NotImplementedError(
             f"{TOKEN_RECYCLING}: got platform {current_platform.device_name!r}, expected 'cpu'"
         )
+    if engine_args.enable_lora:  # here, since vLLM would first ask for a larger token budget
+        raise NotImplementedError(_unsupported("--enable-lora"))
     options = TokenRecyclingOptions.parse(given)
     tree = options.load_tree()
     rewritten = copy.copy(engine_args)
@@ -75,6 +79,10 @@ def rewrite(engine_args: Any) -> Any | None:
         # just came in to a full draft of -1, and keeps it waiting where that does not fit.
         "num_speculative_tokens_per_batch_size": [(1, 1 << 20, tree.num_nodes)],
     }
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        # Without the table: V2's graphs want the padding, and its runner knows placeholders.
+        rewritten.speculative_config["method"] = "ngram_gpu"
+        del rewritten.speculative_config["num_speculative_tokens_per_batch_size"]
     return rewritten
 
 
@@ -113,7 +121,6 @@ def check_supported(vllm_config: Any) -> None:
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--enable-dbo": parallel.enable_dbo,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
-        "--enable-lora": vllm_config.lora_config is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
@@ -137,10 +144,14 @@ def check_supported(vllm_config: Any) -> None:
     }
     for feature, present in refused.items():
         if present:
-            raise NotImplementedError(
-                f"{TOKEN_RECYCLING} does not support {feature}; change it, or leave out "
-                "--speculative-config"
-            )
+            raise NotImplementedError(_unsupported(feature))
+
+
+def _unsupported(feature: str) -> str:
+    return (
+        f"{TOKEN_RECYCLING} does not support {feature}; change it, or leave out "
+        "--speculative-config"
+    )
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

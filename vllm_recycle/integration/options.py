@@ -17,7 +17,7 @@ TOKEN_RECYCLING = "token_recycling"
 METHODS = (TOKEN_RECYCLING,)
 
 # The prefix of the default tree that is fastest on CPU (README, "How fast").
-CPU_MAX_NODES = 24
+CPU_MAX_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TokenRecyclingOptions:
     scope: str = "sequence"
     hot_start: bool = True
     matrix_file: str | None = None
-    seed_from_prompt: bool = False
+    seed_from_prompt: bool = True
     budget_share: float = 0.5
 
     @classmethod
@@ -101,18 +101,17 @@ class TokenRecyclingOptions:
 
         """
         tree = load_tree(self.tree)
-        tree.check_ranks(self.k)
         limit = self.max_nodes
-        if limit is None and self.tree == "default":
-            limit = CPU_MAX_NODES
-        if limit is None:
-            return tree
-        if self.max_nodes is not None and limit > tree.num_nodes:
+        if limit is not None and limit > tree.num_nodes:
             raise ValueError(
                 f"max_nodes / num_speculative_tokens: got {limit}, expected at most the "
                 f"{tree.num_nodes} nodes of tree {self.tree!r}"
             )
-        return tree.prefix(limit)
+        if limit is None:
+            limit = CPU_MAX_NODES if self.tree == "default" else tree.num_nodes
+        tree = tree.prefix(limit)
+        tree.check_ranks(self.k)
+        return tree
 
 
 def _is_int(value: Any, low: int, high: int) -> bool:

@@ -74,7 +74,9 @@ def walk_by_depth(
                 logits=logits[trees.first_logit_row + row.clamp(min=0)],
                 sampling_metadata=replace(
                     sampling_metadata,
-                    generators={i: g for i, g in sampling_metadata.generators.items() if visiting[i]},
+                    generators={
+                        i: g for i, g in sampling_metadata.generators.items() if visiting[i]
+                    },
                 ),
             )
             sampled = output.sampled_token_ids.flatten().long()

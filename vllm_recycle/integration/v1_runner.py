@@ -1,30 +1,27 @@
 """Trees on vLLM's V1 model runner, which its CPU engine uses.
 
-A step with trees differs from vLLM's in five places, each a short override: positions (the slots
-stay linear), attention metadata, the walk in the place of rejection sampling, the KV moves after
-it, and drafting. What the walk and the proposer do is in `core`, where rows lie in `tree_batch`.
+A step with trees differs from vLLM's in four places, each a short override: the inputs (positions,
+while slots stay linear, and what attention must know), the walk in the place of rejection
+sampling, the KV moves after it, and drafting. What the walk and the proposer do is in `core`,
+where rows lie in `tree_batch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_recycle.core import SequenceNumbers, WalkResult, walk
-from vllm_recycle.integration.cpu_backend import MixedRows
+from vllm_recycle.core import SequenceNumbers
 from vllm_recycle.integration.drafter import TreeDrafter
 from vllm_recycle.integration.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.tree_batch import TreeBatch
-from vllm_recycle.kernels.cpu_kv_cache import move_slots
-from vllm_recycle.kernels.cpu_tree_attention import make_tree_rows
+from vllm_recycle.integration.tree_rows import compact_kv_cache, prepare_trees
 
 
 class TreeCPUModelRunner(CPUModelRunner):
@@ -36,13 +33,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         self.tree = self.drafter.options.load_tree()
         self.sequences = SequenceNumbers(vllm_config.scheduler_config.max_num_seqs)
-        # From a position as if the nodes were a chain to prefix + depth.
-        self.position_shift = self.tree.depths - torch.arange(self.tree.num_nodes + 1)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).
         self.input_batch.logitsprocs = LogitsProcessors(
-            processor(vllm_config, device, False)
-            for processor in BUILTIN_LOGITS_PROCESSORS
+            processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
         )
 
     # Requests come and go.
@@ -62,7 +56,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.drafter.proposer.begin(self.sequences.assign(request_id), torch.tensor(known))
         return result
 
-    # Before the forward: positions and attention metadata.
+    # Before the forward: positions, and what attention needs to know.
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -77,56 +71,14 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.batch_sequences = torch.tensor(
             [self.sequences[request_id] for request_id in self.input_batch.req_ids]
         )
-        # The slots have been computed from the linear positions by now, and stay linear.
-        self.positions[trees.tree_token_rows] += self.position_shift[trees.tree_rows]
-        # A node that was not filled still has a row; any token will do for it.
-        self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
-        return prepared
-
-    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        per_layer, common = super()._build_attention_metadata(*args, **kwargs)
-        if kwargs.get("use_spec_decode") and len(self.trees.tree_rows):
-            for gid, groups in enumerate(self.attn_groups):
-                for group in groups:
-                    mixed = self._split_rows(group, gid, common)
-                    for layer_name in group.layer_names:
-                        per_layer[layer_name].mixed_rows = mixed
-        return per_layer, common
-
-    def _split_rows(self, group: Any, gid: int, common: CommonAttentionMetadata) -> MixedRows:
-        trees = self.trees
-        has_tree = trees.num_nodes > 0
-        num_reqs = len(has_tree)
-        block_table = self.input_batch.block_table[gid].get_device_tensor(num_reqs)
-        tree_rows = make_tree_rows(
+        prepare_trees(
+            trees,
             tree=self.tree,
-            first=trees.first_token_row[has_tree],
-            num_rows=trees.num_nodes[has_tree] + 1,
-            num_context=self.num_computed_tokens[:num_reqs][has_tree].long(),
-            block_table=block_table[has_tree],
-            block_size=group.kv_cache_spec.block_size,
-            dtype=self.dtype,
+            positions=self.positions,
+            input_ids=self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens],
+            attn_groups=self.attn_groups,
         )
-        if has_tree.all():
-            return MixedRows(tree_rows, None, None)
-        others = ~has_tree
-        lengths = common.query_start_loc_cpu.diff()
-        rows = others.repeat_interleave(lengths).nonzero().flatten()
-        lengths = lengths[others]
-        query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        seq_lens = common.seq_lens[others]
-        alone = common.replace(
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=query_start_loc,
-            seq_lens=seq_lens,
-            num_reqs=len(lengths),
-            num_actual_tokens=len(rows),
-            max_query_len=int(lengths.max()),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=block_table[others],
-            slot_mapping=common.slot_mapping[rows],
-        )
-        return MixedRows(tree_rows, rows, group.get_metadata_builder().build(0, alone))
+        return prepared
 
     # After the forward: learn, walk, move, draft.
 
@@ -145,6 +97,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         sampling_metadata = self.input_batch.sampling_metadata
         if rows_are_independent(sampling_metadata):
             sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
+            walk = self.drafter.proposer.operations.walk
             result = walk(sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree)
             logprobs = None
         else:
@@ -160,29 +113,16 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
-        self._compact_kv_cache(result)
+        compact_kv_cache(
+            self.trees,
+            result.path,
+            attn_groups=self.attn_groups,
+            slot_mappings=[
+                table.slot_mapping.gpu for table in self.input_batch.block_table.block_tables
+            ],
+            layers=self.compilation_config.static_forward_context,
+        )
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
-
-    def _compact_kv_cache(self, result: WalkResult) -> None:
-        """Move the KV of the accepted path to the first slots of the step, in every layer."""
-        source, target = self.trees.moves(result.path)
-        if not len(source):
-            return
-        for gid, groups in enumerate(self.attn_groups):
-            slot_mapping = self.input_batch.block_table[gid].slot_mapping.gpu
-            for group in groups:
-                layers = [
-                    self.compilation_config.static_forward_context[name]
-                    for name in group.layer_names
-                ]
-                # Layers may share a cache: move it once.
-                caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in layers}
-                move_slots(
-                    list(caches.values()),
-                    slot_mapping[source],
-                    slot_mapping[target],
-                    isa=layers[0].isa,
-                )
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw

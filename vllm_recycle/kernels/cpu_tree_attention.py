@@ -1,12 +1,14 @@
 """Tree attention over vLLM's paged KV cache on CPU: gather, then SDPA under the tree's mask.
 
 vLLM's own CPU kernel takes no mask and returns no log-sum-exp, so rows of a tree cannot go
-through it. All trees of a step are served by one call a layer, padded to the longest.
+through it. All trees of a step are served by one call a layer, padded to the longest. This is the
+reference; `cpu_native.tree_attention` reads the cache where it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -15,64 +17,52 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: the derived tensors are cached
 class TreeRows:
     """The rows of a step that are trees; what all layers of a step share.
 
     Attributes:
-        rows: int64 [batch, rows], the flat row of each tree row; a tree with fewer rows than
-            the largest repeats its last.
-        real: bool [batch, rows], false in repetitions; None where there are none.
-        block_table: int64 [batch, blocks], the blocks of each sequence, padded with any block.
-        bias: [batch, 1, rows, keys], added to the scores: 0 where a row may look, else -inf.
-
-    """
-
-    rows: torch.Tensor
-    real: torch.Tensor | None
-    block_table: torch.Tensor
-    bias: torch.Tensor
-
-
-def make_tree_rows(
-    *,
-    tree: TreeTemplate,
-    first: torch.Tensor,
-    num_rows: torch.Tensor,
-    num_context: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    dtype: torch.dtype,
-) -> TreeRows:
-    """Lay out the mask of a step's trees: the whole context, and each row's ancestors.
-
-    Args:
         tree: the template; each sequence has a prefix of its rows.
-        first: int64 [batch], the flat row of each root.
+        first: int64 [batch], the flat row of each tree's root.
         num_rows: int64 [batch], rows of each tree, the root included.
         num_context: int64 [batch], tokens before the root.
-        block_table: integer [batch, n], wide enough for context and rows.
+        block_table: int32 [batch, n], the blocks of each sequence, enough for context and rows.
         block_size: tokens a block.
-        dtype: of the queries.
 
     """
-    max_rows = int(num_rows.max())
-    offset = torch.arange(max_rows)[None]
-    real = offset < num_rows[:, None]
-    num_blocks = -(-int((num_context + num_rows).max()) // block_size)
-    # A key is at column c - num_context of its tree. Columns are looked up in a table that has
-    # one more on the left for the context, and one on the right for what lies behind the tree.
-    column = torch.arange(num_blocks * block_size)[None] - num_context[:, None]
-    column = column.clamp_(min=-1).masked_fill_(column >= num_rows[:, None], max_rows)
-    bias_of = torch.full((max_rows + 2, max_rows), float("-inf"), dtype=dtype)
-    bias_of[0] = 0
-    bias_of[1:-1].masked_fill_(tree.ancestor_mask[:max_rows, :max_rows].T, 0)
-    return TreeRows(
-        rows=first[:, None] + offset.minimum(num_rows[:, None] - 1),
-        real=None if bool(real.all()) else real,
-        block_table=block_table[:, :num_blocks].long(),
-        bias=bias_of[column + 1].transpose(1, 2)[:, None],
-    )
+
+    tree: TreeTemplate
+    first: torch.Tensor
+    num_rows: torch.Tensor
+    num_context: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int64 [batch, rows], the flat row of each tree row; smaller trees repeat their last."""
+        row = torch.arange(int(self.num_rows.max()))[None]
+        return self.first[:, None] + row.minimum(self.num_rows[:, None] - 1)
+
+    @cached_property
+    def used_blocks(self) -> torch.Tensor:
+        """int64 [batch, blocks], without the blocks that no sequence has reached."""
+        num_blocks = -(-int((self.num_context + self.num_rows).max()) // self.block_size)
+        return self.block_table[:, :num_blocks].long()
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """bool [batch, 1, rows, keys]: the whole context, and each row's ancestors."""
+        rows = int(self.num_rows.max())
+        # A key is at column c - num_context of its tree. Columns are looked up in a table that
+        # has one more on the left for the context, and one on the right for what lies behind.
+        keys = torch.arange(self.used_blocks.shape[1] * self.block_size)
+        column = keys[None] - self.num_context[:, None]
+        column = column.clamp(min=-1).masked_fill(column >= self.num_rows[:, None], rows)
+        table = torch.zeros(rows + 2, rows, dtype=torch.bool)
+        table[0] = True
+        table[1:-1] = self.tree.ancestor_mask[:rows, :rows].T
+        return table[column + 1].transpose(1, 2)[:, None]
 
 
 def tree_attention(
@@ -95,16 +85,14 @@ def tree_attention(
         isa: layout of the cache.
 
     """
-    keys, values = gather_keys_values(kv_cache, trees.block_table, isa=isa)
+    keys, values = gather_keys_values(kv_cache, trees.used_blocks, isa=isa)
     attended = F.scaled_dot_product_attention(
         query[trees.rows].transpose(1, 2),
         keys,
         values,
-        attn_mask=trees.bias,
+        attn_mask=trees.visible,
         scale=scale,
         enable_gqa=True,
     ).transpose(1, 2)
-    if trees.real is None:
-        output[trees.rows] = attended
-    else:
-        output[trees.rows[trees.real]] = attended[trees.real]
+    real = torch.arange(trees.rows.shape[1])[None] < trees.num_rows[:, None]
+    output[trees.rows[real]] = attended[real]

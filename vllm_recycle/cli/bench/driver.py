@@ -106,6 +106,9 @@ class Child:
         self._log.close()
 
     def _failure(self, what: str) -> RunError:
+        if what == "died":  # its pipe may end a moment before the process does
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1)
         size = os.fstat(self._log.fileno()).st_size
         # pread leaves the file offset alone, which the child shares.
         tail = os.pread(self._log.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace")
@@ -137,6 +140,8 @@ def children(plan: Plan) -> Iterator[dict[str, Child]]:
     """All children of a run; none is left behind, however the run ends."""
     started: dict[str, Child] = {}
     patience = 0.0
+    # A termination leaves through `finally` too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for name, config in plan.methods.items():
             started[name] = Child(name, config)
@@ -147,6 +152,7 @@ def children(plan: Plan) -> Iterator[dict[str, Child]]:
             child.leave()
         for child in started.values():
             child.end(patience=patience)
+        signal.signal(signal.SIGTERM, before)
 
 
 def measure(plan: Plan) -> Measurement:

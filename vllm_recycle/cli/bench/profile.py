@@ -88,8 +88,6 @@ def attach(engine: Any, timer: ExclusiveTimer) -> bool:
     runner: Any = getattr(worker, "model_runner", None)
     if not hasattr(runner, "_model_forward"):
         return False
-    for owner in (runner, worker, core.scheduler):
-        _time_own(owner, timer)
     _time(runner, RUNNER_METHODS, timer)
     _time(core.scheduler, SCHEDULER_METHODS, timer)
     _time(runner.get_model(), {"compute_logits": "logits"}, timer)
@@ -101,11 +99,13 @@ def attach(engine: Any, timer: ExclusiveTimer) -> bool:
         implementation = getattr(layer, "impl", None)
         _time(implementation, {"forward": TREE_ATTENTION}, timer, own=True)
         _time(implementation, {"forward": "attention"}, timer)
+    for owner in (runner, worker, core.scheduler):
+        _time_own(owner, timer)
     return True
 
 
 def _time_own(owner: Any, timer: ExclusiveTimer) -> None:
-    """Time all methods of this package's classes, and vLLM's method under each of them."""
+    """Time all methods of this package's classes, and what each of them overrides."""
     names = {
         name
         for kind in type(owner).__mro__
@@ -114,7 +114,7 @@ def _time_own(owner: Any, timer: ExclusiveTimer) -> None:
         if inspect.isfunction(value) and not name.startswith("__")
     }
     _time(owner, dict.fromkeys(names, OWN), timer, own=True)
-    _time(owner, {name: RUNNER_METHODS.get(name, "runner") for name in names}, timer)
+    _time(owner, dict.fromkeys(names, "overridden"), timer)
 
 
 def _time(

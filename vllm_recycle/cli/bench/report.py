@@ -37,7 +37,11 @@ DEFINITIONS = {
     "attention_share": "of the time of these steps, in this package's attention",
     "outside_forward_share": "of the time of these steps, outside the target's forward pass, which "
     "is its layers, attention and logits",
-    "others_cpu_share": "of all CPUs during each timed pass, used by other processes",
+    "others_cpu_share": "of all CPUs during each timed pass, used by other processes; where it is "
+    "not near 0, the figures are disturbed",
+    "threads": "torch's own number and the variables as given; vLLM heeds "
+    "VLLM_CPU_OMP_THREADS_BIND only in the processes that it starts itself, and this engine runs "
+    "in the measuring process, unbound, on all cores or OMP_NUM_THREADS",
     "parts_ms": "mean time of these steps by part; the timers themselves cost a little",
     "outputs_equal": "all token ids equal those of none at the same concurrency, in every pass; "
     "certain only in float32, elsewhere near-ties fall either way",
@@ -77,7 +81,8 @@ def format_table(report: dict[str, Any]) -> str:
         f"{conditions['max_tokens']} new tokens at most, greedy, {conditions['dtype']}, "
         f"median of {conditions['repeats']}",
         ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
-        "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"]),
+        "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"])
+        + f", {conditions['threads']['torch']} threads",
         "",
     ]
     cells = [[title for title, *_ in COLUMNS]]
@@ -88,9 +93,11 @@ def format_table(report: dict[str, Any]) -> str:
     for line in cells:
         padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         lines.append("  ".join(padded))
-    others = max(max(row["others_cpu_share"]) for row in report["results"])
-    if others > DISTURBED:
-        lines.append(f"disturbed: other processes used up to {others:.0%} of the CPUs in a pass")
+    timed = max(max(row["others_cpu_share"]) for row in report["results"])
+    profiled = max(row["others_cpu_share_profile"] or 0.0 for row in report["results"])
+    for share, what in ((timed, "timed passes"), (profiled, "passes behind the own and outside %")):
+        if share > DISTURBED:
+            lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the {what}")
     return "\n".join(lines)
 
 
@@ -121,7 +128,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Row:
     passes = measurement.passes[name, concurrency]
     first = measurement.first_passes[name]
-    parts = measurement.profiles.get((name, concurrency), {}).get("parts_ms", {})
+    profile = measurement.profiles.get((name, concurrency), {})
+    parts = profile.get("parts_ms", {})
     equal = _equal_share(plan, measurement, name, concurrency)
     return {
         "method": name,
@@ -144,6 +152,7 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "equal_share": equal,
         "wall_s": [one["wall_s"] for one in passes],
         "others_cpu_share": [one["others_cpu_share"] for one in passes],
+        "others_cpu_share_profile": profile.get("others_cpu_share"),
         "first_pass": {
             "concurrency": plan.first_pass_concurrency,
             **{key: first[key] for key in ("tokens", "steps", "wall_s")},
@@ -216,7 +225,10 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "hardware": {"device": first["device"], **_hardware()},
-        "threads": {name: os.environ.get(name) for name in THREAD_VARIABLES},
+        "threads": {
+            "torch": first["torch_threads"],
+            **{name: os.environ.get(name) for name in THREAD_VARIABLES},
+        },
         "commit": _commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

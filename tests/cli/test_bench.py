@@ -1,0 +1,223 @@
+"""`vllm-recycle bench`: a real run of vLLM's own methods, refused arguments, children that fail."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_recycle.cli import RunError, main
+from vllm_recycle.cli.bench import driver
+from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples/models/target"
+PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
+SPEC_BENCH = ROOT / "examples/prompts/spec_bench.jsonl"
+RESULT_KEYS = {
+    "method",
+    "concurrency",
+    "tokens_per_s",
+    "speedup",
+    "mean_accepted_tokens",
+    "mean_accepted_tokens_first_pass",
+    "steps",
+    "step_ms",
+    "own_share",
+    "outside_forward_share",
+    "outputs_equal",
+}
+
+
+def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list[str]:
+    return ["bench", "--model", str(model), "--prompts", str(prompts), *arguments]
+
+
+def test_methods_are_measured_side_by_side(tmp_path):
+    arguments = bench("--num-prompts=2", "--max-tokens=8", "--repeats=1", "--dtype=float32")
+    files = ["--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")]
+    command = [sys.executable, "-m", "vllm_recycle.cli", *arguments, "--methods=none,ngram", *files]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert report == json.loads((tmp_path / "result.json").read_text())
+    assert (tmp_path / "result.png").stat().st_size > 0
+
+    assert report["conditions"]["versions"].keys() >= {"vllm", "torch", "vllm_recycle"}
+    assert report["conditions"]["methods_without_plugin"] == ["none", "ngram"]
+    none, ngram = report["results"]
+    for row, method in ((none, "none"), (ngram, "ngram")):
+        assert row.keys() >= RESULT_KEYS
+        assert (row["method"], row["concurrency"]) == (method, 1)
+        assert row["outputs_equal"] is True
+        assert row["tokens"] == 2 * 8
+        assert row["own_share"] == 0  # the plugin is not loaded
+        assert 0 < row["outside_forward_share"] < 1
+    assert none["speedup"] == none["mean_accepted_tokens"] == 1
+    assert none["steps"] == 2 * 7  # the prompt's step gives the first token
+    assert ngram["draft_tokens_per_step"] > none["draft_tokens_per_step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods=none,medusa"], "unknown method 'medusa', expected of none, ngram"),
+        (["--methods=none,none"], "twice"),
+        (["--methods=none", "--tree=paper-80"], "token_recycling, which is not run"),
+        (["--methods=token_recycling", "--tree=missing.json"], "missing.json: no such file"),
+        (["--methods=none", "--concurrency=1,zero"], "got '1,zero', expected"),
+        (["--methods=none", "--concurrency=0"], "got '0', expected"),
+        (["--methods=none", "--repeats=-1"], "got '-1', expected an integer of at least 1"),
+        (["--methods=none", "--num-prompts=9999"], "--num-prompts is 9999, but"),
+        (["--methods=none", "--dtype=float8"], "float8"),
+        (["--methods=none", "--engine-args=[]"], "--engine-args: expected a JSON object, got []"),
+        (["--methods=none", "--json=/nowhere/x.json"], "no directory /nowhere"),
+        (["--methods=none", "--speculative-config=x={}"], "x is not among --methods none"),
+        (["--methods=x", "--speculative-config=x={"], "--speculative-config x: not JSON"),
+        (["--methods=none", "--speculative-config=none={}"], "expected NAME=JSON"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
+    assert refused(bench(*arguments), capsys).count(message) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
+        ('\n{"text": "a"}\n', "line 2: neither `prompt` nor `turns`"),
+        ('{"turns": []}\n', "line 1: `prompt` must be a string"),
+        ('{"prompt": 1}\n', "line 1: `prompt` must be a string"),
+        ("\n", "has no prompts"),
+        (None, "cannot be read"),
+    ],
+)
+def test_bad_prompt_files_are_refused_in_one_line(lines, message, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    assert message in refused(bench("--methods=none", prompts=path), capsys)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
+    assert "no config.json" in refused(bench("--methods=none", model=tmp_path), capsys)
+
+
+@pytest.mark.parametrize("package", ["arctic_inference", "matplotlib"])
+def test_a_missing_optional_package_is_named_with_its_command(package, monkeypatch, capsys):
+    monkeypatch.setattr("vllm_recycle.cli.bench.plan.find_spec", lambda name: None)
+    arguments = {
+        "arctic_inference": ["--methods=suffix"],
+        "matplotlib": ["--methods=none", "--plot=x.png"],
+    }[package]
+    assert "pip install " + package.replace("_", "-") in refused(bench(*arguments), capsys)
+
+
+def test_the_first_turn_is_the_prompt():
+    from vllm_recycle.cli.bench.plan import read_prompts
+
+    first = json.loads(SPEC_BENCH.read_text().splitlines()[0])
+    assert read_prompts(SPEC_BENCH)[0] == first["turns"][0]
+
+
+def test_only_the_plugins_methods_load_the_plugin(monkeypatch):
+    ours = SimpleNamespace(name="ours", value="vllm_recycle.integration.plugin:register")
+    other = SimpleNamespace(name="other", value="elsewhere:register")
+    found = {"vllm.general_plugins": [ours, other]}
+    monkeypatch.setattr(driver, "entry_points", lambda *, group: found.get(group, []))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert driver.child_environment(None)["VLLM_PLUGINS"] == "other"
+    assert "VLLM_PLUGINS" not in driver.child_environment({"method": "token_recycling"})
+    monkeypatch.setenv("VLLM_PLUGINS", "ours")
+    assert driver.child_environment({"method": "ngram"})["VLLM_PLUGINS"] == ""
+    assert driver.child_environment({"method": "token_recycling"})["VLLM_PLUGINS"] == "ours"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; input(); sys.exit('the reason')", r"died \(exit status 1\)"),
+        ("import sys; sys.stderr.write('the reason'); sys.stdout.write('{')", "died"),
+        (
+            "import subprocess, sys, os\n"
+            "subprocess.Popen(['sleep', '60']); sys.stderr.write('the reason'); os._exit(3)",
+            r"died \(exit status 3\)",  # the grandchild still holds the pipe
+        ),
+        (
+            "import sys; input(); sys.stderr.write('the reason'); sys.stderr.flush()\n"
+            """print('{"error": "no tree"}', flush=True); sys.stdin.read()""",
+            "failed: no tree",
+        ),
+    ],
+)
+def test_a_child_that_fails_ends_the_run_with_its_last_lines(program, message, monkeypatch, capsys):
+    monkeypatch.setattr(driver, "WORKER", ("-c", program))
+    plan = SimpleNamespace(methods={"none": None})
+    with pytest.raises(RunError, match=message), driver.children(plan) as children:
+        children["none"].ask("load")
+    assert "the reason" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_child_outlives_an_interrupted_run(number, monkeypatch):
+    monkeypatch.setattr(driver, "WORKER", ("-c", "import time; time.sleep(60)"))
+    plan = SimpleNamespace(methods={"none": None, "ngram": {"method": "ngram"}})
+    processes = []
+
+    def interrupted():
+        with driver.children(plan) as children:
+            processes.extend(child._process for child in children.values())
+            signal.raise_signal(number)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        interrupted()
+    assert [process.returncode for process in processes] == [-9, -9]
+
+
+def test_time_counts_for_the_innermost_category(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 7.0])  # enter outer, enter inner, leave inner, leave outer
+    monkeypatch.setattr("vllm_recycle.cli.bench.profile.time.perf_counter", lambda: next(clock))
+    timer = ExclusiveTimer()
+    inner = timer.wrap(lambda: None, "inner")
+    timer.wrap(inner, "outer")()
+    assert timer.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
+
+
+def test_own_time_is_without_the_methods_that_are_overridden(monkeypatch):
+    class Stock:
+        def sample(self):
+            return "sampled"
+
+        def other(self):
+            return "other"
+
+    class Own(Stock):
+        def sample(self):
+            return super().sample() + " and " + self.other()
+
+    Own.__module__ = "vllm_recycle.integration.runner"
+    clock = itertools.count()
+    monkeypatch.setattr("vllm_recycle.cli.bench.profile.time.perf_counter", lambda: next(clock))
+    timer = ExclusiveTimer()
+    _time_own(Own(), timer)
+    assert Own().sample() == "sampled and other"
+    assert timer.seconds == {"own": 2, "overridden": 1}  # `other` is not overridden: it is own
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a call that ends with status 2, before vLLM is imported."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    line = capsys.readouterr().err
+    assert status == 2
+    assert line.count("\n") == 1
+    assert line.startswith("vllm-recycle bench: error: ")
+    return line

@@ -1,0 +1,123 @@
+"""`vllm-recycle tree show`: the text of a small tree, the picture, refused input."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from vllm_recycle.cli import main
+from vllm_recycle.core.tree import from_rank_paths, load_tree
+
+SVG = "{http://www.w3.org/2000/svg}"
+PATHS = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1)]
+TEXT = """\
+small: 11 nodes, depth 3, nodes per depth 4 / 4 / 3; source: a test; tuned: False
+root
+├─ 0
+│  ├─ 0
+│  ├─ 1
+│  │  └─ 0 1
+│  └─ 2
+├─ 1 ─ 0 ─ 0
+└─ 2 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.json"
+    provenance = {"source": "a test", "tuned": False}
+    from_rank_paths(PATHS, name="small", provenance=provenance).save(path)
+    return path
+
+
+def test_chains_and_neighbouring_leaves_share_a_line(file, capsys):
+    assert main(["tree", "show", str(file)]) == 0
+    assert capsys.readouterr().out == TEXT
+
+
+def test_max_nodes_shows_a_prefix(file, capsys):
+    assert main(["tree", "show", str(file), "--max-nodes", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("small[:5]: 5 nodes, depth 2, nodes per depth 4 / 1; ")
+    assert lines[1:] == ["root", "├─ 0 ─ 0", "└─ 1 2 3"]
+
+
+@pytest.mark.parametrize("name", ["default", "paper-80"])
+def test_the_text_of_a_shipped_tree_has_every_node(name, capsys):
+    assert main(["tree", "show", name]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    ranks = [int(word) for line in lines for word in line.split() if word.isdecimal()]
+    assert sorted(ranks) == sorted(load_tree(name).ranks[1:].tolist())
+
+
+def test_the_picture_has_a_circle_for_each_row_and_the_rank_of_each_node(file, tmp_path, capsys):
+    assert main(["tree", "show", str(file), "--svg", str(tmp_path / "small.svg")]) == 0
+    assert capsys.readouterr().out == TEXT
+    picture = ElementTree.parse(tmp_path / "small.svg").getroot()
+    circles = [(float(c.get("cx")), float(c.get("cy"))) for c in picture.iter(f"{SVG}circle")]
+    assert len(set(circles)) == len(circles) == len(PATHS) + 1
+    assert len(list(picture.iter(f"{SVG}line"))) == len(PATHS)
+    *_, labels = picture.iter(f"{SVG}g")
+    assert [label.text for label in labels] == [str(path[-1]) for path in PATHS]
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    assert all(0 < x < width and 0 < y < height for x, y in circles)
+    levels = sorted({y for _, y in circles})
+    assert [levels.index(y) for _, y in circles] == [0, *map(len, PATHS)]
+
+
+def test_names_are_escaped_in_the_picture(tmp_path):
+    tree = from_rank_paths([(0,)], name="a<b>&c")
+    tree.save(tmp_path / "tree.json")
+    command = ["tree", "show", str(tmp_path / "tree.json"), "--svg", str(tmp_path / "tree.svg")]
+    assert main(command) == 0
+    picture = ElementTree.parse(tmp_path / "tree.svg").getroot()
+    assert picture.findtext(f"{SVG}title").startswith("a<b>&c: 1 node, depth 1, ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ({"nodes": [[0, 0]]}, "expected an object with format 'vllm_recycle.tree/1'"),
+        ({"format": "vllm_recycle.tree/1", "nodes": [[1, 0]]}, "parent row 1 has not come before"),
+        (
+            {"format": "vllm_recycle.tree/1", "nodes": [[0, 0]], "provenance": "me"},
+            "expected 'provenance' to be an object",
+        ),
+    ],
+)
+def test_a_file_that_is_no_tree_is_refused(content, message, tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    line = refused([str(path)], capsys)
+    assert message in line
+    assert str(path) in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json"], "expected one of ['default', 'paper-80'] or the path of a JSON file"),
+        (["paper-80", "--max-nodes=81"], "got 81, expected at most the 80 nodes"),
+        (["paper-80", "--max-nodes=0"], "got '0', expected an integer of at least 1"),
+        (["paper-80", "--svg=/nowhere/tree.svg"], "--svg /nowhere/tree.svg cannot be written"),
+        ([], "the following arguments are required"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    assert message in refused(arguments, capsys)
+
+
+def refused(arguments, capsys):
+    """The one line on stderr of a call that ends with status 2."""
+    try:
+        status = main(["tree", "show", *arguments])
+    except SystemExit as error:
+        status = error.code
+    line = capsys.readouterr().err
+    assert status == 2
+    assert line.count("\n") == 1
+    return line

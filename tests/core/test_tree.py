@@ -1,0 +1,219 @@
+"""Trees: the tables derived from parents and ranks, what is refused, and what is shipped."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import BRIEF, THOROUGH, trees
+
+from vllm_recycle.core import TreeTemplate, load_tree, shipped_trees
+from vllm_recycle.core.tree import FORMAT, MAX_NODES, from_rank_paths
+
+# ALGORITHMS.md, Token Recycling: how many children, of rank 0 upwards, each rank path has.
+PAPER_CHILDREN = {
+    "": 8,
+    **{"0": 8, "1": 4, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1},
+    **{"00": 8, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1},
+    **{"10": 2, "11": 1, "20": 1, "30": 1, "40": 1, "50": 1},
+    **{"000": 5, "001": 2, "002": 1, "003": 1, "004": 1, "010": 1, "020": 1},
+    **{"100": 1, "200": 1, "300": 1},
+    **{"0000": 3, "0001": 1, "0002": 1, "0010": 1, "0100": 1, "1000": 1},
+    **{"00000": 2, "00010": 1},
+}
+PAPER_PATHS = {f"{path}{rank}" for path, n in PAPER_CHILDREN.items() for rank in range(n)}
+
+# What JSON must escape, and what is not ASCII.
+TEXT = st.text('a "\\\né', max_size=6)
+
+
+def path_to(tree: TreeTemplate, row: int) -> list[int]:
+    return [0] if row == 0 else [*path_to(tree, tree.nodes[row - 1][0]), row]
+
+
+def rank_paths(tree: TreeTemplate) -> list[str]:
+    return [
+        "".join(str(tree.nodes[row - 1][1]) for row in path_to(tree, node)[1:])
+        for node in range(1, tree.num_nodes + 1)
+    ]
+
+
+def unpadded(rows: torch.Tensor) -> list[list[int]]:
+    return [[value for value in row if value >= 0] for row in rows.tolist()]
+
+
+# Derived tables.
+
+
+@THOROUGH
+@given(tree=trees())
+def test_tables_agree_with_their_definitions(tree):
+    rows = range(tree.num_nodes + 1)
+    paths = [path_to(tree, row) for row in rows]
+    depths = [len(path) - 1 for path in paths]
+    assert list(zip(tree.parents.tolist(), tree.ranks.tolist(), strict=True)) == [
+        (0, 0),
+        *tree.nodes,
+    ]
+    assert tree.depths.tolist() == depths
+    assert unpadded(tree.paths) == paths
+    assert tree.ancestor_mask.tolist() == [[column in path for column in rows] for path in paths]
+    assert unpadded(tree.children) == [
+        [node for node in rows[1:] if tree.nodes[node - 1][0] == row] for row in rows
+    ]
+    assert [level.tolist() for level in tree.levels] == [
+        [row for row in rows if depths[row] == depth] for depth in range(1, max(depths) + 1)
+    ]
+    assert tree.depth == max(depths)
+    assert tree.min_k == 1 + max(rank for _, rank in tree.nodes)
+
+
+@THOROUGH
+@given(tree=trees(), data=st.data())
+def test_a_prefix_is_a_tree_with_the_same_tables_restricted(tree, data):
+    size = data.draw(st.integers(1, tree.num_nodes))
+    prefix, rows = tree.prefix(size), size + 1
+    assert prefix.nodes == tree.nodes[:size]
+    assert prefix.parents.equal(tree.parents[:rows])
+    assert prefix.ranks.equal(tree.ranks[:rows])
+    assert prefix.depths.equal(tree.depths[:rows])
+    assert prefix.ancestor_mask.equal(tree.ancestor_mask[:rows, :rows])
+    assert unpadded(prefix.paths) == unpadded(tree.paths[:rows])
+    whole_children = tree.children[:rows]
+    assert unpadded(prefix.children) == unpadded(whole_children.where(whole_children < rows, -1))
+    kept = [level[level < rows].tolist() for level in tree.levels]
+    assert [level.tolist() for level in prefix.levels] == [level for level in kept if level]
+
+
+def test_a_prefix_as_long_as_the_tree_is_the_tree_and_a_shorter_one_says_so_in_its_name():
+    tree = TreeTemplate(((0, 0), (0, 1)), "two")
+    assert tree.prefix(2) is tree
+    assert tree.prefix(1).name == "two[:1]"
+
+
+@BRIEF
+@given(tree=trees(k=10))
+def test_rank_paths_name_a_tree(tree):
+    paths = [tuple(map(int, path)) for path in rank_paths(tree)]
+    assert from_rank_paths(paths).nodes == tree.nodes
+
+
+def test_a_rank_path_before_its_parent_is_refused():
+    with pytest.raises(ValueError, match=r"rank path \(0, 1\): its parent \(0,\)"):
+        from_rank_paths([(0, 1), (0,)])
+
+
+# Files.
+
+
+@BRIEF
+@given(
+    tree=trees(),
+    name=TEXT,
+    provenance=st.dictionaries(TEXT, TEXT | st.integers() | st.none(), max_size=3),
+)
+def test_a_saved_tree_is_loaded_as_it_was(tmp_path_factory, tree, name, provenance):
+    path = tmp_path_factory.mktemp("tree") / "tree.json"
+    TreeTemplate(tree.nodes, name, provenance).save(path)
+    loaded = load_tree(path)
+    assert (loaded.nodes, loaded.name, loaded.provenance) == (tree.nodes, name, provenance)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nodes: [[0, 0]]", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        ([[0, 0]], f"expected an object with format '{FORMAT}'"),
+        ({"nodes": [[0, 0]]}, f"expected an object with format '{FORMAT}'"),
+        ({"format": "vllm_recycle.tree/0", "nodes": [[0, 0]]}, "expected an object with format"),
+        ({"format": FORMAT}, "expected 'nodes', a list of [parent, rank]"),
+        ({"format": FORMAT, "nodes": {"0": 0}}, "expected 'nodes', a list of [parent, rank]"),
+        ({"format": FORMAT, "nodes": [[0, 0], "01"]}, "node 1: got '01', expected [parent row"),
+        ({"format": FORMAT, "nodes": [[0, 0], [0, 0]]}, "node 1: same parent and rank"),
+    ],
+)
+def test_a_file_that_is_no_tree_is_refused_by_its_name(tmp_path, content, message):
+    path = tmp_path / "tree.json"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=re.escape(f"tree file {path}: ") + ".*") as error:
+        load_tree(path)
+    assert message in str(error.value)
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are(tmp_path):
+    for unknown in ("no-such-tree", tmp_path):
+        with pytest.raises(ValueError, match=r"expected one of \['default', 'paper-80'\]"):
+            load_tree(unknown)
+
+
+# What is no tree.
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ((), f"got 0 nodes, expected 1 to {MAX_NODES}"),
+        (
+            tuple((row, 0) for row in range(MAX_NODES + 1)),
+            f"got {MAX_NODES + 1} nodes, expected 1 to {MAX_NODES}",
+        ),
+        (((1, 0),), "node 0: parent row 1 has not come before it (expected 0 to 0)"),
+        (((0, 0), (2, 0)), "node 1: parent row 2 has not come before it (expected 0 to 1)"),
+        (((0, 0), (-1, 0)), "node 1: parent row -1 has not come before it (expected 0 to 1)"),
+        (((0, 0), (0, 1), (0, 0)), "node 2: same parent and rank as its sibling, node 0"),
+        (((0, 0), (0, -1)), "node 1: rank -1 is negative"),
+        (((0, 0), (0,)), "node 1: got (0,), expected [parent row, rank]"),
+        (((0, 0), (0, 0, 0)), "node 1: got (0, 0, 0), expected [parent row, rank]"),
+        (((0, 0), [0, 1]), "node 1: got [0, 1], expected [parent row, rank]"),
+        (((0, 0), (0, 1.0)), "node 1: got (0, 1.0), expected [parent row, rank]"),
+        (((0, 0), (0, True)), "node 1: got (0, True), expected [parent row, rank]"),
+    ],
+)
+def test_nodes_that_are_no_tree_are_refused_with_node_and_rule(nodes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TreeTemplate(nodes)
+
+
+def test_the_largest_tree_is_accepted():
+    tree = TreeTemplate(tuple((row, 0) for row in range(MAX_NODES)))
+    assert tree.depth == MAX_NODES
+
+
+def test_a_rank_that_the_matrix_lacks_is_refused_with_its_node():
+    tree = TreeTemplate(((0, 0), (0, 3), (0, 2)), "wide")
+    tree.check_ranks(4)
+    with pytest.raises(ValueError, match=r"tree 'wide', node 1: rank 3 is not below k = 3"):
+        tree.check_ranks(3)
+
+
+# Shipped trees.
+
+
+@pytest.mark.parametrize("name", sorted(shipped_trees()))
+def test_shipped_trees_load_with_their_origin(name):
+    tree = load_tree(name)
+    assert tree.provenance
+    tree.check_ranks(8)
+
+
+def test_paper_80_is_the_tree_of_the_paper():
+    tree = load_tree("paper-80")
+    assert [len(level) for level in tree.levels] == [8, 21, 25, 15, 8, 3]
+    paths = rank_paths(tree)
+    assert len(paths) == len(PAPER_PATHS) == 80
+    assert set(paths) == PAPER_PATHS
+
+
+def test_default_orders_the_nodes_of_the_paper_so_that_each_prefix_is_a_tree():
+    tree = load_tree("default")
+    assert sorted(rank_paths(tree)) == sorted(PAPER_PATHS)
+    for size in range(1, tree.num_nodes + 1):
+        assert tree.prefix(size).num_nodes == size

@@ -1,0 +1,67 @@
+"""Real vLLM engines in this process, on the embedded target, in float32 so that outputs compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TARGET = str(EXAMPLES / "models" / "target")
+PROMPT_KINDS = ("gsm8k", "humaneval", "spec_bench")
+TOKEN_RECYCLING = {"method": "token_recycling"}
+
+
+def read_prompts(count: int, *, max_words: int = 120) -> list[str]:
+    """Prompts of three kinds in turn, of mixed lengths."""
+    kinds = []
+    for kind in PROMPT_KINDS:
+        lines = (EXAMPLES / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        kinds.append([row.get("prompt") or row["turns"][0] for row in rows])
+    mixed = [prompt for group in zip(*kinds, strict=False) for prompt in group]
+    return [" ".join(prompt.split(" ")[:max_words]) for prompt in mixed[:count]]
+
+
+@contextmanager
+def engine(speculative_config: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Any]:
+    """An `LLM` on the embedded target; small, eager and shut down at the end."""
+    from vllm import LLM
+
+    settings = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_num_seqs": 16,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = LLM(TARGET, **(settings | overrides), speculative_config=speculative_config)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def generate(llm: Any, prompts: list[Any], params: Any) -> list[list[tuple[int, ...]]]:
+    """Token ids of every output of every prompt."""
+    results = llm.generate(prompts, params, use_tqdm=False)
+    return [[tuple(output.token_ids) for output in result.outputs] for result in results]
+
+
+def counter(llm: Any, name: str) -> int:
+    """A counter of vLLM's metrics, summed over its labels; it counts from the process's start."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def core(llm: Any) -> Any:
+    """vLLM's EngineCore."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner(llm: Any) -> Any:
+    """Our model runner."""
+    return core(llm).model_executor.driver_worker.worker.model_runner

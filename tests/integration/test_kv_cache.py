@@ -1,0 +1,84 @@
+"""After many tree steps the paged cache holds what plain decoding would have put there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import TOKEN_RECYCLING, core, engine, read_prompts, runner
+from vllm import SamplingParams
+
+from vllm_recycle.integration import v1_runner
+from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values, slot_elements
+
+PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
+NUM_TOKENS = 60
+# The same products in GEMMs of other shapes; keys and values are of order one to ten.
+TOLERANCE = 2e-3
+
+
+def cache_of_running_request(llm) -> torch.Tensor:
+    """Keys and values of the first tokens of the only request, [2, layers, heads, tokens, dim]."""
+    request = core(llm).scheduler.running[0]
+    known = min(request.num_computed_tokens, request.num_prompt_tokens + NUM_TOKENS)
+    (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    layers = runner(llm).compilation_config.static_forward_context.values()
+    pairs = [
+        gather_keys_values(layer.kv_cache, torch.tensor([blocks]), isa=layer.isa)
+        for layer in layers
+    ]
+    return torch.stack([torch.stack(side)[:, 0, :, :known] for side in zip(*pairs, strict=True)])
+
+
+def run(method, prompt) -> torch.Tensor:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS + 40, ignore_eos=True)
+    with engine(method, max_num_seqs=1, block_size=32) as llm:
+        llm.llm_engine.add_request("0", prompt, params)
+        while len(core(llm).scheduler.running) == 0 or (
+            core(llm).scheduler.running[0].num_output_tokens <= NUM_TOKENS
+        ):
+            llm.llm_engine.step()
+        return cache_of_running_request(llm)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> str:
+    return read_prompts(2)[1]
+
+
+@pytest.fixture(scope="module")
+def expected(prompt) -> torch.Tensor:
+    return run(None, prompt)
+
+
+def test_cache_equals_that_of_plain_decoding(prompt, expected):
+    torch.testing.assert_close(run(PAPER, prompt), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_wrong_move_is_caught(prompt, expected, monkeypatch):
+    def move_slots_wrongly(kv_caches, source, target, *, isa):
+        v1_move_slots(kv_caches, source.roll(1) if len(source) > 1 else source + 1, target, isa=isa)
+
+    v1_move_slots = v1_runner.move_slots
+    monkeypatch.setattr(v1_runner, "move_slots", move_slots_wrongly)
+    got = run(PAPER, prompt)
+    shared = min(got.shape[3], expected.shape[3])
+    assert (got[..., :shared, :] - expected[..., :shared, :]).abs().max() > 10 * TOLERANCE
+
+
+def test_every_moved_slot_equals_its_source_bit_for_bit(prompt, monkeypatch):
+    moved = []
+
+    def checked(kv_caches, source, target, *, isa):
+        shape = kv_caches[0].shape
+        before = [
+            cache.view(-1)[slot_elements(source, shape=shape, isa=isa)] for cache in kv_caches
+        ]
+        v1_move_slots(kv_caches, source, target, isa=isa)
+        for cache, values in zip(kv_caches, before, strict=True):
+            assert (cache.view(-1)[slot_elements(target, shape=shape, isa=isa)] == values).all()
+        moved.append(len(source))
+
+    v1_move_slots = v1_runner.move_slots
+    monkeypatch.setattr(v1_runner, "move_slots", checked)
+    run(PAPER, prompt)
+    assert sum(moved) > 10

@@ -1,0 +1,103 @@
+"""Greedy float32 output is vLLM's own, token for token, whatever cuts and moves the trees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from engines import TARGET, TOKEN_RECYCLING, counter, engine, generate, read_prompts, runner
+from vllm import SamplingParams
+
+PROMPTS = read_prompts(40)
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+
+PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
+SMALL_BUDGET = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "enable_chunked_prefill": True}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[tuple[int, ...]]]:
+    with engine() as llm:
+        return generate(llm, PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        pytest.param(TOKEN_RECYCLING, {}, id="default"),
+        pytest.param(PAPER, {}, id="paper-80"),
+        pytest.param({**PAPER, "scope": "shared"}, {}, id="scope shared"),
+        pytest.param({**PAPER, "scope": "isolated"}, {}, id="scope isolated"),
+        pytest.param({**PAPER, "seed_from_prompt": True}, {}, id="seed from prompt"),
+        pytest.param(PAPER, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
+        pytest.param(PAPER, {"block_size": 32}, id="blocks of 32"),
+    ],
+)
+def test_output_equals_vllm(expected, method, settings):
+    with engine(method, **settings) as llm:
+        assert generate(llm, PROMPTS, GREEDY) == expected
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+
+
+def test_output_equals_vllm_on_prefix_cache_hits(expected):
+    with engine(PAPER, enable_prefix_caching=True, block_size=32) as llm:
+        first = generate(llm, PROMPTS, GREEDY)
+        hits = counter(llm, "prefix_cache_hits")
+        second = generate(llm, PROMPTS, GREEDY)
+        assert counter(llm, "prefix_cache_hits") > hits
+    assert first == expected
+    assert second == expected
+
+
+def test_output_equals_vllm_under_preemption(expected):
+    # Room for about three of the eight requests at their full length.
+    with engine(PAPER, block_size=32, num_gpu_blocks_override=24, max_num_seqs=8) as llm:
+        assert generate(llm, PROMPTS, GREEDY) == expected
+        assert counter(llm, "num_preemptions") > 0
+        assert len(runner(llm).sequences) == 0
+
+
+def test_output_equals_vllm_up_to_max_model_len():
+    tokens = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    settings = {"max_model_len": 160}
+    with engine(None, **settings) as llm:
+        prompts = [p for p in PROMPTS if len(llm.get_tokenizer().encode(p)) < 150][:8]
+        expected = generate(llm, prompts, tokens)
+    with engine(PAPER, **settings) as llm:
+        assert generate(llm, prompts, tokens) == expected
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_output_equals_vllm_with_two_tensor_parallel_ranks(expected, tmp_path):
+    script = tmp_path / "two_ranks.py"
+    script.write_text(
+        "import json, sys\n"
+        "from vllm import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    model, method, prompts = json.load(sys.stdin)\n"
+        "    llm = LLM(model, dtype='float32', tensor_parallel_size=2, enforce_eager=True,\n"
+        "              max_num_seqs=16, kv_cache_memory_bytes=64 << 20, seed=0,\n"
+        "              speculative_config=method)\n"
+        "    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48))\n"
+        "    json.dump([o.outputs[0].token_ids for o in outputs], open(sys.argv[1], 'w'))\n"
+    )
+    output = tmp_path / "output.json"
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    environment.pop("VLLM_CPU_NUM_OF_RESERVED_CPU", None)
+    subprocess.run(
+        [sys.executable, str(script), str(output)],
+        input=json.dumps([TARGET, PAPER, PROMPTS[:12]]),
+        env=environment,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    got = [[tuple(token_ids)] for token_ids in json.loads(output.read_text())]
+    assert got == expected[:12]

@@ -1,0 +1,152 @@
+"""Requests among each other: shares of a step, opting out, grammars, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+from engines import TOKEN_RECYCLING, core, counter, engine, generate, read_prompts, runner
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def draft_tokens(llm) -> int:
+    return counter(llm, "spec_decode_num_draft_tokens")
+
+
+def schedules(llm, monkeypatch):
+    """Record every scheduler output of an engine."""
+    scheduler, seen = core(llm).scheduler, []
+    schedule = scheduler.schedule
+
+    def recording(*args, **kwargs):
+        seen.append(schedule(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(scheduler, "schedule", recording)
+    return seen
+
+
+def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch):
+    prompts = read_prompts(64 - 24, max_words=20) + read_prompts(24, max_words=10)
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}
+    with engine(None, **settings) as llm:
+        expected = generate(llm, prompts, GREEDY)
+    with engine({**PAPER, "budget_share": 0.5}, **settings) as llm:
+        generate(llm, prompts, GREEDY)  # a warm matrix asks for full trees
+        steps = schedules(llm, monkeypatch)
+        assert generate(llm, prompts, GREEDY) == expected
+        running_before = 0
+        for step in steps:
+            drafts = [len(draft) for draft in step.scheduled_spec_decode_tokens.values()]
+            assert sum(drafts) <= 128
+            # Everybody who runs has a row in every step.
+            assert len(step.scheduled_cached_reqs.req_ids) >= running_before - len(
+                step.finished_req_ids
+            )
+            running_before = len(step.num_scheduled_tokens)
+        crowded = [s for s in steps if len(s.scheduled_spec_decode_tokens) > 32]
+        assert crowded, "expected steps with more than half of the requests drafting"
+        for step in crowded:
+            sizes = [len(draft) for draft in step.scheduled_spec_decode_tokens.values()]
+            assert max(sizes) <= 128 // len(sizes) + max(0, 128 - sum(sizes)) + 1
+
+
+def test_a_request_can_opt_out():
+    prompts = read_prompts(3)
+    out = SamplingParams(temperature=0, max_tokens=24, extra_args={"speculate": False})
+    with engine(PAPER) as llm:
+        expected = generate(llm, prompts, GREEDY)
+        before = draft_tokens(llm)
+        assert generate(llm, prompts, out) == expected
+        assert draft_tokens(llm) == before
+        generate(llm, prompts, [out, GREEDY, out])
+        assert draft_tokens(llm) > before
+
+
+@pytest.mark.parametrize(
+    ("constraint", "accepts"),
+    [
+        ({"choice": ["positive", "negative"]}, lambda text: text in ("positive", "negative")),
+        ({"regex": r"\d{3}-\d{4}"}, lambda text: len(text) == 8 and text[3] == "-"),
+        (
+            {"json": {"type": "object", "properties": {"a": {"type": "boolean"}},
+                      "required": ["a"], "additionalProperties": False}},
+            lambda text: text.lstrip().startswith("{"),
+        ),
+    ],
+)  # fmt: skip
+def test_structured_output_gets_no_drafts_and_is_right(constraint, accepts):
+    prompts = read_prompts(4)
+    structured = SamplingParams(
+        temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(**constraint)
+    )
+    mixed = [structured, GREEDY, structured, GREEDY]
+    with engine() as llm:
+        expected = generate(llm, prompts, mixed)
+    with engine(PAPER) as llm:
+        generate(llm, prompts, GREEDY)
+        results = llm.generate(prompts, mixed, use_tqdm=False)
+        assert [[tuple(o.token_ids) for o in result.outputs] for result in results] == expected
+        assert accepts(results[0].outputs[0].text)
+        before = draft_tokens(llm)
+        llm.generate(prompts, structured, use_tqdm=False)
+        assert draft_tokens(llm) == before
+
+
+def test_nothing_is_left_of_requests_that_end_or_are_aborted():
+    prompts = read_prompts(8)
+    with engine(PAPER) as llm:
+        for number, prompt in enumerate(prompts):
+            llm.llm_engine.add_request(str(number), prompt, GREEDY)
+        for _ in range(4):
+            llm.llm_engine.step()
+        assert len(runner(llm).sequences) == 8
+        llm.llm_engine.abort_request(["1", "4"])
+        finished = set()
+        while llm.llm_engine.has_unfinished_requests():
+            finished |= {out.request_id for out in llm.llm_engine.step() if out.finished}
+        assert finished == {"0", "2", "3", "5", "6", "7"}
+        generate(llm, prompts[:1], GREEDY)
+        assert len(runner(llm).sequences) == 1  # freed when the next step is scheduled
+
+
+def test_counters_count_nodes_and_depths():
+    with engine(TOKEN_RECYCLING) as llm:
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        before = [counter(llm, f"spec_decode_{name}") for name in names]
+        outputs = generate(llm, read_prompts(6), GREEDY)
+        drafts, nodes, accepted = (
+            counter(llm, f"spec_decode_{name}") - start
+            for name, start in zip(names, before, strict=True)
+        )
+        tree = runner(llm).tree
+        assert drafts <= nodes <= drafts * tree.num_nodes
+        assert 0 < accepted <= drafts * tree.depth
+        # All tokens but the first of each request come from walks, and none from elsewhere.
+        assert sum(len(ids) for (ids,) in outputs) <= accepted + drafts + 6 * 2 + 60
+
+
+def test_start_up_line_says_what_is_on(caplog):
+    with engine({**PAPER, "scope": "shared"}) as llm:
+        line = runner(llm).drafter.describe()
+    for part in ("paper-80", "80 nodes", "depth 6", "k 8", "scope shared", "bytes"):
+        assert part in line
+
+
+def test_a_server_can_start_warm(tmp_path):
+    path = tmp_path / "matrix.safetensors"
+    method = {**PAPER, "matrix_file": str(path)}
+    prompts = read_prompts(2)
+    with engine(method) as llm:
+        expected = generate(llm, prompts, GREEDY)
+        written = runner(llm).drafter.proposer.matrix.shared.clone()
+        assert core(llm).model_executor.collective_rpc("save_adjacency_matrix") == [str(path)]
+        path.unlink()
+    assert path.exists(), "expected the matrix to be saved at shutdown"
+    with engine(method) as llm:
+        assert (runner(llm).drafter.proposer.matrix.shared == written).all()
+        before = counter(llm, "spec_decode_num_accepted_tokens")
+        assert generate(llm, prompts, GREEDY) == expected
+        assert counter(llm, "spec_decode_num_accepted_tokens") > before

@@ -1,0 +1,187 @@
+"""Bad input ends in one clear error before an engine starts, naming what to change."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from engines import TARGET
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+from vllm_recycle.core import AdjacencyMatrix
+from vllm_recycle.integration import drafter, engine_config, versions
+from vllm_recycle.integration.plugin import register
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register()
+
+
+def make_config(method: dict | None = None, **flags):
+    config = {"method": "token_recycling", **(method or {})}
+    settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 24}
+    return EngineArgs(
+        TARGET, speculative_config=config, **(settings | flags)
+    ).create_engine_config()
+
+
+def test_good_options_are_accepted():
+    config = make_config({"k": 4, "tree": "default", "max_nodes": 3, "scope": "shared"})
+    assert config.speculative_config.num_speculative_tokens == 3
+
+
+def test_dashes_and_num_speculative_tokens_are_accepted():
+    config = make_config({"hot-start": False, "num_speculative_tokens": 7})
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_other_methods_are_left_alone():
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    made = EngineArgs(TARGET, dtype="float32", speculative_config=config).create_engine_config()
+    assert made.speculative_config.method == "ngram"
+    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_engine_arguments_can_be_used_twice():
+    arguments = EngineArgs(TARGET, speculative_config={"method": "token_recycling"})
+    arguments.create_engine_config()
+    assert arguments.speculative_config == {"method": "token_recycling"}
+    arguments.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"branches": 3}, r"unknown key 'branches', expected any of \['method', 'k', 'tree'"),
+        ({"k": 0}, "k is 0, expected an integer 1 to 64"),
+        ({"k": "8"}, "k is '8', expected an integer"),
+        ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
+        ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
+        ({"max_nodes": True}, "max_nodes is True, expected an integer"),
+        ({"max_nodes": 200}, "got 200, expected at most the 80 nodes"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
+        ({"scope": "global"}, r"scope is 'global', expected one of \['sequence', 'shared'"),
+        ({"hot_start": 1}, "hot_start is 1, expected true or false"),
+        ({"scope": "shared", "hot_start": False}, "hot_start is false with scope 'shared'"),
+        ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
+        ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
+        ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
+        ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
+        ({"tree": 7}, "tree is 7, expected a name or a path"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(options)
+
+
+def test_bad_tree_file(tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps({"format": "vllm_recycle.tree/1", "nodes": [[0, 0], [5, 0]]}))
+    with pytest.raises(ValueError, match="node 1: parent row 5 has not come before it"):
+        make_config({"tree": str(path)})
+
+
+def test_tree_deeper_than_the_context():
+    with pytest.raises(ValueError, match="expected less than --max-model-len 6"):
+        make_config({"tree": "paper-80"}, max_model_len=6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"hf_overrides": {"sliding_window": 64}, }, "sliding-window"),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
+        ({"reasoning_config": {"reasoning_start_str": "<", "reasoning_end_str": ">"}},
+         "--reasoning-config"),
+    ],
+)  # fmt: skip
+def test_features_that_are_not_supported(flags, message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        make_config(**flags)
+
+
+REFUSED_BY_CONFIG = {
+    "decode_context_parallel_size": ("parallel_config", 2),
+    "prefill_context_parallel_size": ("parallel_config", 2),
+    "enable_dbo": ("parallel_config", True),
+    "enable_batch_sharded_sampling": ("parallel_config", True),
+    "kv_sharing_fast_prefill": ("cache_config", True),
+    "return_sampling_mask": ("model_config", True),
+    "enable_trace_replay": ("model_config", True),
+    "runner_type": ("model_config", "pooling"),
+    "logits_processors": ("model_config", ["a:b"]),
+    "ec_transfer_config": (None, object()),
+    "watermark_config": (None, object()),
+    "diffusion_config": (None, object()),
+    "kv_transfer_config": (None, object()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
+def test_every_refusal_names_its_flag(name):
+    """Those that this machine or model cannot turn on by themselves: set on a good config."""
+    config = make_config()
+    part, value = REFUSED_BY_CONFIG[name]
+    owner = config if part is None else getattr(config, part)
+    object.__setattr__(owner, name, value)
+    flag = "--runner" if name == "runner_type" else f"--{name.replace('_', '-')}"
+    with pytest.raises(NotImplementedError, match=flag):
+        engine_config.check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"worker_cls": "some.Worker"}, "--worker-cls: got 'some.Worker', expected none"),
+        ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls: got 'some.Scheduler'"),
+    ],
+)
+def test_flags_that_the_method_needs_for_itself(flags, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(**flags)
+
+
+def test_other_platforms_are_refused(monkeypatch):
+    platform = SimpleNamespace(is_cpu=lambda: False, device_name="abacus")
+    monkeypatch.setattr(engine_config, "current_platform", platform)
+    with pytest.raises(NotImplementedError, match="got platform 'abacus', expected 'cpu'"):
+        make_config()
+
+
+def test_other_versions_of_vllm_are_refused(monkeypatch):
+    monkeypatch.setattr(versions.vllm, "__version__", "0.31.2")
+    with pytest.raises(RuntimeError, match="supports vllm >=0.32,<0.33, found 0.31.2"):
+        register()
+
+
+def test_registering_again_changes_nothing():
+    before = EngineArgs.create_engine_config
+    register()
+    assert EngineArgs.create_engine_config is before
+
+
+def test_matrix_file_of_another_model(tmp_path):
+    path = tmp_path / "matrix.safetensors"
+    AdjacencyMatrix(4096, 8).save(path, fingerprint="of another model")
+    holder = drafter.TreeDrafter(make_config({"matrix_file": str(path)}))
+    with pytest.raises(ValueError, match="fingerprint is of another model, expected"):
+        holder.load_model(None)
+
+
+def test_opt_out_that_is_no_truth_value():
+    speculative_config = make_config().speculative_config
+    bad = SamplingParams(extra_args={"speculate": "no"})
+    with pytest.raises(VLLMValidationError, match="'speculate' is 'no', expected true or false"):
+        bad._validate_spec_decode(speculative_config)
+    SamplingParams(extra_args={"speculate": False}, min_p=0.1)._validate_spec_decode(
+        speculative_config
+    )

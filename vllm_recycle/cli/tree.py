@@ -1,0 +1,170 @@
+"""`vllm-recycle tree show`: a draft tree as text, and as an SVG picture.
+
+    vllm-recycle tree show default
+    vllm-recycle tree show my_tree.json --max-nodes 24 --svg tree.svg
+
+A node is shown by its rank: "the rank-th successor of the token above", 0 the most likely one.
+Trees themselves are made and checked in `vllm_recycle.core.tree`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from vllm_recycle.cli import UsageError
+from vllm_recycle.cli.bench.plan import positive
+from vllm_recycle.core import TreeTemplate, load_tree
+
+# Pixels of the picture.
+COLUMN, LEVEL, RADIUS, MARGIN, HEADING = 24, 56, 10, 24, 24
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `tree` to the command."""
+    parser = subparsers.add_parser("tree", help="show a draft tree")
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("show", help="draw a tree as text, and as SVG")
+    show.add_argument("tree", metavar="NAME|FILE", help="a shipped tree, or a JSON file")
+    show.add_argument("--svg", type=Path, metavar="FILE", help="also draw it to this file")
+    show.add_argument(
+        "--max-nodes", type=positive, metavar="N", help="only the first N nodes of the list"
+    )
+    show.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the tree, print it, draw it."""
+    try:
+        tree = load_tree(args.tree)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(tree.provenance, Mapping):
+        raise UsageError(f"tree file {args.tree}: expected 'provenance' to be an object")
+    if args.max_nodes is not None:
+        if args.max_nodes > tree.num_nodes:
+            raise UsageError(
+                f"--max-nodes: got {args.max_nodes}, expected at most the {tree.num_nodes} nodes "
+                f"of tree {args.tree!r}"
+            )
+        tree = tree.prefix(args.max_nodes)
+    print(format_tree(tree))
+    if args.svg is not None:
+        try:
+            args.svg.write_text(draw_svg(tree), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--svg {args.svg} cannot be written: {error}") from error
+    return 0
+
+
+def format_tree(tree: TreeTemplate) -> str:
+    """One line about the tree, then its nodes.
+
+    A line holds a node and the chain of only children below it, or neighbouring siblings that
+    have no children: 80 nodes take 30 lines.
+    """
+    return "\n".join([describe(tree), "root", *_lines(tree, children_of(tree), 0, "")])
+
+
+def describe(tree: TreeTemplate) -> str:
+    """Name, nodes, depth, nodes of each depth, provenance."""
+    per_depth = " / ".join(str(len(level)) for level in tree.levels)
+    parts = [
+        f"{_count(tree.num_nodes, 'node')}, depth {tree.depth}, nodes per depth {per_depth}",
+        *(f"{key}: {value}" for key, value in tree.provenance.items()),
+    ]
+    return " ".join(f"{tree.name}: {'; '.join(parts)}".split())
+
+
+def children_of(tree: TreeTemplate) -> list[list[int]]:
+    """The rows of each row's children, in list order."""
+    return [[child for child in row if child >= 0] for row in tree.children.tolist()]
+
+
+def draw_svg(tree: TreeTemplate) -> str:
+    """A standalone picture: a level for each depth, a circle for each row, its rank in it."""
+    across = columns(children_of(tree))
+    down = tree.depths.tolist()
+    width = max(2 * MARGIN + max(across) * COLUMN, 320)
+    height = HEADING + 2 * MARGIN + tree.depth * LEVEL
+    centers = [
+        (f"{MARGIN + x * COLUMN:g}", f"{HEADING + MARGIN + y * LEVEL:g}")
+        for x, y in zip(across, down, strict=True)
+    ]
+    labels = ["", *map(str, tree.ranks[1:].tolist())]
+    heading = f"{tree.name}: {_count(tree.num_nodes, 'node')}, depth {tree.depth}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" font-family="sans-serif" font-size="11">',
+        f"<title>{escape(describe(tree))}</title>",
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{MARGIN}" y="{HEADING}" font-size="14">{escape(heading)}</text>',
+        '<g stroke="#888">',
+        *(
+            '<line x1="{}" y1="{}" x2="{}" y2="{}"/>'.format(*centers[parent], *centers[row])
+            for row, parent in enumerate(tree.parents.tolist())
+            if row > 0
+        ),
+        '</g><g fill="#dce9f7" stroke="#36c">',
+        *(f'<circle cx="{x}" cy="{y}" r="{RADIUS}"/>' for x, y in centers),
+        '</g><g text-anchor="middle" dominant-baseline="central">',
+        *(
+            f'<text x="{x}" y="{y}">{label}</text>'
+            for (x, y), label in zip(centers, labels, strict=True)
+            if label
+        ),
+        "</g></svg>\n",
+    ]
+    return "\n".join(parts)
+
+
+def columns(children: list[list[int]]) -> list[float]:
+    """The horizontal place of each row: leaves side by side, a parent amid its children."""
+    place = [0.0] * len(children)
+    num_leaves = 0
+
+    def visit(row: int) -> None:
+        nonlocal num_leaves
+        for child in children[row]:
+            visit(child)
+        if children[row]:
+            place[row] = (place[children[row][0]] + place[children[row][-1]]) / 2
+        else:
+            place[row] = num_leaves
+            num_leaves += 1
+
+    visit(0)
+    return place
+
+
+def _lines(tree: TreeTemplate, children: list[list[int]], row: int, indent: str) -> Iterator[str]:
+    ranks = tree.ranks.tolist()
+    entries = _entries(children, row)
+    for index, entry in enumerate(entries):
+        last = index == len(entries) - 1
+        is_chain = bool(children[entry[0]])
+        label = (" ─ " if is_chain else " ").join(str(ranks[node]) for node in entry)
+        yield f"{indent}{'└─ ' if last else '├─ '}{label}"
+        yield from _lines(tree, children, entry[-1], indent + ("   " if last else "│  "))
+
+
+def _entries(children: list[list[int]], row: int) -> list[list[int]]:
+    """What the lines below a row hold: neighbouring leaves, or a chain of only children."""
+    entries: list[list[int]] = []
+    for child in children[row]:
+        if children[child]:
+            chain = [child]
+            while len(children[chain[-1]]) == 1:
+                chain += children[chain[-1]]
+            entries.append(chain)
+        elif entries and not children[entries[-1][0]]:
+            entries[-1].append(child)
+        else:
+            entries.append([child])
+    return entries
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,396 @@
+// The CPU kernels of a tree step, twins of the torch functions that cpu_native.py names.
+//
+// Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled
+// on the machine that runs it (cpu_native.py). No -ffast-math: it would change the floating-point
+// mode of the whole process.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t LANES = 16;
+typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2), aligned(2)));
+typedef uint32_t WordVec __attribute__((vector_size(LANES * 4), aligned(4)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t word = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+inline void store(float* out, float x) { *out = x; }
+inline void store(bf16* out, float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  out->bits = uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline Vec load(const bf16* p) {
+  WordVec words = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), WordVec) << 16;
+  return reinterpret_cast<Vec&>(words);
+}
+inline Vec splat(float x) { return x - Vec{}; }
+
+// e^x for x <= 0: 2^n * p(f) with x = (n + f) ln 2, |f| <= 1/2; relative error about 2e-7.
+inline Vec exp_negative(Vec x) {
+  const Vec magic = splat(12582912.0f);
+  Vec scaled = x * 1.44269504088896341f;
+  Vec n = (scaled + magic) - magic;
+  Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec result = p * reinterpret_cast<Vec&>(exponent);
+  IntVec in_range = x > -87.0f;
+  IntVec bits = reinterpret_cast<IntVec&>(result) & in_range;
+  return reinterpret_cast<Vec&>(bits);
+}
+
+// One KV head of one layer: `block(b)` is where that head's keys of block b begin.
+template <typename T>
+struct Cache {
+  const T* base;
+  int64_t block_stride, block_size, dim;
+  const int32_t* blocks;  // of the sequence
+
+  const T* keys(int64_t token) const {
+    return base + blocks[token / block_size] * block_stride;
+  }
+  const T* values(int64_t token) const { return keys(token) + block_size * dim; }
+};
+
+constexpr int64_t TILE = 8;  // query rows that share each load of a key or value
+
+// scores[i][0..15] = q[i] . keys of tokens token .. token + 15
+template <int64_t N, typename T>
+void score_lanes(const T* const* q, const Cache<T>& cache, int64_t token, Vec* scores) {
+  const T* keys = cache.keys(token) + token % cache.block_size;
+  Vec sum[N] = {};
+  for (int64_t d = 0; d < cache.dim; d++) {
+    Vec key = load(keys + d * cache.block_size);
+    for (int64_t i = 0; i < N; i++) sum[i] += key * to_float(q[i][d]);
+  }
+  for (int64_t i = 0; i < N; i++) scores[i] = sum[i];
+}
+
+// out[i][0..15] = sum over tokens of weights[i][token] * values of dimensions d .. d + 15
+template <int64_t N, typename T>
+void weigh_lanes(const float* const* weights, const Cache<T>& cache, int64_t tokens, int64_t d,
+                 Vec* out) {
+  Vec sum[N] = {};
+  for (int64_t token = 0; token < tokens; token++) {
+    Vec value = load(cache.values(token) + (token % cache.block_size) * cache.dim + d);
+    for (int64_t i = 0; i < N; i++) sum[i] += value * weights[i][token];
+  }
+  for (int64_t i = 0; i < N; i++) out[i] = sum[i];
+}
+
+#ifdef __AVX512BF16__
+inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline __m512bh pair(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return (__m512bh)_mm512_set1_epi32(word);
+}
+
+// The same for the tiles of vLLM's AMX layout, which hold neighbouring pairs side by side.
+template <int64_t N>
+void score_lanes_amx(const bf16* const* q, const Cache<bf16>& cache, int64_t token, Vec* scores) {
+  const bf16* keys = cache.keys(token) + (token % cache.block_size) * cache.dim;
+  __m512 sum[N];
+  for (int64_t i = 0; i < N; i++) sum[i] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < cache.dim; d += 2) {
+    __m512bh key = pairs(keys + d * LANES);
+    for (int64_t i = 0; i < N; i++) sum[i] = _mm512_dpbf16_ps(sum[i], key, pair(q[i] + d));
+  }
+  for (int64_t i = 0; i < N; i++) scores[i] = (Vec)sum[i];
+}
+
+template <int64_t N>
+void weigh_lanes_amx(const bf16* const* weights, const Cache<bf16>& cache, int64_t tokens,
+                     int64_t d, Vec* out) {
+  __m512 sum[N];
+  for (int64_t i = 0; i < N; i++) sum[i] = _mm512_setzero_ps();
+  const int64_t tile = d * cache.block_size;
+  for (int64_t token = 0; token < tokens; token += 2) {
+    __m512bh value =
+        pairs(cache.values(token) + tile + (token % cache.block_size) * LANES);
+    for (int64_t i = 0; i < N; i++) {
+      sum[i] = _mm512_dpbf16_ps(sum[i], value, pair(weights[i] + token));
+    }
+  }
+  for (int64_t i = 0; i < N; i++) out[i] = (Vec)sum[i];
+}
+#endif
+
+// Masks, scales and exponentiates one row of scores in place; returns 1 / sum.
+float softmax_row(float* scores, int64_t context, int64_t rows, int64_t padded,
+                  const uint8_t* visible, float scale) {
+  constexpr float HIDDEN = -1e30f;
+  for (int64_t r = 0; r < rows; r++) {
+    if (!visible[r]) scores[context + r] = HIDDEN;
+  }
+  std::fill(scores + context + rows, scores + padded, HIDDEN);
+  Vec top = splat(HIDDEN);
+  for (int64_t c = 0; c < padded; c += LANES) {
+    Vec value = load(scores + c);
+    top = value > top ? value : top;
+  }
+  float max = HIDDEN;
+  for (int64_t lane = 0; lane < LANES; lane++) max = std::max(max, top[lane]);
+  Vec sum = {};
+  for (int64_t c = 0; c < padded; c += LANES) {
+    Vec weight = exp_negative((load(scores + c) - max) * scale);
+    *reinterpret_cast<Vec*>(scores + c) = weight;
+    sum += weight;
+  }
+  float total = 0;
+  for (int64_t lane = 0; lane < LANES; lane++) total += sum[lane];
+  return 1.0f / total;
+}
+
+struct Attention {
+  const void* query;
+  void* output;
+  const void* kv_cache;
+  const int64_t* first;
+  const int64_t* num_rows;
+  const int64_t* num_context;
+  const int32_t* block_table;
+  const uint8_t* mask;
+  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride, mask_stride;
+  int64_t amx;
+  float scale;
+};
+
+template <int64_t N, typename T>
+void attend_tile(const Attention& a, const Cache<T>& cache, int64_t sequence, int64_t kv_head,
+                 int64_t begin, std::vector<float>& buffer, std::vector<bf16>& rounded) {
+  const int64_t group = a.heads / a.kv_heads, rows = a.num_rows[sequence];
+  const int64_t context = a.num_context[sequence];
+  const int64_t padded = (context + rows + LANES - 1) / LANES * LANES;
+  buffer.resize(N * padded);
+  const T* q[N];
+  T* out[N];
+  float* scores[N];
+  int64_t row[N];
+  for (int64_t i = 0; i < N; i++) {
+    row[i] = (begin + i) / group;
+    const int64_t head = kv_head * group + (begin + i) % group;
+    const int64_t token = a.first[sequence] + row[i];
+    q[i] = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
+    out[i] = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
+    scores[i] = buffer.data() + i * padded;
+  }
+  Vec lanes[N];
+  for (int64_t token = 0; token < padded; token += LANES) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2) {
+      if (a.amx) score_lanes_amx<N>(q, cache, token, lanes);
+      else score_lanes<N>(q, cache, token, lanes);
+    } else
+#endif
+      score_lanes<N>(q, cache, token, lanes);
+    for (int64_t i = 0; i < N; i++) *reinterpret_cast<Vec*>(scores[i] + token) = lanes[i];
+  }
+  float inverse[N];
+  for (int64_t i = 0; i < N; i++) {
+    inverse[i] = softmax_row(scores[i], context, rows, padded, a.mask + row[i] * a.mask_stride,
+                             a.scale);
+  }
+  const bf16* halves[N] = {};
+  if (a.amx) {
+    rounded.resize(N * padded);
+    for (int64_t j = 0; j < N * padded; j++) store(&rounded[j], buffer[j]);
+    for (int64_t i = 0; i < N; i++) halves[i] = rounded.data() + i * padded;
+  }
+  for (int64_t d = 0; d < a.dim; d += LANES) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2) {
+      if (a.amx) weigh_lanes_amx<N>(halves, cache, padded, d, lanes);
+      else weigh_lanes<N>(scores, cache, context + rows, d, lanes);
+    } else
+#endif
+      weigh_lanes<N>(scores, cache, context + rows, d, lanes);
+    for (int64_t i = 0; i < N; i++) {
+      for (int64_t lane = 0; lane < LANES; lane++) {
+        store(out[i] + d + lane, lanes[i][lane] * inverse[i]);
+      }
+    }
+  }
+}
+
+template <typename T>
+void attend(const Attention& a, int64_t batch, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> buffer;
+    std::vector<bf16> rounded;
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t sequence = 0; sequence < batch; sequence++) {
+      for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
+        const int64_t head_size = a.block_size * 2 * a.dim;
+        const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
+                                a.kv_heads * head_size, a.block_size, a.dim,
+                                a.block_table + sequence * a.table_stride};
+        const int64_t queries = a.num_rows[sequence] * (a.heads / a.kv_heads);
+        int64_t begin = 0;
+        for (; begin + TILE <= queries; begin += TILE) {
+          attend_tile<TILE, T>(a, cache, sequence, kv_head, begin, buffer, rounded);
+        }
+        for (; begin < queries; begin++) {
+          attend_tile<1, T>(a, cache, sequence, kv_head, begin, buffer, rounded);
+        }
+      }
+    }
+  }
+}
+
+// The k largest of a row, largest first; of equal ones the lower index first.
+template <typename T>
+void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
+  std::vector<float> value(k + 1, -__builtin_inff());
+  auto offer = [&](float x, int64_t index) {
+    int64_t at = k;
+    for (; at > 0 && x > value[at - 1]; at--) {
+      if (at < k) value[at] = value[at - 1], best[at] = best[at - 1];
+    }
+    if (at < k) value[at] = x, best[at] = int32_t(index);
+  };
+  std::fill(best, best + k, -1);
+  int64_t c = 0;
+  for (; c + LANES <= vocab; c += LANES) {
+    Vec chunk = load(logits + c);
+    IntVec above = chunk > value[k - 1];
+    bool any = false;
+    for (int64_t lane = 0; lane < LANES; lane++) any |= above[lane] != 0;
+    if (!any) continue;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      if (chunk[lane] > value[k - 1]) offer(chunk[lane], c + lane);
+    }
+  }
+  for (; c < vocab; c++) {
+    if (to_float(logits[c]) > value[k - 1]) offer(to_float(logits[c]), c);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// 1 where the AMX layout can be read on this machine.
+int64_t reads_amx_layout() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void tree_attention(const void* query, void* output, const void* kv_cache, const int64_t* first,
+                    const int64_t* num_rows, const int64_t* num_context,
+                    const int32_t* block_table, const uint8_t* mask, int64_t batch, int64_t heads,
+                    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t query_stride,
+                    int64_t output_stride, int64_t table_stride, int64_t mask_stride, int64_t amx,
+                    int64_t is_bf16, float scale, int64_t threads) {
+  const Attention a = {query,      output,       kv_cache,      first,        num_rows,
+                       num_context, block_table, mask,          heads,        kv_heads,
+                       dim,        block_size,   query_stride,  output_stride, table_stride,
+                       mask_stride, amx,         scale};
+  if (is_bf16) attend<bf16>(a, batch, threads);
+  else attend<float>(a, batch, threads);
+}
+
+// Parents come before their children, so one pass over the nodes fills the tree.
+void fill_tree(const int32_t* table, const int64_t* sequences, const int64_t* last_token_ids,
+               const int64_t* parents, const int64_t* ranks, int64_t batch, int64_t rows,
+               int64_t vocab, int64_t width, int64_t overlay_rows, int64_t reads_shared,
+               int64_t* filled) {
+  for (int64_t b = 0; b < batch; b++) {
+    int64_t* tokens = filled + b * rows;
+    tokens[0] = last_token_ids[b];
+    const int32_t* overlay = table + (vocab + 2 + sequences[b] * overlay_rows) * width;
+    for (int64_t row = 1; row < rows; row++) {
+      const int64_t token = tokens[parents[row]];
+      const int32_t* found = table + (reads_shared ? token + 1 : 0) * width;
+      if (overlay_rows) {
+        const int32_t* own = overlay + (token & (overlay_rows - 1)) * width;
+        if (own[0] == token) found = own;
+      }
+      tokens[row] = found[1 + ranks[row]];
+    }
+  }
+}
+
+void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* parents,
+          const int64_t* depths, int64_t batch, int64_t rows, int64_t length, int64_t* path,
+          int64_t* token_ids) {
+  std::vector<uint8_t> reached(rows);
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t* produced = sampled + b * rows;
+    int64_t deepest = 0;
+    reached[0] = 1;
+    for (int64_t row = 1; row < rows; row++) {
+      const int64_t parent = parents[row];
+      reached[row] = reached[parent] && produced[parent] == drafts[b * (rows - 1) + row - 1];
+      if (reached[row] && depths[row] > depths[deepest]) deepest = row;
+    }
+    std::fill(path + b * length, path + (b + 1) * length, -1);
+    std::fill(token_ids + b * length, token_ids + (b + 1) * length, -1);
+    int64_t row = deepest;
+    for (int64_t depth = depths[deepest]; depth >= 0; depth--, row = parents[row]) {
+      path[b * length + depth] = row;
+      token_ids[b * length + depth] = produced[row];
+    }
+  }
+}
+
+// Rows are written in order, so of several for one place the last stays.
+void update_from_logits(int32_t* table, const int64_t* sequences, const int64_t* token_ids,
+                        const void* logits, int64_t count, int64_t logits_stride, int64_t vocab,
+                        int64_t num_logits, int64_t k, int64_t overlay_rows,
+                        int64_t writes_shared, int64_t is_bf16, int64_t threads) {
+  const int64_t width = k + 1;
+  std::vector<int32_t> best(count * width);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < count; row++) {
+    if (token_ids[row] < 0) continue;
+    int32_t* found = best.data() + row * width;
+    found[0] = int32_t(token_ids[row]);
+    if (is_bf16) {
+      top_k(static_cast<const bf16*>(logits) + row * logits_stride, num_logits, k, found + 1);
+    } else {
+      top_k(static_cast<const float*>(logits) + row * logits_stride, num_logits, k, found + 1);
+    }
+  }
+  for (int64_t row = 0; row < count; row++) {
+    const int64_t token = token_ids[row];
+    if (token < 0) continue;
+    const int32_t* found = best.data() + row * width;
+    if (writes_shared) std::copy(found, found + width, table + (token + 1) * width);
+    if (overlay_rows) {
+      const int64_t slot = sequences[row] * overlay_rows + (token & (overlay_rows - 1));
+      std::copy(found, found + width, table + (vocab + 2 + slot) * width);
+    }
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,217 @@
+"""The C++ kernels of `cpu_native.cpp`: building, calling, and the set of operations they make.
+
+They are compiled at first use for the machine's own instruction set (vLLM's default compile mode
+needs the same compiler) and kept in a cache directory. Without a compiler the torch functions
+that they are twins of do the work, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from vllm_recycle.core.adjacency import TableLayout
+from vllm_recycle.core.operations import REFERENCE, Operations
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.kernels import cpu_tree_attention
+from vllm_recycle.kernels.cpu_tree_attention import TreeRows
+
+logger = logging.getLogger("vllm.recycle")
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing")
+DTYPES = (torch.float32, torch.bfloat16)
+LANES = 16
+
+# Arguments of each function: p pointer, i int64, f float.
+SIGNATURES = {
+    "tree_attention": "pppppppp" + "iiiiiiiiiii" + "f" + "i",
+    "fill_tree": "ppppp" + "iiiiii" + "p",
+    "walk": "pppp" + "iii" + "pp",
+    "update_from_logits": "pppp" + "iiiiiiiii",
+}
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where this machine cannot compile them."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        logger.warning("no g++ found: the CPU kernels of vllm_recycle run in torch, and slower")
+        return None
+    library = ctypes.CDLL(str(_build(compiler)))
+    types = {"p": c_void_p, "i": c_int64, "f": c_float}
+    for name, signature in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = [types[letter] for letter in signature]
+        function.restype = None
+    library.reads_amx_layout.restype = c_int64
+    return library
+
+
+def _build(compiler: str) -> Path:
+    """Compile once for each source, compiler, flags and CPU; safe against other processes."""
+    cpu = Path("/proc/cpuinfo")
+    flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1]
+    identity = repr((SOURCE.read_text(), compiler, FLAGS, platform.machine(), flags))
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_recycle"
+    path = root / f"cpu_native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            built = Path(folder) / path.name
+            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            built.replace(path)
+    return path
+
+
+def native_operations() -> Operations:
+    """The C++ set, or the torch set where it cannot be built."""
+    if load_library() is None:
+        return REFERENCE
+    return Operations("c++", fill_tree, update_from_logits, walk)
+
+
+def fill_tree(
+    table: torch.Tensor,
+    sequences: torch.Tensor,
+    last_token_ids: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+    layout: TableLayout,
+) -> torch.Tensor:
+    """See `vllm_recycle.core.adjacency.fill_tree`."""
+    batch, rows = last_token_ids.shape[0], tree.num_nodes + 1
+    filled = torch.empty(batch, rows, dtype=torch.int64)
+    sequences, last_token_ids = sequences.contiguous(), last_token_ids.contiguous()
+    load_library().fill_tree(  # type: ignore[union-attr]
+        table.data_ptr(),
+        sequences.data_ptr(),
+        last_token_ids.data_ptr(),
+        tree.parents.data_ptr(),
+        tree.ranks.data_ptr(),
+        batch,
+        rows,
+        layout.vocab_size,
+        1 + layout.k,
+        layout.overlay_rows,
+        layout.reads_shared,
+        filled.data_ptr(),
+    )
+    return filled[:, 1:]
+
+
+def update_from_logits(
+    table: torch.Tensor,
+    sequences: torch.Tensor,
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    layout: TableLayout,
+) -> None:
+    """See `vllm_recycle.core.adjacency.update_from_logits`."""
+    if logits.dtype not in DTYPES or logits.stride(1) != 1:
+        logits = logits.float().contiguous()
+    sequences, token_ids = sequences.contiguous(), token_ids.contiguous()
+    load_library().update_from_logits(  # type: ignore[union-attr]
+        table.data_ptr(),
+        sequences.data_ptr(),
+        token_ids.data_ptr(),
+        logits.data_ptr(),
+        token_ids.shape[0],
+        logits.stride(0),
+        layout.vocab_size,
+        logits.shape[1],
+        layout.k,
+        layout.overlay_rows,
+        layout.writes_shared,
+        logits.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+
+
+def walk(sampled: torch.Tensor, draft_token_ids: torch.Tensor, *, tree: TreeTemplate) -> WalkResult:
+    """See `vllm_recycle.core.verification.walk`."""
+    batch, rows = sampled.shape
+    path = torch.empty(batch, tree.depth + 1, dtype=torch.int64)
+    token_ids = torch.empty_like(path)
+    sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
+    load_library().walk(  # type: ignore[union-attr]
+        sampled.data_ptr(),
+        draft_token_ids.data_ptr(),
+        tree.parents.data_ptr(),
+        tree.depths.data_ptr(),
+        batch,
+        rows,
+        tree.depth + 1,
+        path.data_ptr(),
+        token_ids.data_ptr(),
+    )
+    return WalkResult(path, token_ids)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    trees: TreeRows,
+    scale: float,
+    isa: str,
+) -> None:
+    """See `vllm_recycle.kernels.cpu_tree_attention.tree_attention`, which serves what this cannot.
+
+    That is float16, head sizes that are no multiple of 16, and the AMX layout on a machine
+    without AVX512-BF16.
+    """
+    library = load_library()
+    head_size = query.shape[2]
+    if (
+        library is None
+        or query.dtype not in DTYPES
+        or head_size % LANES
+        or (isa == "amx" and not library.reads_amx_layout())
+    ):
+        cpu_tree_attention.tree_attention(
+            query, kv_cache, output, trees=trees, scale=scale, isa=isa
+        )
+        return
+    assert query.stride(2) == output.stride(2) == 1
+    assert query.stride(1) == output.stride(1) == head_size
+    mask = trees.tree.ancestor_mask
+    library.tree_attention(
+        query.data_ptr(),
+        output.data_ptr(),
+        kv_cache.data_ptr(),
+        trees.first.data_ptr(),
+        trees.num_rows.data_ptr(),
+        trees.num_context.data_ptr(),
+        trees.block_table.data_ptr(),
+        mask.data_ptr(),
+        len(trees.first),
+        query.shape[1],
+        kv_cache.shape[1],
+        head_size,
+        kv_cache.shape[2],
+        query.stride(0),
+        output.stride(0),
+        trees.block_table.stride(0),
+        mask.stride(0),
+        isa == "amx",
+        query.dtype == torch.bfloat16,
+        scale,
+        torch.get_num_threads(),
+    )
