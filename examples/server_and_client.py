@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ EXAMPLES = Path(__file__).parent
 # The small model knows no chat format: its questions and answers serve as one.
 CHAT_TEMPLATE = "{% for m in messages %}Question: {{ m.content }}\n{% endfor %}Answer:"
 QUESTION = "A baker makes 3 trays of 12 rolls and sells 20 rolls. How many rolls are left?"
-CODE = "import os\n\n\ndef read_lines(path):\n"
+CODE = "import os\n\n\nclass Config:\n    def __init__(self, path, name):"
 
 
 def main() -> None:
@@ -56,8 +57,9 @@ def main() -> None:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()
         with urllib.request.urlopen(f"{base}/metrics") as response:
-            lines = response.read().decode().splitlines()
-        print(*(line for line in lines if line.startswith("vllm:spec_decode_num_")), sep="\n")
+            metrics = response.read().decode()
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            print(*re.findall(f"^vllm:spec_decode_num_{name}_total.*", metrics, re.MULTILINE))
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)

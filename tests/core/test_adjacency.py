@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from strategies import THOROUGH, K, trees
 
 from vllm_recycle.core import SCOPES, AdjacencyMatrix, TreeTemplate
+from vllm_recycle.core.adjacency import fill_tree
 
 VOCAB = 11
 OVERLAY_ROWS = 4  # fewer than tokens, so that tokens of one slot push each other out
@@ -72,6 +73,12 @@ def update(matrix: AdjacencyMatrix, rows: list[Row]) -> None:
     matrix.update(torch.tensor(sequences), torch.tensor(tokens), torch.tensor(successors))
 
 
+def fill(
+    matrix: AdjacencyMatrix, sequences: torch.Tensor, last: torch.Tensor, tree: TreeTemplate
+) -> list[list[int]]:
+    return fill_tree(matrix.table, sequences, last, tree=tree, layout=matrix.layout).tolist()
+
+
 def rows_seen(matrix: AdjacencyMatrix, sequence: int) -> list[list[int]]:
     """The successors that a sequence sees for each token of the vocabulary."""
     tokens = torch.arange(VOCAB)
@@ -115,8 +122,8 @@ def test_fill_equals_filling_node_by_node(scope, hot_start, rows, tree, data):
     update(matrix, rows)
     batch = data.draw(st.lists(st.tuples(st.integers(0, SEQUENCES - 1), token_ids), max_size=4))
     sequences, last = torch.tensor([*batch, (0, 0)]).T
-    filled = matrix.fill(sequences, last, tree=tree)
-    assert filled.tolist() == [model.fill(tree, *pair) for pair in [*batch, (0, 0)]]
+    expected = [model.fill(tree, *pair) for pair in [*batch, (0, 0)]]
+    assert fill(matrix, sequences, last, tree) == expected
 
 
 def test_an_unfilled_node_keeps_its_place_and_its_subtree_stays_unfilled():
@@ -124,9 +131,8 @@ def test_an_unfilled_node_keeps_its_place_and_its_subtree_stays_unfilled():
     matrix = make_matrix("shared")
     update(matrix, [(0, 1, [2, 3, 0, 0]), (0, 3, [4, 0, 0, 0]), (0, 0, [7, 7, 7, 7])])
     # Nothing is known after token 2, the first node.
-    assert matrix.fill(torch.tensor([0]), torch.tensor([1]), tree=tree).tolist() == [
-        [2, 3, -1, 4, -1]
-    ]
+    filled = fill(matrix, torch.tensor([0]), torch.tensor([1]), tree)
+    assert filled == [[2, 3, -1, 4, -1]]
 
 
 def test_no_token_has_no_successors_even_where_an_overlay_was_cleared():

@@ -7,7 +7,7 @@ import torch
 from engines import TOKEN_RECYCLING, core, engine, read_prompts, runner
 from vllm import SamplingParams
 
-from vllm_recycle.integration import v1_runner
+from vllm_recycle.integration import tree_rows
 from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values, slot_elements
 
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
@@ -56,10 +56,12 @@ def test_cache_equals_that_of_plain_decoding(prompt, expected):
 
 def test_a_wrong_move_is_caught(prompt, expected, monkeypatch):
     def move_slots_wrongly(kv_caches, source, target, *, isa):
-        v1_move_slots(kv_caches, source.roll(1) if len(source) > 1 else source + 1, target, isa=isa)
+        real_move_slots(
+            kv_caches, source.roll(1) if len(source) > 1 else source + 1, target, isa=isa
+        )
 
-    v1_move_slots = v1_runner.move_slots
-    monkeypatch.setattr(v1_runner, "move_slots", move_slots_wrongly)
+    real_move_slots = tree_rows.move_slots
+    monkeypatch.setattr(tree_rows, "move_slots", move_slots_wrongly)
     got = run(PAPER, prompt)
     shared = min(got.shape[3], expected.shape[3])
     assert (got[..., :shared, :] - expected[..., :shared, :]).abs().max() > 10 * TOLERANCE
@@ -73,12 +75,12 @@ def test_every_moved_slot_equals_its_source_bit_for_bit(prompt, monkeypatch):
         before = [
             cache.view(-1)[slot_elements(source, shape=shape, isa=isa)] for cache in kv_caches
         ]
-        v1_move_slots(kv_caches, source, target, isa=isa)
+        real_move_slots(kv_caches, source, target, isa=isa)
         for cache, values in zip(kv_caches, before, strict=True):
             assert (cache.view(-1)[slot_elements(target, shape=shape, isa=isa)] == values).all()
         moved.append(len(source))
 
-    v1_move_slots = v1_runner.move_slots
-    monkeypatch.setattr(v1_runner, "move_slots", checked)
+    real_move_slots = tree_rows.move_slots
+    monkeypatch.setattr(tree_rows, "move_slots", checked)
     run(PAPER, prompt)
     assert sum(moved) > 10

@@ -54,7 +54,9 @@ def test_output_equals_vllm_on_prefix_cache_hits(expected):
 
 def test_output_equals_vllm_under_preemption(expected):
     # Room for about three of the eight requests at their full length.
-    with engine(PAPER, block_size=32, num_gpu_blocks_override=24, max_num_seqs=8) as llm:
+    with engine(
+        PAPER, block_size=32, num_gpu_blocks_override=24, max_num_seqs=8, max_model_len=640
+    ) as llm:
         assert generate(llm, PROMPTS, GREEDY) == expected
         assert counter(llm, "num_preemptions") > 0
         assert len(runner(llm).sequences) == 0

@@ -64,13 +64,13 @@ LOGPROB_TOLERANCE = 1e-4  # float32 sums, over batches of other shapes
 def result(tmp_path_factory) -> dict[str, Any]:
     if find_spec("triton") is None:
         pytest.skip("Model Runner V2 needs triton, which is not installed")
-    tree = tmp_path_factory.mktemp("v2") / "tree.json"
+    folder = tmp_path_factory.mktemp("v2")
+    tree, output = folder / "tree.json", folder / "result.json"
     TREE.save(tree)
-    run = subprocess.run(
-        [sys.executable, __file__, tree], capture_output=True, text=True, timeout=500
-    )
+    command = [sys.executable, __file__, tree, output]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(output.read_text())
 
 
 def test_tokens_equal_those_without_speculation(result):
@@ -164,4 +164,4 @@ if __name__ == "__main__":
     import v2_shim
 
     v2_shim.install()
-    print(json.dumps(main(sys.argv[1])))
+    Path(sys.argv[2]).write_text(json.dumps(main(sys.argv[1])))

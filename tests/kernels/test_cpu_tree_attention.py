@@ -1,8 +1,9 @@
-"""Tree attention on CPU: against a softmax in double precision, and against vLLM's own kernel."""
+"""Tree attention on CPU, torch and C++: against a double-precision softmax, and vLLM's kernel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from test_cpu_kv_cache import KV_HEADS, Layout, every_layout, halves, write
 from vllm import _custom_ops as ops
 
 from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.kernels.cpu_tree_attention import TreeRows, make_tree_rows, tree_attention
+from vllm_recycle.kernels import cpu_native, cpu_tree_attention
+from vllm_recycle.kernels.cpu_tree_attention import TreeRows
 
 HEADS = 6  # three queries a key: grouped-query attention
 UNTOUCHED = -7.0
 
-# Outputs are averages of standard normal values, hence below 4 in magnitude. Probabilities and
-# outputs are rounded to the type of the cache: a few roundings of 2^-8, 2^-11 and 2^-24 of that.
+# Outputs are averages of standard normal values, hence below 4 in magnitude: a rounding is off by
+# 2^-7 or 2^-10 at most, and results differ by a few (of outputs, and of weights before the sum). In
+# float32 sums over some hundred terms are what differs, by several times 2^-22.
 TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-18}
 
 
@@ -39,6 +42,16 @@ STEP = [
     Sequence(num_nodes=10, num_context=27, first=31, blocks=(2, 1)),
 ]
 NUM_ROWS = 44
+
+
+Attention = Callable[..., None]
+
+
+@pytest.fixture(scope="module", params=[cpu_tree_attention, cpu_native], ids=["torch", "c++"])
+def attention(request) -> Attention:
+    if request.param is cpu_native and cpu_native.load_library() is None:
+        pytest.skip("no C++ compiler")
+    return request.param.tree_attention
 
 
 def rows_of(sequence: Sequence) -> slice:
@@ -77,25 +90,19 @@ class Step:
         return self.layout.head_size**-0.5
 
     def tree_rows(self, tree: TreeTemplate, sequences: list[Sequence] = STEP) -> TreeRows:
-        return make_tree_rows(
+        return TreeRows(
             tree=tree,
             first=torch.tensor([sequence.first for sequence in sequences]),
             num_rows=torch.tensor([sequence.num_nodes + 1 for sequence in sequences]),
             num_context=torch.tensor([sequence.num_context for sequence in sequences]),
             block_table=self.block_table,
             block_size=self.layout.block_size,
-            dtype=self.layout.dtype,
         )
 
-    def attend(self, trees: TreeRows) -> torch.Tensor:
+    def attend(self, attention: Attention, trees: TreeRows) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
-        tree_attention(
-            self.query,
-            self.kv_cache,
-            output,
-            trees=trees,
-            scale=self.scale,
-            isa=self.layout.isa,
+        attention(
+            self.query, self.kv_cache, output, trees=trees, scale=self.scale, isa=self.layout.isa
         )
         return output
 
@@ -132,16 +139,16 @@ BUSH = TreeTemplate((*load_tree("paper-80").nodes[:20], *DEEP_END))
 
 
 @every_layout
-def test_trees_of_a_step_equal_a_softmax_over_context_and_ancestors(layout):
+def test_trees_of_a_step_equal_a_softmax_over_context_and_ancestors(attention, layout):
     step = Step.make(layout)
-    output = step.attend(step.tree_rows(BUSH))
+    output = step.attend(attention, step.tree_rows(BUSH))
     assert is_within_tolerance(output, step.reference(BUSH))
 
 
 @every_layout
-def test_rows_outside_the_trees_are_left_alone(layout):
+def test_rows_outside_the_trees_are_left_alone(attention, layout):
     step = Step.make(layout)
-    output = step.attend(step.tree_rows(BUSH))
+    output = step.attend(attention, step.tree_rows(BUSH))
     outside = torch.ones(NUM_ROWS, dtype=torch.bool)
     for sequence in STEP:
         outside[rows_of(sequence)] = False
@@ -150,31 +157,32 @@ def test_rows_outside_the_trees_are_left_alone(layout):
 
 
 @every_layout
-def test_trees_of_one_size_need_no_repetitions_and_attend_alike(layout):
+def test_a_tree_alone_is_attended_to_as_in_a_batch(attention, layout):
     step = Step.make(layout)
-    together = step.attend(step.tree_rows(BUSH))
+    together = step.attend(attention, step.tree_rows(BUSH))
     for index, sequence in enumerate(STEP):
         alone = Step(layout, step.query, step.kv_cache, [], step.block_table[index : index + 1])
-        trees = alone.tree_rows(BUSH, [sequence])
-        assert trees.real is None
+        output = alone.attend(attention, alone.tree_rows(BUSH, [sequence]))
         rows = rows_of(sequence)
-        assert is_within_tolerance(alone.attend(trees)[rows], together[rows])
+        assert is_within_tolerance(output[rows], together[rows])
+
+
+# Rows 1 and 2 are children of the root, and in all trees. One of these has no context, so that a
+# wrong key has a weight that rounding cannot hide.
+WRONG_MASKS = {"hidden ancestor": (2, 0, False), "shown sibling": (2, 1, True)}
 
 
 @every_layout
-@pytest.mark.parametrize("bias", [float("-inf"), 0.0], ids=["hidden ancestor", "shown stranger"])
-def test_a_mask_that_is_wrong_in_one_place_is_seen(layout, bias):
+@pytest.mark.parametrize(("row", "key", "shown"), WRONG_MASKS.values(), ids=WRONG_MASKS)
+def test_a_mask_that_is_wrong_in_one_place_is_seen(attention, layout, row, key, shown):
     step = Step.make(layout)
-    trees = step.tree_rows(BUSH)
-    # Node 25, the last, has ancestors 24 and 23; nodes 22 and 23 are no relatives of node 20.
-    row, key = (25, 24) if bias else (20, 22)
-    wrong = trees.bias.clone()
-    assert wrong[0, 0, row, STEP[0].num_context + key] != bias
-    wrong[0, 0, row, STEP[0].num_context + key] = bias
-    output, reference = step.attend(replace(trees, bias=wrong)), step.reference(BUSH)
+    wrong = TreeTemplate(BUSH.nodes)
+    assert wrong.ancestor_mask[row, key] != shown
+    wrong.ancestor_mask[row, key] = shown
+    output, reference = step.attend(attention, step.tree_rows(wrong)), step.reference(BUSH)
     assert not is_within_tolerance(output, reference)
-    changed = STEP[0].first + row
-    output[changed] = reference[changed].to(output.dtype)
+    for sequence in STEP:
+        output[sequence.first + row] = reference[sequence.first + row].to(output.dtype)
     assert is_within_tolerance(output, reference)
 
 
@@ -220,11 +228,11 @@ def causal_attention(step: Step, sequences: list[Sequence]) -> torch.Tensor:
 
 
 @every_layout
-def test_a_tree_that_is_a_chain_equals_the_causal_kernel_of_vllm(layout):
+def test_a_tree_that_is_a_chain_equals_the_causal_kernel_of_vllm(attention, layout):
     step = Step.make(layout)
     chain = TreeTemplate(tuple((row, 0) for row in range(25)))
     causal = causal_attention(step, STEP)
     for tree, equal in ((chain, True), (BUSH, False)):
-        output = step.attend(step.tree_rows(tree))
+        output = step.attend(attention, step.tree_rows(tree))
         rows = torch.cat([output[rows_of(sequence)] for sequence in STEP])
         assert is_within_tolerance(rows, causal) == equal

@@ -166,7 +166,7 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
     if not is_ours(speculative_config):
         return False
     speculate = (params.extra_args or {}).get(OPT_OUT, True)
-    if not isinstance(speculate, bool):
+    if speculate not in (True, False):  # 0 and 1 too: vLLM's server makes these of false and true
         raise VLLMValidationError(
             f"extra_args: {OPT_OUT!r} is {speculate!r}, expected true or false",
             parameter="extra_args",

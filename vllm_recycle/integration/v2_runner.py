@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_recycle.core import WalkResult, walk
+from vllm_recycle.core import WalkResult
 from vllm_recycle.integration.drafter import TreeDrafter
 from vllm_recycle.integration.options import TOKEN_RECYCLING
 from vllm_recycle.integration.tree_batch import TreeBatch
@@ -137,9 +137,8 @@ class TreeCPUModelRunnerV2(CPUModelRunner):
                 "VLLM_USE_V2_MODEL_RUNNER=0"
             )
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
-        self.drafter.proposer.observe(
-            input_batch.expanded_idx_mapping, self.trees.row_token_ids, logits
-        )
+        proposer = self.drafter.proposer
+        proposer.observe(input_batch.expanded_idx_mapping, self.trees.row_token_ids, logits)
         sampled, _ = self.sampler.sample(
             logits,
             input_batch.expanded_idx_mapping,
@@ -150,7 +149,9 @@ class TreeCPUModelRunnerV2(CPUModelRunner):
             input_batch.expanded_local_pos,
             input_batch.seq_lens_cpu_upper_bound.numpy(),
         )
-        result = walk(sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree)
+        result = proposer.operations.walk(
+            sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree
+        )
         compact_kv_cache(
             self.trees,
             result.path,

@@ -1,0 +1,50 @@
+"""The short examples, as a user runs them; tests/integration/test_server.py covers the server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_recycle.core import load_tree
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run_example(name, *arguments, cwd):
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_offline_batch_prints_every_output_and_what_was_accepted(tmp_path):
+    output = run_example("offline_batch.py", "--num-prompts=3", "--max-tokens=16", cwd=tmp_path)
+    assert len(re.findall(r"^[\"']Question: .*\.\.\. -> [\"'].+[\"']$", output, re.MULTILINE)) == 3
+    assert int(re.search(r"^(\d+) trees verified", output, re.MULTILINE)[1]) > 0
+    assert mean_accepted(output) > 1
+
+
+def test_custom_tree_is_written_shown_and_used(tmp_path):
+    output = run_example("custom_tree.py", "--max-tokens=16", cwd=tmp_path)
+    assert load_tree(tmp_path / "my_tree.json").num_nodes == 16
+    assert re.search(
+        "^mine: 16 nodes, depth 4, nodes per depth 5 / 6 / 4 / 1", output, re.MULTILINE
+    )
+    assert re.search(r"\nAnswer: ?\w+", output)
+    trees, nodes = re.search(r"(\d+) trees of at most 16 nodes, (\d+) nodes", output).groups()
+    assert 0 < int(trees) < int(nodes) <= 16 * int(trees)
+    assert mean_accepted(output) > 1
+
+
+@pytest.mark.parametrize("name", ["offline_batch.py", "custom_tree.py", "server_and_client.py"])
+def test_an_example_says_how_to_run_it(name):
+    _, docstring, _ = (EXAMPLES / name).read_text().split('"""', 2)
+    assert f"    python examples/{name}\n" in docstring
+
+
+def mean_accepted(output):
+    return float(re.search(r"^mean accepted tokens: ([\d.]+) a step$", output, re.MULTILINE)[1])

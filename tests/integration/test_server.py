@@ -1,0 +1,186 @@
+"""`vllm serve` as a user runs it, and the `openai` client."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+from engines import TARGET, engine, read_prompts
+from vllm import SamplingParams
+
+PROMPTS = read_prompts(8)
+MAX_TOKENS = 24
+CHAT_TEMPLATE = "{% for message in messages %}Question: {{ message.content }}\nAnswer:{% endfor %}"
+START_TIMEOUT_S = 240
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "server.log"
+        self.matrix = folder / "matrix.safetensors"
+        method = {"method": "token_recycling", "tree": "paper-80", "matrix_file": str(self.matrix)}
+        command = [
+            str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
+            "--served-model-name", "target", "--port", str(self.port), "--host", "127.0.0.1",
+            "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8",
+            "--kv-cache-memory-bytes", str(64 << 20), "--chat-template", CHAT_TEMPLATE,
+            "--speculative-config", json.dumps(method),
+        ]  # fmt: skip
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        environment["VLLM_LOGGING_LEVEL"] = "INFO"
+        self.process = subprocess.Popen(
+            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment
+        )
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+            except OSError:
+                time.sleep(0.5)
+            else:
+                return
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def counter(self, name: str) -> float:
+        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def complete(self, prompt: str, **kwargs):
+        settings = {"max_tokens": MAX_TOKENS, "temperature": 0} | kwargs
+        return self.client.completions.create(model="target", prompt=prompt, **settings)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server"))
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with engine() as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        results = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [result.outputs[0].text for result in results]
+
+
+def test_start_up_says_what_is_on(server):
+    assert "token_recycling: tree paper-80, 80 nodes, depth 6, k 8" in server.log.read_text()
+
+
+def test_completions_one_by_one_and_concurrent(server, expected):
+    assert [server.complete(prompt).choices[0].text for prompt in PROMPTS] == expected
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = [answer.choices[0].text for answer in pool.map(server.complete, PROMPTS)]
+    assert texts == expected
+
+
+def test_streams(server, expected):
+    stream = server.complete(PROMPTS[0], stream=True)
+    parts = [chunk.choices[0].text for chunk in stream if chunk.choices]
+    assert len(parts) > 1
+    assert "".join(parts) == expected[0]
+
+
+def test_chat(server):
+    question = [{"role": "user", "content": "Tom has 3 apples and buys 4. How many has he?"}]
+    answer = server.client.chat.completions.create(
+        model="target", messages=question, max_tokens=MAX_TOKENS, temperature=0
+    )
+    plain = server.complete(f"Question: {question[0]['content']}\nAnswer:")
+    assert answer.choices[0].message.content == plain.choices[0].text
+
+
+def test_sampling_parameters_that_vllm_refuses_under_speculation(server):
+    server.complete(PROMPTS[0], temperature=1, extra_body={"min_p": 0.1})
+    biased = server.complete(PROMPTS[0], logit_bias={"300": 100}, max_tokens=2)
+    assert biased.choices[0].text
+
+
+def test_aborting_in_mid_stream_leaves_nothing_running(server, expected):
+    stream = server.complete(
+        PROMPTS[1], max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    while server.counter("num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.counter("num_requests_running") == 0
+    assert server.complete(PROMPTS[0]).choices[0].text == expected[0]
+
+
+def test_metrics(server):
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    drafts, nodes, accepted = (server.counter(f"spec_decode_{name}") for name in names)
+    assert 0 < drafts <= nodes <= 80 * drafts
+    assert 0 < accepted <= 6 * drafts
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": -1},
+        {"temperature": -2},
+        {"extra_body": {"vllm_xargs": {"speculate": "perhaps"}}},
+    ],
+)
+def test_bad_input_is_a_4xx(server, bad):
+    with pytest.raises(openai.BadRequestError):
+        server.complete(PROMPTS[0], **bad)
+
+
+def test_a_request_can_opt_out(server, expected):
+    before = server.counter("spec_decode_num_draft_tokens_total")
+    answer = server.complete(PROMPTS[0], extra_body={"vllm_xargs": {"speculate": False}})
+    assert answer.choices[0].text == expected[0]
+    assert server.counter("spec_decode_num_draft_tokens_total") == before
+
+
+def test_shuts_down_cleanly_and_saves_the_matrix(server):
+    """Last: it ends the server."""
+    assert server.stop() == 0
+    assert server.matrix.exists()
+    log = server.log.read_text()
+    assert "Traceback" not in log
+
+
+def test_bad_options_end_the_command_with_one_clear_error(tmp_path):
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
+        "--speculative-config", '{"method": "token_recycling", "branches": 3}',
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "unknown key 'branches', expected any of ['method', 'k'" in result.stdout + result.stderr
