@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -40,10 +38,11 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    vllm = shutil.which("vllm", path=Path(sys.executable).parent) or "vllm"
+    vllm = str(Path(sys.executable).with_name("vllm"))
     command = [vllm, "serve", args.model, "--served-model-name=target", "--host=127.0.0.1"]
     command += [f"--port={port}", f"--chat-template={CHAT_TEMPLATE}", "--max-num-seqs=8"]
-    command += ["--kv-cache-memory-bytes=268435456"]  # by default most of the machine's memory
+    # By default vLLM takes most of the memory, and kills its engine while that shuts down.
+    command += ["--kv-cache-memory-bytes=268435456", "--shutdown-timeout=10"]
     command += ["--speculative-config", json.dumps({"method": "token_recycling"})]
     server = subprocess.Popen(command)
     try:
@@ -56,8 +55,7 @@ def main() -> None:
         for chunk in client.chat.completions.create(messages=messages, stream=True, **options):
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()
-        with urllib.request.urlopen(f"{base}/metrics") as response:
-            metrics = response.read().decode()
+        metrics = urllib.request.urlopen(f"{base}/metrics").read().decode()
         for name in ("drafts", "draft_tokens", "accepted_tokens"):
             print(*re.findall(f"^vllm:spec_decode_num_{name}_total.*", metrics, re.MULTILINE))
     finally:
@@ -72,7 +70,7 @@ def wait(server: subprocess.Popen, url: str) -> None:
         try:
             with urllib.request.urlopen(url):
                 return
-        except urllib.error.URLError:
+        except OSError:  # not there yet
             time.sleep(1)
     raise RuntimeError(f"vllm serve ended with status {server.returncode}")
 

@@ -269,3 +269,21 @@ def test_the_table_holds_the_shared_matrix_and_an_overlay_a_sequence():
         matrix = AdjacencyMatrix(VOCAB, 8, scope=scope, num_sequences=2)
         # 4,096 rows, 147 KB, a sequence.
         assert matrix.num_bytes == shared_bytes + overlays * 147_456
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(12, 4, dtype=torch.int32), r"got torch.int32 \[12, 4\], expected"),
+        (torch.zeros(11, 4), r"got torch.float32 \[11, 4\], expected torch.int32"),
+        (torch.full((11, 4), 99, dtype=torch.int32), "a successor is no token id"),
+    ],
+)
+def test_a_file_with_another_tensor_is_refused(tmp_path, tensor, message):
+    matrix = AdjacencyMatrix(11, 4)
+    before = matrix.table.clone()
+    metadata = {"vocab_size": "11", "k": "4", "fingerprint": "f"}
+    save_file({"adjacency_matrix": tensor}, tmp_path / "matrix", metadata)
+    with pytest.raises(ValueError, match=message):
+        matrix.load(tmp_path / "matrix", fingerprint="f")
+    assert torch.equal(matrix.table, before)

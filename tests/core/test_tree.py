@@ -169,7 +169,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(tmp_path):
         (((0, 0), (2, 0)), "node 1: parent row 2 has not come before it (expected 0 to 1)"),
         (((0, 0), (-1, 0)), "node 1: parent row -1 has not come before it (expected 0 to 1)"),
         (((0, 0), (0, 1), (0, 0)), "node 2: same parent and rank as its sibling, node 0"),
-        (((0, 0), (0, -1)), "node 1: rank -1 is negative"),
+        (((0, 0), (0, -1)), "node 1: rank -1 is not among 0 to 255"),
         (((0, 0), (0,)), "node 1: got (0,), expected [parent row, rank]"),
         (((0, 0), (0, 0, 0)), "node 1: got (0, 0, 0), expected [parent row, rank]"),
         (((0, 0), [0, 1]), "node 1: got [0, 1], expected [parent row, rank]"),

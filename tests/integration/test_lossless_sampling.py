@@ -1,4 +1,4 @@
-"""Every sampling parameter gives what vLLM gives without us; free sampling keeps the distribution."""
+"""Every sampling parameter gives what vLLM gives without us, and free sampling its distribution."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_other_platforms_are_refused(monkeypatch):
 
 def test_other_versions_of_vllm_are_refused(monkeypatch):
     monkeypatch.setattr(versions.vllm, "__version__", "0.31.2")
-    with pytest.raises(RuntimeError, match="supports vllm >=0.32,<0.33, found 0.31.2"):
+    with pytest.raises(RuntimeError, match=r"supports vllm >=0\.32,<0\.33, found 0\.31\.2"):
         register()
 
 

@@ -197,6 +197,13 @@ class AdjacencyMatrix:
                             f"matrix file {path}: {name} is {got.get(name)}, expected {value}"
                         )
                 shared = file.get_tensor("adjacency_matrix")
+            if shared.dtype != torch.int32 or shared.shape != self.shared.shape:
+                raise ValueError(
+                    f"matrix file {path}: got {shared.dtype} {list(shared.shape)}, expected "
+                    f"torch.int32 {list(self.shared.shape)}"
+                )
+            if int(shared.min()) < -1 or int(shared.max()) >= self.vocab_size:
+                raise ValueError(f"matrix file {path}: a successor is no token id")
         except (OSError, SafetensorError) as error:
             raise ValueError(f"matrix file {path}: no adjacency matrix: {error}") from error
         self.shared.copy_(shared)

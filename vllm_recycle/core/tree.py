@@ -41,6 +41,7 @@ class TreeTemplate:
         name: what the start-up line and benchmarks call it.
         provenance: where the tree comes from (free-form, kept in the file).
         parents, ranks, depths: int64 [rows]; the root has parent 0, rank 0, depth 0.
+        shifts: int64 [rows], depth - row: from a chain's positions to the tree's.
         ancestor_mask: bool [rows, rows], true where the column is the row or its ancestor.
         children: int64 [rows, children], rows of the children in list order, padded with -1.
         paths: int64 [rows, path], rows from the root to the row, padded with -1.
@@ -57,6 +58,7 @@ class TreeTemplate:
     parents: torch.Tensor = field(init=False, repr=False)
     ranks: torch.Tensor = field(init=False, repr=False)
     depths: torch.Tensor = field(init=False, repr=False)
+    shifts: torch.Tensor = field(init=False, repr=False)
     ancestor_mask: torch.Tensor = field(init=False, repr=False)
     children: torch.Tensor = field(init=False, repr=False)
     paths: torch.Tensor = field(init=False, repr=False)
@@ -82,6 +84,7 @@ class TreeTemplate:
             "parents": torch.tensor(parents),
             "ranks": torch.tensor(ranks),
             "depths": depths,
+            "shifts": depths - torch.arange(rows),
             "ancestor_mask": mask,
             "children": _padded(children),
             "paths": _padded(path_of),
@@ -150,14 +153,16 @@ def load_tree(source: str | Path) -> TreeTemplate:
         raise ValueError(f"tree file {path}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"tree file {path}: expected an object with format {FORMAT!r}")
-    nodes = content.get("nodes")
+    nodes, provenance = content.get("nodes"), content.get("provenance", {})
     if not isinstance(nodes, list):
         raise ValueError(f"tree file {path}: expected 'nodes', a list of [parent, rank]")
+    if not isinstance(provenance, dict):
+        raise ValueError(f"tree file {path}: expected 'provenance', an object")
     try:
         return TreeTemplate(
             tuple(tuple(node) if isinstance(node, list) else node for node in nodes),
             str(content.get("name", path.stem)),
-            content.get("provenance", {}),
+            provenance,
         )
     except ValueError as error:
         raise ValueError(f"tree file {path}: {error}") from error
@@ -198,8 +203,8 @@ def _validate(nodes: Sequence[Node]) -> None:
         ):
             raise ValueError(f"node {index}: got {node!r}, expected [parent row, rank]")
         parent, rank = node
-        if rank < 0:
-            raise ValueError(f"node {index}: rank {rank} is negative")
+        if not 0 <= rank < MAX_NODES:
+            raise ValueError(f"node {index}: rank {rank} is not among 0 to {MAX_NODES - 1}")
         if not 0 <= parent <= index:
             raise ValueError(
                 f"node {index}: parent row {parent} has not come before it (expected 0 to {index})"

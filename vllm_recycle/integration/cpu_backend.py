@@ -71,20 +71,20 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def _split_rows(
         self, common: CommonAttentionMetadata, tree: TreeTemplate, trees: TreeBatch
     ) -> MixedRows:
-        has_tree = trees.num_nodes > 0
-        lengths = common.query_start_loc_cpu.diff()
-        num_rows = trees.num_nodes[has_tree] + 1
-        assert torch.equal(lengths[has_tree].long(), num_rows)
-        tree_rows = TreeRows(
+        num_rows = trees.num_nodes + 1
+        all_rows = TreeRows(
             tree=tree,
-            first=trees.first_token_row[has_tree],
+            first=trees.first_token_row,
             num_rows=num_rows,
-            num_context=common.seq_lens[has_tree] - num_rows,
-            block_table=common.block_table_tensor[has_tree],
+            num_context=common.seq_lens - num_rows,
+            block_table=common.block_table_tensor,
             block_size=self.block_size,
         )
+        has_tree = trees.num_nodes > 0
         if has_tree.all():
-            return MixedRows(tree_rows, None, None)
+            return MixedRows(all_rows, None, None)
+        tree_rows = all_rows.select(has_tree)
+        lengths = common.query_start_loc_cpu.diff()
         others = ~has_tree
         rows = others.repeat_interleave(lengths).nonzero().flatten()
         lengths = lengths[others]

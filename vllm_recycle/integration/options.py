@@ -17,7 +17,7 @@ TOKEN_RECYCLING = "token_recycling"
 METHODS = (TOKEN_RECYCLING,)
 
 # The prefix of the default tree that is fastest on CPU (README, "How fast").
-CPU_MAX_NODES = 16
+CPU_MAX_NODES = 15
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,7 @@ def prepare_trees(
         attn_groups: vLLM's, of each KV cache group; their builders learn of the trees.
 
     """
-    shift = tree.depths - torch.arange(tree.num_nodes + 1)
-    positions[trees.tree_token_rows] += shift[trees.tree_rows]
+    positions[trees.tree_token_rows] += tree.shifts[trees.tree_rows]
     # A node that was not filled still has a row; any token will do for it.
     input_ids.clamp_(min=0)
     for groups in attn_groups:

@@ -86,7 +86,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         if (state := self.execute_model_state) is not None:
             # Here the logits are raw; the grammar and the sampler change them in place.
             self.drafter.proposer.observe(
-                self.batch_sequences.repeat_interleave(self.trees.num_nodes + 1),
+                self.batch_sequences[self.trees.request_of_logit_row],
                 self.trees.row_token_ids,
                 state.logits,
             )
@@ -147,8 +147,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         if going_on:
             last = torch.tensor([sampled_token_ids[i][-1] for i in going_on])
             filled = self.drafter.proposer.propose(self.batch_sequences[going_on], last)
-            # Rows behind the last filled node would be verified for nothing.
-            ends = ((filled >= 0) * torch.arange(1, filled.shape[1] + 1)).amax(dim=1)
-            for i, draft, end in zip(going_on, filled.tolist(), ends.tolist(), strict=True):
-                drafts[i] = draft[:end]
+            for i, draft in zip(going_on, filled.tolist(), strict=True):
+                # Rows behind the last filled node would be verified for nothing.
+                while draft and draft[-1] < 0:
+                    draft.pop()
+                drafts[i] = draft
         return drafts

@@ -7,7 +7,7 @@ reference; `cpu_native.tree_attention` reads the cache where it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -37,6 +37,11 @@ class TreeRows:
     num_context: torch.Tensor
     block_table: torch.Tensor
     block_size: int
+
+    def select(self, chosen: torch.Tensor) -> TreeRows:
+        """Only the sequences where `chosen`, bool [batch], is true."""
+        names = ("first", "num_rows", "num_context", "block_table")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @cached_property
     def rows(self) -> torch.Tensor:

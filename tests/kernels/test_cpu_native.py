@@ -1,0 +1,93 @@
+"""The C++ kernels give what the torch functions give that they are twins of, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import trees
+
+from vllm_recycle.core import REFERENCE, AdjacencyMatrix
+from vllm_recycle.kernels import cpu_native
+
+VOCAB, K, SEQUENCES = 40, 4, 3
+
+pytestmark = pytest.mark.skipif(
+    cpu_native.load_library() is None, reason="no C++ compiler on this machine"
+)
+
+
+@st.composite
+def matrices(draw):
+    scope = draw(st.sampled_from(["sequence", "shared", "isolated"]))
+    hot_start = scope == "shared" or draw(st.booleans())
+    options = {"scope": scope, "hot_start": hot_start, "num_sequences": SEQUENCES}
+    return AdjacencyMatrix(VOCAB, K, overlay_rows=8, **options)
+
+
+def rows(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sequences = torch.randint(SEQUENCES, (count,), generator=generator)
+    token_ids = torch.randint(-1, VOCAB, (count,), generator=generator)
+    # Distinct logits: torch says nothing about the order of equal ones.
+    logits = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(count)])
+    return sequences, token_ids, logits
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrix=matrices(), seed=st.integers(0, 10**6), bf16=st.booleans())
+def test_update_equals_torch(matrix, seed, bf16):
+    sequences, token_ids, logits = rows(seed, 25)
+    logits = logits.to(torch.bfloat16 if bf16 else torch.float32)
+    expected, got = matrix.table.clone(), matrix.table.clone()
+    REFERENCE.update_from_logits(expected, sequences, token_ids, logits, layout=matrix.layout)
+    cpu_native.update_from_logits(got, sequences, token_ids, logits, layout=matrix.layout)
+    expected[matrix.layout.dump_address] = got[matrix.layout.dump_address]
+    assert torch.equal(got, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=trees(k=K), matrix=matrices(), seed=st.integers(0, 10**6))
+def test_fill_and_walk_equal_torch(tree, matrix, seed):
+    sequences, token_ids, logits = rows(seed, 60)
+    matrix.update(sequences, token_ids, logits.topk(K).indices)
+    last, who = torch.randint(VOCAB, (5,)), torch.randint(SEQUENCES, (5,))
+    arguments = (matrix.table, who, last)
+    drafts = REFERENCE.fill_tree(*arguments, tree=tree, layout=matrix.layout)
+    assert torch.equal(cpu_native.fill_tree(*arguments, tree=tree, layout=matrix.layout), drafts)
+    # Agree often, so that paths are deep.
+    first_child = tree.children[:, 0].clamp(min=1) - 1
+    sampled = torch.where(torch.rand(5, tree.num_nodes + 1) < 0.7, drafts[:, first_child], 7)
+    expected, got = (walk(sampled, drafts, tree=tree) for walk in (REFERENCE.walk, cpu_native.walk))
+    assert torch.equal(got.path, expected.path)
+    assert torch.equal(got.token_ids, expected.token_ids)
+
+
+def test_equal_logits_are_taken_in_order():
+    matrix = AdjacencyMatrix(VOCAB, K, scope="shared")
+    row = torch.zeros(1, dtype=torch.int64)
+    cpu_native.update_from_logits(
+        matrix.table, row, row, torch.ones(1, VOCAB), layout=matrix.layout
+    )
+    assert matrix.shared[0].tolist() == [0, 1, 2, 3]
+
+
+def test_logits_of_other_types_and_strides_are_taken():
+    matrix = AdjacencyMatrix(VOCAB, K, scope="shared")
+    row = torch.zeros(1, dtype=torch.int64)
+    logits = torch.arange(VOCAB).to(torch.float16)[:, None].T
+    cpu_native.update_from_logits(matrix.table, row, row, logits, layout=matrix.layout)
+    assert matrix.shared[0].tolist() == [39, 38, 37, 36]
+
+
+def test_without_a_compiler_torch_does_the_work(monkeypatch, caplog):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(cpu_native.shutil, "which", lambda _: None)
+    cpu_native.load_library.cache_clear()
+    try:
+        with caplog.at_level("WARNING"):
+            assert cpu_native.native_operations() is REFERENCE
+        assert "no g++ found" in caplog.text
+    finally:
+        cpu_native.load_library.cache_clear()

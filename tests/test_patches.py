@@ -1,0 +1,127 @@
+"""patches/: each diff applies to the installed vLLM and is in the README; 0001 does its work."""
+
+from __future__ import annotations
+
+import json
+import os
+import py_compile
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "patches"
+PATCHES = sorted(FOLDER.glob("*.patch"))
+VLLM = Path(find_spec("vllm").origin).parent
+
+needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="needs the command `patch`")
+
+
+def touched(patch):
+    """The files of a patch, relative to the directory that contains the package."""
+    return re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE)
+
+
+def copy_touched(patch, target):
+    for name in touched(patch):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(VLLM.parent / name, target / name)
+
+
+def apply(patch, target, *options):
+    # No fuzz: a diff whose surroundings have changed is to be looked at again.
+    command = ["patch", "-p1", "--fuzz=0", "--batch", "--forward", *options, "--input", str(patch)]
+    return subprocess.run(command, cwd=target, capture_output=True, text=True)
+
+
+@needs_patch
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_applies_to_the_installed_vllm_and_only_once(patch, tmp_path):
+    copy_touched(patch, tmp_path)
+    dry = apply(patch, tmp_path, "--dry-run")
+    assert dry.returncode == 0, dry.stdout
+    done = apply(patch, tmp_path)
+    assert done.returncode == 0, done.stdout
+    for name in touched(patch):
+        assert (tmp_path / name).read_bytes() != (VLLM.parent / name).read_bytes()
+        py_compile.compile(str(tmp_path / name), doraise=True)
+    assert apply(patch, tmp_path, "--dry-run").returncode != 0
+
+
+@needs_patch
+def test_all_patches_apply_together_in_any_order(tmp_path):
+    for order in (PATCHES, PATCHES[::-1]):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        for patch in order:
+            copy_touched(patch, tmp_path)
+        for patch in order:
+            done = apply(patch, tmp_path)
+            assert done.returncode == 0, done.stdout
+
+
+def test_the_readme_lists_exactly_the_patches_there():
+    text = (FOLDER / "README.md").read_text()
+    assert re.findall(r"\((\S+\.patch)\)", text) == [patch.name for patch in PATCHES]
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    sections = {heading[:4]: heading for heading in sections if heading[:4].isdecimal()}
+    assert list(sections) == [patch.name[:4] for patch in PATCHES]
+    for patch in PATCHES:
+        section = sections[patch.name[:4]]
+        assert all(f"`{name}`" in section for name in touched(patch))
+        for word in ("**Why.**", "**How.**", "**Verified**", "**Upstream**", "**Remove when**"):
+            assert word in section
+
+
+SEEDED_REQUESTS = """
+import json, sys
+import vllm
+from vllm import LLM, SamplingParams
+
+model, prompts = sys.argv[1:]
+prompts = [json.loads(line)["prompt"] for line in open(prompts).readlines()[:4]]
+params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=8) for i in range(4)]
+result = {"vllm": vllm.__file__}
+for budget in (2048, 24):
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=2,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**27,
+    )
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    result[str(budget)] = [list(output.outputs[0].token_ids) for output in outputs]
+    del llm
+print(json.dumps(result))
+"""
+
+
+@needs_patch
+def test_with_0001_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(tmp_path):
+    shutil.copytree(VLLM, tmp_path / "vllm", copy_function=os.symlink)
+    (patch,) = (patch for patch in PATCHES if patch.name.startswith("0001"))
+    for name in touched(patch):
+        (tmp_path / name).unlink()
+    copy_touched(patch, tmp_path)
+    assert apply(patch, tmp_path).returncode == 0
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "VLLM_PLUGINS": "",  # plain vLLM
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    files = [ROOT / "examples/models/target", ROOT / "examples/prompts/gsm8k.jsonl"]
+    command = [sys.executable, "-c", SEEDED_REQUESTS, *map(str, files)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["vllm"] == str(tmp_path / "vllm/__init__.py")
+    assert result["24"] == result["2048"]
