@@ -170,7 +170,7 @@ def format_table(replies: dict[str, driver.Reply], *, identical: bool) -> Iterat
                 TITLES[name],
                 f"{speeds[name]:.1f}",
                 f"{speeds[name] / speeds[PLAIN]:.2f}",
-                f"{(reply['tokens'] - reply['requests']) / steps:.2f}" if steps else "-",
+                f"{1 + reply['accepted_tokens'] / steps:.2f}" if steps else "-",
                 str(steps),
                 "" if name == PLAIN else "yes" if identical else "NO",
             )

@@ -79,7 +79,8 @@ class Worker:
         self, *, concurrency: int, max_tokens: int, ignore_eos: bool, limit: int | None = None
     ) -> dict[str, Any]:
         """One pass over the prompts in file order, `concurrency` of them in flight."""
-        drafts, busy, start = self._draft_tokens(), others_cpu_seconds(), time.perf_counter()
+        drafted, accepted = self._counter("draft_tokens"), self._counter("accepted_tokens")
+        busy, start = others_cpu_seconds(), time.perf_counter()
         counts = self._generate(concurrency, max_tokens, ignore_eos, limit)
         wall = time.perf_counter() - start
         num_cpus = os.cpu_count() or 1
@@ -90,7 +91,8 @@ class Worker:
             "steps": counts.steps,
             "engine_steps": counts.engine_steps,
             "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
-            "draft_tokens": self._draft_tokens() - drafts,
+            "draft_tokens": self._counter("draft_tokens") - drafted,
+            "accepted_tokens": self._counter("accepted_tokens") - accepted,
             "others_cpu_share": max(0.0, (others_cpu_seconds() - busy) / (wall * num_cpus)),
             "outputs": counts.outputs,
             "parts_ms": {
@@ -158,9 +160,9 @@ class Worker:
             if result.finished:
                 del flying[result.request_id]
 
-    def _draft_tokens(self) -> int:
-        """Draft tokens verified so far, as vLLM counts them."""
-        name = "vllm:spec_decode_num_draft_tokens"
+    def _counter(self, name: str) -> int:
+        """One of vLLM's counters of speculation, so far."""
+        name = f"vllm:spec_decode_num_{name}"
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
 
 
