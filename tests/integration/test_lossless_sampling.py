@@ -115,23 +115,23 @@ def test_seeded_requests_survive_chunked_prefill(expected):
 class TestDistribution:
     """Unseeded samples of a small vocabulary, against the target's own probabilities."""
 
-    PROMPT = "Question: A robe takes 2 bolts"
+    # Digits follow digits, so that drafts are accepted within the small vocabulary of four.
+    PROMPT = "1234567890 = 1221334455"
     NUM_SAMPLES = 3000
-    # Two-token sequences over these; frequent enough that each cell expects several.
     FALSE_ALARM_RATE = 1e-4
 
     @pytest.fixture(scope="class")
     def tokens(self):
-        return [int(t) for t in self._next_probabilities([], None).topk(4).indices]
+        digits = AutoTokenizer.from_pretrained(TARGET).convert_tokens_to_ids(list("0123456789"))
+        best = self._next_probabilities([], digits).topk(4).indices
+        return [digits[i] for i in best]
 
     def _next_probabilities(self, extra, allowed):
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
         model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
         ids = tokenizer.encode(self.PROMPT) + extra
         logits = model(torch.tensor([ids])).logits[0, -1]
-        if allowed is not None:
-            logits = logits[allowed]
-        return logits.softmax(-1)
+        return logits[allowed].softmax(-1)
 
     @pytest.fixture(scope="class")
     def probabilities(self, tokens):

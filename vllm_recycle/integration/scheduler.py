@@ -26,13 +26,14 @@ class TreeScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to one length that fits, then schedule."""
-        drafts = [request.spec_token_ids for request in self.running]
-        limit = even_limit([len(draft) for draft in drafts], self.max_draft_tokens)
-        # A draft is worth less than another request's KV cache: none may cost a preemption.
+        limit = even_limit([len(r.spec_token_ids) for r in self.running], self.max_draft_tokens)
+        # A draft is worth less than another request's KV cache: none may cost a preemption. So it
+        # has the rest of its request's last block, and an even share of the free blocks.
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        limit = min(limit, free_blocks // max(1, len(drafts)) * self.block_size)
-        for draft in drafts:
-            del draft[limit:]
+        free_slots = free_blocks // max(1, len(self.running)) * self.block_size
+        for request in self.running:
+            room = -request.num_tokens % self.block_size + free_slots
+            del request.spec_token_ids[min(limit, room) :]
         return super().schedule(*args, **kwargs)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

@@ -27,7 +27,8 @@ DEFINITIONS = {
     "median over the repeats, as every figure here unless it says otherwise",
     "speedup": "tokens_per_s / tokens_per_s of the method none at the same concurrency",
     "mean_accepted_tokens": "1 + accepted draft tokens / steps, as the papers count: the free "
-    "token of a step is in, and so are tokens behind an end of text or --max-tokens; a step is one request in one engine step, without the step that ends its prompt",
+    "token of a step is in, and so are tokens behind an end of text or --max-tokens; a step is "
+    "one request in one engine step, without the step that ends its prompt",
     "mean_accepted_tokens_first_pass": "the same in the first pass of the process over the prompts "
     "(first_pass.concurrency in flight), which nothing precedes and which is not timed",
     "step_ms": "median time of the engine steps that hold no prompt",
