@@ -85,7 +85,7 @@ def test_names_are_escaped_in_the_picture(tmp_path):
         ({"format": "vllm_recycle.tree/1", "nodes": [[1, 0]]}, "parent row 1 has not come before"),
         (
             {"format": "vllm_recycle.tree/1", "nodes": [[0, 0]], "provenance": "me"},
-            "expected 'provenance' to be an object",
+            "expected 'provenance', an object",
         ),
     ],
 )

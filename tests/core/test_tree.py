@@ -69,7 +69,6 @@ def test_tables_agree_with_their_definitions(tree):
         [row for row in rows if depths[row] == depth] for depth in range(1, max(depths) + 1)
     ]
     assert tree.depth == max(depths)
-    assert tree.min_k == 1 + max(rank for _, rank in tree.nodes)
 
 
 @THOROUGH

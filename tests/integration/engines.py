@@ -53,7 +53,7 @@ def generate(llm: Any, prompts: list[Any], params: Any) -> list[list[tuple[int, 
 
 
 def counter(llm: Any, name: str) -> int:
-    """A counter of vLLM's metrics, summed over its labels; it counts from the process's start."""
+    """A counter of vLLM's metrics, summed over its labels; it counts from the engine's start."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
 
 

@@ -28,19 +28,20 @@ def schedules(llm, monkeypatch):
     return seen
 
 
-def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch):
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, share):
     prompts = read_prompts(64 - 24, max_words=20) + read_prompts(24, max_words=10)
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}
     with engine(None, **settings) as llm:
         expected = generate(llm, prompts, GREEDY)
-    with engine({**PAPER, "budget_share": 0.5}, **settings) as llm:
+    with engine({**PAPER, "budget_share": share}, **settings) as llm:
         generate(llm, prompts, GREEDY)  # a warm matrix asks for full trees
         steps = schedules(llm, monkeypatch)
         assert generate(llm, prompts, GREEDY) == expected
         running_before = 0
         for step in steps:
             drafts = [len(draft) for draft in step.scheduled_spec_decode_tokens.values()]
-            assert sum(drafts) <= 128
+            assert sum(drafts) <= share * 256
             # Everybody who runs has a row in every step.
             assert len(step.scheduled_cached_reqs.req_ids) >= running_before - len(
                 step.finished_req_ids
@@ -50,7 +51,8 @@ def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch):
         assert crowded, "expected steps with more than half of the requests drafting"
         for step in crowded:
             sizes = [len(draft) for draft in step.scheduled_spec_decode_tokens.values()]
-            assert max(sizes) <= 128 // len(sizes) + max(0, 128 - sum(sizes)) + 1
+            # Even: who has fewer than the longest had no more to draft.
+            assert max(sizes) <= 256 * share / len(sizes) or sum(sizes) < 256 * share
 
 
 def test_a_request_can_opt_out():
@@ -112,11 +114,12 @@ def test_nothing_is_left_of_requests_that_end_or_are_aborted():
         assert len(runner(llm).sequences) == 1  # freed when the next step is scheduled
 
 
-def test_counters_count_nodes_and_depths():
+def test_counters_count_nodes_and_depths(monkeypatch):
     with engine(TOKEN_RECYCLING) as llm:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         before = [counter(llm, f"spec_decode_{name}") for name in names]
-        outputs = generate(llm, read_prompts(6), GREEDY)
+        steps = schedules(llm, monkeypatch)
+        generate(llm, read_prompts(6), GREEDY)
         drafts, nodes, accepted = (
             counter(llm, f"spec_decode_{name}") - start
             for name, start in zip(names, before, strict=True)
@@ -124,11 +127,13 @@ def test_counters_count_nodes_and_depths():
         tree = runner(llm).tree
         assert drafts <= nodes <= drafts * tree.num_nodes
         assert 0 < accepted <= drafts * tree.depth
-        # All tokens but the first of each request come from walks, and none from elsewhere.
-        assert sum(len(ids) for (ids,) in outputs) <= accepted + drafts + 6 * 2 + 60
+        scheduled = [
+            len(draft) for step in steps for draft in step.scheduled_spec_decode_tokens.values()
+        ]
+        assert (len(scheduled), sum(scheduled)) == (drafts, nodes)
 
 
-def test_start_up_line_says_what_is_on(caplog):
+def test_start_up_line_says_what_is_on():
     with engine({**PAPER, "scope": "shared"}) as llm:
         line = runner(llm).drafter.describe()
     for part in ("paper-80", "80 nodes", "depth 6", "k 8", "scope shared", "bytes"):

@@ -68,6 +68,7 @@ def test_engine_arguments_can_be_used_twice():
         ({"hot_start": 1}, "hot_start is 1, expected true or false"),
         ({"scope": "shared", "hot_start": False}, "hot_start is false with scope 'shared'"),
         ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
+        ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
         ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
         ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
         ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
@@ -96,6 +97,8 @@ def test_tree_deeper_than_the_context():
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"enable_lora": True}, "--enable-lora"),
+        ({"async_scheduling": True}, "--async-scheduling"),
+        ({"data_parallel_size": 2}, "--data-parallel-size"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"hf_overrides": {"sliding_window": 64}, }, "sliding-window"),
@@ -113,6 +116,7 @@ REFUSED_BY_CONFIG = {
     "decode_context_parallel_size": ("parallel_config", 2),
     "prefill_context_parallel_size": ("parallel_config", 2),
     "enable_dbo": ("parallel_config", True),
+    "enable_expert_parallel": ("parallel_config", True),
     "enable_batch_sharded_sampling": ("parallel_config", True),
     "kv_sharing_fast_prefill": ("cache_config", True),
     "return_sampling_mask": ("model_config", True),
@@ -154,6 +158,18 @@ def test_other_platforms_are_refused(monkeypatch):
     platform = SimpleNamespace(is_cpu=lambda: False, device_name="abacus")
     monkeypatch.setattr(engine_config, "current_platform", platform)
     with pytest.raises(NotImplementedError, match="got platform 'abacus', expected 'cpu'"):
+        make_config()
+
+
+def test_model_runner_v2_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        make_config()
+
+
+def test_installed_logits_processors_are_refused(monkeypatch):
+    monkeypatch.setattr(engine_config, "entry_points", lambda group: [group])
+    with pytest.raises(NotImplementedError, match=r"vllm\.logits_processors"):
         make_config()
 
 

@@ -19,6 +19,7 @@ def install() -> None:
     assert "vllm" not in sys.modules
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    os.environ["VLLM_RECYCLE_ALLOW_V2"] = "1"
     # The engine in this process: in a child what follows would be missing.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import triton.backends

@@ -9,8 +9,9 @@ update one scatter:
     then overlay_rows a sequence     each sequence's overlay, direct-mapped: token t at t % rows
 
 A row is `[tag, successor 0 .. successor k - 1]`, int32, best first. The tag is the token that the
-row answers for, so a row that was never written and an overlay row of another token answer for
-none. The overlay, where there is one, is consulted before the shared matrix.
+row answers for: an overlay row of another token is passed over. In the shared matrix the tag says
+that the row was ever written; one that was not has successors -1. The overlay, where there is one,
+is consulted before the shared matrix.
 
 `fill_tree` and `update_from_logits` are pure tensor functions over a whole batch, the references
 for their kernels; `AdjacencyMatrix` owns the table.
@@ -18,6 +19,7 @@ for their kernels; `AdjacencyMatrix` owns the table.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +177,7 @@ class AdjacencyMatrix:
         """Write the shared matrix as safetensors, with what `load` checks."""
         metadata = {"vocab_size": str(self.vocab_size), "k": str(self.k)}
         metadata["fingerprint"] = fingerprint
-        partial = Path(f"{path}.partial")
+        partial = Path(f"{path}.{os.getpid()}")  # replicas may save at the same time
         save_file({"adjacency_matrix": self.shared.cpu().contiguous()}, partial, metadata)
         partial.replace(path)
 

@@ -104,11 +104,6 @@ class TreeTemplate:
     def depth(self) -> int:
         return len(self.levels)
 
-    @property
-    def min_k(self) -> int:
-        """The least k that has every rank of the tree."""
-        return 1 + max(rank for _, rank in self.nodes)
-
     def prefix(self, num_nodes: int) -> TreeTemplate:
         """The tree of the first `num_nodes` nodes; itself where it has no more than these."""
         if num_nodes >= self.num_nodes:

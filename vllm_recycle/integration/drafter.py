@@ -33,6 +33,7 @@ class TreeDrafter:
     proposer: TokenRecyclingProposer
 
     def __init__(self, vllm_config: Any) -> None:
+        self.operations = native_operations()
         self.vllm_config = vllm_config
         self.options = get_options(vllm_config)
 
@@ -57,7 +58,7 @@ class TreeDrafter:
             matrix,
             options.load_tree(),
             seed_from_prompt=options.seed_from_prompt,
-            operations=native_operations(),
+            operations=self.operations,
         )
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +71,7 @@ class TreeDrafter:
             f"token_recycling: tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}, "
             f"k {matrix.k}, scope {matrix.scope}, hot start {matrix.layout.reads_shared}, "
             f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
-            f"kernels in {self.proposer.operations.name}"
+            f"kernels in {self.operations.name}"
         )
 
     def save(self) -> str | None:

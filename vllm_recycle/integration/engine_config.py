@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import envs
@@ -23,6 +25,8 @@ DRAFTER = "vllm_recycle.integration.drafter.TreeDrafter"
 CPU_WORKER = "vllm_recycle.integration.worker.TreeCPUWorker"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 OPT_OUT = "speculate"
+# For the tests of `v2_runner` alone, which says what is missing there.
+ALLOW_V2 = "VLLM_RECYCLE_ALLOW_V2"
 
 
 def rewrite(engine_args: Any) -> Any | None:
@@ -49,8 +53,14 @@ def rewrite(engine_args: Any) -> Any | None:
         raise NotImplementedError(
             f"{TOKEN_RECYCLING}: got platform {current_platform.device_name!r}, expected 'cpu'"
         )
-    if engine_args.enable_lora:  # here, since vLLM would first ask for a larger token budget
-        raise NotImplementedError(_unsupported("--enable-lora"))
+    # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
+    early = {
+        "--enable-lora": engine_args.enable_lora,
+        "--async-scheduling": engine_args.async_scheduling,
+        "VLLM_USE_V2_MODEL_RUNNER=1": envs.VLLM_USE_V2_MODEL_RUNNER
+        and os.environ.get(ALLOW_V2) != "1",
+    }
+    _refuse(early)
     options = TokenRecyclingOptions.parse(given)
     tree = options.load_tree()
     rewritten = copy.copy(engine_args)
@@ -119,17 +129,22 @@ def check_supported(vllm_config: Any) -> None:
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
+        "--data-parallel-size above 1": parallel.data_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-dbo": parallel.enable_dbo,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16"),
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
         "--reasoning-config": vllm_config.reasoning_config is not None,
         "--logits-processors": bool(model.logits_processors),
+        "an installed plugin of vllm.logits_processors": bool(
+            entry_points(group="vllm.logits_processors")
+        ),
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
@@ -142,16 +157,16 @@ def check_supported(vllm_config: Any) -> None:
         "an encoder-decoder model": model.is_encoder_decoder,
         "a multimodal model": model.is_multimodal_model,
     }
-    for feature, present in refused.items():
+    _refuse(refused)
+
+
+def _refuse(features: dict[str, bool]) -> None:
+    for feature, present in features.items():
         if present:
-            raise NotImplementedError(_unsupported(feature))
-
-
-def _unsupported(feature: str) -> str:
-    return (
-        f"{TOKEN_RECYCLING} does not support {feature}; change it, or leave out "
-        "--speculative-config"
-    )
+            raise NotImplementedError(
+                f"{TOKEN_RECYCLING} does not support {feature}; change it, or leave out "
+                "--speculative-config"
+            )
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

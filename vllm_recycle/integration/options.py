@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm_recycle.core.adjacency import SCOPES
@@ -85,6 +86,10 @@ class TokenRecyclingOptions:
             _expect(name, value, isinstance(value, bool), "true or false")
         file = self.matrix_file
         _expect("matrix_file", file, file is None or isinstance(file, str), "a path")
+        if file is not None:
+            path = Path(file)
+            usable = path.parent.is_dir() and not path.is_dir()
+            _expect("matrix_file", file, usable, "a file in a directory that exists")
         share = self.budget_share
         is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
         _expect("budget_share", share, is_share, "a number above 0, at most 1")

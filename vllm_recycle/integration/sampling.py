@@ -15,6 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_recycle.core import TreeTemplate, WalkResult, step_down
@@ -31,11 +36,17 @@ def rows_are_independent(metadata: SamplingMetadata) -> bool:
         and not metadata.logprob_token_ids
         and not metadata.bad_words_token_ids
         and metadata.allowed_token_ids_mask is None
-        and not any(
-            getattr(processor, "min_toks", None) or getattr(processor, "biases", None)
-            for processor in metadata.logitsprocs.non_argmax_invariant
-        )
+        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
     )
+
+
+def _is_active(processor: LogitsProcessor) -> bool:
+    """Whether a processor changes logits in this step; of an unknown one we assume it."""
+    if type(processor) is MinTokensLogitsProcessor:
+        return bool(processor.min_toks)
+    if type(processor) is LogitBiasLogitsProcessor:
+        return bool(processor.biases)
+    return True
 
 
 def walk_by_depth(

@@ -26,7 +26,9 @@ class TreeScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to one length that fits, then schedule."""
-        limit = even_limit([len(r.spec_token_ids) for r in self.running], self.max_draft_tokens)
+        # Each running request needs a row beside its draft.
+        budget = min(self.max_draft_tokens, self.max_num_scheduled_tokens - len(self.running))
+        limit = even_limit([len(r.spec_token_ids) for r in self.running], max(0, budget))
         # A draft is worth less than another request's KV cache: none may cost a preemption. So it
         # has the rest of its request's last block, and an even share of the free blocks.
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -57,7 +59,7 @@ class TreeScheduler(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """Count a tree: its nodes as draft tokens, its depths as positions."""
+        """Count a tree: its scheduled rows as draft tokens, its depths as positions."""
         if not self.log_stats or not num_draft_tokens:
             return None
         stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)

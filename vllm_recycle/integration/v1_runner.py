@@ -42,14 +42,15 @@ class TreeCPUModelRunner(CPUModelRunner):
     # Requests come and go.
 
     def _update_states(self, scheduler_output: Any) -> Callable | None:
+        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
-        # Sorted: sets have no order that tensor-parallel ranks share.
-        numbers = self.sequences.free(sorted(ended | resumed))
+        # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
+        # streamed comes as a new one again and again.
+        numbers = self.sequences.free(sorted(ended.union(resumed, new)))
         if numbers:
             self.drafter.proposer.release(numbers)
         result = super()._update_states(scheduler_output)
-        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
             known = [*request.prompt_token_ids, *request.output_token_ids]
@@ -97,8 +98,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         sampling_metadata = self.input_batch.sampling_metadata
         if rows_are_independent(sampling_metadata):
             sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
-            walk = self.drafter.proposer.operations.walk
-            result = walk(sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree)
+            result = self.drafter.operations.walk(
+                sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree
+            )
             logprobs = None
         else:
             result, logprobs = walk_by_depth(

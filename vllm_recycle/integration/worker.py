@@ -63,5 +63,9 @@ class TreeCPUWorker(CPUWorker):
         return self.drafter.save() if self.rank == 0 else None
 
     def shutdown(self) -> None:
-        self.save_adjacency_matrix()
-        super().shutdown()
+        try:
+            # There is nothing to save where the start failed.
+            if self.model_runner is not None and hasattr(self.drafter, "proposer"):
+                self.save_adjacency_matrix()
+        finally:
+            super().shutdown()

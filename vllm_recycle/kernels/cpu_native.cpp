@@ -133,6 +133,10 @@ void weigh_lanes_amx(const bf16* const* weights, const Cache<bf16>& cache, int64
   for (int64_t token = 0; token < tokens; token += 2) {
     __m512bh value =
         pairs(cache.values(token) + tile + (token % cache.block_size) * LANES);
+    if (token + 1 == tokens) {
+      // The other half is a slot that was never written for this sequence: 0 * NaN is NaN.
+      value = (__m512bh)_mm512_and_si512((__m512i)value, _mm512_set1_epi32(0xffff));
+    }
     for (int64_t i = 0; i < N; i++) {
       sum[i] = _mm512_dpbf16_ps(sum[i], value, pair(weights[i] + token));
     }
@@ -225,7 +229,7 @@ void attend_tile(const Attention& a, const Cache<T>& cache, int64_t sequence, in
   for (int64_t d = 0; d < a.dim; d += LANES) {
 #ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2) {
-      if (a.amx) weigh_lanes_amx<N>(halves, cache, padded, d, lanes);
+      if (a.amx) weigh_lanes_amx<N>(halves, cache, context + rows, d, lanes);
       else weigh_lanes<N>(scores, cache, context + rows, d, lanes);
     } else
 #endif

@@ -73,9 +73,21 @@ def _build(compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=root) as folder:
             built = Path(folder) / path.name
             command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise RuntimeError(
+                    f"{compiler} cannot compile {SOURCE.name}; set CXX to a compiler with C++17:\n"
+                    f"{result.stderr}"
+                )
             built.replace(path)
     return path
+
+
+def _pointer(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> int:
+    """For C++, which believes what it is given."""
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 def native_operations() -> Operations:
@@ -98,18 +110,18 @@ def fill_tree(
     filled = torch.empty(batch, rows, dtype=torch.int64)
     sequences, last_token_ids = sequences.contiguous(), last_token_ids.contiguous()
     load_library().fill_tree(  # type: ignore[union-attr]
-        table.data_ptr(),
-        sequences.data_ptr(),
-        last_token_ids.data_ptr(),
-        tree.parents.data_ptr(),
-        tree.ranks.data_ptr(),
+        _pointer(table, torch.int32),
+        _pointer(sequences),
+        _pointer(last_token_ids),
+        _pointer(tree.parents),
+        _pointer(tree.ranks),
         batch,
         rows,
         layout.vocab_size,
         1 + layout.k,
         layout.overlay_rows,
         layout.reads_shared,
-        filled.data_ptr(),
+        _pointer(filled),
     )
     return filled[:, 1:]
 
@@ -127,9 +139,9 @@ def update_from_logits(
         logits = logits.float().contiguous()
     sequences, token_ids = sequences.contiguous(), token_ids.contiguous()
     load_library().update_from_logits(  # type: ignore[union-attr]
-        table.data_ptr(),
-        sequences.data_ptr(),
-        token_ids.data_ptr(),
+        _pointer(table, torch.int32),
+        _pointer(sequences),
+        _pointer(token_ids),
         logits.data_ptr(),
         token_ids.shape[0],
         logits.stride(0),
@@ -150,15 +162,15 @@ def walk(sampled: torch.Tensor, draft_token_ids: torch.Tensor, *, tree: TreeTemp
     token_ids = torch.empty_like(path)
     sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
     load_library().walk(  # type: ignore[union-attr]
-        sampled.data_ptr(),
-        draft_token_ids.data_ptr(),
-        tree.parents.data_ptr(),
-        tree.depths.data_ptr(),
+        _pointer(sampled),
+        _pointer(draft_token_ids),
+        _pointer(tree.parents),
+        _pointer(tree.depths),
         batch,
         rows,
         tree.depth + 1,
-        path.data_ptr(),
-        token_ids.data_ptr(),
+        _pointer(path),
+        _pointer(token_ids),
     )
     return WalkResult(path, token_ids)
 
@@ -189,6 +201,10 @@ def tree_attention(
             query, kv_cache, output, trees=trees, scale=scale, isa=isa
         )
         return
+    assert kv_cache.dtype == output.dtype == query.dtype
+    assert kv_cache.is_contiguous()
+    assert trees.block_table.dtype == torch.int32
+    assert trees.block_table.stride(1) == 1
     assert query.stride(2) == output.stride(2) == 1
     assert query.stride(1) == output.stride(1) == head_size
     mask = trees.tree.ancestor_mask
@@ -196,9 +212,9 @@ def tree_attention(
         query.data_ptr(),
         output.data_ptr(),
         kv_cache.data_ptr(),
-        trees.first.data_ptr(),
-        trees.num_rows.data_ptr(),
-        trees.num_context.data_ptr(),
+        _pointer(trees.first),
+        _pointer(trees.num_rows),
+        _pointer(trees.num_context),
         trees.block_table.data_ptr(),
         mask.data_ptr(),
         len(trees.first),

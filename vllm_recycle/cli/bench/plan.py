@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError
+from vllm_recycle.integration.options import METHODS as PLUGIN_METHODS
 
 SpeculativeConfig = dict[str, Any] | None  # None: plain decoding
 
@@ -26,7 +27,6 @@ METHODS: dict[str, SpeculativeConfig] = {
     "suffix": {"method": "suffix"},
     "token_recycling": {"method": "token_recycling"},
 }
-PLUGIN_METHODS = ("token_recycling", "ouroboros")  # all others run with this plugin excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Plan:
 
 
 def needs_plugin(config: SpeculativeConfig) -> bool:
+    """All other methods run with this plugin excluded."""
     return config is not None and config.get("method") in PLUGIN_METHODS
 
 

@@ -99,7 +99,8 @@ def attach(engine: Any, timer: ExclusiveTimer) -> bool:
         implementation = getattr(layer, "impl", None)
         _time(implementation, {"forward": TREE_ATTENTION}, timer, own=True)
         _time(implementation, {"forward": "attention"}, timer)
-    for owner in (runner, worker, core.scheduler):
+    builders = [g.get_metadata_builder() for groups in runner.attn_groups for g in groups]
+    for owner in (runner, worker, core.scheduler, *builders):
         _time_own(owner, timer)
     return True
 
