@@ -175,8 +175,13 @@ def test_no_child_outlives_an_interrupted_run(number, monkeypatch):
             processes.extend(child._process for child in children.values())
             signal.raise_signal(number)
 
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        interrupted()
+    # A shell's background jobs start with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [process.returncode for process in processes] == [-9, -9]
 
 
