@@ -21,7 +21,8 @@ class TreeScheduler(Scheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         options = get_options(vllm_config)
-        self.tree = options.load_tree()
+        # Depth of each prefix, by its number of nodes; a constant of the tree.
+        self.depth_of_nodes = options.load_tree().depths.cummax(0).values.tolist()
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +64,7 @@ class TreeScheduler(Scheduler):
         if not self.log_stats or not num_draft_tokens:
             return None
         stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-        depth = int(self.tree.depths[: num_draft_tokens + 1].max())
+        depth = self.depth_of_nodes[num_draft_tokens]
         stats.observe_draft(num_draft_tokens=depth, num_accepted_tokens=num_accepted_tokens)
         stats.num_draft_tokens += num_draft_tokens - depth
         return stats
