@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from pathlib import Path
+
+import torch
 
 # The engine in the test's own process; tests of servers and of several ranks say otherwise.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # vLLM leaves a core to its front end, which has nothing to do meanwhile.
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+
+
+def import_triton_kernels() -> None:
+    """Import our Triton kernels, to run in Triton's interpreter where there is no GPU.
+
+    A kernel is compiled or interpreted by what the environment says when it is imported; the
+    engines in this process and its children are not to see that.
+    """
+    interpret = not torch.cuda.is_available()
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+        # Imported at a first launch otherwise, when the environment no longer says so.
+        importlib.import_module("triton.experimental.gluon")
+    for file in sorted((Path(__file__).parents[1] / "vllm_recycle/kernels").glob("triton_*.py")):
+        importlib.import_module(f"vllm_recycle.kernels.{file.stem}")
+    if interpret:
+        del os.environ["TRITON_INTERPRET"]
+
+
+import_triton_kernels()

@@ -216,3 +216,13 @@ def test_every_prefix_of_default_is_a_tree_of_distinct_rank_paths():
     assert len(set(rank_paths(tree))) == tree.num_nodes
     for size in range(1, tree.num_nodes + 1):
         assert tree.prefix(size).num_nodes == size
+
+
+def test_a_template_on_another_device_is_the_same_tree():
+    tree = TreeTemplate(((0, 0), (0, 1), (1, 0)), "small")
+    moved = tree.to("meta")
+    assert (moved.nodes, moved.name, moved.depth) == (tree.nodes, "small", 2)
+    tables = [moved.parents, moved.paths, moved.ancestor_mask, *moved.levels]
+    assert {table.device.type for table in tables} == {"meta"}
+    assert tree.parents.device.type == "cpu"
+    assert tree.to("cpu") is tree

@@ -139,7 +139,7 @@ def test_every_refusal_names_its_flag(name):
     object.__setattr__(owner, name, value)
     flag = "--runner" if name == "runner_type" else f"--{name.replace('_', '-')}"
     with pytest.raises(NotImplementedError, match=flag):
-        engine_config.check_supported(config)
+        engine_config.finish(config)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,14 @@ def test_flags_that_the_method_needs_for_itself(flags, message):
 
 
 def test_other_platforms_are_refused(monkeypatch):
-    platform = SimpleNamespace(is_cpu=lambda: False, device_name="abacus")
+    platform = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
     monkeypatch.setattr(engine_config, "current_platform", platform)
-    with pytest.raises(NotImplementedError, match="got platform 'abacus', expected 'cpu'"):
+    message = r"got platform 'abacus', expected one of \['cpu', 'cuda'\]"
+    with pytest.raises(NotImplementedError, match=message):
         make_config()
 
 
-def test_model_runner_v2_is_refused(monkeypatch):
+def test_model_runner_v2_is_refused_on_cpu(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         make_config()
@@ -175,8 +176,16 @@ def test_installed_logits_processors_are_refused(monkeypatch):
 
 def test_other_versions_of_vllm_are_refused(monkeypatch):
     monkeypatch.setattr(versions.vllm, "__version__", "0.31.2")
-    with pytest.raises(RuntimeError, match=r"supports vllm >=0\.32,<0\.33, found 0\.31\.2"):
+    with pytest.raises(RuntimeError, match=r"supports vllm >=0\.32,<0\.33, found 0\.31\.2$"):
         register()
+
+
+def test_a_version_that_was_never_run_must_be_asked_for(monkeypatch):
+    monkeypatch.setattr(versions.vllm, "__version__", "0.33.1")
+    with pytest.raises(RuntimeError, match=r"set VLLM_RECYCLE_ALLOW_UNTESTED_VLLM=1 to try it"):
+        register()
+    monkeypatch.setenv("VLLM_RECYCLE_ALLOW_UNTESTED_VLLM", "1")
+    register()
 
 
 def test_registering_again_changes_nothing():
@@ -190,7 +199,7 @@ def test_matrix_file_of_another_model(tmp_path):
     AdjacencyMatrix(4096, 8).save(path, fingerprint="of another model")
     holder = drafter.TreeDrafter(make_config({"matrix_file": str(path)}))
     with pytest.raises(ValueError, match="fingerprint is of another model, expected"):
-        holder.load_model(None)
+        holder.reset()
 
 
 def test_opt_out_that_is_no_truth_value():

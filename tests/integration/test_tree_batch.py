@@ -69,17 +69,14 @@ def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
         unscheduled = TREE.num_nodes - size
         assert trees.num_nodes[index] == size
         assert trees.first_token_row[index] == root
-        assert trees.first_logit_row[index] == logit_row
+        assert trees.row_starts[index] == logit_row
         assert trees.drafts[index].tolist() == request.logit_tokens[1:] + [-1] * unscheduled
-        assert trees.logit_rows[index].tolist() == [
-            *range(logit_row, logit_row + size + 1),
-            *[logit_row + size] * unscheduled,
-        ]
         if size:
             tree_token_rows += range(root, root + size + 1)
             tree_rows += range(size + 1)
         token_row += len(request.tokens)
         logit_row += size + 1
+    assert trees.row_starts[-1] == logit_row
     assert trees.tree_token_rows.tolist() == tree_token_rows
     assert trees.tree_rows.tolist() == tree_rows
     assert trees.row_token_ids.tolist() == [

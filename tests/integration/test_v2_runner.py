@@ -1,7 +1,15 @@
 """Model Runner V2 with trees gives what V2 gives without, token for token.
 
 V2 runs under the Triton interpreter, which has to be set up before vllm is imported: the engines
-are in a process of their own, which this file is the script of.
+are in a process of their own, which this file is the script of. The shim makes what runs what a GPU
+runs: the runner, worker and scheduler of CUDA, asynchronous scheduling, all of our Triton kernels,
+a KV cache of the GPU's layout. What still differs from a GPU:
+
+    the rows that are no tree are attended to by vLLM's Triton kernel instead of FlashAttention
+    nothing is captured into CUDA graphs, so no batch is padded to a captured size
+    vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them
+    float32, so that outputs compare; the interpreter knows nothing of tensor cores
+    one process, one rank
 """
 
 from __future__ import annotations
@@ -15,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_recycle.core import TreeTemplate
 
@@ -32,32 +42,49 @@ LLM_ARGUMENTS = {
     "model": MODEL,
     "dtype": "float32",
     "enforce_eager": True,
-    "max_model_len": 192,
+    "max_model_len": 112,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 48,
     "block_size": BLOCK_SIZE,
-    "num_gpu_blocks_override": 15,  # one of them is never used
+    "num_gpu_blocks_override": 11,  # one of them is never used
     "kv_cache_memory_bytes": 8 << 20,
     "disable_log_stats": False,
+    "async_scheduling": True,
 }
 # Siblings first, so that no accepted path of two nodes lies where a chain's would.
 TREE = TreeTemplate(((0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (3, 0), (1, 1), (4, 0)), "siblings")
-GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
-SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
+# Three requests or four get a prefix of it.
+SCHEDULE = [(1, 2, 8), (3, 4, 5)]
+GREEDY = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
+SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 10, "ignore_eos": True, "logprobs": 1}
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
 MIXED = [
     ((0, 16), GREEDY),
     ((0, BLOCK_SIZE + 1), SEEDED),
-    # Its prompt takes three steps, while the others decode.
-    ((0, 100), {**GREEDY, "max_tokens": 24}),
+    # Its prompt takes several steps, while the others decode, and it ends with the context.
+    ((0, 100), {**GREEDY, "max_tokens": 12, "prompt_logprobs": 0}),
     ((0, BLOCK_SIZE + 8), {**SEEDED, "seed": 8, "min_p": 0.02, "logit_bias": {14: 2.0}}),
 ]
-# Three blocks each for the prompt, which leaves too few for all to have a fourth.
-CROWDED = [((i, i + 94), {**GREEDY, "max_tokens": 20}) for i in range(4)]
-# The second time, all of the second prompt but its last token comes from the prefix cache, and vLLM
-# schedules a full draft of placeholders with that.
-BATCHES = [MIXED, MIXED, CROWDED]
+# Requests that look back on their own output get no drafts; the others do beside them.
+LOOKING_BACK = [
+    ((0, 24), {**GREEDY, "logprob_token_ids": [14, 15]}),
+    ((0, 40), {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
+    ((3, 40), {**SEEDED, "presence_penalty": 0.5, "bad_words": ["miles"]}),
+    ((0, 12), {**GREEDY, "structured_outputs": {"choice": ["#### 180", "It travels"]}}),
+]
+# Two blocks each for the prompt, which leaves too few for all to have a third.
+CROWDED = [((i, i + 61), GREEDY) for i in range(4)]
+# The second time, all of the second prompt but its last token comes from the prefix cache.
+BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, CROWDED]
 LOGPROB_TOLERANCE = 1e-4  # float32 sums, over batches of other shapes
+# What waits for the device, as CUDA's synchronisation debug mode would say.
+SYNCHRONISING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_consecutive",
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +95,7 @@ def result(tmp_path_factory) -> dict[str, Any]:
     tree, output = folder / "tree.json", folder / "result.json"
     TREE.save(tree)
     command = [sys.executable, __file__, tree, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(output.read_text())
 
@@ -80,7 +107,11 @@ def test_tokens_equal_those_without_speculation(result):
 
 def test_logprobs_are_those_of_the_accepted_path(result):
     for plain, trees in zip(result["plain"], result["trees"], strict=True):
-        assert trees["logprobs"] == pytest.approx(plain["logprobs"], abs=LOGPROB_TOLERANCE)
+        assert trees["logprobs"].keys() == plain["logprobs"].keys()
+        for kind, values in plain["logprobs"].items():
+            assert trees["logprobs"][kind] == pytest.approx(values, abs=LOGPROB_TOLERANCE)
+    kinds = Counter(kind for output in result["trees"] for kind in output["logprobs"])
+    assert kinds == {"sampled": 4, "prompt": 1, "chosen tokens": 1}
 
 
 def test_trees_were_verified_accepted_and_compacted(result):
@@ -88,76 +119,157 @@ def test_trees_were_verified_accepted_and_compacted(result):
     assert seen["drafts"] > 0
     assert seen["draft tokens"] > seen["drafts"]
     assert seen["accepted tokens"] > 0
-    assert seen["moved slots"] > 0
+    assert seen["moved rows"] > 0
 
 
-def test_steps_were_mixed_padded_and_preempted(result):
+def test_steps_were_ahead_mixed_cut_and_preempted(result):
     seen = result["seen"]
+    assert seen["steps scheduled ahead"] > 0
     assert seen["mixed steps"] > 0
-    assert seen["padded requests"] > 0
+    assert seen["trees of 8 nodes"] > 0
+    assert seen["trees of 5 nodes"] > 0
     assert seen["preemptions"] > 0
-    assert sum(bool(output["logprobs"]) for output in result["trees"]) == 4
+
+
+def test_requests_that_look_back_get_no_drafts(result):
+    assert result["seen"]["drafts of requests that look back"] == 0
+
+
+def test_our_part_of_a_step_waits_for_no_device(result):
+    assert result["waits"] == []
+    assert result["a wait that was planted"] == ["aten._local_scalar_dense.default"]
+
+
+class Waits(TorchDispatchMode):
+    """Records the operations that would wait for a device, while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        indices = args[1] if name.startswith(("aten.index.", "aten.index_put")) else ()
+        masks = [index for index in indices or () if getattr(index, "dtype", None) == torch.bool]
+        if masks or name.split(".")[1] in SYNCHRONISING:
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
 
 
 def generate(llm: Any) -> list[dict[str, Any]]:
     """In the process with the engines: token ids and their logprobs of every request."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     token_ids = llm.get_tokenizer().encode(TEXT)
     outputs = []
     for batch in BATCHES:
         prompts = [{"prompt_token_ids": token_ids[slice(*at)]} for at, _ in batch]
-        params = [SamplingParams(**given) for _, given in batch]
-        for request in llm.generate(prompts, params, use_tqdm=False):
+        params = []
+        for _, given in batch:
+            grammar = given.get("structured_outputs")
+            more = {"structured_outputs": StructuredOutputsParams(**grammar)} if grammar else {}
+            params.append(SamplingParams(**{**given, **more}))
+        for request, given in zip(
+            llm.generate(prompts, params, use_tqdm=False), params, strict=True
+        ):
             output = request.outputs[0]
-            at = zip(output.token_ids, output.logprobs or (), strict=False)
-            logprobs = [entries[token_id].logprob for token_id, entries in at]
-            outputs.append({"token_ids": list(output.token_ids), "logprobs": logprobs})
+            found = {}
+            if given.logprobs is not None:
+                found["sampled"] = pick(output.token_ids, output.logprobs)
+            if given.logprob_token_ids:
+                chosen = [[step[token].logprob for token in (14, 15)] for step in output.logprobs]
+                found["chosen tokens"] = [value for values in chosen for value in values]
+            if given.prompt_logprobs is not None:
+                found["prompt"] = pick(request.prompt_token_ids[1:], request.prompt_logprobs[1:])
+            outputs.append({"token_ids": list(output.token_ids), "logprobs": found})
     return outputs
 
 
-def watch(model_runner: Any, seen: Counter) -> None:
-    """In the process with the engines: count what the steps of a runner are like."""
-    from vllm_recycle.integration import tree_rows
+def pick(token_ids: Any, logprobs: Any) -> list[float]:
+    return [step[token_id].logprob for token_id, step in zip(token_ids, logprobs, strict=True)]
 
-    prepare_attn, move_slots = model_runner.prepare_attn, tree_rows.move_slots
+
+def watch(llm: Any, seen: Counter, waits: Waits) -> None:
+    """In the process with the engines: count what the steps are like."""
+    from engines import core, runner
+
+    from vllm_recycle.integration import v2_runner
+
+    model_runner, scheduler = runner(llm), core(llm).scheduler
+    prepare_attn, propose = model_runner.prepare_attn, model_runner.speculator.propose
+    schedule, compact_path = scheduler.schedule, v2_runner.compact_path
+
+    def watched_schedule(*args: Any) -> Any:
+        ahead = any(request.num_output_placeholders for request in scheduler.running)
+        output = schedule(*args)
+        seen["steps scheduled ahead"] += ahead
+        for request_id, draft in output.scheduled_spec_decode_tokens.items():
+            seen[f"trees of {len(draft)} nodes"] += 1
+            request = scheduler.requests[request_id]
+            looks_back = not scheduler.may_speculate(request)
+            seen["drafts of requests that look back"] += looks_back
+        return output
 
     def watched_prepare_attn(input_batch: Any) -> Any:
-        prepared = prepare_attn(input_batch)
-        has_tree = (model_runner.trees.num_nodes > 0).numpy()
-        seen["mixed steps"] += bool(has_tree.any()) and not has_tree.all()
-        seen["padded requests"] += int((has_tree & input_batch.is_prefilling_np).sum())
-        return prepared
+        num_nodes = input_batch.num_draft_tokens_per_req
+        trees = 0 if num_nodes is None else int((num_nodes > 0).sum())
+        seen["mixed steps"] += 0 < trees < input_batch.num_reqs
+        with waits:
+            return prepare_attn(input_batch)
 
-    def watched_move_slots(kv_caches: Any, source: Any, target: Any, **kwargs: Any) -> None:
-        seen["moved slots"] += len(source)
-        move_slots(kv_caches, source, target, **kwargs)
+    def watched_propose(*args: Any, **kwargs: Any) -> Any:
+        with waits:
+            return propose(*args, **kwargs)
 
+    def watched_compact_path(layers: Any, slots: Any, rows: Any, starts: Any, path: Any) -> None:
+        seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
+        with waits:
+            compact_path(layers, slots, rows, starts, path)
+
+    scheduler.schedule = watched_schedule
     model_runner.prepare_attn = watched_prepare_attn
-    tree_rows.move_slots = watched_move_slots
+    model_runner.speculator.propose = watched_propose
+    v2_runner.compact_path = watched_compact_path
+    operations = model_runner.drafter.operations
+    for name in ("walk", "update_from_logits"):
+        object.__setattr__(operations, name, _watched(getattr(operations, name), waits))
+
+
+def _watched(function: Any, waits: Waits) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with waits:
+            return function(*args, **kwargs)
+
+    return watched
 
 
 def main(tree: str) -> dict[str, Any]:
     """In the process with the engines: one without trees and one with them."""
     from engines import counter, runner
+    from v2_worker import TreeV2Runner
     from vllm import LLM
-
-    from vllm_recycle.integration.v2_runner import TreeCPUModelRunnerV2
 
     llm = LLM(**LLM_ARGUMENTS)
     plain = generate(llm)
     llm.llm_engine.engine_core.shutdown()
 
-    llm = LLM(**LLM_ARGUMENTS, speculative_config={"method": "token_recycling", "tree": tree})
-    assert type(runner(llm)) is TreeCPUModelRunnerV2
+    method = {"method": "token_recycling", "tree": tree}
+    method["num_speculative_tokens_per_batch_size"] = SCHEDULE
+    llm = LLM(**LLM_ARGUMENTS, speculative_config=method)
+    assert type(runner(llm)) is TreeV2Runner
     seen: Counter = Counter()
-    watch(runner(llm), seen)
+    waits = Waits()
+    watch(llm, seen, waits)
     trees = generate(llm)
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
         seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
     seen["preemptions"] = counter(llm, "num_preemptions")
     llm.llm_engine.engine_core.shutdown()
-    return {"plain": plain, "trees": trees, "seen": seen}
+    with Waits() as planted:
+        torch.ones(1).item()
+    results = {"plain": plain, "trees": trees, "seen": seen, "waits": waits.seen}
+    return results | {"a wait that was planted": planted.seen}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Lets vLLM's Model Runner V2 start on a CPU, under the Triton interpreter; for tests.
+"""Lets vLLM's Model Runner V2 start on a CPU, as it runs on a GPU; for tests alone.
 
 V2 asks for Triton, and Triton has no CPU backend to compile its kernels with. Its interpreter runs
-them, slowly, once vLLM is told that there is a backend: no code of vLLM is changed. vLLM's kernels
-for top-k, top-p and n-grams do not run in it.
+them, slowly, once vLLM is told that there is a backend. vLLM's CPU platform turns asynchronous
+scheduling off and has one attention backend, of another KV cache layout. Both are set back here:
+to asynchronous scheduling, and to the backend of vLLM's whose cache has the layout of a GPU's. Two
+of vLLM's kernels are replaced by torch: attention, which takes a second a layer in the interpreter,
+and that of grammars, which does not run in it.
 
 Remove when a Triton with a CPU backend is on the package index.
 """
@@ -12,6 +15,9 @@ from __future__ import annotations
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 
 def install() -> None:
@@ -19,10 +25,83 @@ def install() -> None:
     assert "vllm" not in sys.modules
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    os.environ["VLLM_RECYCLE_ALLOW_V2"] = "1"
     # The engine in this process: in a child what follows would be missing.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import triton.backends
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    _schedule_asynchronously()
+    _attend_to_a_cache_of_a_gpu()
+    _mask_grammars_in_torch()
+    _bring_our_worker()
+
+
+def _schedule_asynchronously() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    check_and_update_config = CpuPlatform.check_and_update_config
+
+    def keeping_asynchronous_scheduling(vllm_config: Any) -> None:
+        given = vllm_config.scheduler_config.async_scheduling
+        check_and_update_config(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = given
+
+    CpuPlatform.check_and_update_config = staticmethod(keeping_asynchronous_scheduling)
+
+
+def _attend_to_a_cache_of_a_gpu() -> None:
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = AttentionBackendEnum.TRITON_ATTN.get_path()
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    triton_attn.unified_attention = _attend
+    # Its launches ask the device what block sizes it likes.
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+
+
+def _attend(**given: Any) -> None:
+    """Causal attention of each request's last tokens over its paged keys and values."""
+    starts, lengths = given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()
+    for request, length in enumerate(lengths):
+        rows = slice(starts[request], starts[request + 1])
+        num_rows = rows.stop - rows.start
+        if num_rows:
+            token = torch.arange(length)
+            size = given["k"].shape[1]
+            block = given["block_table"][request][token // size].long()
+            keys, values = (given[name][block, token % size].transpose(0, 1) for name in "kv")
+            query = given["q"][rows].transpose(0, 1)
+            mask = token <= torch.arange(length - num_rows, length)[:, None]
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                query, keys, values, mask, scale=given["softmax_scale"], enable_gqa=True
+            )
+            given["out"][rows] = attended.transpose(0, 1)
+
+
+def _mask_grammars_in_torch() -> None:
+    """In the place of a kernel of vLLM's that the interpreter cannot run."""
+    from vllm.v1.worker.gpu import structured_outputs
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(
+            self, logits: Any, _: int, at: Any, starts: Any, bitmask: Any, *args: Any, **kw: Any
+        ) -> None:
+            rows = starts[at // kw["MASK_STRIDE"]] + at % kw["MASK_STRIDE"]
+            allowed = (bitmask[:, :, None] >> torch.arange(32) & 1).flatten(1)
+            logits[rows] = logits[rows].masked_fill(allowed[:, : logits.shape[1]] == 0, -torch.inf)
+
+    structured_outputs._apply_grammar_bitmask_kernel = Kernel()
+
+
+def _bring_our_worker() -> None:
+    """What `engine_config.PLATFORMS` says of CUDA, for this platform."""
+    from vllm_recycle.integration import engine_config
+
+    engine_config.PLATFORMS["cpu"] = engine_config.Platform(
+        "v2_worker.TreeV2Worker", "ngram_gpu", True, None
+    )

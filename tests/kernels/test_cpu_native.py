@@ -59,9 +59,16 @@ def test_fill_and_walk_equal_torch(tree, matrix, seed):
     # Agree often, so that paths are deep.
     first_child = tree.children[:, 0].clamp(min=1) - 1
     sampled = torch.where(torch.rand(5, tree.num_nodes + 1) < 0.7, drafts[:, first_child], 7)
-    expected, got = (walk(sampled, drafts, tree=tree) for walk in (REFERENCE.walk, cpu_native.walk))
+    # Of each tree a prefix is scheduled.
+    num_rows = torch.randint(1, tree.num_nodes + 2, (5,))
+    flat = torch.cat([rows[:count] for rows, count in zip(sampled, num_rows, strict=True)])
+    starts = torch.nn.functional.pad(num_rows.cumsum(0), (1, 0)).to(torch.int32)
+    expected, got = (
+        walk(flat, drafts, starts, tree=tree) for walk in (REFERENCE.walk, cpu_native.walk)
+    )
     assert torch.equal(got.path, expected.path)
     assert torch.equal(got.token_ids, expected.token_ids)
+    assert torch.equal(got.lengths, expected.lengths)
 
 
 def test_equal_logits_are_taken_in_order():

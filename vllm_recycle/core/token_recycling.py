@@ -58,6 +58,7 @@ class TokenRecyclingProposer:
     def begin(self, sequence: int, prompt_token_ids: torch.Tensor) -> None:
         if not self.seed_from_prompt or prompt_token_ids.numel() < 2:
             return
+        prompt_token_ids = prompt_token_ids.to(self.matrix.table.device, torch.int64)
         tokens, followers = recent_followers(prompt_token_ids, self.matrix.k)
         sequences = torch.full_like(tokens, sequence)
         known = self.matrix.rows_of(sequences, tokens).to(followers.dtype)
@@ -70,30 +71,41 @@ class TokenRecyclingProposer:
 def recent_followers(token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each token of a text, the distinct tokens that followed it, the latest first.
 
+    No shape depends on a value, so that nothing waits for the device.
+
     Args:
-        token_ids: int64 [length], length at least 2.
+        token_ids: int64 [length], length at least 2, of any device.
         k: at most this many followers a token.
 
     Returns:
-        The distinct tokens with a follower, int64 [n], and their followers, int64 [n, k], padded
-        with -1.
+        The distinct tokens with a follower, int64 [length - 1], padded with -1, and their
+        followers, int64 [length - 1, k], padded with -1.
 
     """
-    first, second = token_ids[:-1].flip(0), token_ids[1:].flip(0)
-    # Latest pair first; of equal pairs keep the first of that order, hence the latest.
-    pairs = torch.stack((first, second), dim=1)
-    _, inverse = pairs.unique(dim=0, return_inverse=True)
-    place = torch.arange(len(pairs))
-    earliest = torch.full_like(place, len(pairs)).scatter_reduce(0, inverse, place, "amin")
-    keep = earliest[inverse] == place
-    first, second = first[keep], second[keep]
-    by_token, order = first.sort(stable=True)
-    tokens, group, size = by_token.unique_consecutive(return_inverse=True, return_counts=True)
-    rank = torch.arange(len(by_token)) - (size.cumsum(0) - size)[group]
-    followers = token_ids.new_full((len(tokens), k), -1)
-    inside = rank < k
-    followers[group[inside], rank[inside]] = second[order][inside]
-    return tokens, followers
+    first, second = token_ids[:-1].flip(0), token_ids[1:].flip(0)  # the latest pair first
+    length = first.shape[0]
+    pairs, order = (first << 32 | second).sort(stable=True)
+    is_latest = torch.empty_like(order, dtype=torch.bool).scatter_(0, order, _starts(pairs))
+    # Of each token the pairs to keep come first, the latest first.
+    order = (first * 2 + ~is_latest).argsort(stable=True)
+    first, second, is_latest = first[order], second[order], is_latest[order]
+    starts = _starts(first)
+    group = starts.cumsum(0) - 1
+    place = torch.arange(length, device=token_ids.device)
+    rank = place - place.where(starts, 0).cummax(0).values
+    tokens = torch.full_like(first, -1).scatter_(0, group, first)
+    # One place more than there are, for the pairs that have none.
+    followers = first.new_full((length * k + 1,), -1)
+    target = (group * k + rank).where(is_latest & (rank < k), length * k)
+    followers.scatter_(0, target, second)
+    return tokens, followers[:-1].view(length, k)
+
+
+def _starts(values: torch.Tensor) -> torch.Tensor:
+    """bool [n], where a value differs from the one before it."""
+    starts = torch.ones_like(values, dtype=torch.bool)
+    starts[1:] = values[1:] != values[:-1]
+    return starts
 
 
 def merge_rows(fresh: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

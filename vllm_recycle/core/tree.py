@@ -17,6 +17,8 @@ anything from parents and ranks.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +111,19 @@ class TreeTemplate:
         if num_nodes >= self.num_nodes:
             return self
         return TreeTemplate(self.nodes[:num_nodes], f"{self.name}[:{num_nodes}]", self.provenance)
+
+    def to(self, device: torch.device | str) -> TreeTemplate:
+        """This template with its tables on a device; itself where they are there already."""
+        device = torch.device(device)
+        if self.parents.device == device:
+            return self
+        moved = copy.copy(self)
+        for table in dataclasses.fields(self):
+            value = getattr(self, table.name)
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(moved, table.name, value.to(device))
+        object.__setattr__(moved, "levels", tuple(level.to(device) for level in self.levels))
+        return moved
 
     def check_ranks(self, k: int) -> None:
         """Raise ValueError for the first node whose rank an adjacency matrix of width k lacks."""

@@ -29,36 +29,45 @@ class WalkResult:
         path: int64 [batch, path], the visited rows from the root down, padded with -1.
         token_ids: int64 [batch, path], the token produced at each visited row (the last one is
             the free token), padded with -1.
+        lengths: int32 [batch], visited rows of each sequence, the root included.
 
     """
 
     path: torch.Tensor
     token_ids: torch.Tensor
+    lengths: torch.Tensor
 
 
 def walk(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
+    row_starts: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> WalkResult:
     """Follow the drafts as far as the target agrees with them.
 
     Args:
-        sampled: int64 [batch, rows], the token that the target produced at each row.
-        draft_token_ids: int64 [batch, nodes], -1 where a node was not filled or not scheduled;
-            such a node matches nothing. Siblings must differ (those that are -1 apart).
-        tree: the template that both are indexed by.
+        sampled: int64 [logit rows], the token that the target produced at each row: of every
+            sequence its root and then its scheduled nodes.
+        draft_token_ids: int64 [batch, nodes], -1 where a node was not filled; such a node matches
+            nothing, as one that is not scheduled. Siblings must differ (those that are -1 apart).
+        row_starts: integer [batch + 1], where the rows of each sequence begin, and the end.
+        tree: the template that the drafts are indexed by.
 
     """
-    agrees = sampled[:, tree.parents[1:]] == draft_token_ids
+    row = torch.arange(tree.num_nodes + 1, device=sampled.device)
+    last = row_starts[1:, None] - 1
+    rows = row_starts[:-1, None] + row
+    produced = sampled[rows.minimum(last)]
+    agrees = (produced[:, tree.parents[1:]] == draft_token_ids) & (rows[:, 1:] <= last)
     # A node is reached when it and all its ancestors agree; the root always is.
     misses = (~agrees).to(torch.float32) @ tree.ancestor_mask[1:, 1:].T.to(torch.float32)
     depth_reached = torch.where(misses == 0, tree.depths[1:], 0)
     deepest, node = depth_reached.max(dim=1)
     path = tree.paths[torch.where(deepest > 0, node + 1, 0)]
-    token_ids = sampled.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
-    return WalkResult(path, token_ids)
+    token_ids = produced.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
+    return WalkResult(path, token_ids, deepest.to(torch.int32) + 1)
 
 
 def step_down(

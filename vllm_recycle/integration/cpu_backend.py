@@ -1,29 +1,24 @@
 """vLLM's CPU attention backend with trees: its own kernel for all rows that are none.
 
-Registered in the place of `CPU_ATTN` only while one of our workers loads its model, so that other
-engines of the process keep vLLM's backend.
+It takes the place of `CPU_ATTN` (`attention_override`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_recycle.core import TreeTemplate
-from vllm_recycle.integration.options import TOKEN_RECYCLING
+from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.tree_batch import TreeBatch
 from vllm_recycle.kernels.cpu_native import tree_attention
 from vllm_recycle.kernels.cpu_tree_attention import TreeRows
@@ -114,19 +109,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refused = {
-            "ALiBi": self.alibi_slopes is not None,
-            "a sliding window": self.sliding_window != -1,
-            "a logits soft cap": self.logits_soft_cap != 0,
-            "attention sinks": self.sinks is not None,
-            "an fp8 KV cache": self.is_fp8_kv_cache,
-            f"attention of type {self.attn_type}": self.attn_type != AttentionType.DECODER,
-        }
-        for feature, present in refused.items():
-            if present:
-                raise NotImplementedError(
-                    f"{TOKEN_RECYCLING} does not support {feature}; leave out --speculative-config"
-                )
+        window = self.sliding_window != -1
+        refuse_layer(self, **{"a sliding window": window, "an fp8 KV cache": self.is_fp8_kv_cache})
 
     def forward(
         self,
@@ -167,19 +151,3 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
         return TreeCPUAttentionMetadataBuilder
-
-
-@contextmanager
-def tree_attention_backend() -> Iterator[None]:
-    """Layers that are created meanwhile get `TreeCPUAttentionImpl`."""
-    backend = AttentionBackendEnum.CPU_ATTN
-    # The look-up is cached, so a change is not seen before the cache is cleared.
-    register_backend(
-        backend, f"{TreeCPUAttentionBackend.__module__}.{TreeCPUAttentionBackend.__qualname__}"
-    )
-    _cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        backend.clear_override()
-        _cached_get_attn_backend.cache_clear()

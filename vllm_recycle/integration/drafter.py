@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AdjacencyMatrix, TokenRecyclingProposer
+from vllm_recycle.core import AdjacencyMatrix, Operations, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.kernels.cpu_native import native_operations
 
@@ -27,39 +27,54 @@ class TreeDrafter:
 
     Args:
         vllm_config: of the engine, as `engine_config.rewrite` left it.
+        operations: what fills, walks and updates; by default for CPU.
+        device: where the matrix lives.
 
     """
 
-    proposer: TokenRecyclingProposer
-
-    def __init__(self, vllm_config: Any) -> None:
-        self.operations = native_operations()
+    def __init__(
+        self,
+        vllm_config: Any,
+        *,
+        operations: Operations | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.vllm_config = vllm_config
         self.options = get_options(vllm_config)
+        self.operations = native_operations() if operations is None else operations
+        self.is_ready = False
+        # Here and not with the weights: this is before vLLM measures the memory that is left, and
+        # outside what it discards when it sleeps.
+        matrix = AdjacencyMatrix(
+            vllm_config.model_config.get_vocab_size(),
+            self.options.k,
+            scope=self.options.scope,  # type: ignore[arg-type]
+            num_sequences=vllm_config.scheduler_config.max_num_seqs,
+            hot_start=self.options.hot_start,
+            device=device,
+        )
+        self.proposer = TokenRecyclingProposer(
+            matrix,
+            self.options.load_tree().to(device),
+            seed_from_prompt=self.options.seed_from_prompt,
+            operations=self.operations,
+        )
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Allocate the matrix (before vLLM measures the memory that is left), and load its file.
+        """Nothing; vLLM asks it of every drafter."""
+
+    def reset(self) -> None:
+        """Forget everything, and start from the matrix file where there is one.
 
         Raises:
             ValueError: the file is not of this model, tokenizer and k.
 
         """
-        options, model_config = self.options, self.vllm_config.model_config
-        matrix = AdjacencyMatrix(
-            model_config.get_vocab_size(),
-            options.k,
-            scope=options.scope,  # type: ignore[arg-type]
-            num_sequences=self.vllm_config.scheduler_config.max_num_seqs,
-            hot_start=options.hot_start,
-        )
-        if options.matrix_file is not None and Path(options.matrix_file).exists():
-            matrix.load(options.matrix_file, fingerprint=fingerprint(model_config))
-        self.proposer = TokenRecyclingProposer(
-            matrix,
-            options.load_tree(),
-            seed_from_prompt=options.seed_from_prompt,
-            operations=self.operations,
-        )
+        matrix, path = self.proposer.matrix, self.options.matrix_file
+        matrix.clear()
+        if path is not None and Path(path).exists():
+            matrix.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+        self.is_ready = True
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("TreeDrafter: expected one of vllm_recycle's own model runners")

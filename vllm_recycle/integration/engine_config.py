@@ -1,32 +1,81 @@
 """From `{"method": "token_recycling", ...}` to a configuration that vLLM accepts.
 
-vLLM's own method `custom_class` hosts ours: it has no draft model and no lookahead slots. Model
-Runner V2 has no such method, so there `ngram_gpu` does. What our runners need beside it travels in
-`additional_config`. What was not built and tested with vLLM's other features is refused here, at
-start-up and by name.
+A method of vLLM hosts ours: one that has no draft model and no lookahead slots, and that the model
+runner of the platform knows. What our runners need beside it travels in `additional_config`. What
+was not built and tested with vLLM's other features is refused here, at start-up and by name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import os
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration.options import METHODS, TOKEN_RECYCLING, TokenRecyclingOptions
+from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
+
+logger = init_logger("vllm.recycle")
 
 ADDITIONAL_CONFIG_KEY = "vllm_recycle"
 DRAFTER = "vllm_recycle.integration.drafter.TreeDrafter"
-CPU_WORKER = "vllm_recycle.integration.worker.TreeCPUWorker"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
 OPT_OUT = "speculate"
-# For the tests of `v2_runner` alone, which says what is missing there.
-ALLOW_V2 = "VLLM_RECYCLE_ALLOW_V2"
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """How the method runs on a kind of device.
+
+    Attributes:
+        worker: qualified name of our worker.
+        host_method: vLLM's method that ours takes the place of.
+        use_v2_model_runner: which of vLLM's model runners ours is made of.
+        attention_backend: the one that ours takes the place of; None where vLLM has but one.
+
+    """
+
+    worker: str
+    host_method: str
+    use_v2_model_runner: bool
+    attention_backend: AttentionBackendEnum | None
+
+
+PLATFORMS = {
+    "cpu": Platform(
+        "vllm_recycle.integration.cpu_worker.TreeCPUWorker", "custom_class", False, None
+    ),
+    "cuda": Platform(
+        "vllm_recycle.integration.gpu_worker.TreeGPUWorker",
+        "ngram_gpu",
+        True,
+        AttentionBackendEnum.FLASH_ATTN,
+    ),
+}
+
+
+def get_platform() -> Platform:
+    """How the method runs here.
+
+    Raises:
+        NotImplementedError: it does not.
+
+    """
+    name = "cuda" if current_platform.is_cuda() else current_platform.device_type
+    if name not in PLATFORMS:
+        raise NotImplementedError(
+            f"{TOKEN_RECYCLING}: got platform {current_platform.device_name!r}, expected one of "
+            f"{list(PLATFORMS)}"
+        )
+    return PLATFORMS[name]
 
 
 def rewrite(engine_args: Any) -> Any | None:
@@ -49,20 +98,20 @@ def rewrite(engine_args: Any) -> Any | None:
             given.setdefault(key, value)
     if given.pop("method", None) not in METHODS:
         return None
-    if not current_platform.is_cpu():
-        raise NotImplementedError(
-            f"{TOKEN_RECYCLING}: got platform {current_platform.device_name!r}, expected 'cpu'"
-        )
+    platform = get_platform()
     # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
+    runner = envs.VLLM_USE_V2_MODEL_RUNNER
     early = {
         "--enable-lora": engine_args.enable_lora,
-        "--async-scheduling": engine_args.async_scheduling,
-        "VLLM_USE_V2_MODEL_RUNNER=1": envs.VLLM_USE_V2_MODEL_RUNNER
-        and os.environ.get(ALLOW_V2) != "1",
+        f"VLLM_USE_V2_MODEL_RUNNER={int(bool(runner))}": runner is not None
+        and runner != platform.use_v2_model_runner,
+        "--async-scheduling": engine_args.async_scheduling and not platform.use_v2_model_runner,
     }
     _refuse(early)
+    schedule = given.pop("num_speculative_tokens_per_batch_size", None)
     options = TokenRecyclingOptions.parse(given)
-    tree = options.load_tree()
+    num_nodes = options.load_tree(on_gpu=platform.use_v2_model_runner).num_nodes
+    options = dataclasses.replace(options, max_nodes=num_nodes)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     if engine_args.worker_cls != "auto":
@@ -74,29 +123,45 @@ def rewrite(engine_args: Any) -> Any | None:
     additional = engine_args.additional_config or {}
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {_NEEDS}")
-    rewritten.worker_cls = CPU_WORKER
-    rewritten.scheduler_cls = SCHEDULER
-    rewritten.async_scheduling = False
+    rewritten.worker_cls = platform.worker
     rewritten.additional_config = {
         **additional,
         ADDITIONAL_CONFIG_KEY: dataclasses.asdict(options),
     }
+    if not platform.use_v2_model_runner:
+        rewritten.async_scheduling = False
+        # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
+        # pads a request that just came in to a full draft of -1, and keeps it waiting where that
+        # does not fit.
+        default_schedule = [(1, 1 << 20, num_nodes)]
+    else:
+        default_schedule = halving_schedule(num_nodes, MAX_TREE_ROWS)
     rewritten.speculative_config = {
-        "method": "custom_class",
+        "method": platform.host_method,
         "model": DRAFTER,
-        "num_speculative_tokens": tree.num_nodes,
-        # One size for every batch. Said explicitly, since vLLM otherwise pads a request that
-        # just came in to a full draft of -1, and keeps it waiting where that does not fit.
-        "num_speculative_tokens_per_batch_size": [(1, 1 << 20, tree.num_nodes)],
+        "num_speculative_tokens": num_nodes,
+        "num_speculative_tokens_per_batch_size": schedule or default_schedule,
     }
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
-        # Without the table: V2's graphs want the padding, and its runner knows placeholders.
-        rewritten.speculative_config["method"] = "ngram_gpu"
-        del rewritten.speculative_config["num_speculative_tokens_per_batch_size"]
+    if platform.attention_backend is not None:
+        _choose_attention_backend(rewritten, platform.attention_backend)
     return rewritten
 
 
 _NEEDS = f"the method {TOKEN_RECYCLING!r} brings its own"
+
+
+def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum) -> None:
+    given = engine_args.attention_backend or engine_args.attention_config.backend
+    if isinstance(given, str):
+        given = AttentionBackendEnum[given.upper()]
+    if given not in (None, ours):
+        raise NotImplementedError(
+            f"--attention-backend: got {given.name}, expected none or {ours.name}: "
+            f"{_NEEDS} for the trees, which is made of {ours.name}"
+        )
+    engine_args.attention_backend = None
+    engine_args.attention_config = copy.copy(engine_args.attention_config)
+    engine_args.attention_config.backend = ours
 
 
 def is_ours(speculative_config: Any) -> bool:
@@ -109,8 +174,8 @@ def get_options(vllm_config: Any) -> TokenRecyclingOptions:
     return TokenRecyclingOptions(**vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
 
 
-def check_supported(vllm_config: Any) -> None:
-    """Refuse what the method was not built and tested with.
+def finish(vllm_config: Any) -> None:
+    """Complete the configuration that vLLM made, and refuse what the method was not built with.
 
     Raises:
         NotImplementedError: naming the flag to change.
@@ -119,12 +184,22 @@ def check_supported(vllm_config: Any) -> None:
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    tree = get_options(vllm_config).load_tree()
+    platform, tree = get_platform(), get_options(vllm_config).load_tree()
+    scheduler = vllm_config.scheduler_config
+    # Known only now: vLLM chooses whether to schedule ahead.
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    if platform.use_v2_model_runner:
+        logger.warning_once(
+            "%s on CUDA is tested in Triton's interpreter, and has not run on a GPU yet",
+            TOKEN_RECYCLING,
+        )
+        _warn_of_missing_graphs(vllm_config)
     if tree.depth >= model.max_model_len:
         raise ValueError(
             f"tree {tree.name!r}: depth {tree.depth}, expected less than "
             f"--max-model-len {model.max_model_len}"
         )
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     refused = {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
@@ -156,8 +231,28 @@ def check_supported(vllm_config: Any) -> None:
         "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
         "an encoder-decoder model": model.is_encoder_decoder,
         "a multimodal model": model.is_multimodal_model,
+        # Last: others of these lead to it.
+        f"Model Runner {runner}, which this configuration leads to": platform.use_v2_model_runner
+        != vllm_config.use_v2_model_runner,
     }
     _refuse(refused)
+
+
+def _warn_of_missing_graphs(vllm_config: Any) -> None:
+    """A table of the user's may lead to batches that vLLM captures no graph for."""
+    most = vllm_config.compilation_config.max_cudagraph_capture_size
+    if not most:
+        return
+    table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    last_of_all = vllm_config.scheduler_config.max_num_seqs
+    for first, last, num_nodes in table:
+        rows = min(last, last_of_all) * (num_nodes + 1)
+        if num_nodes and first <= last_of_all and rows > most:
+            logger.warning(
+                "num_speculative_tokens_per_batch_size: %d requests with %d nodes are %d rows, "
+                "more than --max-cudagraph-capture-size %d: such steps run without a full graph",
+                min(last, last_of_all), num_nodes, rows, most,
+            )  # fmt: skip
 
 
 def _refuse(features: dict[str, bool]) -> None:

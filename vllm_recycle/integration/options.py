@@ -99,8 +99,11 @@ class TokenRecyclingOptions:
                 "'sequence' or 'isolated': without them a request has nothing else to draft from"
             )
 
-    def load_tree(self) -> TreeTemplate:
+    def load_tree(self, *, on_gpu: bool = False) -> TreeTemplate:
         """The template that these options ask for.
+
+        Args:
+            on_gpu: whether the default is that for a GPU; of no account where `max_nodes` is set.
 
         Raises:
             ValueError: no such tree, or one that does not fit k.
@@ -114,7 +117,8 @@ class TokenRecyclingOptions:
                 f"{tree.num_nodes} nodes of tree {self.tree!r}"
             )
         if limit is None:
-            limit = CPU_MAX_NODES if self.tree == "default" else tree.num_nodes
+            on_cpu = self.tree == "default" and not on_gpu
+            limit = CPU_MAX_NODES if on_cpu else tree.num_nodes
         tree = tree.prefix(limit)
         tree.check_ranks(self.k)
         return tree

@@ -16,5 +16,5 @@ def register() -> None:
     from vllm_recycle.integration import engine_config, versions
 
     versions.check_vllm_version()
-    versions.wrap_create_engine_config(engine_config.rewrite, engine_config.check_supported)
+    versions.wrap_create_engine_config(engine_config.rewrite, engine_config.finish)
     versions.wrap_validate_spec_decode(engine_config.validate_sampling_params)

@@ -82,7 +82,7 @@ def walk_by_depth(
         while True:
             visiting = (row >= 0).tolist()
             output = sampler(
-                logits=logits[trees.first_logit_row + row.clamp(min=0)],
+                logits=logits[trees.row_starts[:-1] + row.clamp(min=0)],
                 sampling_metadata=replace(
                     sampling_metadata,
                     generators={
@@ -105,7 +105,9 @@ def walk_by_depth(
     finally:
         for token_ids, length in zip(output_token_ids, lengths, strict=True):
             del token_ids[length:]
-    result = WalkResult(torch.stack(path, dim=1), torch.stack(tokens, dim=1))
+    visited = torch.stack(path, dim=1)
+    num_visited = (visited >= 0).sum(dim=1, dtype=torch.int32)
+    result = WalkResult(visited, torch.stack(tokens, dim=1), num_visited)
     if logprobs[0] is None:
         return result, None
     fields = ("logprob_token_ids", "logprobs", "selected_token_ranks")

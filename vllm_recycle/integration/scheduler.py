@@ -1,4 +1,4 @@
-"""vLLM's scheduler with drafts that are trees: who gets how many rows, and what is counted.
+"""vLLM's schedulers with drafts that are trees: who gets how many rows, and what is counted.
 
 A scheduled draft is a prefix of the node list and so a tree by itself; vLLM's own cuts (token
 budget, `max_model_len`) rely on that. KV slots, roll-back and preemption are vLLM's.
@@ -6,13 +6,14 @@ budget, `max_model_len`) rely on that. KV slots, roll-back and preemption are vL
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.integration.engine_config import OPT_OUT, get_options
+from vllm_recycle.integration.row_budget import even_limit
 
 
 class TreeScheduler(Scheduler):
@@ -27,6 +28,9 @@ class TreeScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to one length that fits, then schedule."""
+        for request in self.running:
+            if not self.may_speculate(request):
+                request.spec_token_ids = []
         # Each running request needs a row beside its draft.
         budget = min(self.max_draft_tokens, self.max_num_scheduled_tokens - len(self.running))
         limit = even_limit([len(r.spec_token_ids) for r in self.running], max(0, budget))
@@ -35,22 +39,22 @@ class TreeScheduler(Scheduler):
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         free_slots = free_blocks // max(1, len(self.running)) * self.block_size
         for request in self.running:
-            room = -request.num_tokens % self.block_size + free_slots
-            del request.spec_token_ids[min(limit, room) :]
+            # Tokens whose ids are still on the device count: they have slots.
+            num_tokens = request.num_tokens + request.num_output_placeholders
+            room = -num_tokens % self.block_size + free_slots
+            # Not in place: an asynchronous scheduler's requests share one list.
+            request.spec_token_ids = request.spec_token_ids[: min(limit, room)]
         return super().schedule(*args, **kwargs)
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Store the drafts, except for requests that opted out or follow a grammar.
+    def may_speculate(self, request: Any) -> bool:
+        """Whether the draft of a request may be verified.
 
-        A tree is not cut at its first ungrammatical node, as vLLM would cut a chain.
+        Not where it follows a grammar: a tree is not cut at its first ungrammatical node, as vLLM
+        would cut a chain.
         """
-        for request_id, draft in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
-            request = self.requests.get(request_id)
-            if request is None or request.is_finished():
-                continue
-            request.spec_token_ids = draft if _may_speculate(request) else []
+        if request.use_structured_output:
+            return False
+        return bool((request.sampling_params.extra_args or {}).get(OPT_OUT, True))
 
     def make_spec_decoding_stats(
         self,
@@ -69,25 +73,26 @@ class TreeScheduler(Scheduler):
         stats.num_draft_tokens += num_draft_tokens - depth
         return stats
 
-
-def even_limit(lengths: Sequence[int], budget: int) -> int:
-    """The largest n for which drafts cut to at most n tokens fit the budget together.
-
-    Args:
-        lengths: of the drafts.
-        budget: tokens for all of them.
-
-    """
-    remaining = sorted(lengths)
-    for index, length in enumerate(remaining):
-        share = budget // (len(remaining) - index)
-        if length > share:
-            return share
-        budget -= length
-    return remaining[-1] if remaining else 0
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Store the drafts as they are; `schedule` drops those that must not be used."""
+        drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+        for request_id, draft in drafts:
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished():
+                request.spec_token_ids = [] if request.is_prefill_chunk else draft
 
 
-def _may_speculate(request: Any) -> bool:
-    if request.is_prefill_chunk or request.use_structured_output:
-        return False
-    return bool((request.sampling_params.extra_args or {}).get(OPT_OUT, True))
+class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
+    """For engines that schedule ahead: drafts are placeholders whose ids only the device knows."""
+
+    def may_speculate(self, request: Any) -> bool:
+        """See `TreeScheduler`; nor where sampling looks back along a chain of drafts.
+
+        On Model Runner V2 the kernels for penalties and bad words take the rows before a row for
+        its ancestors.
+        """
+        params = request.sampling_params
+        penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        return not penalised and not params.bad_words and super().may_speculate(request)

@@ -23,12 +23,10 @@ class TreeBatch:
     Attributes:
         num_nodes: int64 [batch], scheduled nodes of each request.
         first_token_row: int64 [batch], token row of each root.
-        first_logit_row: int64 [batch], logit row of each root.
+        row_starts: int64 [batch + 1], logit row of each root, and the number of logit rows.
         row_token_ids: int64 [logit rows], input token of each logit row, -1 where not filled.
         drafts: int64 [batch, nodes], -1 where not filled or not scheduled.
         request_of_logit_row: int64 [logit rows], the request that each logit row belongs to.
-        logit_rows: int64 [batch, rows], the logit row of each tree row; a row that is not
-            scheduled repeats the last one that is.
         tree_token_rows: int64 [n], token rows of all requests that have a draft.
         tree_rows: int64 [n], the row of the template that each of these is.
 
@@ -36,11 +34,10 @@ class TreeBatch:
 
     num_nodes: torch.Tensor
     first_token_row: torch.Tensor
-    first_logit_row: torch.Tensor
+    row_starts: torch.Tensor
     row_token_ids: torch.Tensor
     drafts: torch.Tensor
     request_of_logit_row: torch.Tensor
-    logit_rows: torch.Tensor
     tree_token_rows: torch.Tensor
     tree_rows: torch.Tensor
 
@@ -63,20 +60,19 @@ class TreeBatch:
 
         """
         nodes = num_nodes.numpy()
-        first_logit_row = np.cumsum(nodes + 1) - nodes - 1
+        row_starts = np.concatenate(([0], np.cumsum(nodes + 1)))
         first_token_row = last_token_row.numpy() - nodes
         row = np.arange(tree.num_nodes + 1)
         column = nodes[:, None]
-        logit_rows = first_logit_row[:, None] + np.minimum(row, column)
-        drafts = np.where(row[1:] <= column, row_token_ids.numpy()[logit_rows[:, 1:]], -1)
+        node_rows = row_starts[:-1, None] + np.minimum(row[1:], column)
+        drafts = np.where(row[1:] <= column, row_token_ids.numpy()[node_rows], -1)
         in_tree = (row <= column) & (column > 0)
         tree_token_rows = (first_token_row[:, None] + row)[in_tree]
         arrays = {
             "first_token_row": first_token_row,
-            "first_logit_row": first_logit_row,
+            "row_starts": row_starts,
             "drafts": drafts,
             "request_of_logit_row": np.repeat(np.arange(len(nodes)), nodes + 1),
-            "logit_rows": logit_rows,
             "tree_token_rows": tree_token_rows,
             "tree_rows": np.broadcast_to(row, in_tree.shape)[in_tree],
         }

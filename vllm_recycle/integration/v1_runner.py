@@ -99,7 +99,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         if rows_are_independent(sampling_metadata):
             sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
             result = self.drafter.operations.walk(
-                sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree
+                sampled, self.trees.drafts, self.trees.row_starts, tree=self.tree
             )
             logprobs = None
         else:

@@ -1,36 +1,47 @@
-"""Trees on vLLM's Model Runner V2, with the attention and the KV cache of its CPU engine.
+"""Trees on vLLM's Model Runner V2, with nothing on the host that the device can do.
 
-V2 is the default of vLLM's CUDA engines and needs Triton; on a CPU it starts only under Triton's
-interpreter. This runner is the slice of it that shows that one core serves both runners:
+A step differs from vLLM's in four places, each a short override: after the slots are known the rows
+of trees get the positions of their depths, and attention learns how many there are; all rows, with
+a draft or without, are sampled by vLLM's sampler and enter the matrix; the walk takes the place of
+rejection sampling, and the accepted KV moves; drafts come from the matrix. V2 keys its noise by
+seed and position, so a row's token does not depend on what was drawn before it, and seeded output
+is that without speculation. No step waits for the device.
 
-    covered      chunked prefill, mixed batches, prefix caching, preemption; greedy and seeded
-                 sampling with temperature, min_p and logit_bias; logprobs
-    not covered  structured output (refused), penalties, bad words, thinking budgets and custom
-                 logits processors (vLLM's kernels for these take the drafts of a request for a
-                 chain), prompt logprobs, asynchronous scheduling, CUDA
+Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
+such requests no drafts, as those that follow a grammar.
 
-vLLM's host method is `ngram_gpu`, whose speculator is replaced by ours. All rows of a step are
-sampled at once: V2 keys its noise by seed and position, so a row's token does not depend on what
-was drawn before it. A request's sequence number is the index of its state in the runner.
+vLLM's host method is `ngram_gpu`, whose speculator is replaced by ours. A request's sequence number
+is the index of its state in the runner. In V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    _iter_request_chunks,
+    get_max_chunk_logits,
+)
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core import WalkResult
 from vllm_recycle.integration.drafter import TreeDrafter
-from vllm_recycle.integration.options import TOKEN_RECYCLING
-from vllm_recycle.integration.tree_batch import TreeBatch
-from vllm_recycle.integration.tree_rows import compact_kv_cache, prepare_trees
+from vllm_recycle.integration.versions import shrink_grammar_bitmask
+from vllm_recycle.kernels.paged_kv_cache import PagedLayers
+from vllm_recycle.kernels.triton_kv_cache import compact_path
+from vllm_recycle.kernels.triton_recycling import OPERATIONS
+from vllm_recycle.kernels.triton_tree_inputs import place_tree_rows
 
 
 class TreeSpeculator(BaseSpeculator):
@@ -61,35 +72,71 @@ class TreeSpeculator(BaseSpeculator):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """int64 [batch, nodes], -1 where there is no draft."""
+        """int64 [batch, nodes], -1 where there is no draft.
+
+        A request in the middle of its prompt gets drafts too, which are never scheduled.
+        """
         sequences = input_batch.idx_mapping
-        drafts = self.drafter.proposer.propose(sequences, last_sampled[sequences, 0])
-        # A request in the middle of its prompt has no last token yet.
-        return drafts.masked_fill_((num_sampled == 0)[:, None], -1)
+        return self.drafter.proposer.propose(sequences, last_sampled[sequences, 0])
 
 
-class TreeCPUModelRunnerV2(CPUModelRunner):
-    """vLLM's V2 runner on CPU, verifying trees instead of chains."""
+class TreeModelRunner(GPUModelRunner):
+    """vLLM's V2 runner, verifying trees instead of chains."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.drafter = TreeDrafter(vllm_config)
-        self.tree = self.drafter.options.load_tree()
+        self.drafter = TreeDrafter(vllm_config, operations=OPERATIONS, device=device)
+        self.tree = self.drafter.proposer.tree
         self.speculator = TreeSpeculator(self.drafter)
+        # The host method keeps the text of all requests in device memory, to search it: 4 bytes a
+        # token of `max_model_len` and a request. Ours reads each prompt once.
+        self.req_states.all_token_ids = StagedWriteTensor(
+            (self.max_num_reqs, self.max_model_len),
+            dtype=torch.int32,
+            device=device,
+            uva_instead_of_gpu=True,
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.drafter.load_model(self.model)
+        shrink_grammar_bitmask(self.structured_outputs_worker, self.max_num_reqs)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        self.paged_layers = [
+            PagedLayers.make([layers[name].kv_cache for name in group.layer_names])
+            for group in kv_cache_config.kv_cache_groups
+        ]
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        super()._dummy_sampler_run(hidden_states)
+        # vLLM samples one row a request when it measures memory. As many as trees can have, and
+        # the copy in float32 that sampling parameters need:
+        rows = self._max_logit_rows()
+        logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
+        logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
+
+    def _max_logit_rows(self) -> int:
+        """Most logit rows of a step, over all batch sizes."""
+        config, max_num_reqs = self.speculative_config, self.max_num_reqs
+        nodes = build_dynamic_sd_schedule_lookup(
+            config.num_speculative_tokens_per_batch_size, max_num_reqs, self.num_speculative_steps
+        )
+        rows = max(size * (nodes[size] + 1) for size in range(1, max_num_reqs + 1))
+        return min(rows, self.max_num_tokens)
 
     # Requests come and go.
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
+        states = self.req_states
         for request in scheduler_output.scheduled_new_reqs:
-            index = self.req_states.req_id_to_index[request.req_id]
+            index = states.req_id_to_index[request.req_id]
             # vLLM may schedule a full draft in a request's first step already.
-            self.req_states.draft_tokens[index] = -1
-            self.drafter.proposer.begin(index, torch.tensor(request.prefill_token_ids))
+            states.draft_tokens[index] = -1
+            length = len(request.prefill_token_ids)
+            self.drafter.proposer.begin(index, states.all_token_ids.gpu[index, :length])
 
     def _remove_request(self, req_id: str) -> bool:
         index = self.req_states.req_id_to_index.get(req_id)
@@ -98,26 +145,26 @@ class TreeCPUModelRunnerV2(CPUModelRunner):
             self.drafter.proposer.release([index])
         return removed
 
-    # Before the forward: positions and attention metadata.
+    # Before the forward: positions, and what attention needs to know.
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, self.slot_mappings = super().prepare_attn(input_batch)
-        num_reqs, num_nodes = input_batch.num_reqs, input_batch.num_draft_tokens_per_req
-        self.trees = TreeBatch.make(
+        # After the slots, which stay linear.
+        self.row_token_ids = place_tree_rows(
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            input_batch.expanded_local_pos,
             tree=self.tree,
-            num_nodes=torch.zeros(num_reqs, dtype=torch.int64)
-            if num_nodes is None
-            else torch.from_numpy(num_nodes).long(),
-            last_token_row=input_batch.query_start_loc[1 : num_reqs + 1].long() - 1,
-            row_token_ids=input_batch.input_ids[input_batch.logits_indices].long(),
         )
-        prepare_trees(
-            self.trees,
-            tree=self.tree,
-            positions=input_batch.positions,
-            input_ids=input_batch.input_ids,
-            attn_groups=self.attn_groups,
-        )
+        num_nodes = input_batch.num_draft_tokens_per_req
+        num_trees = 0 if num_nodes is None else np.count_nonzero(num_nodes)
+        if num_trees == input_batch.num_reqs:
+            # With those that only fill up a CUDA graph, and have no rows.
+            num_trees = input_batch.num_reqs_after_padding
+        for groups in self.attn_groups:
+            for group in groups:
+                group.get_metadata_builder().num_trees = num_trees
         return block_tables, self.slot_mappings
 
     # After the forward: learn, walk, move. vLLM then updates its states and asks for drafts.
@@ -125,68 +172,101 @@ class TreeCPUModelRunnerV2(CPUModelRunner):
     def sample(
         self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """In the place of vLLM's: its sampler for every row, with a draft or without, and the walk.
-
-        Raises:
-            NotImplementedError: a request follows a grammar.
-
-        """
-        if grammar_output is not None:
-            raise NotImplementedError(
-                f"{TOKEN_RECYCLING} does not support structured output on Model Runner V2; set "
-                "VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+        """In the place of vLLM's: its sampler for every row, and the walk."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
-        proposer = self.drafter.proposer
-        proposer.observe(input_batch.expanded_idx_mapping, self.trees.row_token_ids, logits)
-        sampled, _ = self.sampler.sample(
-            logits,
-            input_batch.expanded_idx_mapping,
-            input_batch.idx_mapping,
-            input_batch.idx_mapping_np,
-            input_batch.positions[input_batch.logits_indices],
-            self.trees.row_token_ids,
-            input_batch.expanded_local_pos,
-            input_batch.seq_lens_cpu_upper_bound.numpy(),
+        # Here the logits are raw; the grammar changes them in place.
+        self.drafter.proposer.observe(input_batch.expanded_idx_mapping, self.row_token_ids, logits)
+        if grammar_output is not None:
+            self.structured_outputs_worker.apply_grammar_bitmask(
+                logits,
+                input_batch,
+                grammar_output.structured_output_request_ids,
+                grammar_output.grammar_bitmask,
+            )
+        if input_batch.num_draft_tokens == 0:
+            output = self.sampler(logits, input_batch)
+        else:
+            output = self._sample_trees(logits, input_batch)
+        return output, output.num_sampled, output.num_rejected
+
+    def _sample_trees(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        sampled, scores = self._sample_rows(logits, input_batch)
+        row_starts = input_batch.cu_num_logits
+        result = self.drafter.operations.walk(
+            sampled,
+            self.req_states.draft_tokens[input_batch.idx_mapping],
+            row_starts,
+            tree=self.tree,
         )
-        result = proposer.operations.walk(
-            sampled[self.trees.logit_rows], self.trees.drafts, tree=self.tree
-        )
-        compact_kv_cache(
-            self.trees,
-            result.path,
-            attn_groups=self.attn_groups,
-            slot_mappings=self.slot_mappings,
-            layers=self.compilation_config.static_forward_context,
-        )
+        for layers, slot_mapping in zip(self.paged_layers, self.slot_mappings, strict=True):
+            compact_path(layers, slot_mapping, input_batch.logits_indices, row_starts, result.path)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            (result.path >= 0).sum(dim=1, dtype=torch.int32),
+            result.lengths,
             input_batch.seq_lens,
-            input_batch.cu_num_logits,
+            row_starts,
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        output = SamplerOutput(
+        return SamplerOutput(
             sampled_token_ids=result.token_ids,
-            logprobs_tensors=self._logprobs(logits, input_batch, result),
-            num_nans=None,
+            logprobs_tensors=self._logprobs(scores, input_batch, result),
+            num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
-        return output, num_sampled, num_rejected
+
+    def _sample_rows(
+        self, logits: torch.Tensor, input_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row, in chunks of vLLM's size, and the logits that logprobs are of.
+
+        Returns:
+            int64 [logit rows], and floating [logit rows, vocab].
+
+        """
+        starts = input_batch.cu_num_logits_np
+        positions = input_batch.positions[input_batch.logits_indices]
+        upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
+        wants_processed = (
+            self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+            and self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
+        )
+        sampled, processed = [], []
+        for first, last in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
+            rows = slice(int(starts[first]), int(starts[last]))
+            token_ids, processed_logits = self.sampler.sample(
+                logits[rows],
+                input_batch.expanded_idx_mapping[rows],
+                input_batch.idx_mapping[first:last],
+                input_batch.idx_mapping_np[first:last],
+                positions[rows],
+                self.row_token_ids[rows],
+                input_batch.expanded_local_pos[rows],
+                upper_bounds[first:last],
+                return_logprobs=wants_processed,
+            )
+            sampled.append(token_ids.view(-1))
+            if wants_processed:
+                processed.append(processed_logits)
+        return torch.cat(sampled), torch.cat(processed) if wants_processed else logits
 
     def _logprobs(
         self, logits: torch.Tensor, input_batch: Any, result: WalkResult
     ) -> LogprobsTensors | None:
-        """Of the visited rows, where a request asked for them."""
-        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np, include_token_ids=False)
+        """Of the visited rows, where a request asked for them; every path padded to one length."""
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         if dims is None:
             return None
-        visited = result.path >= 0
-        rows = (self.trees.first_logit_row[:, None] + result.path)[visited]
+        num_reqs, length = result.path.shape
+        rows = input_batch.cu_num_logits[:-1, None] + result.path.clamp(min=0)
         return compute_topk_scores(
-            logits[rows],
+            logits[rows.view(-1)],
             dims[0],
-            result.token_ids[visited],
-            [0, *visited.sum(dim=1).cumsum(0).tolist()],
+            result.token_ids.clamp(min=0).view(-1),
+            list(range(0, num_reqs * length + 1, length)),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.idx_mapping.repeat_interleave(length),
+            max_per_req_token_ids=dims[1],
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )

@@ -344,21 +344,23 @@ void fill_tree(const int32_t* table, const int64_t* sequences, const int64_t* la
   }
 }
 
-void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* parents,
-          const int64_t* depths, int64_t batch, int64_t rows, int64_t length, int64_t* path,
-          int64_t* token_ids) {
-  std::vector<uint8_t> reached(rows);
+void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* row_starts,
+          const int64_t* parents, const int64_t* depths, int64_t batch, int64_t nodes,
+          int64_t length, int64_t* path, int64_t* token_ids, int32_t* lengths) {
+  std::vector<uint8_t> reached(nodes + 1);
   for (int64_t b = 0; b < batch; b++) {
-    const int64_t* produced = sampled + b * rows;
+    const int64_t* produced = sampled + row_starts[b];
+    const int64_t rows = row_starts[b + 1] - row_starts[b];
     int64_t deepest = 0;
     reached[0] = 1;
     for (int64_t row = 1; row < rows; row++) {
       const int64_t parent = parents[row];
-      reached[row] = reached[parent] && produced[parent] == drafts[b * (rows - 1) + row - 1];
+      reached[row] = reached[parent] && produced[parent] == drafts[b * nodes + row - 1];
       if (reached[row] && depths[row] > depths[deepest]) deepest = row;
     }
     std::fill(path + b * length, path + (b + 1) * length, -1);
     std::fill(token_ids + b * length, token_ids + (b + 1) * length, -1);
+    lengths[b] = int32_t(depths[deepest] + 1);
     int64_t row = deepest;
     for (int64_t depth = depths[deepest]; depth >= 0; depth--, row = parents[row]) {
       path[b * length + depth] = row;

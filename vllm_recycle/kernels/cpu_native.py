@@ -39,7 +39,7 @@ LANES = 16
 SIGNATURES = {
     "tree_attention": "pppppppp" + "iiiiiiiiiii" + "f" + "i",
     "fill_tree": "ppppp" + "iiiiii" + "p",
-    "walk": "pppp" + "iii" + "pp",
+    "walk": "ppppp" + "iii" + "ppp",
     "update_from_logits": "pppp" + "iiiiiiiii",
 }
 
@@ -155,24 +155,34 @@ def update_from_logits(
     )
 
 
-def walk(sampled: torch.Tensor, draft_token_ids: torch.Tensor, *, tree: TreeTemplate) -> WalkResult:
+def walk(
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    row_starts: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+) -> WalkResult:
     """See `vllm_recycle.core.verification.walk`."""
-    batch, rows = sampled.shape
+    batch = draft_token_ids.shape[0]
     path = torch.empty(batch, tree.depth + 1, dtype=torch.int64)
     token_ids = torch.empty_like(path)
+    lengths = torch.empty(batch, dtype=torch.int32)
     sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
+    row_starts = row_starts.long()
     load_library().walk(  # type: ignore[union-attr]
         _pointer(sampled),
         _pointer(draft_token_ids),
+        _pointer(row_starts),
         _pointer(tree.parents),
         _pointer(tree.depths),
         batch,
-        rows,
+        tree.num_nodes,
         tree.depth + 1,
         _pointer(path),
         _pointer(token_ids),
+        _pointer(lengths, torch.int32),
     )
-    return WalkResult(path, token_ids)
+    return WalkResult(path, token_ids, lengths)
 
 
 def tree_attention(

@@ -1,0 +1,48 @@
+"""Our GPU worker, runner and backend where there is no GPU; see `v2_shim`."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_recycle.integration.gpu_backend import TreeAttentionImpl, TreeMetadataBuilder
+from vllm_recycle.integration.v2_runner import TreeModelRunner
+from vllm_recycle.integration.worker import TreeWorker
+
+
+class TreeTritonBuilder(TreeMetadataBuilder, TritonAttentionMetadataBuilder):
+    pass
+
+
+class TreeTritonImpl(TreeAttentionImpl, TritonAttentionImpl):
+    pass
+
+
+class TreeTritonBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls():
+        return TreeTritonImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return TreeTritonBuilder
+
+
+class TreeV2Runner(TreeModelRunner, CPUModelRunner):
+    pass
+
+
+class TreeV2Worker(TreeWorker, CPUWorker):
+    runner_class = TreeV2Runner
+    replaced_backend = AttentionBackendEnum.CPU_ATTN
+    tree_backend = TreeTritonBackend
+
+    def init_device(self):
+        super().init_device()
+        self.model_runner = self._make_model_runner()

@@ -1,0 +1,216 @@
+"""Compile Triton kernels for GPUs that need not be there, and print what came out as JSON.
+
+    python tests/kernels/compile_triton.py [part of a case's name]
+
+To be run without TRITON_INTERPRET, under which kernels are never compiled and what only the
+compiler refuses goes unseen. `cases` lists what is compiled; another module's kernels are added
+there. The output is a list of objects:
+
+    case, arch      the name, and the compute capability times ten
+    registers       of a thread
+    spilled         bytes of a thread's stack, which a kernel without spills does not have
+    shared          bytes of shared memory of a program
+    threads         of a program
+    resident        programs that a multiprocessor of an H100 holds at a time
+    taken_for       what `resident` is taken to be where launches are planned
+    wgmma           whether Hopper's matrix instruction is used
+    async_copies    instructions that copy 16 bytes a thread into shared memory meanwhile
+    seconds         that it took
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+# A script of its own, which nothing imports.
+import triton  # noqa: TID253
+from triton.backends.compiler import GPUTarget  # noqa: TID253
+from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
+
+from vllm_recycle.kernels import triton_tree_attention
+from vllm_recycle.kernels.triton_tree_attention import Tile, choose_tile
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as one launch has it compiled.
+
+    Attributes:
+        name: for people and tests.
+        kernel: a `triton.jit` function.
+        signature: type of each argument that is no constant, as `*bf16`, `i32`, `fp32`; `:16`
+            behind it says that the pointer or the number is divisible by 16.
+        constants: of the others.
+        options: `num_warps`, `num_stages`.
+        resident: programs that a multiprocessor is taken to run at a time.
+
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+    resident: int = 1
+
+    def compile(self, arch: int) -> CompiledKernel:
+        names = self.kernel.arg_names
+        assert set(names) == {*self.signature, *self.constants}, self.name
+        types = {name: self.signature.get(name, "constexpr").split(":")[0] for name in names}
+        aligned = {
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if self.signature.get(name, "").endswith(":16")
+        }
+        source = ASTSource(self.kernel, types, self.constants, aligned)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=self.options)
+
+
+def cases() -> Iterator[tuple[Case, int]]:
+    """What to compile, and for which architecture."""
+    yield from tree_attention_cases()
+
+
+TREE_ROWS = 81
+# Heads of a group and head size: Llama-3, Gemma 3, Phi-2, Phi-3, Qwen2.
+HEADS = [(4, 128), (2, 256), (1, 80), (1, 96), (7, 64)]
+
+
+def tree_attention_cases() -> Iterator[tuple[Case, int]]:
+    for arch in (80, 90):
+        for group, head_size in HEADS:
+            yield attend_case(arch, TREE_ROWS, group, head_size)
+        # Smaller trees have smaller tiles.
+        for rows in (16, 8, 4):
+            yield attend_case(arch, rows, 4, 128)
+        yield attend_case(arch, 32, 2, 256)
+        yield attend_case(arch, TREE_ROWS, 4, 128, block_size=128)
+        yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp16", split=False)
+        yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
+        yield combine_case(128), arch
+        yield combine_case(80), arch
+    yield attend_case(100, TREE_ROWS, 4, 128)
+    yield attend_case(120, TREE_ROWS, 4, 128)
+
+
+def attend_case(
+    arch: int,
+    rows: int,
+    group: int,
+    head_size: int,
+    *,
+    block_size: int = 16,
+    dtype: str = "bf16",
+    split: bool = True,
+    tile: Tile | None = None,
+) -> tuple[Case, int]:
+    tile = tile or choose_tile(
+        rows * group, head_size, itemsize=4 if dtype == "fp32" else 2, capability=arch // 10
+    )
+    strides = ("query_token", "query_head", "output_token", "output_head", "block", "head", "token")
+    case = Case(
+        f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
+        + ("" if split else "-unsplit"),
+        triton_tree_attention.attend_kernel,
+        {
+            **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
+            **dict.fromkeys(("partial", "partial_lse"), "*fp32:16" if split else f"*{dtype}:16"),
+            "ancestor_bits": "*i32:16",
+            **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
+            "log2_scale": "fp32",
+            **dict.fromkeys(("max_rows", "num_splits", "num_words", "table_stride"), "i32"),
+            **{f"{stride}_stride": "i32:16" for stride in strides},
+        },
+        {
+            "GROUP": group,
+            "HEAD_SIZE": head_size,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": tile.queries,
+            "BLOCK_N": tile.tokens,
+            "BLOCK_D": triton.next_power_of_2(head_size),
+            "LEAST_TILES": 2,
+            "SPLIT": split,
+            "UPCAST": False,
+        },
+        {"num_warps": tile.warps, "num_stages": tile.stages},
+        tile.resident,
+    )
+    return case, arch
+
+
+def combine_case(head_size: int) -> Case:
+    return Case(
+        f"combine-head{head_size}",
+        triton_tree_attention.combine_kernel,
+        {
+            **dict.fromkeys(("partial", "partial_lse"), "*fp32:16"),
+            "output": "*bf16:16",
+            **dict.fromkeys(("query_start_loc", "seq_lens"), "*i32"),
+            **dict.fromkeys(("num_splits", "num_queries"), "i32"),
+            **dict.fromkeys(("output_token_stride", "output_head_stride"), "i32:16"),
+        },
+        {
+            "GROUP": 4,
+            "HEAD_SIZE": head_size,
+            "BLOCK_M": triton_tree_attention.COMBINED_QUERIES,
+            "BLOCK_N": 64,
+            "BLOCK_D": triton.next_power_of_2(head_size),
+            "LEAST_TILES": 2,
+            "CHUNK": triton_tree_attention.COMBINED_SPLITS,
+        },
+    )
+
+
+def figures(case: Case, arch: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    compiled = case.compile(arch)
+    seconds = time.perf_counter() - start
+    usage = resource_usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    registers, shared = usage["REG"], compiled.metadata.shared
+    threads = compiled.metadata.num_warps * 32
+    return {
+        "case": case.name,
+        "arch": arch,
+        "registers": registers,
+        "spilled": usage["STACK"],
+        "shared": shared,
+        "threads": threads,
+        "resident": min(
+            # A warp's registers are given out eight a thread, and a program takes 1 KB of shared
+            # memory more than it asks for.
+            65536 // (-(-registers // 8) * 8 * threads),
+            228 * 1024 // (shared + 1024),
+        ),
+        "taken_for": case.resident,
+        "wgmma": "wgmma.mma_async" in ptx,
+        "async_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10,", ptx)),
+        "seconds": round(seconds, 1),
+    }
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        command = [tool, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", printed)}
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    print(json.dumps([figures(case, arch) for case, arch in cases() if wanted in case.name]))
+
+
+if __name__ == "__main__":
+    main()

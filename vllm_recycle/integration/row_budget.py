@@ -1,0 +1,55 @@
+"""How many nodes a tree has in a batch of a given size: the default, and the fair cut of a step.
+
+Every prefix of a template is a tree, so a draft is made to fit by taking a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Rows of all trees of a step together, on a GPU. Below some 300 rows the matrix products of an
+# H100 in 16 bits take as long as the reading of their weights (990 TFLOPS, 3.35 TB/s, two bytes a
+# weight), so that further rows cost little; a tree of 80 nodes fits three times. A cost model that
+# is measured on the machine may replace this.
+MAX_TREE_ROWS = 256
+
+
+def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]]:
+    """vLLM's `num_speculative_tokens_per_batch_size` for a tree, halved whenever it must shrink.
+
+    Few sizes, since vLLM captures a set of CUDA graphs for each.
+
+    Args:
+        num_nodes: of the template.
+        max_rows: of all trees of a batch together, roots included.
+
+    Returns:
+        (first batch size, last batch size, nodes), without gaps, from batch size 1; behind the
+        last size that has room for a node there are none.
+
+    """
+    schedule, first = [], 1
+    while num_nodes:
+        last = max_rows // (num_nodes + 1)
+        if last >= first:
+            schedule.append((first, last, num_nodes))
+            first = last + 1
+        num_nodes //= 2
+    return [*schedule, (first, 1 << 20, 0)]
+
+
+def even_limit(lengths: Sequence[int], budget: int) -> int:
+    """The largest n for which drafts cut to at most n tokens fit the budget together.
+
+    Args:
+        lengths: of the drafts.
+        budget: tokens for all of them.
+
+    """
+    remaining = sorted(lengths)
+    for index, length in enumerate(remaining):
+        share = budget // (len(remaining) - index)
+        if length > share:
+            return share
+        budget -= length
+    return remaining[-1] if remaining else 0

@@ -1,0 +1,376 @@
+"""Triton kernels of a step: drafting, the walk, and learning from the logits.
+
+Twins of the functions of `core.adjacency` and `core.verification`, which say what is computed;
+here it is computed in one launch each, in two for learning, without a word to the host, so that
+they can be part of a captured graph. Every rank computes the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.adjacency import TableLayout
+from vllm_recycle.core.operations import Operations
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.verification import WalkResult
+
+# Logits that one program of the first launch of `update_from_logits` looks at.
+CHUNK = 8192
+# Rows after a row that its program looks at at a time.
+LATER = 128
+
+
+def fill_tree(
+    table: torch.Tensor,
+    sequences: torch.Tensor,
+    last_token_ids: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+    layout: TableLayout,
+) -> torch.Tensor:
+    """See `vllm_recycle.core.adjacency.fill_tree`; the tree's tables are on the table's device."""
+    batch, nodes = last_token_ids.shape[0], tree.num_nodes
+    assert table.is_contiguous()
+    drafts = torch.empty(batch, nodes, dtype=torch.int64, device=table.device)
+    lanes = triton.next_power_of_2(nodes)
+    _fill_tree_kernel[(batch,)](
+        drafts,
+        table,
+        sequences.contiguous(),
+        last_token_ids.contiguous(),
+        tree.paths,
+        tree.ranks,
+        NODES=nodes,
+        PATH=tree.paths.shape[1],
+        LANES=lanes,
+        WIDTH=1 + layout.k,
+        FIRST_OVERLAY=layout.first_overlay,
+        OVERLAY_ROWS=layout.overlay_rows,
+        READS_SHARED=layout.reads_shared,
+        num_warps=_warps(lanes),
+    )
+    return drafts
+
+
+def walk(
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    row_starts: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+) -> WalkResult:
+    """See `vllm_recycle.core.verification.walk`; the tree's tables are on the same device."""
+    batch, nodes = draft_token_ids.shape
+    assert nodes == tree.num_nodes
+    path = torch.empty(batch, tree.paths.shape[1], dtype=torch.int64, device=sampled.device)
+    token_ids = torch.empty_like(path)
+    lengths = torch.empty(batch, dtype=torch.int32, device=sampled.device)
+    lanes = triton.next_power_of_2(nodes)
+    _walk_kernel[(batch,)](
+        path,
+        token_ids,
+        lengths,
+        sampled.contiguous(),
+        draft_token_ids.contiguous(),
+        row_starts.contiguous(),
+        tree.paths,
+        NODES=nodes,
+        PATH=path.shape[1],
+        LANES=lanes,
+        PLACES=triton.next_power_of_2(path.shape[1]),
+        num_warps=_warps(lanes),
+    )
+    return WalkResult(path, token_ids, lengths)
+
+
+def update_from_logits(
+    table: torch.Tensor,
+    sequences: torch.Tensor,
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    layout: TableLayout,
+) -> None:
+    """See `vllm_recycle.core.adjacency.update_from_logits`.
+
+    Of equal logits the lower token comes first, and NaN counts as -inf.
+    """
+    num_rows, vocab_size = logits.shape
+    assert table.is_contiguous()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    sequences, token_ids = sequences.contiguous(), token_ids.contiguous()
+    group = group_size(vocab_size, layout.k)
+    num_groups = triton.cdiv(vocab_size, group)
+    chunk = max(group, min(CHUNK, triton.next_power_of_2(vocab_size)))
+    maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
+    _group_maxima_kernel[(num_rows, triton.cdiv(vocab_size, chunk))](
+        maxima,
+        sequences,
+        token_ids,
+        logits,
+        logits.stride(0),
+        num_rows,
+        VOCAB=vocab_size,
+        GROUPS=chunk // group,
+        GROUP=group,
+        LATER=LATER,
+        num_warps=8,
+    )
+    # A power of two, and two at least: `tl.topk` of one is not to be had in every Triton.
+    kept = max(2, triton.next_power_of_2(layout.k))
+    _write_rows_kernel[(num_rows,)](
+        table,
+        maxima,
+        sequences,
+        token_ids,
+        logits,
+        logits.stride(0),
+        num_rows,
+        VOCAB=vocab_size,
+        GROUPS=max(kept, triton.next_power_of_2(num_groups)),
+        GROUP=group,
+        K=layout.k,
+        KEPT=kept,
+        FIRST_OVERLAY=layout.first_overlay,
+        OVERLAY_ROWS=layout.overlay_rows,
+        WRITES_SHARED=layout.writes_shared,
+        LATER=LATER,
+        num_warps=8,
+    )
+
+
+OPERATIONS = Operations("triton", fill_tree, update_from_logits, walk)
+
+
+def group_size(vocab_size: int, k: int) -> int:
+    """Logits of a group, a power of two: about as many groups as logits of the k best groups.
+
+    At least 8, which a thread loads at once.
+    """
+    return 1 << max(3, round(math.log2(vocab_size / k) / 2))
+
+
+def _warps(lanes: int) -> int:
+    return min(8, max(1, lanes // 32))
+
+
+@triton.jit
+def _fill_tree_kernel(
+    drafts: tl.tensor,
+    table: tl.tensor,
+    sequences: tl.tensor,
+    last_token_ids: tl.tensor,
+    paths: tl.tensor,
+    ranks: tl.tensor,
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST_OVERLAY: tl.constexpr,
+    OVERLAY_ROWS: tl.constexpr,
+    READS_SHARED: tl.constexpr,
+) -> None:
+    """A program a sequence and a lane a node, which looks up its ancestors again by itself.
+
+    So lanes need not wait for each other; those below one ancestor read the same words.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, LANES)
+    real = node < NODES
+    overlay = FIRST_OVERLAY + tl.load(sequences + index).to(tl.int64) * OVERLAY_ROWS
+    token = tl.zeros([LANES], tl.int64) + tl.load(last_token_ids + index)
+    for depth in range(1, PATH):
+        row = tl.load(paths + (node + 1) * PATH + depth, mask=real, other=-1)
+        below = row >= 0
+        column = 1 + tl.load(ranks + row, mask=below, other=0)
+        # The overlay and the shared matrix are read at once: one latency a level.
+        successor = tl.full([LANES], -1, tl.int32)
+        if READS_SHARED:
+            successor = tl.load(table + (token + 1) * WIDTH + column, mask=below, other=-1)
+        if OVERLAY_ROWS:
+            own = table + (overlay + (token & (OVERLAY_ROWS - 1))) * WIDTH
+            tag = tl.load(own, mask=below, other=-1)
+            successor = tl.where(
+                tag == token, tl.load(own + column, mask=below, other=-1), successor
+            )
+        token = tl.where(below, successor.to(tl.int64), token)
+    tl.store(drafts + index * NODES + node, token, mask=real)
+
+
+@triton.jit
+def _walk_kernel(
+    path: tl.tensor,
+    token_ids: tl.tensor,
+    lengths: tl.tensor,
+    sampled: tl.tensor,
+    draft_token_ids: tl.tensor,
+    row_starts: tl.tensor,
+    paths: tl.tensor,
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    LANES: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> None:
+    """A program a sequence and a lane a node: whether its whole path agrees, then the deepest."""
+    index = tl.program_id(0).to(tl.int64)
+    start = tl.load(row_starts + index).to(tl.int64)
+    num_rows = tl.load(row_starts + index + 1).to(tl.int64) - start
+    node = tl.arange(0, LANES)
+    # Parents come first: where a node is scheduled, so are its ancestors.
+    scheduled = (node < NODES) & (node + 1 < num_rows)
+    produced = sampled + start
+    drafts = draft_token_ids + index * NODES
+    reached = scheduled
+    depth = tl.zeros([LANES], tl.int32)
+    parent = tl.zeros([LANES], tl.int64)
+    for level in range(1, PATH):
+        row = tl.load(paths + (node + 1) * PATH + level, mask=scheduled, other=-1)
+        below = row >= 0
+        draft = tl.load(drafts + row - 1, mask=below, other=-1)
+        agrees = (draft >= 0) & (tl.load(produced + parent, mask=below, other=-1) == draft)
+        reached = reached & (agrees | (row < 0))
+        depth += below.to(tl.int32)
+        parent = row
+    # The deepest, and of several the first, as one number; -1 where the root alone was reached.
+    best = tl.max(tl.where(reached, depth * LANES + (LANES - 1 - node), -1), axis=0)
+    last = tl.where(best >= 0, LANES - best % LANES, 0)
+    tl.store(lengths + index, tl.where(best >= 0, best // LANES, 0) + 1)
+    place = tl.arange(0, PLACES)
+    visited = tl.load(paths + last * PATH + place, mask=place < PATH, other=-1)
+    emitted = tl.load(produced + visited, mask=visited >= 0, other=-1)
+    tl.store(path + index * PATH + place, visited, mask=place < PATH)
+    tl.store(token_ids + index * PATH + place, emitted.to(tl.int64), mask=place < PATH)
+
+
+# Learning. A row's logits are cut into groups of neighbours. The first launch streams through
+# them and keeps the maximum of each group. The k groups with the greatest maxima (of equal ones
+# the first) hold the k greatest logits (of equal ones the first): each of these groups offers one
+# logit that comes before all of any other group. So the second launch looks for the k best among
+# the maxima, and then among the logits of k groups: two thousand numbers a row, not a vocabulary.
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _group_maxima_kernel(
+    maxima: tl.tensor,
+    sequences: tl.tensor,
+    token_ids: tl.tensor,
+    logits: tl.tensor,
+    row_stride: int,
+    num_rows: int,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LATER: tl.constexpr,
+) -> None:
+    """A program for a row and `GROUPS` of its groups, unless it is plain that nobody asks."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    token = tl.load(token_ids + row)
+    if token < 0:
+        return
+    # The rows of a sequence lie together, and a tree often has a token several times.
+    later = row + 1 + tl.arange(0, LATER)
+    same_token = tl.load(token_ids + later, mask=later < num_rows, other=-1) == token
+    same_sequence = tl.load(sequences + later, mask=same_token, other=-1) == tl.load(
+        sequences + row
+    )
+    if tl.max((same_token & same_sequence).to(tl.int32), axis=0) > 0:
+        return
+    group = chunk * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = logits + row.to(tl.int64) * row_stride + column
+    # A mask at a place that is no multiple of a vector would cost all loads their width.
+    if (chunk + 1) * (GROUPS * GROUP) <= VOCAB:
+        value = tl.load(values)
+    else:
+        value = tl.load(values, mask=column < VOCAB, other=float("-inf"))
+    # `tl.max` passes over NaN where there is anything else.
+    maximum = tl.max(value, axis=1)
+    num_groups = (VOCAB + GROUP - 1) // GROUP
+    tl.store(maxima + row.to(tl.int64) * num_groups + group, maximum, mask=group < num_groups)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _write_rows_kernel(
+    table: tl.tensor,
+    maxima: tl.tensor,
+    sequences: tl.tensor,
+    token_ids: tl.tensor,
+    logits: tl.tensor,
+    row_stride: int,
+    num_rows: int,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    KEPT: tl.constexpr,
+    FIRST_OVERLAY: tl.constexpr,
+    OVERLAY_ROWS: tl.constexpr,
+    WRITES_SHARED: tl.constexpr,
+    LATER: tl.constexpr,
+) -> None:
+    """A program a row: it writes to each of its places that no later row has as well."""
+    # The last row first: where programs run one by one, what writes and should not is not hidden.
+    row = num_rows - 1 - tl.program_id(0)
+    token = tl.load(token_ids + row).to(tl.int64)
+    if token < 0:
+        return
+    sequence = tl.load(sequences + row).to(tl.int64)
+    slot = token & (OVERLAY_ROWS - 1)
+    same_token = tl.zeros([LATER], tl.int32)
+    same_slot = tl.zeros([LATER], tl.int32)
+    for start in range(row + 1, num_rows, LATER):
+        later = start + tl.arange(0, LATER)
+        other = tl.load(token_ids + later, mask=later < num_rows, other=-1)
+        same_token |= (other == token).to(tl.int32)
+        if OVERLAY_ROWS:
+            collides = (other >= 0) & ((other & (OVERLAY_ROWS - 1)) == slot)
+            whose = tl.load(sequences + later, mask=collides, other=-1)
+            same_slot |= (collides & (whose == sequence)).to(tl.int32)
+    to_shared = (tl.max(same_token, axis=0) == 0) & WRITES_SHARED
+    to_overlay = (tl.max(same_slot, axis=0) == 0) & (OVERLAY_ROWS > 0)
+    if (to_shared | to_overlay) == 0:
+        return
+
+    group = tl.arange(0, GROUPS)
+    num_groups = (VOCAB + GROUP - 1) // GROUP
+    real = group < num_groups
+    maximum = tl.load(maxima + row.to(tl.int64) * num_groups + group, mask=real, other=0.0)
+    chosen = _best(maximum, group, real, KEPT)
+    column = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    # Where there are fewer groups than k, the places left over have ids beyond the last.
+    real = column < VOCAB
+    value = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=real, other=0.0)
+    N: tl.constexpr = KEPT * GROUP
+    successors = _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
+
+    rank = tl.arange(0, KEPT)
+    if to_shared:
+        shared = table + (token + 1) * (1 + K)
+        tl.store(shared, token.to(tl.int32))
+        tl.store(shared + 1 + rank, successors, mask=rank < K)
+    if to_overlay:
+        own = table + (FIRST_OVERLAY + sequence * OVERLAY_ROWS + slot) * (1 + K)
+        tl.store(own, token.to(tl.int32))
+        tl.store(own + 1 + rank, successors, mask=rank < K)
+
+
+@triton.jit
+def _best(value: tl.tensor, ids: tl.tensor, real: tl.tensor, KEPT: tl.constexpr) -> tl.tensor:
+    """int32 [KEPT], the ids of the greatest values, of equal ones the lowest id first."""
+    # NaN counts as -inf, and adding 0.0 makes one zero of two. Then the bits order as the floats
+    # do, -inf above INT_MIN, and with the id below them no two numbers are equal.
+    # Of 1,024 numbers for k = 8, compiled for 8 warps: `tl.topk` has 830 instructions with 7
+    # barriers, k rounds of an argmax 350 with 32, and those grow with k where it hardly does.
+    value = value.to(tl.float32)
+    value = tl.where(value == value, value, float("-inf")) + 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31))
+    packed = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    best = tl.topk(packed, KEPT)
+    return 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)

@@ -1,0 +1,473 @@
+"""Tree attention over vLLM's paged KV cache on CUDA: split-KV flash attention under bit masks.
+
+The Triton twin of `paged_tree_attention`, whose names of dimensions it shares. One program serves
+a tile of queries, the rows of a tree times the heads that share a key, so that keys and values are
+read once for all of them. Long contexts are split over programs, and a second kernel combines what
+these found.
+
+Launches depend on shapes alone: nothing is read from the device, and a captured CUDA graph stays
+valid when lengths, block tables and the rows of requests change.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows
+
+LOG2_E = math.log2(math.e)
+
+# What stands in for the device where there is none and the interpreter runs.
+CPU_PROCESSORS = 4
+CPU_CAPABILITY = 9
+
+# Tokens of a request that are worth a program of their own: with fewer, writing what it found and
+# combining it costs more than it saves.
+LEAST_SHARE = 128
+# Programs that a launch may have for each that runs at a time. It bounds the workspace.
+WAVES = 3
+# The combining kernel's tile: it reads this many splits at once, of this many queries.
+COMBINED_SPLITS = 8
+COMBINED_QUERIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program of the attention kernel works on, and with what.
+
+    Attributes:
+        queries: rows times heads of a group, a power of two from 16.
+        tokens: keys and values of an iteration, a power of two from 16.
+        warps: of a program.
+        stages: of the software pipeline; below 3 every iteration waits for memory.
+        resident: programs that a multiprocessor is taken to run at a time.
+
+    """
+
+    queries: int
+    tokens: int
+    warps: int
+    stages: int = 3
+    resident: int = 1
+
+
+@functools.cache
+def choose_tile(num_queries: int, head_size: int, *, itemsize: int, capability: int) -> Tile:
+    """The tile for so many queries (rows times group) on a device of this major capability.
+
+    The sizes come from compiled kernels: registers, spills, shared memory and instructions, for
+    triton 3.6 to 3.9; no timing has gone into them. For Llama's heads (16 bits, head size 128):
+
+        sm_90  128 x 64, 8 warps: 216 registers, 128 KB, wgmma. 128 tokens fill both (249 and
+               224 KB); 4 warps spill; 32 tokens fit twice on a multiprocessor, but only with
+               registers capped at 128 and with half the width of a wgmma.
+        sm_80  128 x 32, 8 warps: 226 registers, 73 KB. 64 tokens are 113 KB, more than the 99 KB
+               that all but sm_80 itself have; the same holds for sm_120.
+
+    Two stages would leave room for more, but Triton then issues an iteration's loads at the end of
+    the one before and waits for them at once; with three they have a whole iteration.
+    """
+    block_d = triton.next_power_of_2(head_size)
+    queries = min(128, max(16, triton.next_power_of_2(num_queries)))
+    if itemsize == 4:  # Without tensor cores: exact, for tests, and slow.
+        return Tile(queries=16, tokens=16, warps=4, stages=2)
+    large = capability in (9, 10)  # 227 KB of shared memory a program, where others have 99.
+    if not large and block_d > 128:
+        queries = min(64, queries)
+    tokens = min(64, (8192 if large else 4096) // block_d)
+    full = queries * block_d >= 128 * 128
+    warps = 8 if full or queries == 128 else 4
+    return Tile(queries, tokens, warps, resident=1 if full else 2)
+
+
+@functools.cache
+def choose_num_splits(programs: int, slots: int) -> int:
+    """Into how many shares to split every context.
+
+    The fewest with which the time of a launch, in waves of `slots` programs over splits, is within
+    an eighth of the best, `WAVES` waves at most.
+
+    Args:
+        programs: of a launch that splits nothing.
+        slots: programs that run at a time.
+
+    """
+    most = max(1, WAVES * slots // programs)
+    waves = [-(-programs * splits // slots) / splits for splits in range(1, most + 1)]
+    return next(index for index, cost in enumerate(waves, 1) if cost <= min(waves) * 1.125)
+
+
+@functools.cache
+def _processors_and_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return CPU_PROCESSORS, CPU_CAPABILITY
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    rows: PagedTreeRows,
+    scale: float,
+    num_splits: int | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """See `vllm_recycle.kernels.paged_tree_attention.tree_attention`.
+
+    Args:
+        query: float16, bfloat16 or float32 [tokens, heads, head_size]; its last dimension, and
+            those of the other two, contiguous.
+        kv_cache: of the same type.
+        output: of any floating type.
+        rows: the requests, their blocks and the mask.
+        scale: of the scores, positive.
+        num_splits: shares of each context, chosen from the shapes where none is given.
+        tile: likewise.
+
+    """
+    _, heads, head_size = query.shape
+    _, kv_heads, block_size, _ = kv_cache.shape
+    group = heads // kv_heads
+    assert kv_cache.dtype == query.dtype
+    assert kv_cache.shape[3] == 2 * head_size
+    assert query.stride(2) == kv_cache.stride(3) == output.stride(2) == 1
+    assert rows.block_table.stride(1) == 1
+    assert rows.ancestor_bits.is_contiguous()
+    assert scale > 0
+
+    processors, capability = _processors_and_capability(query.device)
+    num_queries = rows.max_rows * group
+    tile = tile or choose_tile(
+        num_queries, head_size, itemsize=query.element_size(), capability=capability
+    )
+    tiles = triton.cdiv(num_queries, tile.queries)
+    if num_splits is None:
+        slots = processors * tile.resident
+        num_splits = choose_num_splits(rows.batch * kv_heads * tiles, slots)
+
+    partial, partial_lse = output, output  # never touched without splits
+    if num_splits > 1:
+        shape = (rows.batch, kv_heads, num_splits, tiles * tile.queries)
+        partial = query.new_empty(*shape, head_size, dtype=torch.float32)
+        partial_lse = query.new_empty(shape, dtype=torch.float32)
+    shared = {
+        "GROUP": group,
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_N": tile.tokens,
+        "LEAST_TILES": max(1, LEAST_SHARE // tile.tokens),
+    }
+    attend_kernel[(tiles * num_splits, kv_heads, rows.batch)](
+        query,
+        kv_cache,
+        output,
+        partial,
+        partial_lse,
+        rows.ancestor_bits,
+        rows.query_start_loc,
+        rows.seq_lens,
+        rows.block_table,
+        scale * LOG2_E,
+        rows.max_rows,
+        num_splits,
+        rows.ancestor_bits.shape[1],
+        query.stride(0),
+        query.stride(1),
+        output.stride(0),
+        output.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        rows.block_table.stride(0),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=tile.queries,
+        SPLIT=num_splits > 1,
+        UPCAST=query.device.type == "cpu",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **shared,
+    )
+    if num_splits > 1:
+        combine_kernel[(triton.cdiv(num_queries, COMBINED_QUERIES), kv_heads, rows.batch)](
+            partial,
+            partial_lse,
+            output,
+            rows.query_start_loc,
+            rows.seq_lens,
+            num_splits,
+            tiles * tile.queries,
+            output.stride(0),
+            output.stride(1),
+            BLOCK_M=COMBINED_QUERIES,
+            CHUNK=COMBINED_SPLITS,
+            **shared,
+        )
+
+
+# Arguments that differ from step to step, which must not make a kernel be compiled again.
+@triton.jit(
+    do_not_specialize=["max_rows", "num_splits", "num_words"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+)
+def attend_kernel(
+    query: tl.tensor,
+    kv_cache: tl.tensor,
+    output: tl.tensor,
+    partial: tl.tensor,  # float32 [batch, kv_heads, splits, queries, head_size]
+    partial_lse: tl.tensor,  # float32 [batch, kv_heads, splits, queries], to base 2
+    ancestor_bits: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    block_table: tl.tensor,
+    log2_scale: tl.tensor,
+    max_rows: tl.tensor,
+    num_splits: tl.tensor,
+    num_words: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    output_token_stride: tl.tensor,
+    output_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    table_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """One tile of queries of one key head of a request, over one share of the request's tokens."""
+    # Tiles that read the same keys are neighbours in the grid: all but the first hit the L2 cache.
+    num_tiles = tl.cdiv(max_rows * GROUP, BLOCK_M)
+    tile = tl.program_id(0) % num_tiles
+    split = tl.program_id(0) // num_tiles
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2)
+
+    first_row = tl.load(query_start_loc + request)
+    rows = tl.load(query_start_loc + request + 1) - first_row
+    length = tl.load(seq_lens + request)
+    context = length - rows
+    blocks, share = _share(length, num_splits, BLOCK_N, LEAST_TILES)
+    begin = split * share
+    if (tile * BLOCK_M < rows * GROUP) & (begin < blocks):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        is_row = row < rows
+        token_row = (first_row + row).to(tl.int64)
+        dim = tl.arange(0, BLOCK_D)
+        inside = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
+        queries = tl.load(
+            query
+            + (token_row * query_token_stride + head * query_head_stride)[:, None]
+            + dim[None, :],
+            mask=inside,
+            other=0.0,
+        )
+        bits = ancestor_bits + row * num_words
+        table = block_table + request.to(tl.int64) * table_stride
+        cache = kv_cache + kv_head.to(tl.int64) * head_stride
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        # No row of this tile sees further than itself.
+        seen = context + tl.minimum(rows, tl.cdiv((tile + 1) * BLOCK_M, GROUP))
+        end = tl.minimum(begin + share, tl.cdiv(seen, BLOCK_N))
+        column = tl.arange(0, BLOCK_N)
+        page = _load_page(table, begin * BLOCK_N, length, BLOCK_SIZE, BLOCK_N)
+        for block in range(begin, end):
+            token = block * BLOCK_N + column
+            place = (token % BLOCK_SIZE) * token_stride + page.to(tl.int64) * block_stride
+            pointer = cache + place[:, None] + dim[None, :]
+            # What lies behind may be anything, and weights of 0 do not undo a NaN.
+            written = (token < length)[:, None]
+            if BLOCK_D != HEAD_SIZE:
+                written = written & (dim < HEAD_SIZE)[None, :]
+            keys = tl.load(pointer, mask=written, other=0.0)
+            values = tl.load(pointer + HEAD_SIZE, mask=written, other=0.0)
+            # Ahead of its use by an iteration, so that the pipeline's loads need not wait for it.
+            page = _load_page(table, (block + 1) * BLOCK_N, length, BLOCK_SIZE, BLOCK_N)
+
+            scores = _dot(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
+            if (block + 1) * BLOCK_N > context:
+                first_column = block * BLOCK_N - context
+                scores = _mask(scores, bits, num_words, first_column, row, rows, BLOCK_M, BLOCK_N)
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * log2_scale)
+            # A row may have seen nothing of this share yet; -inf minus itself is NaN.
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores * log2_scale - shift[:, None])
+            decay = tl.exp2(peak - shift)
+            total = total * decay + tl.sum(weights, 1)
+            acc = _dot(weights.to(values.dtype), values, acc * decay[:, None], UPCAST)
+            peak = new_peak
+
+        total = tl.where(total == 0.0, 1.0, total)  # A row that saw nothing: 0, of weight 2^-inf.
+        acc = acc / total[:, None]
+        if SPLIT:
+            share_index = (request * tl.num_programs(1) + kv_head) * num_splits + split
+            place = share_index.to(tl.int64) * (num_tiles * BLOCK_M) + m
+            pointer = partial + place[:, None] * HEAD_SIZE + dim[None, :]
+            tl.store(pointer, acc, mask=inside)
+            tl.store(partial_lse + place, peak + tl.log2(total), mask=is_row)
+        else:
+            place = token_row * output_token_stride + head * output_head_stride
+            pointer = output + place[:, None] + dim[None, :]
+            tl.store(pointer, acc.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "num_queries"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+)
+def combine_kernel(
+    partial: tl.tensor,
+    partial_lse: tl.tensor,
+    output: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    num_splits: tl.tensor,
+    num_queries: tl.tensor,
+    output_token_stride: tl.tensor,
+    output_head_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Some queries of one key head of a request, over all the shares that had tokens."""
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2)
+    first_row = tl.load(query_start_loc + request)
+    rows = tl.load(query_start_loc + request + 1) - first_row
+    blocks, share = _share(tl.load(seq_lens + request), num_splits, BLOCK_N, LEAST_TILES)
+    if tl.program_id(0) * BLOCK_M < rows * GROUP:
+        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        is_row = row < rows
+        dim = tl.arange(0, BLOCK_D)
+        inside = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
+        first_share = ((request * tl.num_programs(1) + kv_head) * num_splits).to(tl.int64)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # Rows that are none weigh 1 and have nothing, so that nothing of theirs is NaN.
+        total = tl.where(is_row, 0.0, 1.0)
+        peak = tl.where(is_row, float("-inf"), 0.0)
+        used = tl.cdiv(blocks, share)
+        for start in range(0, used, CHUNK):
+            split = start + tl.arange(0, CHUNK)
+            is_used = split < used
+            place = (first_share + split)[:, None] * num_queries + m[None, :]
+            lse = tl.load(
+                partial_lse + place, mask=is_used[:, None] & is_row[None, :], other=float("-inf")
+            )
+            found = tl.load(
+                partial + place[:, :, None] * HEAD_SIZE + dim[None, None, :],
+                mask=is_used[:, None, None] & inside[None, :, :],
+                other=0.0,
+            )
+            # Every row sees the first token of the first share, its context's or the root, so
+            # that the peak is finite from there on.
+            new_peak = tl.maximum(peak, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_peak[None, :])
+            decay = tl.exp2(peak - new_peak)
+            total = total * decay + tl.sum(weights, 0)
+            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * found, 0)
+            peak = new_peak
+        place = (first_row + row).to(tl.int64) * output_token_stride + head * output_head_stride
+        pointer = output + place[:, None] + dim[None, :]
+        tl.store(pointer, (acc / total[:, None]).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _share(
+    length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """How many blocks of BLOCK_N tokens a request has, and how many of them a share takes."""
+    blocks = tl.cdiv(length, BLOCK_N)
+    return blocks, tl.maximum(tl.cdiv(blocks, num_splits), LEAST_TILES)
+
+
+@triton.jit
+def _dot(left: tl.tensor, right: tl.tensor, acc: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
+    if UPCAST:  # For the interpreter, whose product of bfloat16 is one of bit patterns.
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def _load_page(
+    table: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """The page of each token from `start`, or the one that they share; 0 behind the last token."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table + start // BLOCK_SIZE, mask=start < length, other=0)
+    else:
+        token = start + tl.arange(0, BLOCK_N)
+        return tl.load(table + token // BLOCK_SIZE, mask=token < length, other=0)
+
+
+@triton.jit
+def _mask(
+    scores: tl.tensor,
+    bits: tl.tensor,
+    num_words: tl.tensor,
+    first_column: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Scores of tree columns from `first_column`, -inf where the row does not see the column.
+
+    What a row sees is a string of bits: ones for the context, whose columns are negative, then its
+    ancestors, then zeros. Of it the tile's columns are read as 32-bit windows, each from the two
+    words that it lies across.
+    """
+    column = tl.arange(0, BLOCK_N)
+    word = first_column >> 5
+    offset = first_column & 31
+    low = _load_word(bits, word, num_words, row, rows)
+    windows = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for part in tl.static_range((BLOCK_N + 31) // 32):
+        high = _load_word(bits, word + part + 1, num_words, row, rows)
+        pair = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+        window = (pair >> offset).to(tl.int32)
+        windows = tl.where((column // 32 == part)[None, :], window[:, None], windows)
+        low = high
+    visible = (windows >> (column % 32)[None, :]) & 1
+    return tl.where(visible == 1, scores, float("-inf"))
+
+
+@triton.jit
+def _load_word(
+    bits: tl.tensor, word: tl.tensor, num_words: tl.tensor, row: tl.tensor, rows: tl.tensor
+) -> tl.tensor:
+    """This word of each row's string of bits: -1 before the mask, 0 behind it."""
+    # The interpreter cannot `&` a scalar condition and a tensor's; it can compare with a limit.
+    readable_rows = tl.where((word >= 0) & (word < num_words), rows, 0)
+    known = tl.load(bits + word, mask=row < readable_rows, other=0)
+    return tl.where(word < 0, -1, known)

@@ -1,0 +1,60 @@
+"""The inputs of a step's trees in one launch; the twin of `kernels.tree_inputs`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.tree import TreeTemplate
+
+ROWS = 128  # of one program
+
+
+def place_tree_rows(
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor,
+    tree_rows: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+) -> torch.Tensor:
+    """See `vllm_recycle.kernels.tree_inputs.place_tree_rows`."""
+    num_rows = token_rows.shape[0]
+    assert input_ids.is_contiguous()
+    assert positions.is_contiguous()
+    row_token_ids = torch.empty(num_rows, dtype=torch.int64, device=input_ids.device)
+    _place_tree_rows_kernel[(triton.cdiv(num_rows, ROWS),)](
+        row_token_ids,
+        input_ids,
+        positions,
+        token_rows.contiguous(),
+        tree_rows.contiguous(),
+        tree.shifts,
+        num_rows,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+    return row_token_ids
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _place_tree_rows_kernel(
+    row_token_ids: tl.tensor,
+    input_ids: tl.tensor,
+    positions: tl.tensor,
+    token_rows: tl.tensor,
+    tree_rows: tl.tensor,
+    shifts: tl.tensor,
+    num_rows: int,
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
+    token_row = tl.load(token_rows + row, mask=real, other=0)
+    shift = tl.load(shifts + tl.load(tree_rows + row, mask=real, other=0), mask=real, other=0)
+    token_id = tl.load(input_ids + token_row, mask=real, other=0)
+    position = tl.load(positions + token_row, mask=real, other=0)
+    tl.store(row_token_ids + row, token_id.to(tl.int64), mask=real)
+    tl.store(positions + token_row, position + shift, mask=real)
+    tl.store(input_ids + token_row, tl.maximum(token_id, 0), mask=real)
