@@ -32,10 +32,18 @@ from typing import Any
 
 # A script of its own, which nothing imports.
 import triton  # noqa: TID253
+import triton.language as tl  # noqa: TID253
 from triton.backends.compiler import GPUTarget  # noqa: TID253
 from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
-from vllm_recycle.kernels import triton_tree_attention
+from vllm_recycle.core import TableLayout, load_tree
+from vllm_recycle.core.adjacency import OVERLAY_ROWS
+from vllm_recycle.kernels import (
+    triton_kv_cache,
+    triton_recycling,
+    triton_tree_attention,
+    triton_tree_inputs,
+)
 from vllm_recycle.kernels.triton_tree_attention import Tile, choose_tile
 
 
@@ -77,6 +85,11 @@ class Case:
 def cases() -> Iterator[tuple[Case, int]]:
     """What to compile, and for which architecture."""
     yield from tree_attention_cases()
+    for arch in (80, 90):
+        for case in (*matrix_cases("bf16", vocab=128_256), *matrix_cases("fp32", vocab=32_000)):
+            yield case, arch
+        yield place_case(), arch
+        yield compact_case(), arch
 
 
 TREE_ROWS = 81
@@ -166,6 +179,90 @@ def combine_case(head_size: int) -> Case:
             "LEAST_TILES": 2,
             "CHUNK": triton_tree_attention.COMBINED_SPLITS,
         },
+    )
+
+
+def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
+    """Fill, walk and update, as an engine with the default tree, k and scope launches them."""
+    tree, layout = load_tree("default"), TableLayout(vocab, 8, OVERLAY_ROWS, True, True)
+    name, lanes = f"{dtype}-vocab{vocab}", triton.next_power_of_2(tree.num_nodes)
+    shape = {"NODES": tree.num_nodes, "PATH": tree.depth + 1, "LANES": lanes}
+    table = {"FIRST_OVERLAY": layout.first_overlay, "OVERLAY_ROWS": layout.overlay_rows}
+    ids = dict.fromkeys(("sequences", "token_ids"), "*i64:16")
+    yield Case(
+        f"fill-{name}",
+        triton_recycling._fill_tree_kernel,
+        {
+            "table": "*i32:16",
+            **dict.fromkeys(("drafts", "sequences", "last_token_ids"), "*i64:16"),
+            **dict.fromkeys(("paths", "ranks"), "*i64:16"),
+        },
+        {**shape, **table, "WIDTH": 1 + layout.k, "READS_SHARED": True},
+        {"num_warps": triton_recycling._warps(lanes)},
+    )
+    yield Case(
+        f"walk-{name}",
+        triton_recycling._walk_kernel,
+        {
+            **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
+            **{"lengths": "*i32:16", "row_starts": "*i32", "paths": "*i64:16"},
+        },
+        {**shape, "PLACES": triton.next_power_of_2(tree.depth + 1)},
+        {"num_warps": triton_recycling._warps(lanes)},
+    )
+    group = triton_recycling.group_size(vocab, layout.k)
+    rows = {**ids, "maxima": "*fp32:16", "logits": f"*{dtype}:16", "row_stride": "i32:16"}
+    sizes = {"VOCAB": vocab, "GROUP": group, "LATER": triton_recycling.LATER}
+    yield Case(
+        f"maxima-{name}",
+        triton_recycling._group_maxima_kernel,
+        {**rows, "num_rows": "i32"},
+        {**sizes, "GROUPS": triton_recycling.CHUNK // group},
+        {"num_warps": 8},
+    )
+    yield Case(
+        f"write-{name}",
+        triton_recycling._write_rows_kernel,
+        {**rows, "num_rows": "i32", "table": "*i32:16"},
+        {
+            **{**sizes, **table, "K": layout.k, "KEPT": layout.k, "WRITES_SHARED": True},
+            "GROUPS": triton.next_power_of_2(-(-vocab // group)),
+        },
+        {"num_warps": 8},
+    )
+
+
+def place_case() -> Case:
+    pointers = ("row_token_ids", "positions", "token_rows", "shifts")
+    return Case(
+        "place",
+        triton_tree_inputs._place_tree_rows_kernel,
+        {
+            **dict.fromkeys(pointers, "*i64:16"),
+            **dict.fromkeys(("input_ids", "tree_rows"), "*i32:16"),
+            "num_rows": "i32",
+        },
+        {"ROWS": triton_tree_inputs.ROWS},
+        {"num_warps": 4},
+    )
+
+
+def compact_case() -> Case:
+    """Llama-3-8B's cache in 16 bits."""
+    return Case(
+        "compact",
+        triton_kv_cache._compact_path_kernel,
+        {
+            **dict.fromkeys(("pointers", "slot_mapping", "token_rows", "path"), "*i64:16"),
+            "row_starts": "*i32",
+            **dict.fromkeys(("block_stride", "head_stride", "token_stride"), "i32:16"),
+        },
+        {
+            **{"PATH": load_tree("default").depth + 1, "BLOCK_SIZE": 16, "HEADS": 8, "WIDTH": 64},
+            **{"INTEGER": tl.int64, "ELEMENTS": triton_kv_cache.ELEMENTS},
+            "PLACES": triton_kv_cache.PLACES,
+        },
+        {"num_warps": 4},
     )
 
 

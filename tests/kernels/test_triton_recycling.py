@@ -212,9 +212,13 @@ def test_a_token_that_comes_again_far_behind_is_written_once():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_vocabulary_and_k_give_the_top_k(vocab_size, k, dtype):
-    matrix = make_matrix("shared", vocab_size=vocab_size, k=k)
+    matrix = make_matrix("sequence", vocab_size=vocab_size, k=k)
     logits = distinct_logits(vocab_size, 1, vocab_size, dtype)
-    assert learned(matrix, logits) == logits.topk(k).indices.tolist()
+    # Nothing is written behind the rows either.
+    arguments = (*on_device([1], [0]), logits)
+    got = updated(matrix, OPERATIONS.update_from_logits, *arguments)
+    assert got.equal(updated(matrix, REFERENCE.update_from_logits, *arguments))
+    assert got[1].tolist() == [0, *logits[0].topk(k).indices.tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES])
