@@ -121,6 +121,7 @@ REFUSED_BY_CONFIG = {
     "kv_sharing_fast_prefill": ("cache_config", True),
     "return_sampling_mask": ("model_config", True),
     "enable_trace_replay": ("model_config", True),
+    "enable_sleep_mode": ("model_config", True),
     "runner_type": ("model_config", "pooling"),
     "logits_processors": ("model_config", ["a:b"]),
     "ec_transfer_config": (None, object()),
@@ -166,6 +167,13 @@ def test_model_runner_v2_is_refused_on_cpu(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         make_config()
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    config = make_config()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT=1"):
+        engine_config.finish(config)
 
 
 def test_installed_logits_processors_are_refused(monkeypatch):

@@ -220,6 +220,8 @@ def finish(vllm_config: Any) -> None:
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
         ),
+        "--enable-sleep-mode": model.enable_sleep_mode,
+        "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,

@@ -30,6 +30,8 @@ from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton_tree_attention import tree_attention
 
+MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for
+
 
 @dataclass(frozen=True, slots=True)
 class TreeStep:
@@ -129,11 +131,12 @@ class TreeAttentionImpl(AttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        quantized = is_quantized_kv_cache(self.kv_cache_dtype)
-        window = self.sliding_window != (-1, -1)
-        refuse_layer(
-            self, **{"a sliding window": window, f"a KV cache in {self.kv_cache_dtype}": quantized}
-        )
+        features = {
+            "a sliding window": self.sliding_window != (-1, -1),
+            f"a KV cache in {self.kv_cache_dtype}": is_quantized_kv_cache(self.kv_cache_dtype),
+            f"a head size of {self.head_size}": self.head_size > MAX_HEAD_SIZE,
+        }
+        refuse_layer(self, **features)
 
     def forward(
         self,
