@@ -225,19 +225,19 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             **first["versions"],
             "python": platform.python_version(),
         },
-        "hardware": {"device": first["device"], **_hardware()},
+        "hardware": {"device": first["device"], **hardware()},
         "threads": {
             "torch": first["torch_threads"],
             **{name: os.environ.get(name) for name in THREAD_VARIABLES},
         },
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "definitions": DEFINITIONS,
     }
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines: Sequence[str] = cpuinfo.read_text().splitlines() if cpuinfo.exists() else ()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -249,7 +249,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout this package runs from, with `-dirty` where files differ."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     here = Path(__file__).parent

@@ -1,0 +1,128 @@
+"""The GPU benchmarks run end to end at tiny sizes, without a GPU too, and refuse wrong kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
+OPERATIONS = {"place", "update", "walk", "compact", "fill", "together"}
+
+
+def run(name, *arguments):
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def load(name, monkeypatch):
+    """A module of the benchmarks; the environment and the path are as before after the test."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return importlib.import_module(name)
+
+
+def test_kernels_are_checked_and_measured(tmp_path):
+    path = tmp_path / "kernels.json"
+    done = run("kernels.py", "--smoke", "--json", path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    for row in report["attention"]:
+        assert {"tree", "chain", "sdpa", "copy"} <= set(row["times"])
+    assert [step["batch"] for step in report["steps"]] == [1, 2]
+    for step in report["steps"]:
+        assert set(step["host_us"]) == OPERATIONS
+        assert set(step["times"]) > OPERATIONS
+        assert step["moved_rows"] > 0
+    assert report["conditions"]["times"].startswith("mean nothing")
+    assert done.stdout.count("not judged: ") == len(report["marks"]) == 3
+
+
+def test_a_kernel_that_is_wrong_ends_the_run(monkeypatch):
+    module = load("kernel_step", monkeypatch)
+    case = module.StepCase(batch=2, rows=13, vocab=48, k=2, sequences=4, layers=2, kv_heads=2)
+    inputs = module.StepInputs(case)
+    module.check_step(inputs)
+    walk = module.OPERATIONS.walk
+
+    def never_accepting(sampled, *arguments, **keywords):
+        return walk(sampled - case.vocab, *arguments, **keywords)
+
+    wrong = dataclasses.replace(module.OPERATIONS, walk=never_accepting)
+    monkeypatch.setattr(module, "OPERATIONS", wrong)
+    with pytest.raises(SystemExit, match="wrong: walk: the kernel's result is not"):
+        module.check_step(inputs)
+
+
+def test_attention_that_is_wrong_in_a_row_ends_the_run(monkeypatch):
+    module = load("kernel_attention", monkeypatch)
+    case = module.AttentionCase(module.Heads("tiny", 4, 2, 16), rows=16, context=20, batch=2)
+    inputs = module.AttentionInputs(case)
+    tree = module.load_tree("default").prefix(15)
+    module.check_attention("right", inputs, tree, module.sdpa(inputs, tree))
+    # The template without its last node has another row there, a sibling of it.
+    other = module.TreeTemplate((*tree.nodes[:-1], (0, 2)))
+    with pytest.raises(SystemExit, match="wrong: other: a row is off by"):
+        module.check_attention("other", inputs, tree, module.sdpa(inputs, other))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["kernels.py", "step_time.py"])
+def test_a_missing_gpu_is_said_at_once(name, tmp_path):
+    done = run(name, "--json", tmp_path / "x.json")
+    assert done.returncode == 2
+    assert "no GPU: --smoke runs" in done.stderr
+
+
+def test_step_times_with_and_without_trees(tmp_path):
+    path = tmp_path / "step_time.json"
+    done = run("step_time.py", "--smoke", "--only=plain,tree-8", "--profile", "--json", path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    names = [(row["name"], row["batch"]) for row in report["results"]]
+    assert names == [(name, batch) for name in ("plain", "tree-8") for batch in (1, 2)]
+    assert all(row["step_ms"] > 0 and row["ratio"] > 0 for row in report["results"])
+    for row in report["results"]:
+        assert (row["requests_scheduled"], row["rows_scheduled"]) == (row["batch"], row["rows"])
+    for profile in report["profiles"].values():
+        assert (tmp_path / profile["trace"]).stat().st_size > 0
+    assert report["conditions"]["times"].startswith("mean nothing")
+    assert "not judged: step of 8 rows / plain step, batch 1" in done.stdout
+
+
+def test_a_configuration_that_fails_ends_the_run_with_its_last_line(tmp_path, monkeypatch):
+    step_time = load("step_time", monkeypatch)
+    script = tmp_path / "dies.py"
+    script.write_text("import sys; sys.exit('the reason')")
+    monkeypatch.setattr(step_time, "ENGINE", script)
+    task = step_time.Task({"speculative_config": None}, 1, (1,), steps=1, passes=1, trace=None)
+    with pytest.raises(SystemExit, match="the reason\nplain: exit status 1"):
+        step_time.run_child(task, "plain", tmp_path / "reply.json")
+
+
+def test_the_largest_gap_is_where_no_stream_is_busy(monkeypatch):
+    engine = load("step_time_engine", monkeypatch)
+
+    def event(start, end, name, kind="kernel"):
+        return {"ph": "X", "cat": kind, "ts": start, "dur": end - start, "name": name}
+
+    events = [
+        event(0, 10, "while the profiler starts"),
+        event(250, 400, "a"),
+        event(300, 350, "b"),  # within a, on another stream
+        event(450, 500, "c"),
+        event(500, 700, "host code", "cpu_op"),
+        event(700, 1000, "d", "gpu_memcpy"),
+    ]
+    found = engine.find_gaps(events)
+    assert found["largest_gap_ms"] == 0.2
+    assert (found["gap_after"], found["gap_before"]) == ("c", "d")
+    assert found["idle_share"] == pytest.approx(250 / 750)
+    assert engine.find_gaps(events[4:5])["largest_gap_ms"] is None
