@@ -22,6 +22,14 @@ def make_proposer(*, seed_from_prompt=True, **options) -> TokenRecyclingProposer
     return TokenRecyclingProposer(matrix, TREE, seed_from_prompt=seed_from_prompt)
 
 
+def begin(proposer: TokenRecyclingProposer, prompts: dict[int, list[int]]) -> None:
+    sequences = [sequence for sequence, prompt in prompts.items() for _ in prompt]
+    tokens = [token for prompt in prompts.values() for token in prompt]
+    proposer.begin(
+        torch.tensor(sequences, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)
+    )
+
+
 def rows_seen(proposer: TokenRecyclingProposer, sequence: int) -> list[list[int]]:
     tokens = torch.arange(VOCAB)
     return proposer.matrix.rows_of(torch.full_like(tokens, sequence), tokens).tolist()
@@ -70,22 +78,31 @@ def test_begin_enters_the_bigrams_of_the_prompt_one_by_one(scope, prompts, data)
     for prompt in prompts:
         sequence = data.draw(st.integers(0, SEQUENCES - 1))
         expected = seed_by_hand(rows_seen(proposer, sequence), prompt)
-        proposer.begin(sequence, torch.tensor(prompt, dtype=torch.int64))
+        begin(proposer, {sequence: prompt})
         assert rows_seen(proposer, sequence) == expected
 
 
+@THOROUGH
+@given(prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=2, max_size=2))
+def test_sequences_that_begin_together_do_not_mix(prompts):
+    together, apart = make_proposer(scope="isolated"), make_proposer(scope="isolated")
+    begin(together, dict(enumerate(prompts)))
+    for sequence, prompt in enumerate(prompts):
+        begin(apart, {sequence: prompt})
+    for sequence in range(SEQUENCES):
+        assert rows_seen(together, sequence) == rows_seen(apart, sequence)
+
+
 def test_begin_leaves_the_matrix_alone_unless_asked_to_seed():
-    prompt = torch.tensor([1, 2, 3])
     for seed_from_prompt, num_written in ((True, 2), (False, 0)):
         proposer = make_proposer(seed_from_prompt=seed_from_prompt)
-        proposer.begin(0, prompt)
+        begin(proposer, {0: [1, 2, 3]})
         assert proposer.matrix.num_written == num_written
 
 
 def test_release_forgets_what_the_sequence_saw_and_no_other():
     proposer = make_proposer(scope="isolated")
-    for sequence in range(SEQUENCES):
-        proposer.begin(sequence, torch.tensor([1, 2]))
+    begin(proposer, {sequence: [1, 2] for sequence in range(SEQUENCES)})
     proposer.release([0])
     assert rows_seen(proposer, 0)[1] == [-1] * K
     assert rows_seen(proposer, 1)[1] == [2, *[-1] * (K - 1)]

@@ -16,7 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
-from vllm_recycle.integration.scheduler import AsyncTreeScheduler
+from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 
 NODES = 80
 MAX_TOKENS = 40
@@ -39,13 +39,15 @@ def make_scheduler(request):
     with engine(method, **settings, max_model_len=256) as llm:
         engine_core = core(llm)
 
-        def make() -> AsyncTreeScheduler:
-            return AsyncTreeScheduler(
+        def make(kind: type[TreeScheduler] = AsyncTreeScheduler) -> TreeScheduler:
+            scheduler = kind(
                 engine_core.vllm_config,
                 engine_core.scheduler.kv_cache_config,
                 engine_core.structured_output_manager,
                 engine_core.scheduler.block_size,
             )
+            scheduler.use_v2_model_runner = True
+            return scheduler
 
         yield make
 
@@ -115,3 +117,14 @@ def test_some_requests_get_no_drafts_and_the_others_do(make_scheduler, given):
     steps = run(make_scheduler(), [given, {}])
     assert {step.get("0", 0) for step in steps} == {0}
     assert max(step.get("1", 0) for step in steps) == NODES
+
+
+@pytest.mark.parametrize("kind", [TreeScheduler, AsyncTreeScheduler])
+def test_only_model_runner_v2_cannot_look_back_along_a_tree(make_scheduler, kind):
+    sampling = SamplingParams(repetition_penalty=1.2)
+    sampling.update_from_generation_config({}, 2)
+    request = Request("0", [5, 6, 7], sampling, None)
+    scheduler = make_scheduler(kind)
+    assert not scheduler.may_speculate(request)
+    scheduler.use_v2_model_runner = False
+    assert scheduler.may_speculate(request)

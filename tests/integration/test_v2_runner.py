@@ -76,6 +76,7 @@ LOOKING_BACK = [
 CROWDED = [((i, i + 61), GREEDY) for i in range(4)]
 # The second time, all of the second prompt but its last token comes from the prefix cache.
 BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, CROWDED]
+LOOKING_BACK_AT = slice(len(MIXED) + 1, len(MIXED) + 1 + len(LOOKING_BACK))
 LOGPROB_TOLERANCE = 1e-4  # float32 sums, over batches of other shapes
 # What waits for the device, as CUDA's synchronisation debug mode would say.
 SYNCHRONISING = (
@@ -135,6 +136,15 @@ def test_requests_that_look_back_get_no_drafts(result):
     assert result["seen"]["drafts of requests that look back"] == 0
 
 
+def test_tokens_are_the_same_without_scheduling_ahead(result):
+    plain = [output["token_ids"] for output in result["plain"][LOOKING_BACK_AT]]
+    assert [output["token_ids"] for output in result["one at a time"]] == plain
+    seen = result["seen one at a time"]
+    assert seen["steps scheduled ahead"] == 0
+    assert seen["drafts"] > 0
+    assert seen["drafts of requests that look back"] == 0
+
+
 def test_our_part_of_a_step_waits_for_no_device(result):
     assert result["waits"] == []
     assert result["a wait that was planted"] == ["aten._local_scalar_dense.default"]
@@ -156,14 +166,14 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def generate(llm: Any) -> list[dict[str, Any]]:
+def generate(llm: Any, batches: Any = BATCHES) -> list[dict[str, Any]]:
     """In the process with the engines: token ids and their logprobs of every request."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     token_ids = llm.get_tokenizer().encode(TEXT)
     outputs = []
-    for batch in BATCHES:
+    for batch in batches:
         prompts = [{"prompt_token_ids": token_ids[slice(*at)]} for at, _ in batch]
         params = []
         for _, given in batch:
@@ -227,13 +237,17 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
         with waits:
             compact_path(layers, slots, rows, starts, path)
 
+    add_requests, logprobs = model_runner.add_requests, model_runner._logprobs
     scheduler.schedule = watched_schedule
+    model_runner.add_requests = _watched(add_requests, waits)
+    model_runner._logprobs = _watched(logprobs, waits)
     model_runner.prepare_attn = watched_prepare_attn
     model_runner.speculator.propose = watched_propose
     v2_runner.compact_path = watched_compact_path
     operations = model_runner.drafter.operations
     for name in ("walk", "update_from_logits"):
-        object.__setattr__(operations, name, _watched(getattr(operations, name), waits))
+        if not hasattr(getattr(operations, name), "watched"):
+            object.__setattr__(operations, name, _watched(getattr(operations, name), waits))
 
 
 def _watched(function: Any, waits: Waits) -> Any:
@@ -241,35 +255,51 @@ def _watched(function: Any, waits: Waits) -> Any:
         with waits:
             return function(*args, **kwargs)
 
+    watched.watched = True
     return watched
 
 
-def main(tree: str) -> dict[str, Any]:
-    """In the process with the engines: one without trees and one with them."""
+def serve(tree: str, batches: Any, waits: Waits, **arguments: Any) -> tuple[list, Counter]:
+    """In the process with the engines: an engine with trees, its outputs and what was seen."""
     from engines import counter, runner
     from v2_worker import TreeV2Runner
+    from vllm import LLM
+
+    method = {"method": "token_recycling", "tree": tree}
+    method["num_speculative_tokens_per_batch_size"] = SCHEDULE
+    llm = LLM(**LLM_ARGUMENTS | arguments, speculative_config=method)
+    assert type(runner(llm)) is TreeV2Runner
+    seen: Counter = Counter()
+    watch(llm, seen, waits)
+    outputs = generate(llm, batches)
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
+    seen["preemptions"] = counter(llm, "num_preemptions")
+    llm.llm_engine.engine_core.shutdown()
+    return outputs, seen
+
+
+def main(tree: str) -> dict[str, Any]:
+    """In the process with the engines: one without trees, and two with them."""
     from vllm import LLM
 
     llm = LLM(**LLM_ARGUMENTS)
     plain = generate(llm)
     llm.llm_engine.engine_core.shutdown()
-
-    method = {"method": "token_recycling", "tree": tree}
-    method["num_speculative_tokens_per_batch_size"] = SCHEDULE
-    llm = LLM(**LLM_ARGUMENTS, speculative_config=method)
-    assert type(runner(llm)) is TreeV2Runner
-    seen: Counter = Counter()
     waits = Waits()
-    watch(llm, seen, waits)
-    trees = generate(llm)
-    for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
-    seen["preemptions"] = counter(llm, "num_preemptions")
-    llm.llm_engine.engine_core.shutdown()
+    trees, seen = serve(tree, BATCHES, waits)
+    one_at_a_time, seen_then = serve(tree, [LOOKING_BACK], waits, async_scheduling=False)
     with Waits() as planted:
         torch.ones(1).item()
-    results = {"plain": plain, "trees": trees, "seen": seen, "waits": waits.seen}
-    return results | {"a wait that was planted": planted.seen}
+    return {
+        "plain": plain,
+        "trees": trees,
+        "seen": seen,
+        "one at a time": one_at_a_time,
+        "seen one at a time": seen_then,
+        "waits": waits.seen,
+        "a wait that was planted": planted.seen,
+    }
 
 
 if __name__ == "__main__":

@@ -43,8 +43,14 @@ class Proposer(Protocol):
 
         """
 
-    def begin(self, sequence: int, prompt_token_ids: torch.Tensor) -> None:
-        """A sequence starts, with int64 [prompt] tokens."""
+    def begin(self, sequences: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
+        """Some sequences start.
+
+        Args:
+            sequences: int64 [n], whose each token is; the tokens of a prompt lie together.
+            prompt_token_ids: int64 [n].
+
+        """
 
     def release(self, sequences: Sequence[int]) -> None:
         """These sequences ended: finished, aborted or preempted. Their numbers may come again."""

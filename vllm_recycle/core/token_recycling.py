@@ -55,50 +55,58 @@ class TokenRecyclingProposer:
             matrix.table, sequences, token_ids, logits, layout=matrix.layout
         )
 
-    def begin(self, sequence: int, prompt_token_ids: torch.Tensor) -> None:
+    def begin(self, sequences: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
         if not self.seed_from_prompt or prompt_token_ids.numel() < 2:
             return
-        prompt_token_ids = prompt_token_ids.to(self.matrix.table.device, torch.int64)
-        tokens, followers = recent_followers(prompt_token_ids, self.matrix.k)
-        sequences = torch.full_like(tokens, sequence)
-        known = self.matrix.rows_of(sequences, tokens).to(followers.dtype)
-        self.matrix.update(sequences, tokens, merge_rows(followers, known))
+        owners, tokens, followers = recent_followers(sequences, prompt_token_ids, self.matrix.k)
+        known = self.matrix.rows_of(owners, tokens).to(followers.dtype)
+        self.matrix.update(owners, tokens, merge_rows(followers, known))
 
     def release(self, sequences: Sequence[int]) -> None:
         self.matrix.clear_overlays(sequences)
 
 
-def recent_followers(token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token of a text, the distinct tokens that followed it, the latest first.
+def recent_followers(
+    sequences: torch.Tensor, token_ids: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each token of some texts, the distinct tokens that followed it, the latest first.
 
     No shape depends on a value, so that nothing waits for the device.
 
     Args:
-        token_ids: int64 [length], length at least 2, of any device.
+        sequences: int64 [length], whose each token is; those of a text lie together.
+        token_ids: int64 [length], length at least 2.
         k: at most this many followers a token.
 
     Returns:
-        The distinct tokens with a follower, int64 [length - 1], padded with -1, and their
-        followers, int64 [length - 1, k], padded with -1.
+        Each sequence's distinct tokens with a follower: the sequences, int64 [length - 1], the
+        tokens, int64 [length - 1], padded with -1, and their followers, int64 [length - 1, k],
+        padded with -1.
 
     """
-    first, second = token_ids[:-1].flip(0), token_ids[1:].flip(0)  # the latest pair first
-    length = first.shape[0]
-    pairs, order = (first << 32 | second).sort(stable=True)
-    is_latest = torch.empty_like(order, dtype=torch.bool).scatter_(0, order, _starts(pairs))
+    # A sequence and its token in one number, -1 where the next token is another's.
+    key = sequences << 32 | token_ids
+    first = key[:-1].where(sequences[1:] == sequences[:-1], -1).flip(0)  # the latest pair first
+    second = token_ids[1:].flip(0)
+    order = second.argsort(stable=True)
+    order = order[first[order].argsort(stable=True)]
+    is_new = _starts(first[order]) | _starts(second[order])
+    is_latest = torch.empty_like(is_new).scatter_(0, order, is_new) & (first >= 0)
     # Of each token the pairs to keep come first, the latest first.
     order = (first * 2 + ~is_latest).argsort(stable=True)
     first, second, is_latest = first[order], second[order], is_latest[order]
     starts = _starts(first)
     group = starts.cumsum(0) - 1
-    place = torch.arange(length, device=token_ids.device)
+    place = torch.arange(len(first), device=token_ids.device)
     rank = place - place.where(starts, 0).cummax(0).values
-    tokens = torch.full_like(first, -1).scatter_(0, group, first)
+    key = torch.full_like(first, -1).scatter_(0, group, first)
     # One place more than there are, for the pairs that have none.
-    followers = first.new_full((length * k + 1,), -1)
-    target = (group * k + rank).where(is_latest & (rank < k), length * k)
+    nowhere = len(first) * k
+    followers = first.new_full((nowhere + 1,), -1)
+    target = (group * k + rank).where(is_latest & (rank < k), nowhere)
     followers.scatter_(0, target, second)
-    return tokens, followers[:-1].view(length, k)
+    tokens = torch.where(key >= 0, key & 0xFFFFFFFF, -1)
+    return (key >> 32).clamp(min=0), tokens, followers[:-1].view(-1, k)
 
 
 def _starts(values: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_recycle.core import AdjacencyMatrix, Operations, TokenRecyclingProposer
@@ -72,8 +73,14 @@ class TreeDrafter:
         """
         matrix, path = self.proposer.matrix, self.options.matrix_file
         matrix.clear()
-        if path is not None and Path(path).exists():
-            matrix.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+        if path is not None:
+            parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
+            is_first = not parallel or get_tp_group().rank_in_group == 0
+            if is_first and Path(path).exists():
+                matrix.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+            if parallel:
+                # Ranks must agree, and may see different files, or one that is being replaced.
+                get_tp_group().broadcast(matrix.table)
         self.is_ready = True
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:

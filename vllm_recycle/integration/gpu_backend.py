@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
@@ -30,6 +29,7 @@ from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton_tree_attention import tree_attention
 
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for
 
 
@@ -133,7 +133,7 @@ class TreeAttentionImpl(AttentionImpl):
         super().__init__(*args, **kwargs)
         features = {
             "a sliding window": self.sliding_window != (-1, -1),
-            f"a KV cache in {self.kv_cache_dtype}": is_quantized_kv_cache(self.kv_cache_dtype),
+            f"a KV cache in {self.kv_cache_dtype}": self.kv_cache_dtype not in KV_CACHE_DTYPES,
             f"a head size of {self.head_size}": self.head_size > MAX_HEAD_SIZE,
         }
         refuse_layer(self, **features)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration.gpu_backend import TreeFlashAttentionBackend
@@ -15,3 +17,15 @@ class TreeGPUWorker(TreeWorker):
     runner_class = TreeModelRunner
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     tree_backend = TreeFlashAttentionBackend
+
+    def compile_or_warm_up_model(self) -> Any:
+        # vLLM warms up with as many requests as fit, each with a whole tree: thousands of rows,
+        # which no step has, and for which no memory was left.
+        runner = self.model_runner
+        config, full = runner.scheduler_config, runner.num_speculative_steps
+        max_num_seqs = config.max_num_seqs
+        config.max_num_seqs = max(1, runner.nodes_of_batch.count(full))
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            config.max_num_seqs = max_num_seqs

@@ -28,33 +28,47 @@ class TreeScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to one length that fits, then schedule."""
-        for request in self.running:
+        drafting = [request for request in self.running if request.spec_token_ids]
+        for request in drafting:
             if not self.may_speculate(request):
                 request.spec_token_ids = []
+        drafting = [request for request in drafting if request.spec_token_ids]
+        if drafting:
+            limits = self._draft_limits(drafting)
+            # One length for all, as full CUDA graphs ask for, unless some have no room at all.
+            common = min(limits)
+            for request, limit in zip(drafting, limits, strict=True):
+                # Not in place: an asynchronous scheduler's requests share one list.
+                request.spec_token_ids = request.spec_token_ids[: common or limit]
+        return super().schedule(*args, **kwargs)
+
+    def _draft_limits(self, drafting: list[Any]) -> list[int]:
+        """The longest draft of each of these requests that harms no other."""
         # Each running request needs a row beside its draft.
         budget = min(self.max_draft_tokens, self.max_num_scheduled_tokens - len(self.running))
-        limit = even_limit([len(r.spec_token_ids) for r in self.running], max(0, budget))
+        limit = even_limit([len(r.spec_token_ids) for r in drafting], max(0, budget))
         # A draft is worth less than another request's KV cache: none may cost a preemption. So it
-        # has the rest of its request's last block, and an even share of the free blocks.
-        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        free_slots = free_blocks // max(1, len(self.running)) * self.block_size
-        for request in self.running:
-            # Tokens whose ids are still on the device count: they have slots.
-            num_tokens = request.num_tokens + request.num_output_placeholders
-            room = -num_tokens % self.block_size + free_slots
-            # Not in place: an asynchronous scheduler's requests share one list.
-            request.spec_token_ids = request.spec_token_ids[: min(limit, room)]
-        return super().schedule(*args, **kwargs)
+        # has the rest of its request's last block, and an even share of the blocks that are free
+        # when every request has one for its next token. Tokens whose ids are still on the device
+        # have slots too.
+        next_slots = [r.num_tokens + r.num_output_placeholders - 1 for r in self.running]
+        starting = sum(slot % self.block_size == 0 for slot in next_slots)
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() - starting
+        free_slots = max(0, free_blocks) // len(self.running) * self.block_size
+        slots = [r.num_tokens + r.num_output_placeholders for r in drafting]
+        return [min(limit, -slot % self.block_size + free_slots) for slot in slots]
 
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.
 
         Not where it follows a grammar: a tree is not cut at its first ungrammatical node, as vLLM
-        would cut a chain.
+        would cut a chain. Nor, on Model Runner V2, where sampling looks back on the output: its
+        kernels for penalties and bad words take the rows before a row for its ancestors.
         """
-        if request.use_structured_output:
+        params = request.sampling_params
+        if request.use_structured_output or (self.use_v2_model_runner and _looks_back(params)):
             return False
-        return bool((request.sampling_params.extra_args or {}).get(OPT_OUT, True))
+        return bool((params.extra_args or {}).get(OPT_OUT, True))
 
     def make_spec_decoding_stats(
         self,
@@ -83,16 +97,13 @@ class TreeScheduler(Scheduler):
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
-    """For engines that schedule ahead: drafts are placeholders whose ids only the device knows."""
+    """The same for engines that schedule ahead, where drafts are placeholders in the scheduler."""
 
-    def may_speculate(self, request: Any) -> bool:
-        """See `TreeScheduler`; nor where sampling looks back along a chain of drafts.
 
-        On Model Runner V2 the kernels for penalties and bad words take the rows before a row for
-        its ancestors.
-        """
-        params = request.sampling_params
-        penalised = (
-            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        )
-        return not penalised and not params.bad_words and super().may_speculate(request)
+def _looks_back(params: Any) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bad_words
+    )

@@ -53,8 +53,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            known = [*request.prompt_token_ids, *request.output_token_ids]
-            self.drafter.proposer.begin(self.sequences.assign(request_id), torch.tensor(known))
+            known = torch.tensor([*request.prompt_token_ids, *request.output_token_ids])
+            number = self.sequences.assign(request_id)
+            self.drafter.proposer.begin(torch.full_like(known, number), known)
         return result
 
     # Before the forward: positions, and what attention needs to know.

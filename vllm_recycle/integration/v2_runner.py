@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
@@ -35,8 +36,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_recycle.core import WalkResult
 from vllm_recycle.integration.drafter import TreeDrafter
+from vllm_recycle.integration.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.paged_kv_cache import PagedLayers
 from vllm_recycle.kernels.triton_kv_cache import compact_path
@@ -96,47 +97,60 @@ class TreeModelRunner(GPUModelRunner):
             device=device,
             uva_instead_of_gpu=True,
         )
+        # Nodes of a tree by the number of requests, and most rows of all trees of a step.
+        self.nodes_of_batch = build_dynamic_sd_schedule_lookup(
+            self.speculative_config.num_speculative_tokens_per_batch_size,
+            self.max_num_reqs,
+            self.num_speculative_steps,
+        )
+        rows = [size * (nodes + 1) for size, nodes in enumerate(self.nodes_of_batch) if nodes]
+        self.max_tree_rows = min(max(rows, default=0), self.max_num_tokens)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         shrink_grammar_bitmask(self.structured_outputs_worker, self.max_num_reqs)
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        layers = self.compilation_config.static_forward_context
-        self.paged_layers = [
-            PagedLayers.make([layers[name].kv_cache for name in group.layer_names])
-            for group in kv_cache_config.kv_cache_groups
-        ]
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
+        # A cache that vLLM made to measure graphs, and has dropped, must not live on here.
+        self.paged_layers: list[PagedLayers] = []
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        sizes = self.compilation_config.cudagraph_capture_sizes
+        if sizes:
+            graphs = plan_full_graphs(self.nodes_of_batch, sizes)
+            replace_full_graphs(self.cudagraph_manager, graphs)
+        if not is_profiling:
+            layers = self.compilation_config.static_forward_context
+            self.paged_layers = [
+                PagedLayers.make([layers[name].kv_cache for name in group.layer_names])
+                for group in kv_cache_config.kv_cache_groups
+            ]
+
+    def shutdown(self) -> None:
+        self.paged_layers = []
+        super().shutdown()
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)
-        # vLLM samples one row a request when it measures memory. As many as trees can have, and
-        # the copy in float32 that sampling parameters need:
-        rows = self._max_logit_rows()
-        logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
+        # vLLM samples one row a request when it measures memory. As many more as trees can have,
+        # and the copy in float32 that sampling parameters need:
+        rows = hidden_states[:1].expand(self.max_num_reqs + self.max_tree_rows, -1)
+        logits = self.model.compute_logits(rows.contiguous())
         logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
-
-    def _max_logit_rows(self) -> int:
-        """Most logit rows of a step, over all batch sizes."""
-        config, max_num_reqs = self.speculative_config, self.max_num_reqs
-        nodes = build_dynamic_sd_schedule_lookup(
-            config.num_speculative_tokens_per_batch_size, max_num_reqs, self.num_speculative_steps
-        )
-        rows = max(size * (nodes[size] + 1) for size in range(1, max_num_reqs + 1))
-        return min(rows, self.max_num_tokens)
 
     # Requests come and go.
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
-        states = self.req_states
-        for request in scheduler_output.scheduled_new_reqs:
-            index = states.req_id_to_index[request.req_id]
-            # vLLM may schedule a full draft in a request's first step already.
-            states.draft_tokens[index] = -1
-            length = len(request.prefill_token_ids)
-            self.drafter.proposer.begin(index, states.all_token_ids.gpu[index, :length])
+        new = scheduler_output.scheduled_new_reqs
+        if new:
+            index = [self.req_states.req_id_to_index[request.req_id] for request in new]
+            lengths = [len(request.prefill_token_ids) for request in new]
+            texts = self.req_states.all_token_ids.gpu
+            prompts = [texts[i, :length] for i, length in zip(index, lengths, strict=True)]
+            sequences = async_tensor_h2d(np.repeat(index, lengths), device=self.device)
+            self.drafter.proposer.begin(sequences, torch.cat(prompts).to(torch.int64))
 
     def _remove_request(self, req_id: str) -> bool:
         index = self.req_states.req_id_to_index.get(req_id)
@@ -210,7 +224,7 @@ class TreeModelRunner(GPUModelRunner):
         )
         return SamplerOutput(
             sampled_token_ids=result.token_ids,
-            logprobs_tensors=self._logprobs(scores, input_batch, result),
+            logprobs_tensors=self._logprobs(scores, input_batch, sampled, result.path),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
@@ -252,21 +266,32 @@ class TreeModelRunner(GPUModelRunner):
         return torch.cat(sampled), torch.cat(processed) if wants_processed else logits
 
     def _logprobs(
-        self, logits: torch.Tensor, input_batch: Any, result: WalkResult
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        sampled: torch.Tensor,
+        path: torch.Tensor,
     ) -> LogprobsTensors | None:
-        """Of the visited rows, where a request asked for them; every path padded to one length."""
+        """Of the visited rows, where a request asked for them."""
         dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         if dims is None:
             return None
-        num_reqs, length = result.path.shape
-        rows = input_batch.cu_num_logits[:-1, None] + result.path.clamp(min=0)
-        return compute_topk_scores(
-            logits[rows.view(-1)],
+        # Of all rows, since which ones were visited only the device knows; then of each path,
+        # padded to one length.
+        found = compute_topk_scores(
+            logits,
             dims[0],
-            result.token_ids.clamp(min=0).view(-1),
-            list(range(0, num_reqs * length + 1, length)),
+            sampled,
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=input_batch.idx_mapping.repeat_interleave(length),
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
             max_per_req_token_ids=dims[1],
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+        num_reqs, length = path.shape
+        rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
+        return LogprobsTensors(
+            found.logprob_token_ids[rows],
+            found.logprobs[rows],
+            found.selected_token_ranks[rows],
+            list(range(0, num_reqs * length + 1, length)),
         )
