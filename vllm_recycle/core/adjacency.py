@@ -19,16 +19,14 @@ for their kernels; `AdjacencyMatrix` owns the table.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from vllm_recycle.core.state_file import load_state, save_state
 from vllm_recycle.core.tree import TreeTemplate
 
 Scope = Literal["sequence", "shared", "isolated"]
@@ -175,11 +173,7 @@ class AdjacencyMatrix:
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the shared matrix as safetensors, with what `load` checks."""
-        metadata = {"vocab_size": str(self.vocab_size), "k": str(self.k)}
-        metadata["fingerprint"] = fingerprint
-        partial = Path(f"{path}.{os.getpid()}")  # replicas may save at the same time
-        save_file({"adjacency_matrix": self.shared.cpu().contiguous()}, partial, metadata)
-        partial.replace(path)
+        save_state(path, "adjacency_matrix", self.shared, facts=self._facts(fingerprint))
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
         """Read the shared matrix from a file that `save` wrote.
@@ -188,29 +182,14 @@ class AdjacencyMatrix:
             ValueError: no such file, or one of another vocabulary, k or model.
 
         """
-        try:
-            with safe_open(str(path), "pt") as file:
-                got = file.metadata() or {}
-                expected = {"vocab_size": str(self.vocab_size), "k": str(self.k)}
-                expected["fingerprint"] = fingerprint
-                for name, value in expected.items():
-                    if got.get(name) != value:
-                        raise ValueError(
-                            f"matrix file {path}: {name} is {got.get(name)}, expected {value}"
-                        )
-                shared = file.get_tensor("adjacency_matrix")
-            if shared.dtype != torch.int32 or shared.shape != self.shared.shape:
-                raise ValueError(
-                    f"matrix file {path}: got {shared.dtype} {list(shared.shape)}, expected "
-                    f"torch.int32 {list(self.shared.shape)}"
-                )
-            if int(shared.min()) < -1 or int(shared.max()) >= self.vocab_size:
-                raise ValueError(f"matrix file {path}: a successor is no token id")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"matrix file {path}: no adjacency matrix: {error}") from error
+        facts = self._facts(fingerprint)
+        shared = load_state(path, "adjacency_matrix", self.shared, facts=facts, kind="matrix file")
         self.shared.copy_(shared)
         tags = torch.arange(self.vocab_size, dtype=torch.int32).where(shared[:, 0] >= 0, EMPTY_TAG)
         self.table[1 : self.vocab_size + 1, 0] = tags.to(self.table.device)
+
+    def _facts(self, fingerprint: str) -> dict[str, object]:
+        return {"vocab_size": self.vocab_size, "k": self.k, "fingerprint": fingerprint}
 
 
 def fill_tree(

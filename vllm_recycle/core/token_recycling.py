@@ -12,6 +12,7 @@ import torch
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.operations import REFERENCE, Operations
+from vllm_recycle.core.runs import run_starts
 from vllm_recycle.core.tree import TreeTemplate
 
 
@@ -90,12 +91,12 @@ def recent_followers(
     second = token_ids[1:].flip(0)
     order = second.argsort(stable=True)
     order = order[first[order].argsort(stable=True)]
-    is_new = _starts(first[order]) | _starts(second[order])
+    is_new = run_starts(first[order]) | run_starts(second[order])
     is_latest = torch.empty_like(is_new).scatter_(0, order, is_new) & (first >= 0)
     # Of each token the pairs to keep come first, the latest first.
     order = (first * 2 + ~is_latest).argsort(stable=True)
     first, second, is_latest = first[order], second[order], is_latest[order]
-    starts = _starts(first)
+    starts = run_starts(first)
     group = starts.cumsum(0) - 1
     place = torch.arange(len(first), device=token_ids.device)
     rank = place - place.where(starts, 0).cummax(0).values
@@ -107,13 +108,6 @@ def recent_followers(
     followers.scatter_(0, target, second)
     tokens = torch.where(key >= 0, key & 0xFFFFFFFF, -1)
     return (key >> 32).clamp(min=0), tokens, followers[:-1].view(-1, k)
-
-
-def _starts(values: torch.Tensor) -> torch.Tensor:
-    """bool [n], where a value differs from the one before it."""
-    starts = torch.ones_like(values, dtype=torch.bool)
-    starts[1:] = values[1:] != values[:-1]
-    return starts
 
 
 def merge_rows(fresh: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

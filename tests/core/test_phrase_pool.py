@@ -1,0 +1,127 @@
+"""The phrase pool: against one made of lists, phrase by phrase."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import THOROUGH
+
+from vllm_recycle.core.phrase_pool import PhrasePool
+
+VOCAB, PER_TOKEN, LENGTH = 5, 3, 2
+
+token = st.integers(-1, VOCAB - 1)
+# Few tokens, so that phrases come again and places run out; now and then one has a gap.
+phrase = st.lists(st.sampled_from([0, 1, 1, 2, 2, -1]), min_size=LENGTH, max_size=LENGTH)
+batches = st.lists(st.lists(st.tuples(token, phrase), max_size=12), max_size=4)
+
+
+def insert_by_hand(pool: list[list[tuple[int, ...]]], token_id: int, phrase: list[int]) -> None:
+    if token_id < 0 or min(phrase) < 0:
+        return
+    known = [other for other in pool[token_id] if other != tuple(phrase)]
+    pool[token_id] = [*known, tuple(phrase)][-PER_TOKEN:]
+
+
+def make_pool(inserted: list[tuple[int, list[int]]] = ()) -> PhrasePool:
+    pool = PhrasePool(VOCAB, per_token=PER_TOKEN, length=LENGTH)
+    insert(pool, inserted)
+    return pool
+
+
+def insert(pool: PhrasePool, batch: list[tuple[int, list[int]]]) -> None:
+    token_ids = torch.tensor([token_id for token_id, _ in batch], dtype=torch.int64)
+    phrases = torch.tensor([phrase for _, phrase in batch], dtype=torch.int64)
+    pool.insert(token_ids, phrases.view(-1, LENGTH))
+
+
+@THOROUGH
+@given(batches=batches)
+def test_a_batch_is_inserted_as_if_one_by_one(batches):
+    pool, expected = make_pool(), [[] for _ in range(VOCAB)]
+    for batch in batches:
+        insert(pool, batch)
+        for token_id, phrase in batch:
+            insert_by_hand(expected, token_id, phrase)
+        gaps = [[(-1,) * LENGTH] * (PER_TOKEN - len(known)) for known in expected]
+        found = [[tuple(phrase) for phrase in row] for row in pool.phrases.tolist()]
+        assert found == [gap + known for gap, known in zip(gaps, expected, strict=True)]
+        assert pool.num_phrases == sum(map(len, expected))
+
+
+@THOROUGH
+@given(batches=batches, count=st.integers(1, PER_TOKEN))
+def test_the_newest_come_first(batches, count):
+    pool, expected = make_pool(), [[] for _ in range(VOCAB)]
+    for batch in batches:
+        insert(pool, batch)
+        for token_id, phrase in batch:
+            insert_by_hand(expected, token_id, phrase)
+    found = pool.newest(torch.arange(VOCAB), count)
+    for token_id, known in enumerate(expected):
+        newest = [list(phrase) for phrase in reversed(known)][:count]
+        missing = [[-1] * LENGTH] * (count - len(newest))
+        assert found[token_id].tolist() == newest + missing
+
+
+def test_a_phrase_seen_again_becomes_the_newest():
+    pool = make_pool([(4, [0, 1]), (4, [0, 2]), (4, [0, 1])])
+    assert pool.newest(torch.tensor([4]), 3).tolist() == [[[0, 1], [0, 2], [-1, -1]]]
+
+
+def test_clear_forgets_everything():
+    pool = make_pool([(4, [0, 1])])
+    assert pool.num_phrases == 1
+    pool.clear()
+    assert pool.num_phrases == 0
+
+
+def test_bytes_are_those_of_the_tokens_and_one_row_more():
+    assert make_pool().num_bytes == (VOCAB + 1) * PER_TOKEN * LENGTH * 4
+
+
+@pytest.mark.parametrize("name", ["per_token", "length"])
+def test_sizes_below_one_are_refused(name):
+    sizes = {"per_token": 1, "length": 1}
+    PhrasePool(VOCAB, **sizes)
+    with pytest.raises(ValueError, match=f"{name}: got 0, expected 1 or more"):
+        PhrasePool(VOCAB, **sizes | {name: 0})
+
+
+def test_a_saved_pool_is_loaded_as_it_was(tmp_path):
+    pool, loaded = make_pool([(4, [0, 1]), (4, [0, 2]), (1, [3, 3])]), make_pool([(2, [1, 1])])
+    pool.save(tmp_path / "pool", fingerprint="f")
+    loaded.load(tmp_path / "pool", fingerprint="f")
+    assert loaded.phrases.equal(pool.phrases)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fingerprint", "message"),
+    [
+        ({}, "g", "fingerprint is g, expected f"),
+        ({"per_token": 2}, "f", "per_token is 2, expected 3"),
+        ({"length": 4}, "f", "length is 4, expected 2"),
+    ],
+)
+def test_a_pool_of_another_kind_is_refused(tmp_path, sizes, fingerprint, message):
+    sizes = {"per_token": PER_TOKEN, "length": LENGTH, **sizes}
+    PhrasePool(VOCAB, **sizes).save(tmp_path / "pool", fingerprint=fingerprint)
+    with pytest.raises(ValueError, match=f"phrase file .*: {message}"):
+        make_pool().load(tmp_path / "pool", fingerprint="f")
+
+
+@pytest.mark.parametrize("row", [[[0, 1], [-1, -1], [0, 1]], [[-1, -1], [-1, -1], [0, -1]]])
+def test_a_pool_with_gaps_is_refused(tmp_path, row):
+    broken, pool = make_pool(), make_pool([(0, [2, 2])])
+    broken.phrases[3] = torch.tensor(row)
+    broken.save(tmp_path / "pool", fingerprint="f")
+    with pytest.raises(ValueError, match="it has phrases with gaps"):
+        pool.load(tmp_path / "pool", fingerprint="f")
+    assert pool.num_phrases == 1
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"phrase file .*: no phrase pool"):
+        make_pool().load(tmp_path / "nothing", fingerprint="f")

@@ -1,0 +1,159 @@
+"""The phrase pool: for each token the phrases that followed it, the newest last.
+
+Ouroboros (arXiv 2402.13720), sections 3.1, 3.3 and 3.4. One tensor holds all phrases: of each token
+`per_token` places, filled from the last one backwards; a place without a phrase holds -1. A phrase
+seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
+tokens' rows is one that is written and never read. The pool is shared by all requests and is never
+cleared unless asked to.
+
+`insert_phrases` and `newest_phrases` are pure tensor functions over a whole batch, and the
+references for their kernels: no shape depends on a value. `PhrasePool` owns the tensor.
+
+Names of dimensions, beside those of `core.tree`:
+
+    per_token  phrases kept for a token, the paper's G      length  tokens of a phrase, its beta
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vllm_recycle.core.runs import run_starts
+from vllm_recycle.core.state_file import load_state, save_state
+
+EMPTY = -1
+
+
+class PhrasePool:
+    """All phrases of an engine.
+
+    Args:
+        vocab_size: number of token ids.
+        per_token: phrases kept for each token.
+        length: tokens of a phrase, behind the token that it follows.
+        device: where the pool lives.
+
+    Raises:
+        ValueError: `per_token` or `length` below 1.
+
+    """
+
+    def __init__(
+        self, vocab_size: int, *, per_token: int, length: int, device: torch.device | str = "cpu"
+    ) -> None:
+        for name, value in (("per_token", per_token), ("length", length)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, expected 1 or more")
+        rows = torch.empty(vocab_size + 1, per_token, length, dtype=torch.int32, device=device)
+        self.rows = rows
+        self.clear()
+
+    @property
+    def phrases(self) -> torch.Tensor:
+        """int32 [vocab, per_token, length], the newest of a token last (a view)."""
+        return self.rows[:-1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes
+
+    @property
+    def num_phrases(self) -> int:
+        """How many phrases the pool holds."""
+        return int((self.phrases[:, :, 0] >= 0).sum())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.rows.fill_(EMPTY)
+
+    def save(self, path: str | Path, *, fingerprint: str) -> None:
+        """Write the pool as safetensors, with what `load` checks."""
+        save_state(path, "phrase_pool", self.phrases, facts=self._facts(fingerprint))
+
+    def load(self, path: str | Path, *, fingerprint: str) -> None:
+        """Read the pool from a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or one of another vocabulary, shape or model, or with a phrase
+                that is not whole.
+
+        """
+        facts = self._facts(fingerprint)
+        phrases = load_state(path, "phrase_pool", self.phrases, facts=facts, kind="phrase file")
+        is_there = phrases >= 0
+        first = is_there[:, :, :1]
+        if not (is_there == first).all() or (first[:, 1:] < first[:, :-1]).any():
+            raise ValueError(f"phrase file {path}: it has phrases with gaps")
+        self.phrases.copy_(phrases)
+
+    def _facts(self, fingerprint: str) -> dict[str, object]:
+        facts = {"vocab_size": len(self.phrases), "per_token": self.phrases.shape[1]}
+        return {**facts, "length": self.phrases.shape[2], "fingerprint": fingerprint}
+
+    def insert(self, token_ids: torch.Tensor, phrases: torch.Tensor) -> None:
+        """See `insert_phrases`."""
+        insert_phrases(self.rows, token_ids, phrases)
+
+    def newest(self, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """See `newest_phrases`."""
+        return newest_phrases(self.rows, token_ids, count)
+
+
+def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The newest phrases of each token, the newest first.
+
+    Args:
+        rows: int32 [vocab + 1, per_token, length].
+        token_ids: int64 [batch].
+        count: of each token, at most `per_token`.
+
+    Returns:
+        int64 [batch, count, length], -1 where a token has no more.
+
+    """
+    return rows[token_ids, -count:].flip(1).to(torch.int64)
+
+
+def insert_phrases(rows: torch.Tensor, token_ids: torch.Tensor, phrases: torch.Tensor) -> None:
+    """Insert phrases as if one after the other; of a token's the last one given is the newest.
+
+    Args:
+        rows: int32 [vocab + 1, per_token, length], changed in place; the last row is never read.
+        token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
+        phrases: integer [n, length]; one with a negative token is ignored.
+
+    """
+    nobody, per_token = rows.shape[0] - 1, rows.shape[1]
+    is_phrase = (token_ids >= 0) & (phrases >= 0).all(dim=1)
+    owners, order = token_ids.where(is_phrase, nobody).sort(stable=True)
+    # Candidates, by age: what a token has already, listed with the first that comes in for it, and
+    # then what comes in.
+    known = rows[owners].masked_fill(~run_starts(owners)[:, None, None], EMPTY)
+    candidates = torch.cat((known.flatten(0, 1), phrases[order].to(rows.dtype)))
+    rows[owners] = EMPTY
+    owners = torch.cat((owners.repeat_interleave(per_token), owners))
+    owners = owners.where(candidates[:, 0] >= 0, nobody)
+    # Of equal ones of a token the youngest stays.
+    order = _lexicographic_order(torch.cat((owners[:, None], candidates), dim=1))
+    equal = torch.cat((owners[:, None], candidates), dim=1)[order]
+    repeated = torch.zeros_like(order, dtype=torch.bool)
+    repeated[:-1] = (equal[1:] == equal[:-1]).all(dim=1)
+    owners = owners.masked_fill(torch.empty_like(repeated).scatter_(0, order, repeated), nobody)
+    # By token, the oldest first; places are counted from the last of each token.
+    owners, order = owners.sort(stable=True)
+    index = torch.arange(len(owners), device=rows.device)
+    is_last = run_starts(owners.flip(0)).flip(0)
+    last = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
+    place = per_token - 1 - (last - index)
+    owners = owners.where(place >= 0, nobody)
+    rows[owners, place.clamp(min=0)] = candidates[order]
+
+
+def _lexicographic_order(rows: torch.Tensor) -> torch.Tensor:
+    """int64 [n], the stable order of integer [n, m] by their columns, the first counting most."""
+    order = torch.arange(len(rows), device=rows.device)
+    for column in rows.flip(1).unbind(1):
+        order = order[column[order].argsort(stable=True)]
+    return order
