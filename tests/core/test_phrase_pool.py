@@ -66,6 +66,25 @@ def test_the_newest_come_first(batches, count):
         assert found[token_id].tolist() == newest + missing
 
 
+@THOROUGH
+@given(first=batches, batch=st.lists(st.tuples(token, phrase, phrase), min_size=1, max_size=8))
+def test_replaced_phrases_are_forgotten_before_the_new_ones_come(first, batch):
+    pool, expected = make_pool(), [[] for _ in range(VOCAB)]
+    for earlier in first:
+        insert(pool, earlier)
+        for token_id, phrase in earlier:
+            insert_by_hand(expected, token_id, phrase)
+    for token_id, phrase, old in batch:
+        if token_id >= 0 and min(phrase) >= 0:
+            expected[token_id] = [known for known in expected[token_id] if known != tuple(old)]
+    for token_id, phrase, _ in batch:
+        insert_by_hand(expected, token_id, phrase)
+    token_ids, phrases, replaced = (torch.tensor(column) for column in zip(*batch, strict=True))
+    pool.insert(token_ids, phrases, replaced=replaced)
+    found = [[tuple(p) for p in row if min(p) >= 0] for row in pool.phrases.tolist()]
+    assert found == expected
+
+
 def test_a_phrase_seen_again_becomes_the_newest():
     pool = make_pool([(4, [0, 1]), (4, [0, 2]), (4, [0, 1])])
     assert pool.newest(torch.tensor([4]), 3).tolist() == [[[0, 1], [0, 2], [-1, -1]]]

@@ -92,9 +92,15 @@ class PhrasePool:
         facts = {"vocab_size": len(self.phrases), "per_token": self.phrases.shape[1]}
         return {**facts, "length": self.phrases.shape[2], "fingerprint": fingerprint}
 
-    def insert(self, token_ids: torch.Tensor, phrases: torch.Tensor) -> None:
+    def insert(
+        self,
+        token_ids: torch.Tensor,
+        phrases: torch.Tensor,
+        *,
+        replaced: torch.Tensor | None = None,
+    ) -> None:
         """See `insert_phrases`."""
-        insert_phrases(self.rows, token_ids, phrases)
+        insert_phrases(self.rows, token_ids, phrases, replaced=replaced)
 
     def newest(self, token_ids: torch.Tensor, count: int) -> torch.Tensor:
         """See `newest_phrases`."""
@@ -116,13 +122,21 @@ def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
     return rows[token_ids, -count:].flip(1).to(torch.int64)
 
 
-def insert_phrases(rows: torch.Tensor, token_ids: torch.Tensor, phrases: torch.Tensor) -> None:
+def insert_phrases(
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    phrases: torch.Tensor,
+    *,
+    replaced: torch.Tensor | None = None,
+) -> None:
     """Insert phrases as if one after the other; of a token's the last one given is the newest.
 
     Args:
         rows: int32 [vocab + 1, per_token, length], changed in place; the last row is never read.
         token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
         phrases: integer [n, length]; one with a negative token is ignored.
+        replaced: integer [n, length], phrases of the same tokens, each to be forgotten before all
+            of these are inserted, if the pool has it and its row is not to be ignored.
 
     """
     nobody, per_token = rows.shape[0] - 1, rows.shape[1]
@@ -130,7 +144,13 @@ def insert_phrases(rows: torch.Tensor, token_ids: torch.Tensor, phrases: torch.T
     owners, order = token_ids.where(is_phrase, nobody).sort(stable=True)
     # Candidates, by age: what a token has already, listed with the first that comes in for it, and
     # then what comes in.
-    known = rows[owners].masked_fill(~run_starts(owners)[:, None, None], EMPTY)
+    known, starts = rows[owners], run_starts(owners)
+    if replaced is not None:
+        group = starts.cumsum(0) - 1
+        goes = (known == replaced[order].to(rows.dtype)[:, None]).all(dim=2).to(torch.int32)
+        goes = torch.zeros_like(goes).index_add_(0, group, goes)[group]
+        known = known.masked_fill(goes[:, :, None] > 0, EMPTY)
+    known = known.masked_fill(~starts[:, None, None], EMPTY)
     candidates = torch.cat((known.flatten(0, 1), phrases[order].to(rows.dtype)))
     rows[owners] = EMPTY
     owners = torch.cat((owners.repeat_interleave(per_token), owners))
