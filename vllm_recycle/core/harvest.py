@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-NO_TOKEN = -1
+from vllm_recycle.core.verification import NO_TOKEN
 
 
 def phrases_of_trunk(

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_recycle.core.tree import Node, TreeTemplate
-
-NO_TOKEN = -1
+from vllm_recycle.core.verification import NO_TOKEN
 
 
 def lookahead_template(*, window: int, levels: int, guesses: int, length: int) -> TreeTemplate:
