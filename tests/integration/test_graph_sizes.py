@@ -70,8 +70,7 @@ def test_the_graphs_of_trees_are_no_more_than_those_of_plain_decoding():
     manager, _ = make_manager(256)
     rows = [desc.uniform_token_count for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     plain = rows.count(1)
-    assert plain == len([size for size in CAPTURE_SIZES if size <= 256])
-    assert len(rows) - plain <= 50
+    assert (plain, len(rows) - plain) == (35, 30)  # as the README says
     tokens = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     assert tokens == sorted(tokens, reverse=True)
     assert max(tokens) <= CAPTURE_SIZES[-1]

@@ -27,19 +27,14 @@ class TreeScheduler(Scheduler):
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Cut the drafts of all running requests to one length that fits, then schedule."""
+        """Cut the drafts of all running requests to what fits, evenly, then schedule."""
         drafting = [request for request in self.running if request.spec_token_ids]
         for request in drafting:
             if not self.may_speculate(request):
                 request.spec_token_ids = []
-        drafting = [request for request in drafting if request.spec_token_ids]
-        if drafting:
-            limits = self._draft_limits(drafting)
-            # One length for all, as full CUDA graphs ask for, unless some have no room at all.
-            common = min(limits)
-            for request, limit in zip(drafting, limits, strict=True):
-                # Not in place: an asynchronous scheduler's requests share one list.
-                request.spec_token_ids = request.spec_token_ids[: common or limit]
+        for request, limit in zip(drafting, self._draft_limits(drafting), strict=True):
+            # Not in place: an asynchronous scheduler's requests share one list.
+            request.spec_token_ids = request.spec_token_ids[:limit]
         return super().schedule(*args, **kwargs)
 
     def _draft_limits(self, drafting: list[Any]) -> list[int]:
@@ -54,7 +49,7 @@ class TreeScheduler(Scheduler):
         next_slots = [r.num_tokens + r.num_output_placeholders - 1 for r in self.running]
         starting = sum(slot % self.block_size == 0 for slot in next_slots)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() - starting
-        free_slots = max(0, free_blocks) // len(self.running) * self.block_size
+        free_slots = max(0, free_blocks) // max(1, len(self.running)) * self.block_size
         slots = [r.num_tokens + r.num_output_placeholders for r in drafting]
         return [min(limit, -slot % self.block_size + free_slots) for slot in slots]
 

@@ -1,4 +1,4 @@
-"""What both runners do with the rows of a step's trees: before the forward and after the walk.
+"""What the CPU runner does with the rows of trees, before the forward and after the walk.
 
 `tree_batch` says where the rows are and `cpu_backend` attends from them; here the step's inputs
 are changed from chains to trees, and the KV of the accepted path is moved to where a chain's is.
