@@ -15,6 +15,7 @@ from vllm_recycle.core import AdjacencyMatrix, SequenceNumbers, TokenRecyclingPr
 VOCAB = 9
 TREE = TreeTemplate(((0, 0), (1, K - 1)))
 SEQUENCES = 2
+STARTS = torch.tensor([0, 1])  # of no account here
 
 
 def make_proposer(*, seed_from_prompt=True, **options) -> TokenRecyclingProposer:
@@ -51,7 +52,7 @@ def test_observe_writes_the_most_probable_successors_of_every_row():
     order = torch.stack([torch.randperm(VOCAB, generator=torch.manual_seed(i)) for i in range(4)])
     # Logits fall along each order; the third row is to be ignored, the last repeats a token.
     logits = torch.zeros(4, VOCAB).scatter_(1, order, -torch.arange(4 * VOCAB).view(4, -1).float())
-    proposer.observe(torch.tensor([0, 0, 1, 0]), torch.tensor([2, 5, -1, 2]), logits)
+    proposer.observe(torch.tensor([0, 0, 1, 0]), torch.tensor([2, 5, -1, 2]), logits, STARTS)
     expected = [[-1] * K] * VOCAB
     expected[5], expected[2] = order[1, :K].tolist(), order[3, :K].tolist()
     assert rows_seen(proposer, 0) == expected
@@ -62,7 +63,7 @@ def test_propose_drafts_from_what_was_observed():
     logits = torch.zeros(2, VOCAB)
     logits[0, 4] = 1.0
     logits[1, [7, 6, 5, 3]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    proposer.observe(torch.tensor([0, 0]), torch.tensor([1, 4]), logits)
+    proposer.observe(torch.tensor([0, 0]), torch.tensor([1, 4]), logits, STARTS)
     drafted = proposer.propose(torch.tensor([0, 0]), torch.tensor([1, 8]))
     assert drafted.tolist() == [[4, 3], [-1, -1]]
 

@@ -12,6 +12,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = str(EXAMPLES / "models" / "target")
 PROMPT_KINDS = ("gsm8k", "humaneval", "spec_bench")
 TOKEN_RECYCLING = {"method": "token_recycling"}
+OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
+# Few rows, for tests that make many steps.
+SMALL_OUROBOROS = {
+    **OUROBOROS,
+    "gamma": 5,
+    "window": 4,
+    "guesses": 3,
+    "phrase_length": 4,
+    "branches": 2,
+}
 
 
 def read_prompts(count: int, *, max_words: int = 120) -> list[str]:

@@ -8,7 +8,17 @@ import subprocess
 import sys
 
 import pytest
-from engines import TARGET, TOKEN_RECYCLING, counter, engine, generate, read_prompts, runner
+from engines import (
+    OUROBOROS,
+    SMALL_OUROBOROS,
+    TARGET,
+    TOKEN_RECYCLING,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+    runner,
+)
 from vllm import SamplingParams
 
 PROMPTS = read_prompts(40)
@@ -34,6 +44,10 @@ def expected() -> list[list[tuple[int, ...]]]:
         pytest.param({**PAPER, "seed_from_prompt": False}, {}, id="no seed from prompt"),
         pytest.param(PAPER, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
         pytest.param(PAPER, {"block_size": 32}, id="blocks of 32"),
+        pytest.param(OUROBOROS, {}, id="ouroboros"),
+        pytest.param({**SMALL_OUROBOROS, "scope": "request"}, {}, id="ouroboros, own pools"),
+        pytest.param({**SMALL_OUROBOROS, "max_forwards": 2}, {}, id="ouroboros, two forwards"),
+        pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, id="ouroboros, small budget"),
     ],
 )
 def test_output_equals_vllm(expected, method, settings):
@@ -42,8 +56,14 @@ def test_output_equals_vllm(expected, method, settings):
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
-def test_output_equals_vllm_on_prefix_cache_hits(expected):
-    with engine(PAPER, enable_prefix_caching=True, block_size=32) as llm:
+both_methods = pytest.mark.parametrize(
+    "method", [pytest.param(PAPER, id="paper-80"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
+)
+
+
+@both_methods
+def test_output_equals_vllm_on_prefix_cache_hits(expected, method):
+    with engine(method, enable_prefix_caching=True, block_size=32) as llm:
         first = generate(llm, PROMPTS, GREEDY)
         hits = counter(llm, "prefix_cache_hits")
         second = generate(llm, PROMPTS, GREEDY)
@@ -52,10 +72,11 @@ def test_output_equals_vllm_on_prefix_cache_hits(expected):
     assert second == expected
 
 
-def test_output_equals_vllm_under_preemption(expected):
+@both_methods
+def test_output_equals_vllm_under_preemption(expected, method):
     # Room for about three of the eight requests at their full length.
     with engine(
-        PAPER, block_size=32, num_gpu_blocks_override=24, max_num_seqs=8, max_model_len=640
+        method, block_size=32, num_gpu_blocks_override=24, max_num_seqs=8, max_model_len=640
     ) as llm:
         assert generate(llm, PROMPTS, GREEDY) == expected
         assert counter(llm, "num_preemptions") > 0
@@ -63,18 +84,20 @@ def test_output_equals_vllm_under_preemption(expected):
         assert len(runner(llm).sequences) == 1
 
 
-def test_output_equals_vllm_up_to_max_model_len():
+@both_methods
+def test_output_equals_vllm_up_to_max_model_len(method):
     tokens = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     settings = {"max_model_len": 160}
     with engine(None, **settings) as llm:
         prompts = [p for p in PROMPTS if len(llm.get_tokenizer().encode(p)) < 150][:8]
         expected = generate(llm, prompts, tokens)
-    with engine(PAPER, **settings) as llm:
+    with engine(method, **settings) as llm:
         assert generate(llm, prompts, tokens) == expected
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-def test_output_equals_vllm_with_two_tensor_parallel_ranks(expected, tmp_path):
+@both_methods
+def test_output_equals_vllm_with_two_tensor_parallel_ranks(expected, method, tmp_path):
     script = tmp_path / "two_ranks.py"
     script.write_text(
         "import json, sys\n"
@@ -99,7 +122,7 @@ def test_output_equals_vllm_with_two_tensor_parallel_ranks(expected, tmp_path):
     environment.pop("VLLM_CPU_NUM_OF_RESERVED_CPU", None)
     subprocess.run(
         [sys.executable, str(script), str(output)],
-        input=json.dumps([TARGET, PAPER, PROMPTS[:12]]),
+        input=json.dumps([TARGET, method, PROMPTS[:12]]),
         env=environment,
         text=True,
         check=True,

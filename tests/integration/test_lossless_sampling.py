@@ -7,11 +7,20 @@ from collections import Counter
 
 import pytest
 import torch
-from engines import TARGET, TOKEN_RECYCLING, counter, engine, generate, read_prompts
+from engines import (
+    SMALL_OUROBOROS,
+    TARGET,
+    TOKEN_RECYCLING,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
+METHODS = {"paper-80": PAPER, "ouroboros": SMALL_OUROBOROS}
 PROMPTS = read_prompts(18, max_words=40)
 # Logits of tree rows and of single rows differ in the last bits of float32 (other GEMM shapes).
 LOGPROB_TOLERANCE = 2e-4
@@ -55,10 +64,10 @@ def expected():
         return llm.generate(PROMPTS, params_of_each_prompt(), use_tqdm=False)
 
 
-@pytest.fixture(scope="module")
-def got():
-    with engine(PAPER) as llm:
-        # The second pass has a warm matrix, hence deep accepted paths.
+@pytest.fixture(scope="module", params=METHODS)
+def got(request):
+    with engine(METHODS[request.param]) as llm:
+        # The second pass has a warm matrix or pool, hence deep accepted paths.
         llm.generate(PROMPTS, params_of_each_prompt(), use_tqdm=False)
         accepted = counter(llm, "spec_decode_num_accepted_tokens")
         results = llm.generate(PROMPTS, params_of_each_prompt(), use_tqdm=False)
@@ -101,9 +110,10 @@ def test_seeds_do_not_depend_on_the_tree():
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_seeded_requests_survive_chunked_prefill(expected):
+@pytest.mark.parametrize("method", METHODS)
+def test_seeded_requests_survive_chunked_prefill(expected, method):
     """Plain vLLM on CPU dies of this: it rewinds generators that have no offset."""
-    with engine(PAPER, max_num_batched_tokens=32, max_num_seqs=4) as llm:
+    with engine(METHODS[method], max_num_batched_tokens=32, max_num_seqs=4) as llm:
         results = llm.generate(PROMPTS, params_of_each_prompt(), use_tqdm=False)
     for index, name in enumerate(PARAMETERS):
         if "logprobs" in name:
@@ -145,10 +155,10 @@ class TestDistribution:
                     table[token, follower, last] = float(first[i] * second[j] * third[k])
         return table
 
-    @pytest.fixture(scope="class")
-    def samples(self, tokens):
+    @pytest.fixture(scope="class", params=METHODS)
+    def samples(self, request, tokens):
         params = SamplingParams(temperature=1.0, max_tokens=3, allowed_token_ids=tokens)
-        with engine(PAPER, max_num_seqs=64) as llm:
+        with engine(METHODS[request.param], max_num_seqs=64) as llm:
             drafts = counter(llm, "spec_decode_num_accepted_tokens")
             outputs = generate(llm, [self.PROMPT] * self.NUM_SAMPLES, params)
             assert counter(llm, "spec_decode_num_accepted_tokens") > drafts

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from engines import TOKEN_RECYCLING, core, counter, engine, generate, read_prompts, runner
+from engines import (
+    SMALL_OUROBOROS,
+    TOKEN_RECYCLING,
+    core,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+    runner,
+)
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+both_methods = pytest.mark.parametrize(
+    "method", [pytest.param(PAPER, id="paper-80"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
+)
 
 
 def draft_tokens(llm) -> int:
@@ -28,14 +40,15 @@ def schedules(llm, monkeypatch):
     return seen
 
 
+@both_methods
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, share):
+def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, share, method):
     prompts = read_prompts(64 - 24, max_words=20) + read_prompts(24, max_words=10)
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}
     with engine(None, **settings) as llm:
         expected = generate(llm, prompts, GREEDY)
-    with engine({**PAPER, "budget_share": share}, **settings) as llm:
-        generate(llm, prompts, GREEDY)  # a warm matrix asks for full trees
+    with engine({**method, "budget_share": share}, **settings) as llm:
+        generate(llm, prompts, GREEDY)  # a warm matrix or pool asks for full trees
         steps = schedules(llm, monkeypatch)
         assert generate(llm, prompts, GREEDY) == expected
         running_before = 0
@@ -56,10 +69,11 @@ def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, shar
             assert max(sizes) <= 256 * share / len(sizes) or sum(sizes) < 256 * share
 
 
-def test_a_request_can_opt_out():
+@both_methods
+def test_a_request_can_opt_out(method):
     prompts = read_prompts(3)
     out = SamplingParams(temperature=0, max_tokens=24, extra_args={"speculate": False})
-    with engine(PAPER) as llm:
+    with engine(method) as llm:
         expected = generate(llm, prompts, GREEDY)
         before = draft_tokens(llm)
         assert generate(llm, prompts, out) == expected
@@ -98,9 +112,10 @@ def test_structured_output_gets_no_drafts_and_is_right(constraint, accepts):
         assert draft_tokens(llm) == before
 
 
-def test_nothing_is_left_of_requests_that_end_or_are_aborted():
+@both_methods
+def test_nothing_is_left_of_requests_that_end_or_are_aborted(method):
     prompts = read_prompts(8)
-    with engine(PAPER) as llm:
+    with engine(method) as llm:
         for number, prompt in enumerate(prompts):
             llm.llm_engine.add_request(str(number), prompt, GREEDY)
         for _ in range(4):
@@ -148,7 +163,7 @@ def test_a_server_can_start_warm(tmp_path):
     with engine(method) as llm:
         expected = generate(llm, prompts, GREEDY)
         written = runner(llm).drafter.proposer.matrix.shared.clone()
-        assert core(llm).model_executor.collective_rpc("save_adjacency_matrix") == [str(path)]
+        assert core(llm).model_executor.collective_rpc("save_draft_state") == [str(path)]
         path.unlink()
     assert path.exists(), "expected the matrix to be saved at shutdown"
     with engine(method) as llm:

@@ -244,7 +244,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     model_runner.prepare_attn = watched_prepare_attn
     model_runner.speculator.propose = watched_propose
     v2_runner.compact_path = watched_compact_path
-    operations = model_runner.drafter.operations
+    operations = model_runner.drafter.proposer.operations
     for name in ("walk", "update_from_logits"):
         if not hasattr(getattr(operations, name), "watched"):
             object.__setattr__(operations, name, _watched(getattr(operations, name), waits))

@@ -1,4 +1,7 @@
-"""The C++ kernels give what the torch functions give that they are twins of, bit for bit."""
+"""The C++ kernels give what the torch functions give that they are twins of, bit for bit.
+
+Attention gives it within a tolerance, that of `test_cpu_tree_attention`, which has more of it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trees
+from test_cpu_kv_cache import STALE, skip_reason
+from test_cpu_tree_attention import is_within_tolerance
 
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix
-from vllm_recycle.kernels import cpu_native
+from vllm_recycle.kernels import cpu_native, cpu_tree_attention
+from vllm_recycle.kernels.cpu_kv_cache import slot_elements
+from vllm_recycle.kernels.cpu_tree_attention import TreeRows
 
 VOCAB, K, SEQUENCES = 40, 4, 3
 
@@ -69,6 +76,45 @@ def test_fill_and_walk_equal_torch(tree, matrix, seed):
     assert torch.equal(got.path, expected.path)
     assert torch.equal(got.token_ids, expected.token_ids)
     assert torch.equal(got.lengths, expected.lengths)
+
+
+BLOCK_SIZE, NUM_BLOCKS, KV_HEADS, HEAD_SIZE = 32, 12, 2, 32
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=trees(), data=st.data(), group=st.integers(1, 4), isa=st.sampled_from(["amx", "vec"]))
+def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa):
+    dtype = torch.bfloat16
+    if isa == "vec" or skip_reason("amx"):
+        isa, dtype = "vec", data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    torch.manual_seed(0)
+    size = st.tuples(st.integers(0, 4 * BLOCK_SIZE), st.integers(1, tree.num_nodes + 1))
+    num_context, num_rows = torch.tensor(data.draw(st.lists(size, min_size=1, max_size=3))).T
+    # Behind the contexts: blocks out of range, and in their last block anything.
+    stale = data.draw(st.sampled_from([float("nan"), STALE]))
+    kv_cache = torch.full((NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), stale).to(dtype)
+    blocks = torch.randperm(NUM_BLOCKS).view(3, 4)[: len(num_context)]
+    token = torch.arange(4 * BLOCK_SIZE)
+    in_context = token < num_context[:, None]
+    slots = (blocks[:, token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE)[in_context]
+    elements = slot_elements(slots, shape=kv_cache.shape, isa=isa)
+    kv_cache.view(-1)[elements] = torch.randn(elements.shape).to(dtype)
+    trees = TreeRows(
+        tree=tree,
+        first=num_rows.cumsum(0) - num_rows,
+        num_rows=num_rows.contiguous(),
+        num_context=num_context.contiguous(),
+        block_table=blocks.where(in_context[:, ::BLOCK_SIZE], 2**30).int(),
+        block_size=BLOCK_SIZE,
+    )
+    tokens = int(num_rows.sum())
+    query = torch.randn(tokens, KV_HEADS * group, HEAD_SIZE).to(dtype)
+    own = torch.randn(tokens, 2, KV_HEADS, HEAD_SIZE).to(dtype).unbind(1)
+    expected, got = torch.empty_like(query), torch.empty_like(query)
+    for twin, output in ((cpu_tree_attention, expected), (cpu_native, got)):
+        twin.tree_attention(query, kv_cache, output, trees=trees, scale=0.2, isa=isa, own=own)
+    assert expected.isfinite().all()
+    assert is_within_tolerance(got, expected)
 
 
 def test_equal_logits_are_taken_in_order():

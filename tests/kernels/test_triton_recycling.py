@@ -295,7 +295,7 @@ def test_a_proposer_drafts_the_same_with_either_set_of_operations(scope):
         # The successors are among the tokens of the steps, so that there are deep drafts.
         logits[:, 12:] -= VOCAB
         for proposer in proposers:
-            proposer.observe(sequences, tokens, logits)
+            proposer.observe(sequences, tokens, logits, torch.arange(7, device=DEVICE))
         expected, got = (proposer.propose(sequences, tokens) for proposer in proposers)
         assert got.equal(expected)
     assert int((got[:, 4] >= 0).sum()) > 1

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("bench", "tree", "demo")
+COMMANDS = ("bench", "tune", "tree", "demo")
 
 
 class UsageError(Exception):

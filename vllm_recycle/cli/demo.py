@@ -18,7 +18,9 @@ from pathlib import Path
 import vllm_recycle
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.plan import METHODS, Plan, positive, read_prompts
+from vllm_recycle.cli.bench.arguments import positive, read_prompts
+from vllm_recycle.cli.bench.methods import METHODS
+from vllm_recycle.cli.bench.plan import Plan
 
 EXAMPLES = Path(vllm_recycle.__file__).parents[1] / "examples"
 MODEL = Path("models/target")
@@ -104,15 +106,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         prompts_path=files[0],
         prompts=prompts[: args.num_prompts or NUM_PROMPTS],
         methods={name: METHODS[name] for name in TITLES},
-        concurrency=(1,),
-        repeats=1,
         max_tokens=args.max_tokens,
-        ignore_eos=False,
         dtype="float32",
-        engine_args={},
-        profile=False,
-        json_path=None,
-        plot_path=None,
     )
 
 
@@ -122,15 +117,14 @@ def generate(plan: Plan) -> dict[str, driver.Reply]:
     The warm-up is short, so that the adjacency matrix has seen next to nothing of the prompts
     when the timed pass begins.
     """
-    arguments = driver.pass_arguments(plan, 1)
+    arguments = driver.pass_arguments(plan, 1, 0)
     tokens = min(WARM_UP_TOKENS, plan.max_tokens)
     replies: dict[str, driver.Reply] = {}
     with driver.children(plan) as running:
         for name, config in plan.methods.items():
             print(f"starting vLLM: {TITLES[name]} ...", flush=True)
-            engine = driver.engine_arguments(plan, config)
-            running[name].ask("load", engine=engine, prompts=plan.prompts)
-            running[name].ask("run", **arguments | {"limit": 1, "max_tokens": tokens})
+            driver.load(plan, running[name], config)
+            running[name].ask("run", **arguments | {"stop": 1, "max_tokens": tokens})
         for name, child in running.items():
             print(f"generating: {TITLES[name]} ...", flush=True)
             replies[name] = child.ask("run", **arguments)

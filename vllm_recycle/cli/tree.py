@@ -15,7 +15,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from vllm_recycle.cli import UsageError
-from vllm_recycle.cli.bench.plan import positive
+from vllm_recycle.cli.bench.arguments import positive
 from vllm_recycle.core import TreeTemplate, load_tree
 
 # Pixels of the picture.

@@ -46,18 +46,18 @@ class PhrasePool:
         for name, value in (("per_token", per_token), ("length", length)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected 1 or more")
-        rows = torch.empty(vocab_size + 1, per_token, length, dtype=torch.int32, device=device)
-        self.rows = rows
+        shape = (vocab_size + 1, per_token, length)
+        self.table = torch.empty(shape, dtype=torch.int32, device=device)
         self.clear()
 
     @property
     def phrases(self) -> torch.Tensor:
         """int32 [vocab, per_token, length], the newest of a token last (a view)."""
-        return self.rows[:-1]
+        return self.table[:-1]
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes
+        return self.table.nbytes
 
     @property
     def num_phrases(self) -> int:
@@ -66,7 +66,7 @@ class PhrasePool:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.rows.fill_(EMPTY)
+        self.table.fill_(EMPTY)
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the pool as safetensors, with what `load` checks."""
@@ -100,11 +100,11 @@ class PhrasePool:
         replaced: torch.Tensor | None = None,
     ) -> None:
         """See `insert_phrases`."""
-        insert_phrases(self.rows, token_ids, phrases, replaced=replaced)
+        insert_phrases(self.table, token_ids, phrases, replaced=replaced)
 
     def newest(self, token_ids: torch.Tensor, count: int) -> torch.Tensor:
         """See `newest_phrases`."""
-        return newest_phrases(self.rows, token_ids, count)
+        return newest_phrases(self.table, token_ids, count)
 
 
 def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
         int64 [batch, count, length], -1 where a token has no more.
 
     """
-    return rows[token_ids, -count:].flip(1).to(torch.int64)
+    return rows[token_ids, rows.shape[1] - count :].flip(1).to(torch.int64)
 
 
 def insert_phrases(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.tree import TreeTemplate
 
 
@@ -18,6 +19,7 @@ class Proposer(Protocol):
     """Drafts trees, learns from every verified row, and forgets sequences that ended."""
 
     tree: TreeTemplate
+    operations: Operations
 
     def propose(self, sequences: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
         """Draft below the last token of each sequence.
@@ -32,14 +34,21 @@ class Proposer(Protocol):
         """
 
     def observe(
-        self, sequences: torch.Tensor, token_ids: torch.Tensor, logits: torch.Tensor
+        self,
+        sequences: torch.Tensor,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        row_starts: torch.Tensor,
     ) -> None:
         """Take in what the target computed, accepted or not.
 
         Args:
-            sequences: int64 [n], the sequence of each row.
-            token_ids: int64 [n], the token that each row was computed for, -1 to ignore a row.
-            logits: [n, vocab], raw: before penalties, temperature and grammar.
+            sequences: int64 [logit rows], the sequence of each row.
+            token_ids: int64 [logit rows], the token that each row was computed for, -1 to ignore a
+                row.
+            logits: [logit rows, vocab], raw: before penalties, temperature and grammar.
+            row_starts: integer [batch + 1], where the rows of each sequence begin, and the end; of
+                each the root, and then the nodes of `tree` that were scheduled.
 
         """
 

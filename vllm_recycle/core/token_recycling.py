@@ -48,7 +48,11 @@ class TokenRecyclingProposer:
         )
 
     def observe(
-        self, sequences: torch.Tensor, token_ids: torch.Tensor, logits: torch.Tensor
+        self,
+        sequences: torch.Tensor,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        row_starts: torch.Tensor,
     ) -> None:
         # Every row updates the matrix; the rejected ones are the point (section 3.1).
         matrix = self.matrix

@@ -14,8 +14,6 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-from vllm_recycle.integration.options import TOKEN_RECYCLING
-
 
 @contextmanager
 def override_backend(backend: AttentionBackendEnum, replacement: type) -> Iterator[None]:
@@ -54,5 +52,5 @@ def refuse_layer(impl: Any, **features: bool) -> None:
     for feature, present in refused.items():
         if present:
             raise NotImplementedError(
-                f"{TOKEN_RECYCLING} does not support {feature}; leave out --speculative-config"
+                f"vllm_recycle does not support {feature}; leave out --speculative-config"
             )

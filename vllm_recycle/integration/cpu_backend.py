@@ -30,12 +30,14 @@ class MixedRows:
 
     Attributes:
         trees: the rows of trees.
+        are_cached: whether their keys and values are in the cache.
         other_rows: int64 [n], the flat rows that are no tree; None where all are.
         other_metadata: vLLM's metadata for these alone.
 
     """
 
     trees: TreeRows
+    are_cached: bool
     other_rows: torch.Tensor | None
     other_metadata: CPUAttentionMetadata | None
 
@@ -46,10 +48,12 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     Attributes:
         trees: template and rows of the step that is built next, set by the runner
             (`tree_rows.prepare_trees`); None for steps that no request is in.
+        trees_are_cached: whether the rows of trees have KV slots.
 
     """
 
     trees: tuple[TreeTemplate, TreeBatch] | None = None
+    trees_are_cached: bool = True
 
     def build(
         self,
@@ -66,7 +70,8 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def _split_rows(
         self, common: CommonAttentionMetadata, tree: TreeTemplate, trees: TreeBatch
     ) -> MixedRows:
-        num_rows = trees.num_nodes + 1
+        has_tree = trees.num_nodes > 0
+        num_rows = (trees.num_nodes + 1).where(has_tree, 0)
         all_rows = TreeRows(
             tree=tree,
             first=trees.first_token_row,
@@ -75,16 +80,18 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             block_size=self.block_size,
         )
-        has_tree = trees.num_nodes > 0
-        if has_tree.all():
-            return MixedRows(all_rows, None, None)
-        tree_rows = all_rows.select(has_tree)
-        lengths = common.query_start_loc_cpu.diff()
-        others = ~has_tree
-        rows = others.repeat_interleave(lengths).nonzero().flatten()
+        tree_rows = all_rows if has_tree.all() else all_rows.select(has_tree)
+        # Rows before a root are no tree's.
+        lengths = common.query_start_loc_cpu.diff() - num_rows
+        others = lengths > 0
+        if not others.any():
+            return MixedRows(tree_rows, self.trees_are_cached, None, None)
+        is_other = torch.ones(common.num_actual_tokens, dtype=torch.bool)
+        is_other[trees.tree_token_rows] = False
+        rows = is_other.nonzero().flatten()
         lengths = lengths[others]
         query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        seq_lens = common.seq_lens[others]
+        seq_lens = (common.seq_lens - num_rows)[others].to(torch.int32)
         alone = common.replace(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=query_start_loc,
@@ -96,7 +103,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table_tensor=common.block_table_tensor[others],
             slot_mapping=common.slot_mapping[rows],
         )
-        return MixedRows(tree_rows, rows, super().build(0, alone))
+        return MixedRows(tree_rows, self.trees_are_cached, rows, super().build(0, alone))
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -127,7 +134,15 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         mixed: MixedRows | None = getattr(attn_metadata, "mixed_rows", None)
         if mixed is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        tree_attention(query, kv_cache, output, trees=mixed.trees, scale=self.scale, isa=layer.isa)
+        tree_attention(
+            query,
+            kv_cache,
+            output,
+            trees=mixed.trees,
+            scale=self.scale,
+            isa=layer.isa,
+            own=None if mixed.are_cached else (key, value),
+        )
         if mixed.other_rows is not None:
             others = torch.empty_like(output[mixed.other_rows])
             super().forward(

@@ -1,21 +1,25 @@
 """The proposer of an engine, made from its configuration, and its life within a worker.
 
 vLLM creates a `custom_class` drafter by name, loads it with the model and asks it for drafts;
-ours only holds the proposer, since the runner (`v1_runner`, `v2_runner`) does the asking.
+`TreeDrafter` only holds the proposer, since the runner (`v1_runner`, `v2_runner`) does the asking.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AdjacencyMatrix, Operations, TokenRecyclingProposer
+from vllm_recycle.core import AdjacencyMatrix, Operations, Proposer, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.kernels.cpu_native import native_operations
 
 logger = init_logger("vllm.recycle")
@@ -23,8 +27,126 @@ logger = init_logger("vllm.recycle")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-class TreeDrafter:
-    """Holds the proposer, and brings its matrix in and out of a file.
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The requests of a step of the V1 runner, after it, in batch order.
+
+    Attributes:
+        sequences: int64 [batch], sequence numbers.
+        token_ids: int32 [batch, max_model_len], prompt and output of each request.
+        num_computed: int64 [batch], tokens of each that the target has computed.
+        wants_draft: bool [batch]; these have one more token, which the target sampled.
+
+    """
+
+    sequences: torch.Tensor
+    token_ids: np.ndarray
+    num_computed: np.ndarray
+    wants_draft: np.ndarray
+
+    def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
+        """int64 [n], of those requests that want a draft."""
+        last = self.token_ids[chosen, self.num_computed[chosen]]
+        return torch.from_numpy(last.astype(np.int64))
+
+
+class LearntState(Protocol):
+    """What a proposer has learnt: `AdjacencyMatrix` or `PhrasePool`."""
+
+    table: torch.Tensor
+
+    def clear(self) -> None: ...
+    def load(self, path: str | Path, *, fingerprint: str) -> None: ...
+    def save(self, path: str | Path, *, fingerprint: str) -> None: ...
+
+
+class Drafter:
+    """Holds a proposer, and brings what it learns in and out of a file.
+
+    Attributes:
+        vllm_config: of the engine, as `engine_config.rewrite` left it.
+        proposer: what drafts.
+        state: what it learns.
+        state_file: where that lives between engines, if anywhere.
+        is_ready: whether `reset` was called.
+
+    """
+
+    vllm_config: Any
+    proposer: Proposer
+    state: LearntState
+    state_file: str | None
+    is_ready = False
+
+    def reset(self) -> None:
+        """Forget everything, and start from the state file where there is one.
+
+        Raises:
+            ValueError: the file is not of this model, tokenizer and sizes.
+
+        """
+        state, path = self.state, self.state_file
+        state.clear()
+        if path is not None:
+            parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
+            is_first = not parallel or get_tp_group().rank_in_group == 0
+            if is_first and Path(path).exists():
+                state.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+            if parallel:
+                # Ranks must agree, and may see different files, or one that is being replaced.
+                get_tp_group().broadcast(state.table)
+        self.is_ready = True
+
+    def save(self) -> str | None:
+        """Write the state file; returns its path, None where there is none."""
+        path = self.state_file
+        if path is not None:
+            self.state.save(path, fingerprint=fingerprint(self.vllm_config.model_config))
+            logger.info("vllm_recycle: wrote %s", path)
+        return path
+
+    def describe(self) -> str:
+        """One line: what is on."""
+        raise NotImplementedError
+
+    # For the V1 runner.
+
+    @property
+    def attention_layers(self) -> Set[str]:
+        """Names of attention layers that are not the target's."""
+        return frozenset()
+
+    def begin(self, number: int, token_ids: torch.Tensor, num_computed: int) -> None:
+        """A sequence starts.
+
+        Args:
+            number: of the sequence.
+            token_ids: int64 [length], its text.
+            num_computed: tokens of it that are in the KV cache.
+
+        """
+        self.proposer.begin(torch.full_like(token_ids, number), token_ids)
+
+    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+        """Draft behind each text that wants it.
+
+        Args:
+            texts: of the step.
+            block_tables: vLLM's, of all KV cache groups.
+
+        Returns:
+            int64 [batch, nodes], -1 where there is no draft.
+
+        """
+        raise NotImplementedError
+
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        """What vLLM's own runners would ask."""
+        raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
+
+
+class TreeDrafter(Drafter):
+    """Token Recycling.
 
     Args:
         vllm_config: of the engine, as `engine_config.rewrite` left it.
@@ -32,6 +154,8 @@ class TreeDrafter:
         device: where the matrix lives.
 
     """
+
+    proposer: TokenRecyclingProposer
 
     def __init__(
         self,
@@ -41,69 +165,45 @@ class TreeDrafter:
         device: torch.device | str = "cpu",
     ) -> None:
         self.vllm_config = vllm_config
-        self.options = get_options(vllm_config)
-        self.operations = native_operations() if operations is None else operations
-        self.is_ready = False
+        options = get_options(vllm_config)
+        assert isinstance(options, TokenRecyclingOptions)
+        self.state_file = options.matrix_file
         # Here and not with the weights: this is before vLLM measures the memory that is left, and
         # outside what it discards when it sleeps.
-        matrix = AdjacencyMatrix(
+        self.state = AdjacencyMatrix(
             vllm_config.model_config.get_vocab_size(),
-            self.options.k,
-            scope=self.options.scope,  # type: ignore[arg-type]
+            options.k,
+            scope=options.scope,  # type: ignore[arg-type]
             num_sequences=vllm_config.scheduler_config.max_num_seqs,
-            hot_start=self.options.hot_start,
+            hot_start=options.hot_start,
             device=device,
         )
         self.proposer = TokenRecyclingProposer(
-            matrix,
-            self.options.load_tree().to(device),
-            seed_from_prompt=self.options.seed_from_prompt,
-            operations=self.operations,
+            self.state,
+            options.load_tree().to(device),
+            seed_from_prompt=options.seed_from_prompt,
+            operations=native_operations() if operations is None else operations,
         )
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
 
-    def reset(self) -> None:
-        """Forget everything, and start from the matrix file where there is one.
-
-        Raises:
-            ValueError: the file is not of this model, tokenizer and k.
-
-        """
-        matrix, path = self.proposer.matrix, self.options.matrix_file
-        matrix.clear()
-        if path is not None:
-            parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
-            is_first = not parallel or get_tp_group().rank_in_group == 0
-            if is_first and Path(path).exists():
-                matrix.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
-            if parallel:
-                # Ranks must agree, and may see different files, or one that is being replaced.
-                get_tp_group().broadcast(matrix.table)
-        self.is_ready = True
-
-    def propose(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("TreeDrafter: expected one of vllm_recycle's own model runners")
+    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+        drafts = torch.full((len(texts.wants_draft), self.proposer.tree.num_nodes), -1)
+        chosen = np.nonzero(texts.wants_draft)[0]
+        if len(chosen):
+            last = texts.last_token_ids(chosen)
+            drafts[chosen] = self.proposer.propose(texts.sequences[chosen], last)
+        return drafts
 
     def describe(self) -> str:
-        """One line: what is on."""
         tree, matrix = self.proposer.tree, self.proposer.matrix
         return (
             f"token_recycling: tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}, "
             f"k {matrix.k}, scope {matrix.scope}, hot start {matrix.layout.reads_shared}, "
             f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
-            f"kernels in {self.operations.name}"
+            f"kernels in {self.proposer.operations.name}"
         )
-
-    def save(self) -> str | None:
-        """Write the shared matrix to `matrix_file`; returns its path, None where none is set."""
-        path = self.options.matrix_file
-        if path is not None:
-            print_of_model = fingerprint(self.vllm_config.model_config)
-            self.proposer.matrix.save(path, fingerprint=print_of_model)
-            logger.info("token_recycling: wrote the adjacency matrix to %s", path)
-        return path
 
 
 def fingerprint(model_config: Any) -> str:

@@ -1,8 +1,9 @@
 """From `{"method": "token_recycling", ...}` to a configuration that vLLM accepts.
 
-A method of vLLM hosts ours: one that has no draft model and no lookahead slots, and that the model
-runner of the platform knows. What our runners need beside it travels in `additional_config`. What
-was not built and tested with vLLM's other features is refused here, at start-up and by name.
+A method of vLLM hosts ours: for Token Recycling one that has no draft model and no lookahead slots,
+and that the model runner of the platform knows; for Ouroboros vLLM's own `draft_model`. What our
+runners need beside it travels in `additional_config`. What was not built and tested with vLLM's
+other features is refused here, at start-up and by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration.options import METHODS, TOKEN_RECYCLING, TokenRecyclingOptions
+from vllm_recycle.integration.options import (
+    METHODS,
+    OUROBOROS,
+    TOKEN_RECYCLING,
+    MethodOptions,
+    OuroborosOptions,
+)
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
 
 logger = init_logger("vllm.recycle")
@@ -29,51 +36,55 @@ DRAFTER = "vllm_recycle.integration.drafter.TreeDrafter"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
 OPT_OUT = "speculate"
+IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """How the method runs on a kind of device.
+    """How our methods run on a kind of device.
 
     Attributes:
         worker: qualified name of our worker.
-        host_method: vLLM's method that ours takes the place of.
+        host_methods: our methods, and vLLM's that each takes the place of.
         use_v2_model_runner: which of vLLM's model runners ours is made of.
         attention_backend: the one that ours takes the place of; None where vLLM has but one.
 
     """
 
     worker: str
-    host_method: str
+    host_methods: dict[str, str]
     use_v2_model_runner: bool
     attention_backend: AttentionBackendEnum | None
 
 
 PLATFORMS = {
     "cpu": Platform(
-        "vllm_recycle.integration.cpu_worker.TreeCPUWorker", "custom_class", False, None
+        "vllm_recycle.integration.cpu_worker.TreeCPUWorker",
+        {TOKEN_RECYCLING: "custom_class", OUROBOROS: "draft_model"},
+        False,
+        None,
     ),
     "cuda": Platform(
         "vllm_recycle.integration.gpu_worker.TreeGPUWorker",
-        "ngram_gpu",
+        {TOKEN_RECYCLING: "ngram_gpu"},
         True,
         AttentionBackendEnum.FLASH_ATTN,
     ),
 }
 
 
-def get_platform() -> Platform:
-    """How the method runs here.
+def get_platform(method: str) -> Platform:
+    """How a method of ours runs here.
 
     Raises:
         NotImplementedError: it does not.
 
     """
     name = "cuda" if current_platform.is_cuda() else current_platform.device_type
-    if name not in PLATFORMS:
+    accepted = [name for name, platform in PLATFORMS.items() if method in platform.host_methods]
+    if name not in accepted:
         raise NotImplementedError(
-            f"{TOKEN_RECYCLING}: got platform {current_platform.device_name!r}, expected one of "
-            f"{list(PLATFORMS)}"
+            f"{method}: got platform {current_platform.device_name!r}, expected one of {accepted}"
         )
     return PLATFORMS[name]
 
@@ -96,9 +107,10 @@ def rewrite(engine_args: Any) -> Any | None:
         value = getattr(engine_args, flag)
         if value is not None:
             given.setdefault(key, value)
-    if given.pop("method", None) not in METHODS:
+    method = given.pop("method", None)
+    if method not in METHODS:
         return None
-    platform = get_platform()
+    platform = get_platform(method)
     # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
     runner = envs.VLLM_USE_V2_MODEL_RUNNER
     early = {
@@ -107,27 +119,27 @@ def rewrite(engine_args: Any) -> Any | None:
         and runner != platform.use_v2_model_runner,
         "--async-scheduling": engine_args.async_scheduling and not platform.use_v2_model_runner,
     }
-    _refuse(early)
+    _refuse(method, early)
     schedule = given.pop("num_speculative_tokens_per_batch_size", None)
-    options = TokenRecyclingOptions.parse(given)
+    options = METHODS[method].parse(given)
     num_nodes = options.load_tree(on_gpu=platform.use_v2_model_runner).num_nodes
-    options = dataclasses.replace(options, max_nodes=num_nodes)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
+    needs = f"the method {method!r} brings its own"
     if engine_args.worker_cls != "auto":
-        raise ValueError(f"--worker-cls: got {engine_args.worker_cls!r}, expected none: {_NEEDS}")
+        raise ValueError(f"--worker-cls: got {engine_args.worker_cls!r}, expected none: {needs}")
     if engine_args.scheduler_cls is not None:
         raise ValueError(
-            f"--scheduler-cls: got {engine_args.scheduler_cls!r}, expected none: {_NEEDS}"
+            f"--scheduler-cls: got {engine_args.scheduler_cls!r}, expected none: {needs}"
         )
     additional = engine_args.additional_config or {}
     if not isinstance(additional, dict):
-        raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {_NEEDS}")
+        raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
     rewritten.worker_cls = platform.worker
-    rewritten.additional_config = {
-        **additional,
-        ADDITIONAL_CONFIG_KEY: dataclasses.asdict(options),
-    }
+    values = {"method": method, **dataclasses.asdict(options)}
+    if method == TOKEN_RECYCLING:
+        values["max_nodes"] = num_nodes
+    rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
@@ -137,27 +149,31 @@ def rewrite(engine_args: Any) -> Any | None:
     else:
         default_schedule = halving_schedule(num_nodes, MAX_TREE_ROWS)
     rewritten.speculative_config = {
-        "method": platform.host_method,
-        "model": DRAFTER,
+        "method": platform.host_methods[method],
+        **host_keys(options),
         "num_speculative_tokens": num_nodes,
         "num_speculative_tokens_per_batch_size": schedule or default_schedule,
     }
     if platform.attention_backend is not None:
-        _choose_attention_backend(rewritten, platform.attention_backend)
+        _choose_attention_backend(rewritten, platform.attention_backend, needs)
     return rewritten
 
 
-_NEEDS = f"the method {TOKEN_RECYCLING!r} brings its own"
+def host_keys(options: MethodOptions) -> dict[str, Any]:
+    """What vLLM's host method needs to know beside the number of draft tokens."""
+    if isinstance(options, OuroborosOptions):
+        return options.draft_model_config()
+    return {"model": DRAFTER}
 
 
-def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum) -> None:
+def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum, needs: str) -> None:
     given = engine_args.attention_backend or engine_args.attention_config.backend
     if isinstance(given, str):
         given = AttentionBackendEnum[given.upper()]
     if given not in (None, ours):
         raise NotImplementedError(
             f"--attention-backend: got {given.name}, expected none or {ours.name}: "
-            f"{_NEEDS} for the trees, which is made of {ours.name}"
+            f"{needs} for the trees, which is made of {ours.name}"
         )
     engine_args.attention_backend = None
     engine_args.attention_config = copy.copy(engine_args.attention_config)
@@ -165,13 +181,14 @@ def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum) -> N
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Whether an engine's speculative configuration is one that `rewrite` made."""
-    return speculative_config is not None and speculative_config.model == DRAFTER
+    """Whether an engine's speculative configuration is one that `finish` completed."""
+    return hasattr(speculative_config, IS_OURS)
 
 
-def get_options(vllm_config: Any) -> TokenRecyclingOptions:
+def get_options(vllm_config: Any) -> MethodOptions:
     """The options that `rewrite` put into the configuration."""
-    return TokenRecyclingOptions(**vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    values = dict(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    return METHODS[values.pop("method")](**values)
 
 
 def finish(vllm_config: Any) -> None:
@@ -184,14 +201,16 @@ def finish(vllm_config: Any) -> None:
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    platform, tree = get_platform(), get_options(vllm_config).load_tree()
+    options = get_options(vllm_config)
+    platform, tree = get_platform(options.method), options.load_tree()
+    setattr(vllm_config.speculative_config, IS_OURS, True)
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     if platform.use_v2_model_runner:
         logger.warning_once(
             "%s on CUDA is tested in Triton's interpreter, and has not run on a GPU yet",
-            TOKEN_RECYCLING,
+            options.method,
         )
         _warn_of_missing_graphs(vllm_config)
     if tree.depth >= model.max_model_len:
@@ -199,6 +218,19 @@ def finish(vllm_config: Any) -> None:
             f"tree {tree.name!r}: depth {tree.depth}, expected less than "
             f"--max-model-len {model.max_model_len}"
         )
+    if isinstance(options, OuroborosOptions):
+        draft = vllm_config.speculative_config.draft_model_config
+        if draft.max_model_len < model.max_model_len:
+            raise ValueError(
+                f"--max-model-len: got {model.max_model_len}, expected at most the "
+                f"{draft.max_model_len} tokens of the draft model {options.model}"
+            )
+        rows = options.shape().lookahead().num_nodes + options.phrase_length
+        if scheduler.max_num_batched_tokens < rows:
+            raise ValueError(
+                f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
+                f"least the {rows} rows of a draft forward, or a smaller window or fewer guesses"
+            )
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     refused = {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
@@ -237,7 +269,7 @@ def finish(vllm_config: Any) -> None:
         f"Model Runner {runner}, which this configuration leads to": platform.use_v2_model_runner
         != vllm_config.use_v2_model_runner,
     }
-    _refuse(refused)
+    _refuse(options.method, refused)
 
 
 def _warn_of_missing_graphs(vllm_config: Any) -> None:
@@ -257,17 +289,21 @@ def _warn_of_missing_graphs(vllm_config: Any) -> None:
             )  # fmt: skip
 
 
-def _refuse(features: dict[str, bool]) -> None:
+def _refuse(method: str, features: dict[str, bool]) -> None:
     for feature, present in features.items():
         if present:
             raise NotImplementedError(
-                f"{TOKEN_RECYCLING} does not support {feature}; change it, or leave out "
-                "--speculative-config"
+                f"{method} does not support {feature}; change it, or leave out --speculative-config"
             )
 
 
+def opts_out(params: Any) -> bool:
+    """Whether a request, by its sampling parameters, is to be decoded without speculation."""
+    return not (params.extra_args or {}).get(OPT_OUT, True)
+
+
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
-    """Judge a request's parameters where the engine runs our method; see `versions`.
+    """Judge a request's parameters where the engine runs one of ours; see `versions`.
 
     Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
 

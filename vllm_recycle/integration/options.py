@@ -9,21 +9,80 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm_recycle.core.adjacency import SCOPES
+from vllm_recycle.core.ouroboros import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
 
 TOKEN_RECYCLING = "token_recycling"
-METHODS = (TOKEN_RECYCLING,)
+OUROBOROS = "ouroboros"
 
 # The prefix of the default tree that is fastest on CPU, by the benchmark in the README. With the
 # root it makes 16 rows, the height of an AMX tile.
 CPU_MAX_NODES = 15
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecyclingOptions:
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """What the options of our methods share.
+
+    Attributes:
+        method: its name.
+        budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
+
+    """
+
+    method: ClassVar[str]
+
+    budget_share: float = 0.5
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Check the keys and values of a speculative configuration (without its `method`).
+
+        Raises:
+            ValueError: naming the key, what was given and what is accepted.
+
+        """
+        cls._check_keys(given)
+        options = cls(**given)
+        options.check()
+        return options
+
+    @classmethod
+    def _check_keys(cls, given: Mapping[str, Any], *others: str) -> None:
+        shared = {field.name for field in dataclasses.fields(MethodOptions)}
+        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name in shared)
+        accepted = [field.name for field in fields]
+        for key in given:
+            if key not in (*accepted, *others):
+                raise ValueError(
+                    f"speculative_config of {cls.method}: unknown key {key!r}, expected any "
+                    f"of {['method', *accepted, *others]}"
+                )
+        for field in fields:
+            if field.default is dataclasses.MISSING and field.name not in given:
+                raise ValueError(f"speculative_config of {cls.method}: {field.name!r} is missing")
+
+    def check(self) -> None:
+        """Raise ValueError for the first value that is not accepted."""
+        share = self.budget_share
+        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        _expect("budget_share", share, is_share, "a number above 0, at most 1")
+
+    def load_tree(self, *, on_gpu: bool = False) -> TreeTemplate:
+        """The template that the target verifies.
+
+        Args:
+            on_gpu: whether a default is that for a GPU.
+
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecyclingOptions(MethodOptions):
     """The options of the method `token_recycling`.
 
     Attributes:
@@ -36,9 +95,10 @@ class TokenRecyclingOptions:
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
             written at shutdown.
         seed_from_prompt: whether the bigrams of the prompt enter the matrix.
-        budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
 
     """
+
+    method = TOKEN_RECYCLING
 
     k: int = 8
     tree: str = "default"
@@ -47,52 +107,27 @@ class TokenRecyclingOptions:
     hot_start: bool = True
     matrix_file: str | None = None
     seed_from_prompt: bool = True
-    budget_share: float = 0.5
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> TokenRecyclingOptions:
-        """Check the keys and values of a speculative configuration (without its `method`).
-
-        `num_speculative_tokens`, vLLM's word, cuts the tree as `max_nodes` does.
-
-        Raises:
-            ValueError: naming the key, what was given and what is accepted.
-
-        """
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """As for all; `num_speculative_tokens`, vLLM's word, cuts the tree as `max_nodes` does."""
+        cls._check_keys(given, "num_speculative_tokens")
         values = dict(given)
-        num_speculative_tokens = values.pop("num_speculative_tokens", None)
-        accepted = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
-            if key not in accepted:
-                raise ValueError(
-                    f"speculative_config of {TOKEN_RECYCLING}: unknown key {key!r}, expected any "
-                    f"of {['method', *accepted, 'num_speculative_tokens']}"
-                )
-        limits = [values.get("max_nodes"), num_speculative_tokens]
+        limits = [values.get("max_nodes"), values.pop("num_speculative_tokens", None)]
         for key, limit in zip(("max_nodes", "num_speculative_tokens"), limits, strict=True):
             if limit is not None:
                 _expect(key, limit, _is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
         values["max_nodes"] = min((n for n in limits if n is not None), default=None)
-        options = cls(**values)
-        options._check()
-        return options
+        return super().parse(values)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        super().check()
         _expect("k", self.k, _is_int(self.k, 1, 64), "an integer 1 to 64")
         _expect("tree", self.tree, isinstance(self.tree, str), "a name or a path")
         _expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
         for name in ("hot_start", "seed_from_prompt"):
-            value = getattr(self, name)
-            _expect(name, value, isinstance(value, bool), "true or false")
-        file = self.matrix_file
-        _expect("matrix_file", file, file is None or isinstance(file, str), "a path")
-        if file is not None:
-            path = Path(file)
-            usable = path.parent.is_dir() and not path.is_dir()
-            _expect("matrix_file", file, usable, "a file in a directory that exists")
-        share = self.budget_share
-        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
-        _expect("budget_share", share, is_share, "a number above 0, at most 1")
+            _expect_bool(name, getattr(self, name))
+        _expect_file("matrix_file", self.matrix_file)
         if self.scope == "shared" and not self.hot_start:
             raise ValueError(
                 "speculative_config: hot_start is false with scope 'shared', expected scope "
@@ -124,6 +159,99 @@ class TokenRecyclingOptions:
         return tree
 
 
+POOL_SCOPES = ("shared", "request")
+# vLLM's keys that are about the draft model.
+DRAFT_MODEL_KEYS = (
+    "model",
+    "draft_tensor_parallel_size",
+    "quantization",
+    "revision",
+    "code_revision",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuroborosOptions(MethodOptions):
+    """The options of the method `ouroboros`.
+
+    Attributes:
+        model: the draft model; it and the four below are vLLM's keys.
+        draft_tensor_parallel_size: see vLLM.
+        quantization: see vLLM.
+        revision: see vLLM.
+        code_revision: see vLLM.
+        gamma: tokens that the draft model drafts in a round.
+        window: columns of the lookahead window, the paper's W.
+        guesses: phrases kept for a token and tried in a draft forward, the paper's G.
+        phrase_length: tokens of a phrase with the one that it follows, the paper's L.
+        branches: phrases below the end of a draft, the paper's K; 0 for none.
+        max_forwards: draft forwards a round; None for as many as gamma tokens take.
+        harvest_trunk: whether phrases come from what the target verified in the trunk.
+        harvest_branches: whether tried phrases are replaced by what the target said.
+        scope: whether requests share a pool that lives on (`shared`), or have each their own
+            (`request`).
+        pool_file: safetensors file of the shared pool; read at start-up where it exists, written
+            at shutdown.
+
+    """
+
+    method = OUROBOROS
+
+    model: str
+    draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    gamma: int = 12
+    window: int = 20
+    guesses: int = 20
+    phrase_length: int = 7
+    branches: int = 3
+    max_forwards: int | None = None
+    harvest_trunk: bool = True
+    harvest_branches: bool = True
+    scope: str = "shared"
+    pool_file: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        _expect("model", self.model, isinstance(self.model, str), "a draft model's name or path")
+        try:
+            self.shape()
+        except ValueError as error:
+            raise ValueError(f"speculative_config: {error}") from None
+        forwards = self.max_forwards
+        is_valid = forwards is None or _is_int(forwards, 1, self.gamma)
+        _expect("max_forwards", forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
+        for name in ("harvest_trunk", "harvest_branches"):
+            _expect_bool(name, getattr(self, name))
+        _expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
+        _expect_file("pool_file", self.pool_file)
+        if self.pool_file is not None and self.scope != "shared":
+            raise ValueError(
+                "speculative_config: pool_file is given with scope 'request', expected scope "
+                "'shared': the pools of requests end with them"
+            )
+
+    def shape(self) -> DraftShape:
+        """The sizes of a draft."""
+        names = (field.name for field in dataclasses.fields(DraftShape))
+        return DraftShape(**{name: getattr(self, name) for name in names})
+
+    def load_tree(self, *, on_gpu: bool = False) -> TreeTemplate:
+        return self.shape().tree()
+
+    def draft_model_config(self) -> dict[str, Any]:
+        """vLLM's keys that were given."""
+        values = {key: getattr(self, key) for key in DRAFT_MODEL_KEYS}
+        return {key: value for key, value in values.items() if value is not None}
+
+
+METHODS: dict[str, type[MethodOptions]] = {
+    kind.method: kind for kind in (TokenRecyclingOptions, OuroborosOptions)
+}
+
+
 def _is_int(value: Any, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -131,3 +259,15 @@ def _is_int(value: Any, low: int, high: int) -> bool:
 def _expect(key: str, value: Any, valid: bool, expected: str) -> None:
     if not valid:
         raise ValueError(f"speculative_config: {key} is {value!r}, expected {expected}")
+
+
+def _expect_bool(key: str, value: Any) -> None:
+    _expect(key, value, isinstance(value, bool), "true or false")
+
+
+def _expect_file(key: str, value: Any) -> None:
+    _expect(key, value, value is None or isinstance(value, str), "a path")
+    if value is not None:
+        path = Path(value)
+        usable = path.parent.is_dir() and not path.is_dir()
+        _expect(key, value, usable, "a file in a directory that exists")

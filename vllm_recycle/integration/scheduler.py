@@ -12,7 +12,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_recycle.integration.engine_config import OPT_OUT, get_options
+from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.row_budget import even_limit
 
 
@@ -25,6 +26,10 @@ class TreeScheduler(Scheduler):
         # Depth of each prefix, by its number of nodes; a constant of the tree.
         self.depth_of_nodes = options.load_tree().depths.cummax(0).values.tolist()
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
+        self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+        if isinstance(options, OuroborosOptions):
+            # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
+            self.num_lookahead_tokens = options.gamma
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""
@@ -39,18 +44,20 @@ class TreeScheduler(Scheduler):
 
     def _draft_limits(self, drafting: list[Any]) -> list[int]:
         """The longest draft of each of these requests that harms no other."""
-        # Each running request needs a row beside its draft.
-        budget = min(self.max_draft_tokens, self.max_num_scheduled_tokens - len(self.running))
+        # Each running request needs a row beside its draft, and vLLM may ask for one more.
+        rows = len(self.running) * (1 + self.draft_slots)
+        budget = min(self.max_draft_tokens, self.max_num_scheduled_tokens - rows)
         limit = even_limit([len(r.spec_token_ids) for r in drafting], max(0, budget))
         # A draft is worth less than another request's KV cache: none may cost a preemption. So it
         # has the rest of its request's last block, and an even share of the blocks that are free
         # when every request has one for its next token. Tokens whose ids are still on the device
-        # have slots too.
-        next_slots = [r.num_tokens + r.num_output_placeholders - 1 for r in self.running]
+        # have slots too, and so has what a draft model writes ahead.
+        ahead = self.num_lookahead_tokens
+        next_slots = [r.num_tokens + r.num_output_placeholders + ahead - 1 for r in self.running]
         starting = sum(slot % self.block_size == 0 for slot in next_slots)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() - starting
         free_slots = max(0, free_blocks) // max(1, len(self.running)) * self.block_size
-        slots = [r.num_tokens + r.num_output_placeholders for r in drafting]
+        slots = [r.num_tokens + r.num_output_placeholders + ahead for r in drafting]
         return [min(limit, -slot % self.block_size + free_slots) for slot in slots]
 
     def may_speculate(self, request: Any) -> bool:
@@ -63,7 +70,7 @@ class TreeScheduler(Scheduler):
         params = request.sampling_params
         if request.use_structured_output or (self.use_v2_model_runner and _looks_back(params)):
             return False
-        return bool((params.extra_args or {}).get(OPT_OUT, True))
+        return not opts_out(params)
 
     def make_spec_decoding_stats(
         self,

@@ -6,7 +6,7 @@ are changed from chains to trees, and the KV of the accepted path is moved to wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def compact_kv_cache(
     attn_groups: Sequence[Sequence[Any]],
     slot_mappings: Sequence[torch.Tensor],
     layers: Mapping[str, Any],
+    others: Set[str] = frozenset(),
 ) -> None:
     """Move the KV of the accepted path to the first slots of the step, in every layer.
 
@@ -61,6 +62,7 @@ def compact_kv_cache(
         attn_groups: vLLM's, of each KV cache group.
         slot_mappings: integer [tokens] of each KV cache group.
         layers: attention layers by name.
+        others: those among the groups that did not see the trees, a draft model's.
 
     """
     source, target = trees.moves(path)
@@ -69,7 +71,9 @@ def compact_kv_cache(
     for groups, slot_mapping in zip(attn_groups, slot_mappings, strict=True):
         read, write = slot_mapping[source].long(), slot_mapping[target].long()
         for group in groups:
-            attention = [layers[name] for name in group.layer_names]
+            attention = [layers[name] for name in group.layer_names if name not in others]
+            if not attention:
+                continue
             # Layers may share a cache: move it once.
             caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in attention}
             move_slots(list(caches.values()), read, write, isa=attention[0].isa)

@@ -18,20 +18,28 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import SequenceNumbers
-from vllm_recycle.integration.drafter import TreeDrafter
+from vllm_recycle.integration.drafter import Texts, TreeDrafter
+from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.tree_batch import TreeBatch
 from vllm_recycle.integration.tree_rows import compact_kv_cache, prepare_trees
+from vllm_recycle.integration.v1_draft_model import OuroborosDrafter
 
 
 class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
-    drafter: TreeDrafter
+    drafter: TreeDrafter | OuroborosDrafter
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.tree = self.drafter.options.load_tree()
+        if get_options(vllm_config).method == OUROBOROS:
+            self.drafter = OuroborosDrafter(vllm_config, device, self)
+            # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's,
+            # which was made before it, refuses this.
+            self.speculative_config.disable_padded_drafter_batch = True
+        self.tree = self.drafter.proposer.tree
         self.sequences = SequenceNumbers(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).
@@ -55,7 +63,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             request = self.requests[request_id]
             known = torch.tensor([*request.prompt_token_ids, *request.output_token_ids])
             number = self.sequences.assign(request_id)
-            self.drafter.proposer.begin(torch.full_like(known, number), known)
+            self.drafter.begin(number, known, request.num_computed_tokens)
         return result
 
     # Before the forward: positions, and what attention needs to know.
@@ -91,6 +99,7 @@ class TreeCPUModelRunner(CPUModelRunner):
                 self.batch_sequences[self.trees.request_of_logit_row],
                 self.trees.row_token_ids,
                 state.logits,
+                self.trees.row_starts,
             )
         return super().sample_tokens(grammar_output)
 
@@ -99,7 +108,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         sampling_metadata = self.input_batch.sampling_metadata
         if rows_are_independent(sampling_metadata):
             sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
-            result = self.drafter.operations.walk(
+            result = self.drafter.proposer.operations.walk(
                 sampled, self.trees.drafts, self.trees.row_starts, tree=self.tree
             )
             logprobs = None
@@ -124,6 +133,7 @@ class TreeCPUModelRunner(CPUModelRunner):
                 table.slot_mapping.gpu for table in self.input_batch.block_table.block_tables
             ],
             layers=self.compilation_config.static_forward_context,
+            others=self.drafter.attention_layers,
         )
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
 
@@ -145,14 +155,27 @@ class TreeCPUModelRunner(CPUModelRunner):
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
-        going_on = [i for i, token_ids in enumerate(sampled_token_ids) if token_ids]
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if going_on:
-            last = torch.tensor([sampled_token_ids[i][-1] for i in going_on])
-            filled = self.drafter.proposer.propose(self.batch_sequences[going_on], last)
-            for i, draft in zip(going_on, filled.tolist(), strict=True):
-                # Rows behind the last filled node would be verified for nothing.
-                while draft and draft[-1] < 0:
-                    draft.pop()
-                drafts[i] = draft
+        batch = self.input_batch
+        scheduled = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+        goes_on = np.array([bool(token_ids) for token_ids in sampled_token_ids])
+        computed = batch.num_computed_tokens_cpu[: batch.num_reqs] + scheduled
+        texts = Texts(
+            sequences=self.batch_sequences,
+            token_ids=batch.token_ids_cpu,
+            # Of those that were sampled for, without the draft tokens that were not accepted.
+            num_computed=np.where(
+                goes_on, batch.num_tokens_no_spec[: batch.num_reqs] - 1, computed
+            ),
+            wants_draft=goes_on & [self._may_speculate(name) for name in batch.req_ids],
+        )
+        drafts = self.drafter.draft(texts, batch.block_table).tolist()
+        for draft in drafts:
+            # Rows behind the last filled node would be verified for nothing.
+            while draft and draft[-1] < 0:
+                draft.pop()
         return drafts
+
+    def _may_speculate(self, request_id: str) -> bool:
+        """Whether the scheduler will take a draft for this request."""
+        params = self.requests[request_id].sampling_params
+        return params.structured_outputs is None and not opts_out(params)

@@ -189,7 +189,9 @@ class TreeModelRunner(GPUModelRunner):
         """In the place of vLLM's: its sampler for every row, and the walk."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         # Here the logits are raw; the grammar changes them in place.
-        self.drafter.proposer.observe(input_batch.expanded_idx_mapping, self.row_token_ids, logits)
+        self.drafter.proposer.observe(
+            input_batch.expanded_idx_mapping, self.row_token_ids, logits, input_batch.cu_num_logits
+        )
         if grammar_output is not None:
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits,
@@ -207,7 +209,7 @@ class TreeModelRunner(GPUModelRunner):
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         sampled, scores = self._sample_rows(logits, input_batch)
         row_starts = input_batch.cu_num_logits
-        result = self.drafter.operations.walk(
+        result = self.drafter.proposer.operations.walk(
             sampled,
             self.req_states.draft_tokens[input_batch.idx_mapping],
             row_starts,

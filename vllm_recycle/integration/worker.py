@@ -1,4 +1,4 @@
-"""What our workers share, whatever the device: our runner, our attention, the matrix file."""
+"""What our workers share, whatever the device: our runner, our attention, the state file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_recycle.integration.attention_override import override_backend
-from vllm_recycle.integration.drafter import TreeDrafter
+from vllm_recycle.integration.drafter import Drafter
 
 logger = init_logger("vllm.recycle")
 
@@ -35,7 +35,7 @@ class TreeWorker(Worker):
         return self.runner_class(self.vllm_config, self.device)
 
     @property
-    def drafter(self) -> TreeDrafter:
+    def drafter(self) -> Drafter:
         return self.model_runner.drafter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -51,20 +51,20 @@ class TreeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        # Warm-up steps are steps like others: what they taught the matrix is nonsense.
+        # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
         if self.rank == 0:
             logger.info(self.drafter.describe())
         return times
 
-    def save_adjacency_matrix(self) -> str | None:
-        """Write the matrix file now; for `collective_rpc`. Returns its path on rank 0."""
+    def save_draft_state(self) -> str | None:
+        """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0."""
         return self.drafter.save() if self.rank == 0 else None
 
     def shutdown(self) -> None:
         try:
             # There is nothing to save where the start failed.
             if self.model_runner is not None and self.drafter.is_ready:
-                self.save_adjacency_matrix()
+                self.save_draft_state()
         finally:
             super().shutdown()

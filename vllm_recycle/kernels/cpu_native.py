@@ -37,7 +37,7 @@ LANES = 16
 
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
-    "tree_attention": "pppppppp" + "iiiiiiiiiii" + "f" + "i",
+    "tree_attention": "pppppppppp" + "iiiiiiiiiiiii" + "f" + "i",
     "fill_tree": "ppppp" + "iiiiii" + "p",
     "walk": "ppppp" + "iii" + "ppp",
     "update_from_logits": "pppp" + "iiiiiiiii",
@@ -193,6 +193,7 @@ def tree_attention(
     trees: TreeRows,
     scale: float,
     isa: str,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """See `vllm_recycle.kernels.cpu_tree_attention.tree_attention`, which serves what this cannot.
 
@@ -208,7 +209,7 @@ def tree_attention(
         or (isa == "amx" and not library.reads_amx_layout())
     ):
         cpu_tree_attention.tree_attention(
-            query, kv_cache, output, trees=trees, scale=scale, isa=isa
+            query, kv_cache, output, trees=trees, scale=scale, isa=isa, own=own
         )
         return
     assert kv_cache.dtype == output.dtype == query.dtype
@@ -218,10 +219,18 @@ def tree_attention(
     assert query.stride(2) == output.stride(2) == 1
     assert query.stride(1) == output.stride(1) == head_size
     mask = trees.tree.ancestor_mask
+    own_pointers, own_strides = (0, 0), (0, 0)
+    if own is not None:
+        for side in own:
+            assert side.dtype == query.dtype
+            assert side.stride()[1:] == (head_size, 1)
+        own_pointers = (own[0].data_ptr(), own[1].data_ptr())
+        own_strides = (own[0].stride(0), own[1].stride(0))
     library.tree_attention(
         query.data_ptr(),
         output.data_ptr(),
         kv_cache.data_ptr(),
+        *own_pointers,
         _pointer(trees.first),
         _pointer(trees.num_rows),
         _pointer(trees.num_context),
@@ -236,6 +245,7 @@ def tree_attention(
         output.stride(0),
         trees.block_table.stride(0),
         mask.stride(0),
+        *own_strides,
         isa == "amx",
         query.dtype == torch.bfloat16,
         scale,

@@ -4,10 +4,12 @@
         --num-prompts 20 --dtype float32 --methods none,ngram,token_recycling --json result.json
 
 Every method runs in a process of its own, all of them alive at once and one at work at a time;
-repeats are interleaved, so that a machine that slows down slows every method. `plan` checks the
-arguments, `driver` leads the processes, `worker` is such a process, `profile` says where a step's
-time goes, `report` writes table, JSON and plot. Nothing but the worker imports vLLM: bad arguments
-are refused at once.
+repeats are interleaved, so that a machine that slows down slows every method. With a draft model
+the methods that need one are there too, and `--ablation` takes Ouroboros apart.
+
+`arguments` and `methods` check the command line, `plan` is what comes of it, `driver` leads the
+processes, `worker` is such a process, `profile` says where a step's time goes, `report` writes
+table, JSON and plot. Nothing but the worker imports vLLM: bad arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_recycle.cli.bench.plan import DTYPES, METHODS, make_plan, positive, positive_list
+from vllm_recycle.cli.bench.arguments import add_workload, positive, positive_list
+from vllm_recycle.cli.bench.methods import (
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_METHODS,
+    DEFAULT_METHODS_WITH_DRAFT_MODEL,
+    METHODS,
+)
+from vllm_recycle.cli.bench.plan import make_plan
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -24,22 +33,26 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "bench", help="measure methods side by side on one model and one prompt file"
     )
-    parser.add_argument("--model", required=True, help="a model directory, or ORG/NAME on the hub")
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        type=Path,
-        help="JSON lines with `prompt` (a string) or `turns` (a list, its first entry is used)",
-    )
-    parser.add_argument("--num-prompts", type=positive, help="only the first N prompts")
-    parser.add_argument("--max-tokens", type=positive, default=128, help="default: %(default)s")
+    add_workload(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="always emit --max-tokens tokens")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: %(default)s")
     parser.add_argument(
         "--methods",
-        default="none,ngram,token_recycling",
-        help=f"from {', '.join(METHODS)} and the names given by --speculative-config; "
-        "default: %(default)s",
+        help=f"from {', '.join(METHODS)}, with --draft-model draft_model and ouroboros, and the "
+        f"names given by --speculative-config; default: {DEFAULT_METHODS}, with --draft-model "
+        f"{DEFAULT_METHODS_WITH_DRAFT_MODEL}",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=positive_list,
+        metavar="N[,N...]",
+        help="tokens that vLLM's draft_model drafts; several make the methods draft_model-N; "
+        f"default: {DEFAULT_DRAFT_TOKENS}",
+    )
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="instead of --methods: Ouroboros component by component, as in its paper, and without "
+        "each; nine engines, --fresh-prompts and --no-profile",
     )
     parser.add_argument("--tree", help="token_recycling: a tree's name or file")
     parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")
@@ -58,11 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--repeats", type=positive, default=3, help="default: %(default)s")
     parser.add_argument(
-        "--engine-args",
-        default="{}",
-        metavar="JSON",
-        help="further arguments of vllm.LLM for every method, "
-        "for example '{\"max_model_len\": 1024}'",
+        "--fresh-prompts",
+        action="store_true",
+        help="give the first pass and each repeat prompts of their own, an equal part of the file",
     )
     parser.add_argument(
         "--no-profile", action="store_true", help="leave out the passes that time parts of a step"

@@ -7,6 +7,7 @@ stderr goes to a temporary file, of which the end is shown when it dies.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -22,7 +23,8 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_recycle.cli import RunError
-from vllm_recycle.cli.bench.plan import Plan, SpeculativeConfig, needs_plugin
+from vllm_recycle.cli.bench.methods import SpeculativeConfig, needs_plugin
+from vllm_recycle.cli.bench.plan import Plan
 
 Reply = dict[str, Any]
 WORKER = ("-m", "vllm_recycle.cli.bench.worker")
@@ -137,7 +139,7 @@ def child_environment(config: SpeculativeConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def children(plan: Plan) -> Iterator[dict[str, Child]]:
-    """All children of a run; none is left behind, however the run ends."""
+    """A child for each method; none is left behind, however the run ends."""
     started: dict[str, Child] = {}
     patience = 0.0
     # A termination leaves through `finally` too.
@@ -159,42 +161,64 @@ def measure(plan: Plan) -> Measurement:
     """Run all methods of a plan: load, first pass, timed repeats, profile."""
     measurement = Measurement()
     steps = 2 + len(plan.concurrency) * (plan.repeats + plan.profile)
-    progress = tqdm(total=len(plan.methods) * steps, disable=None, unit="pass", leave=False)
-    with progress, children(plan) as running:
-        for name, config in plan.methods.items():  # one after another: they share caches on disk
-            progress.set_description(f"load {name}")
-            measurement.engines[name] = running[name].ask(
-                "load", engine=engine_arguments(plan, config), prompts=plan.prompts
-            )
-            progress.update()
-        for name, child in running.items():
-            progress.set_description(f"first pass {name}")
-            measurement.first_passes[name] = first_pass(plan, child)
-            progress.update()
-        for turn in range(plan.repeats):
-            for concurrency in plan.concurrency:
-                for name in rotate(list(running), turn):
-                    progress.set_description(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
-                    reply = running[name].ask("run", **pass_arguments(plan, concurrency))
-                    measurement.passes.setdefault((name, concurrency), []).append(reply)
-                    progress.update()
-        for name, child in running.items() if plan.profile else ():
-            for concurrency in plan.concurrency:
-                progress.set_description(f"profile {name} x{concurrency}")
-                arguments = pass_arguments(plan, concurrency)
-                measurement.profiles[name, concurrency] = child.ask("profile", **arguments)
-                progress.update()
+    with tqdm(total=len(plan.methods) * steps, disable=None, unit="pass", leave=False) as progress:
+        for part in parts(plan):
+            with children(part) as running:
+                _measure(part, running, measurement, progress)
     return measurement
+
+
+def parts(plan: Plan) -> Iterator[Plan]:
+    """Plans for the methods whose engines are alive together."""
+    methods = list(plan.methods.items())
+    size = plan.max_engines or len(methods)
+    for start in range(0, len(methods), size):
+        yield dataclasses.replace(plan, methods=dict(methods[start : start + size]))
+
+
+def _measure(
+    plan: Plan, running: dict[str, Child], measurement: Measurement, progress: tqdm
+) -> None:
+    for name, config in plan.methods.items():  # one after another: they share caches on disk
+        progress.set_description(f"load {name}")
+        measurement.engines[name] = load(plan, running[name], config)
+        progress.update()
+    for name, child in running.items():
+        progress.set_description(f"first pass {name}")
+        measurement.first_passes[name] = first_pass(plan, child)
+        progress.update()
+    number = 0
+    for turn in range(plan.repeats):
+        for concurrency in plan.concurrency:
+            number += 1
+            for name in rotate(list(running), turn):
+                progress.set_description(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
+                reply = running[name].ask("run", **pass_arguments(plan, concurrency, number))
+                measurement.passes.setdefault((name, concurrency), []).append(reply)
+                progress.update()
+    for name, child in running.items() if plan.profile else ():
+        for concurrency in plan.concurrency:
+            progress.set_description(f"profile {name} x{concurrency}")
+            reply = child.ask("profile", **pass_arguments(plan, concurrency, 0))
+            measurement.profiles[name, concurrency] = reply
+            progress.update()
+
+
+def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:
+    """Make a child's engine."""
+    engine = engine_arguments(plan, config)
+    return child.ask("load", engine=engine, prompts=plan.prompts)
 
 
 def first_pass(plan: Plan, child: Child) -> Reply:
     """One untimed pass over the prompts from a cold start, then a warm-up of the other levels."""
-    reply = child.ask("run", **pass_arguments(plan, plan.first_pass_concurrency))
+    reply = child.ask("run", **pass_arguments(plan, plan.first_pass_concurrency, 0))
     for concurrency in plan.concurrency:
         if concurrency != plan.first_pass_concurrency:
-            arguments = pass_arguments(plan, concurrency)
-            tokens = min(WARM_UP_TOKENS, plan.max_tokens)
-            child.ask("run", **arguments | {"limit": concurrency, "max_tokens": tokens})
+            arguments = pass_arguments(plan, concurrency, 0)
+            arguments["stop"] = min(arguments["stop"], concurrency)
+            arguments["max_tokens"] = min(arguments["max_tokens"], WARM_UP_TOKENS)
+            child.ask("run", **arguments)
     return reply
 
 
@@ -213,8 +237,12 @@ def engine_arguments(plan: Plan, config: SpeculativeConfig) -> dict[str, Any]:
     }
 
 
-def pass_arguments(plan: Plan, concurrency: int) -> dict[str, Any]:
+def pass_arguments(plan: Plan, concurrency: int, number: int) -> dict[str, Any]:
+    """What a child is asked for pass `number`, 0 the first one."""
+    start, stop = plan.prompts_of(number)
     return {
+        "start": start,
+        "stop": stop,
         "concurrency": concurrency,
         "max_tokens": plan.max_tokens,
         "ignore_eos": plan.ignore_eos,

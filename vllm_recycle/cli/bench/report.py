@@ -15,7 +15,8 @@ from typing import Any
 
 from vllm_recycle import __version__
 from vllm_recycle.cli.bench.driver import Measurement, Reply
-from vllm_recycle.cli.bench.plan import Plan, needs_plugin
+from vllm_recycle.cli.bench.methods import DRAFT_MODEL, SpeculativeConfig, needs_plugin
+from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import FORWARD, OWN, TREE_ATTENTION
 
 Row = dict[str, Any]
@@ -26,13 +27,17 @@ DEFINITIONS = {
     "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps included; "
     "median over the repeats, as every figure here unless it says otherwise",
     "speedup": "tokens_per_s / tokens_per_s of the method none at the same concurrency",
-    "mean_accepted_tokens": "1 + accepted draft tokens / steps, as the papers count: the free "
-    "token of a step is in, and so are tokens behind an end of text or --max-tokens; a step is "
-    "one request in one engine step, without the step that ends its prompt",
+    "mean_accepted_tokens": "1 + accepted draft tokens / steps, tokens a target call, as the "
+    "papers count: the free token of a step is in, and so are tokens behind an end of text or "
+    "--max-tokens; a step is one request in one engine step, without the step that ends its prompt",
     "mean_accepted_tokens_first_pass": "the same in the first pass of the process over the prompts "
     "(first_pass.concurrency in flight), which nothing precedes and which is not timed",
     "step_ms": "median time of the engine steps that hold no prompt",
     "draft_tokens_per_step": "draft tokens verified / steps, as vLLM counts them",
+    "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
+    "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
+    "gain": "tokens_per_s / tokens_per_s of the method gain_over at the same concurrency",
+    "fresh_prompts": "whether each pass has prompts of its own, so that nothing has seen them",
     "own_share": "of the time of these steps, in this package's runner, scheduler and worker, "
     "without attention; from a further pass with timers, as all shares",
     "attention_share": "of the time of these steps, in this package's attention",
@@ -57,9 +62,12 @@ COLUMNS = (
     ("first pass", "mean_accepted_tokens_first_pass", ".3f", 1),
     ("steps", "steps", "d", 1),
     ("step ms", "step_ms", ".2f", 1),
+    ("draft forwards", "draft_forwards_per_round", ".2f", 1),
     ("own %", "own_share", ".1f", 100),
     ("outside forward %", "outside_forward_share", ".1f", 100),
     ("equal %", "equal_share", ".1f", 100),
+    ("gain", "gain", ".2f", 1),
+    ("over", "gain_over", "s", 1),
 )
 
 
@@ -67,35 +75,39 @@ def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     """The JSON object: conditions, then one result a concurrency and method."""
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
     rows = [_row(plan, measurement, name, level) for name, level in keys]
-    baseline = {row["concurrency"]: row for row in rows if row["method"] == BASELINE}
+    speeds = {(row["method"], row["concurrency"]): row["tokens_per_s"] for row in rows}
     for row in rows:
-        base = baseline.get(row["concurrency"])
-        row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"] if base else None
+        for key, other in (("speedup", BASELINE), ("gain", row["gain_over"])):
+            base = speeds.get((other, row["concurrency"]))
+            row[key] = row["tokens_per_s"] / base if base else None
     return {"conditions": _conditions(plan, measurement), "results": rows}
 
 
 def format_table(report: dict[str, Any]) -> str:
-    """A few lines of conditions and the results, one line each."""
+    """A few lines of conditions and the results, one line each; columns without any value go."""
     conditions = report["conditions"]
     lines = [
         f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}, "
         f"{conditions['max_tokens']} new tokens at most, greedy, {conditions['dtype']}, "
-        f"median of {conditions['repeats']}",
+        f"median of {conditions['repeats']}"
+        + (", prompts of its own for each pass" if conditions["fresh_prompts"] else ""),
         ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
         "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"])
         + f", {conditions['threads']['torch']} threads",
         "",
     ]
-    cells = [[title for title, *_ in COLUMNS]]
-    for row in report["results"]:
-        values = [(row[key], form, scale) for _, key, form, scale in COLUMNS]
+    rows = report["results"]
+    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
+    cells = [[title for title, *_ in columns]]
+    for row in rows:
+        values = [(row[key], form, scale) for _, key, form, scale in columns]
         cells.append(["-" if v is None else format(v * scale, form) for v, form, scale in values])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         lines.append("  ".join(padded))
-    timed = max(max(row["others_cpu_share"]) for row in report["results"])
-    profiled = max(row["others_cpu_share_profile"] or 0.0 for row in report["results"])
+    timed = max(max(row["others_cpu_share"]) for row in rows)
+    profiled = max(row["others_cpu_share_profile"] or 0.0 for row in rows)
     for share, what in ((timed, "timed passes"), (profiled, "passes behind the own and outside %")):
         if share > DISTURBED:
             lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the {what}")
@@ -137,6 +149,8 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(one["tokens"] / one["wall_s"] for one in passes),
         "speedup": None,
+        "gain": None,
+        "gain_over": plan.gain_over.get(name),
         "mean_accepted_tokens": _median(map(_mean_accepted, passes)),
         "mean_accepted_tokens_first_pass": _mean_accepted(first),
         "tokens": statistics.median_low(one["tokens"] for one in passes),
@@ -147,6 +161,7 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "draft_tokens_per_step": _median(
             one["draft_tokens"] / one["steps"] if one["steps"] else None for one in passes
         ),
+        "draft_forwards_per_round": _draft_forwards(plan.methods[name], passes),
         **_shares(parts),
         "parts_ms": parts,
         "outputs_equal": None if equal is None else equal == 1,
@@ -163,6 +178,15 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
 
 def _mean_accepted(one: Reply) -> float | None:
     return 1 + one["accepted_tokens"] / one["steps"] if one["steps"] else None
+
+
+def _draft_forwards(config: SpeculativeConfig, passes: Sequence[Reply]) -> float | None:
+    if config and config.get("method") == DRAFT_MODEL:
+        return config.get("num_speculative_tokens")
+    return _median(
+        one["draft_forwards"] / one["draft_rounds"] if one.get("draft_rounds") else None
+        for one in passes
+    )
 
 
 def _median(values: Any) -> float | None:
@@ -218,6 +242,8 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         ],
         "concurrency": plan.concurrency,
         "repeats": plan.repeats,
+        "fresh_prompts": plan.fresh_prompts,
+        "max_engines": plan.max_engines,
         "engine_args": plan.engine_args,
         "engines": engines,
         "versions": {

@@ -1,7 +1,9 @@
 """A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
 
     {"op": "load", "engine": {...}, "prompts": [...]}                   -> what the engine runs with
-    {"op": "run", "concurrency": C, "max_tokens": N, "ignore_eos": B}   -> one pass over the prompts
+    {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B}
+                                            -> one pass over the prompts from I to J, J excluded
+    {"op": "acceptance", ...the same...}    -> the same, with how often each node was accepted
     {"op": "profile", ...the same...}    -> the same, with the time of a step by part; ask it last
 
 Each request and each reply is one JSON line; {"error": "..."} stands for a failure. The process
@@ -22,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_recycle.cli.bench import profile
+from vllm_recycle.cli.bench import profile, walks
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,6 +47,7 @@ class Worker:
         self.llm = LLM(**engine)
         self.engine = self.llm.llm_engine
         self.prompts = self.engine.renderer.render_cmpl([{"prompt": text} for text in prompts])
+        self.method = (engine.get("speculative_config") or {}).get("method")
         self.timer: profile.ExclusiveTimer | None = None
         self.request_ids = map(str, itertools.count())
 
@@ -76,13 +79,13 @@ class Worker:
         }
 
     def run(
-        self, *, concurrency: int, max_tokens: int, ignore_eos: bool, limit: int | None = None
+        self, *, start: int, stop: int, concurrency: int, max_tokens: int, ignore_eos: bool
     ) -> dict[str, Any]:
-        """One pass over the prompts in file order, `concurrency` of them in flight."""
-        drafted, accepted = self._counter("draft_tokens"), self._counter("accepted_tokens")
-        busy, start = others_cpu_seconds(), time.perf_counter()
-        counts = self._generate(concurrency, max_tokens, ignore_eos, limit)
-        wall = time.perf_counter() - start
+        """One pass over these prompts in file order, `concurrency` of them in flight."""
+        before, busy, begin = self._totals(), others_cpu_seconds(), time.perf_counter()
+        counts = self._generate(self.prompts[start:stop], concurrency, max_tokens, ignore_eos)
+        wall = time.perf_counter() - begin
+        totals = {name: total - before[name] for name, total in self._totals().items()}
         num_cpus = os.cpu_count() or 1
         return {
             "wall_s": wall,
@@ -91,8 +94,7 @@ class Worker:
             "steps": counts.steps,
             "engine_steps": counts.engine_steps,
             "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
-            "draft_tokens": self._counter("draft_tokens") - drafted,
-            "accepted_tokens": self._counter("accepted_tokens") - accepted,
+            **totals,
             "others_cpu_share": max(0.0, (others_cpu_seconds() - busy) / (wall * num_cpus)),
             "outputs": counts.outputs,
             "parts_ms": {
@@ -112,8 +114,16 @@ class Worker:
             self.timer = timer
         return self.run(**arguments)
 
+    def acceptance(self, **arguments: Any) -> dict[str, Any]:
+        """A pass that also counts the trees that were walked, and the walks through each row."""
+        with walks.counted(self.engine) as counts:
+            return self.run(**arguments) | {
+                "trees": counts.trees,
+                "passed": list(counts.passed.items()),
+            }
+
     def _generate(
-        self, concurrency: int, max_tokens: int, ignore_eos: bool, limit: int | None
+        self, prompts: list[Any], concurrency: int, max_tokens: int, ignore_eos: bool
     ) -> PassCounts:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -124,7 +134,6 @@ class Worker:
             ignore_eos=ignore_eos,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompts = self.prompts[:limit]
         counts = PassCounts(outputs=[[] for _ in prompts])
         waiting = iter(enumerate(prompts))
         flying: dict[str, list[int]] = {}  # request id -> its output
@@ -160,10 +169,23 @@ class Worker:
             if result.finished:
                 del flying[result.request_id]
 
-    def _counter(self, name: str) -> int:
-        """One of vLLM's counters of speculation, so far."""
-        name = f"vllm:spec_decode_num_{name}"
-        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+    def _totals(self) -> dict[str, int]:
+        """Counters of speculation since the start: vLLM's, and draft forwards where we count them.
+
+        All ranks draft together, so that the first one speaks for all.
+        """
+        totals = {
+            name: sum(
+                metric.value
+                for metric in self.llm.get_metrics()
+                if metric.name == f"vllm:spec_decode_num_{name}"
+            )
+            for name in ("draft_tokens", "accepted_tokens")
+        }
+        if self.method == "ouroboros":
+            statistics = self.llm.collective_rpc("draft_statistics")[0]
+            totals |= {f"draft_{name}": number for name, number in statistics.items()}
+        return totals
 
 
 def others_cpu_seconds() -> float:
@@ -194,7 +216,8 @@ def main() -> None:
                 reply = worker.describe()
             else:
                 assert worker is not None
-                reply = {"run": worker.run, "profile": worker.profile}[op](**request)
+                passes = (worker.run, worker.profile, worker.acceptance)
+                reply = {one.__name__: one for one in passes}[op](**request)
         except Exception as error:  # reported to the driver, which ends this process
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}

@@ -1,0 +1,199 @@
+"""Ouroboros (arXiv 2402.13720) as plainly as it can be written, for tests to compare with.
+
+Greedy, on transformers models, one sequence at a time. Every forward computes its whole text again,
+and loops and lists stand where the package has tensors. Deliberately nothing of vllm_recycle is
+imported: what agrees with this was written twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+
+Phrase = tuple[int, ...]
+
+
+@dataclass
+class Round:
+    """What one round drafted and brought."""
+
+    draft_forwards: int
+    trunk: list[int]
+    branches: list[Phrase]  # the newest phrase first
+    new_tokens: list[int]  # accepted ones and the free one
+
+
+@dataclass
+class Sequence:
+    """A text, and what lookahead decoding keeps of it between draft forwards."""
+
+    token_ids: list[int]
+    window: list[list[int]]  # the filled levels, each of W tokens
+
+
+class Rows:
+    """The rows of one forward: a text, and behind it rows that see the text and chosen others."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text_length = len(text)
+        self.token_ids = list(text)
+        self.positions = list(range(len(text)))
+        self.sees = [list(range(row + 1)) for row in range(len(text))]
+
+    def add(self, token_id: int, *, position: int, sees: list[int]) -> int:
+        """Add a row that sees the text, the rows `sees` and itself; return its number."""
+        row = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.positions.append(position)
+        self.sees.append([*range(self.text_length), *sees, row])
+        return row
+
+    def add_chain(self, phrase: Phrase) -> list[int]:
+        """Add a continuation of the text, token by token."""
+        chain: list[int] = []
+        for position, token_id in enumerate(phrase, start=self.text_length):
+            chain.append(self.add(token_id, position=position, sees=chain))
+        return chain
+
+    @torch.no_grad()
+    def outputs(self, model: Any) -> list[int]:
+        """Return the most probable next token of each row."""
+        mask = torch.full([len(self.token_ids)] * 2, torch.finfo(torch.float32).min)
+        for row, seen in enumerate(self.sees):
+            mask[row, seen] = 0.0
+        token_ids, positions = torch.tensor([self.token_ids]), torch.tensor([self.positions])
+        result = model(token_ids, attention_mask=mask[None, None], position_ids=positions)
+        return result.logits[0].argmax(dim=-1).tolist()
+
+    def longest_walk(self, start: int, chains: list[list[int]], outputs: list[int]) -> list[int]:
+        """The rows from `start` down the chain that agrees longest, the first of equals."""
+        longest = [start]
+        for chain in chains:
+            visited = [start]
+            for row in chain:
+                if self.token_ids[row] != outputs[visited[-1]]:
+                    break
+                visited.append(row)
+            if len(visited) > len(longest):
+                longest = visited
+        return longest
+
+
+@dataclass
+class SlowOuroboros:
+    """Two models, and the phrase pool that all their sequences share."""
+
+    target: Any
+    draft: Any
+    _: KW_ONLY
+    gamma: int
+    window: int
+    guesses: int
+    phrase_length: int
+    branches: int
+    max_forwards: int | None = None
+    harvest_trunk: bool = True
+    harvest_branches: bool = True
+    pool: dict[int, list[Phrase]] = field(default_factory=dict, init=False)  # newest last
+
+    def __post_init__(self) -> None:
+        self.beta, self.levels = self.phrase_length - 1, self.phrase_length - 2
+
+    def generate(self, prompt_token_ids: list[int], num_rounds: int) -> list[Round]:
+        """Decode so many rounds behind a prompt, whose last token is the first to be verified."""
+        sequence = self.begin(prompt_token_ids)
+        return [self.step(sequence) for _ in range(num_rounds)]
+
+    def begin(self, prompt_token_ids: list[int]) -> Sequence:
+        """Start a sequence, its window of one level filled from the prompt."""
+        length = len(prompt_token_ids)
+        places = torch.rand(self.window, generator=torch.Generator().manual_seed(0)) * length
+        level = [prompt_token_ids[min(int(place), length - 1)] for place in places]
+        return Sequence(list(prompt_token_ids), [level])
+
+    def step(self, sequence: Sequence) -> Round:
+        """One round: draft, verify, harvest, and lengthen the sequence."""
+        text = sequence.token_ids
+        trunk, draft_forwards = self.draft_trunk(sequence)
+        whole = len(trunk) == self.gamma
+        branches = self.phrases_of(trunk[-1])[: self.branches] if whole else []
+
+        rows = Rows(text + trunk)
+        chains = [rows.add_chain(branch) for branch in branches]
+        outputs = rows.outputs(self.target)
+        trunk_rows = list(range(len(text), len(text) + len(trunk)))
+        visited = rows.longest_walk(len(text) - 1, [trunk_rows], outputs)
+        all_agree = len(visited) == 1 + len(trunk)
+        if all_agree:
+            visited += rows.longest_walk(visited[-1], chains, outputs)[1:]
+
+        if self.harvest_trunk:
+            said = outputs[len(text) - 1 : len(text) + len(trunk)]
+            self.harvest_from_trunk([text[-1], *trunk], said)
+        if self.harvest_branches and whole and all_agree:
+            for branch in branches:
+                self.remove(trunk[-1], branch)
+            for chain in reversed(chains):
+                said = [outputs[row] for row in [trunk_rows[-1], *chain[:-1]]]
+                self.insert(trunk[-1], tuple(said))
+        new_tokens = [outputs[row] for row in visited]
+        text += new_tokens
+        return Round(draft_forwards, trunk, branches, new_tokens)
+
+    def draft_trunk(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Draft forwards until there are gamma tokens, or phrases where forwards ran out."""
+        text = sequence.token_ids
+        trunk: list[int] = []
+        forwards = 0
+        while len(trunk) < self.gamma and forwards != self.max_forwards:
+            trunk += self.draft_forward(text + trunk, sequence.window)
+            forwards += 1
+        while len(trunk) < self.gamma and (phrases := self.phrases_of((text + trunk)[-1])):
+            trunk += phrases[0]
+        return trunk[: self.gamma], forwards
+
+    def draft_forward(self, text: list[int], window: list[list[int]]) -> list[int]:
+        """One forward of lookahead decoding: return the confirmed tokens, advance the window."""
+        rows = Rows(text)
+        cells: list[list[int]] = []  # the row of each window token
+        for level, token_ids in enumerate(window):
+            cells.append([])
+            for column, token_id in enumerate(token_ids):
+                sees = cells[0][: column + 1] + [cell[column] for cell in cells[1:level]]
+                position = len(text) + column + level
+                cells[level].append(rows.add(token_id, position=position, sees=sees))
+        guesses = [rows.add_chain(phrase) for phrase in self.phrases_of(text[-1])]
+        outputs = rows.outputs(self.draft)
+        self.advance(window, [outputs[row] for row in cells[-1]], text[-1])
+        return [outputs[row] for row in rows.longest_walk(len(text) - 1, guesses, outputs)]
+
+    def advance(self, window: list[list[int]], newest: list[int], last_token: int) -> None:
+        """Give the window its next level; once it is full, its columns are phrases and it moves."""
+        if len(window) == self.levels:
+            for column, owner in enumerate([last_token, *window[0][:-1]]):
+                self.insert(owner, tuple(level[column] for level in [*window, newest]))
+            del window[0]
+        window.append(newest)
+
+    def harvest_from_trunk(self, token_ids: list[int], said: list[int]) -> None:
+        """Enter the runs of the target's tokens along which the trunk agreed."""
+        for start in range(len(token_ids) - self.beta + 1):
+            inside = range(start + 1, start + self.beta)
+            if all(token_ids[row] == said[row - 1] for row in inside):
+                self.insert(token_ids[start], tuple(said[start : start + self.beta]))
+
+    def phrases_of(self, token_id: int) -> list[Phrase]:
+        """The phrases of a token, the newest first."""
+        return self.pool.get(token_id, [])[::-1]
+
+    def insert(self, token_id: int, phrase: Phrase) -> None:
+        self.remove(token_id, phrase)
+        phrases = self.pool.setdefault(token_id, [])
+        phrases.append(phrase)
+        del phrases[: -self.guesses]
+
+    def remove(self, token_id: int, phrase: Phrase) -> None:
+        if phrase in self.pool.get(token_id, []):
+            self.pool[token_id].remove(phrase)

@@ -1,0 +1,113 @@
+"""Ouroboros in the engine: its drafts and its pool, step by step, against a slow reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EXAMPLES, OUROBOROS, TARGET, engine, generate, runner
+from slow_ouroboros import Phrase, SlowOuroboros
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
+
+DRAFT = EXAMPLES / "models" / "draft"
+PROMPTS = [
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    "Question: Tom has 12 apples and eats 3. How many apples are left?\nAnswer:",
+]
+SIZES = {"gamma": 6, "window": 8, "guesses": 4, "phrase_length": 5, "branches": 2}
+NUM_TOKENS = 40
+
+
+@dataclass
+class Drafted:
+    """A round, as either side tells it."""
+
+    trunk: list[int]
+    branches: list[Phrase]
+    forwards: int
+
+
+def load(path: str | Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted], list, dict]:
+    """Rounds of all prompts, their outputs and the pool."""
+    slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES | options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices
+    rounds, outputs = [], []
+    for prompt in token_ids:
+        sequence = slow.begin(prompt)
+        # The token that ends the prompt's own step.
+        sequence.token_ids.append(first_token(slow, prompt))
+        while len(sequence.token_ids) - len(prompt) < NUM_TOKENS:
+            done = slow.step(sequence)
+            rounds.append(Drafted(done.trunk, done.branches, done.draft_forwards))
+        outputs.append(tuple(sequence.token_ids[len(prompt) :][:NUM_TOKENS]))
+        # The engine drafts once more before it learns that a request is finished.
+        trunk, forwards = slow.draft_trunk(sequence)
+        branches = slow.phrases_of(trunk[-1])[: slow.branches] if len(trunk) == slow.gamma else []
+        rounds.append(Drafted(trunk, branches, forwards))
+    torch.set_num_threads(threads)
+    return rounds, outputs, {token: phrases for token, phrases in slow.pool.items() if phrases}
+
+
+def first_token(slow: SlowOuroboros, prompt: list[int]) -> int:
+    with torch.no_grad():
+        return int(slow.target(torch.tensor([prompt])).logits[0, -1].argmax())
+
+
+def run_engine(
+    token_ids: list[list[int]], options: dict, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Drafted], list, dict]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    rounds = []
+    with engine({**OUROBOROS, **SIZES, **options}) as llm:
+        drafter = runner(llm).drafter
+        proposer, draft = drafter.proposer, drafter.draft
+
+        def recorded(*args: Any) -> torch.Tensor:
+            before = proposer.num_forwards
+            drafts = draft(*args)
+            gamma, length = proposer.shape.gamma, proposer.shape.length
+            trunk = [token for token in drafts[0, :gamma].tolist() if token >= 0]
+            branches = drafts[0, gamma:].view(-1, length).tolist()
+            there = [tuple(branch) for branch in branches if branch[0] >= 0]
+            rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
+            return drafts
+
+        monkeypatch.setattr(drafter, "draft", recorded)
+        outputs = []
+        for prompt in token_ids:
+            [[output]] = generate(llm, [{"prompt_token_ids": prompt}], params)
+            outputs.append(output)
+        pool = {}
+        for token, phrases in enumerate(proposer.pool.phrases.tolist()):
+            known = [tuple(phrase) for phrase in phrases if phrase[0] >= 0]
+            if known:
+                pool[token] = known
+    return rounds, outputs, pool
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"max_forwards": 2}, id="two forwards"),
+        pytest.param({"harvest_trunk": False, "harvest_branches": False}, id="no harvest"),
+    ],
+)
+def test_drafts_and_pool_equal_those_of_the_slow_reference(options, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    token_ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
+    expected_rounds, expected_outputs, expected_pool = run_slowly(token_ids, options)
+    rounds, outputs, pool = run_engine(token_ids, options, monkeypatch)
+    assert outputs == expected_outputs
+    assert rounds == expected_rounds
+    assert pool == expected_pool
+    assert len(pool) > 50

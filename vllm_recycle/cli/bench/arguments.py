@@ -1,0 +1,196 @@
+"""Arguments that `bench` and `tune` share: what they are, and what their values must be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_recycle.cli import UsageError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add what an engine runs: models, prompts and how."""
+    parser.add_argument("--model", required=True, help="a model directory, or ORG/NAME on the hub")
+    parser.add_argument(
+        "--draft-model",
+        metavar="DIR",
+        help="a smaller model with the same vocabulary, for draft_model and ouroboros",
+    )
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        type=Path,
+        help="JSON lines with `prompt` (a string) or `turns` (a list, its first entry is used)",
+    )
+    parser.add_argument("--num-prompts", type=positive, help="only the first N prompts")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="default: %(default)s")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: %(default)s")
+    parser.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="further arguments of vllm.LLM for every engine, "
+        "for example '{\"max_model_len\": 1024}'",
+    )
+    parser.add_argument(
+        "--max-engines",
+        type=positive,
+        metavar="N",
+        help="engines alive at once, where memory is short: each takes its weights and 1 GiB of KV "
+        "cache (kv_cache_memory_bytes of --engine-args); only these are interleaved; default: all",
+    )
+
+
+def read_workload(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `Plan` that `add_workload` asks for.
+
+    Raises:
+        UsageError: for anything that cannot be accepted.
+    """
+    _check_model(args.model, "--model")
+    if args.draft_model is not None:
+        _check_model(args.draft_model, "--draft-model")
+        _check_vocabularies(args.model, args.draft_model)
+    prompts = read_prompts(args.prompts)
+    if args.num_prompts and args.num_prompts > len(prompts):
+        raise UsageError(
+            f"--num-prompts is {args.num_prompts}, but {args.prompts} has {len(prompts)} prompts"
+        )
+    return {
+        "model": args.model,
+        "prompts_path": args.prompts,
+        "prompts": prompts[: args.num_prompts],
+        "max_tokens": args.max_tokens,
+        "dtype": args.dtype,
+        "engine_args": json_object(args.engine_args, "--engine-args"),
+        "max_engines": args.max_engines,
+    }
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The prompts of a JSON lines file, in file order; blank lines are skipped.
+
+    Raises:
+        UsageError: naming the line that is not a prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {path} cannot be read: {error}") from error
+    prompts = tuple(
+        _prompt(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    )
+    if not prompts:
+        raise UsageError(f"{path} has no prompts, expected one JSON object a line")
+    return prompts
+
+
+def positive(text: str) -> int:
+    """An argument type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
+    return int(text)
+
+
+def positive_list(text: str) -> tuple[int, ...]:
+    """An argument type: integers of at least 1, separated by commas, none twice."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts) or len(set(parts)) < len(parts):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected different integers of at least 1, for example 1,2,4"
+        )
+    return tuple(map(int, parts))
+
+
+def number_range(least: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument type: FIRST:LAST or FIRST:LAST:STEP, the last one included, or N,N,..."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        if re.fullmatch(r"\d+:\d+(:[1-9]\d*)?", text):
+            first, last, *step = map(int, text.split(":"))
+            numbers = tuple(range(first, last + 1, *step))
+        elif re.fullmatch(r"\d+(,\d+)*", text):
+            numbers = tuple(dict.fromkeys(map(int, text.split(","))))
+        else:
+            numbers = ()
+        if not numbers or min(numbers) < least:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected integers of at least {least}, for example 4:12:2 or 4,6,12"
+            )
+        return numbers
+
+    return parse
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """The JSON object that an option's value must be."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{option}: not JSON ({error.msg}): {text}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{option}: expected a JSON object, got {text}")
+    return value
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a file in a directory that does not exist."""
+    if path and not path.resolve().parent.is_dir():
+        raise UsageError(f"{path} cannot be written: no directory {path.resolve().parent}")
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON ({error.msg})") from error
+    if not isinstance(row, dict) or not {"prompt", "turns"} & row.keys():
+        raise UsageError(f"{where}: neither `prompt` nor `turns`, expected one of them")
+    turns = row.get("turns")
+    prompt = (
+        row["prompt"]
+        if "prompt" in row
+        else turns[0]
+        if isinstance(turns, list) and turns
+        else None
+    )
+    if not isinstance(prompt, str) or not prompt:
+        raise UsageError(
+            f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
+        )
+    return prompt
+
+
+def _check_model(model: str, option: str) -> None:
+    if (Path(model) / "config.json").is_file():
+        return
+    if Path(model).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
+        raise UsageError(
+            f"{option} {model}: no config.json there, expected a model directory or ORG/NAME"
+        )
+
+
+def _check_vocabularies(model: str, draft_model: str) -> None:
+    """Compare the two where both models are directories; of others vLLM finds out."""
+    expected, got = _vocab_size(model), _vocab_size(draft_model)
+    if expected and got and got != expected:
+        raise UsageError(
+            f"--draft-model {draft_model}: a vocabulary of {got}, expected the {expected} of "
+            f"--model {model}"
+        )
+
+
+def _vocab_size(model: str) -> int | None:
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    config = json_object(path.read_text(encoding="utf-8"), str(path))
+    return config.get("text_config", config).get("vocab_size")

@@ -1,0 +1,195 @@
+"""Decoding methods by name: vLLM's own, this package's, those of the command line, an ablation."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_recycle.cli import UsageError
+from vllm_recycle.cli.bench.arguments import json_object
+from vllm_recycle.integration.options import METHODS as PLUGIN_METHODS
+from vllm_recycle.integration.options import OUROBOROS, OuroborosOptions
+
+SpeculativeConfig = dict[str, Any] | None  # None: plain decoding
+Methods = dict[str, SpeculativeConfig]
+
+DRAFT_MODEL = "draft_model"
+METHODS: Methods = {
+    "none": None,
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    },
+    "suffix": {"method": "suffix"},
+    "token_recycling": {"method": "token_recycling"},
+}
+DEFAULT_METHODS = "none,ngram,token_recycling"
+DEFAULT_METHODS_WITH_DRAFT_MODEL = "none,ngram,draft_model,token_recycling,ouroboros"
+DEFAULT_DRAFT_TOKENS = 4
+
+# What switches off each component of Ouroboros, in the order of Table 4 of its paper.
+COMPONENTS: dict[str, dict[str, Any]] = {
+    "phrases": {"guesses": 0},  # the window goes on to fill the pool
+    "lengthening": {"branches": 0},
+    "verification": {"harvest_trunk": False, "harvest_branches": False},
+    "history": {"scope": "request"},
+}
+# Of the last one, what remains is the line before it.
+ALONE: dict[str, dict[str, Any]] = {
+    "phrases": COMPONENTS["phrases"],
+    "lengthening": COMPONENTS["lengthening"],
+    "trunk-harvest": {"harvest_trunk": False},
+    "branch-harvest": {"harvest_branches": False},
+}
+
+
+def needs_plugin(config: SpeculativeConfig) -> bool:
+    """All other methods run with this plugin excluded."""
+    return config is not None and config.get("method") in PLUGIN_METHODS
+
+
+def choose_methods(args: argparse.Namespace) -> tuple[Methods, dict[str, str]]:
+    """The methods of a run, and which of them are compared with which.
+
+    Raises:
+        UsageError: for a method that is unknown, lacks something or is not used.
+    """
+    given: Methods = dict(map(_named_config, args.speculative_config))
+    drafting = _drafting(args)
+    if args.ablation:
+        return _ablation(args, drafting, given)
+    known = METHODS | {"token_recycling": {"method": "token_recycling", **_tree_options(args)}}
+    known |= drafting | given
+    default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
+    names = [name.strip() for name in (args.methods or default).split(",")]
+    if DRAFT_MODEL not in known:
+        sizes = [name for name in drafting if name != OUROBOROS]
+        names = [one for name in names for one in (name == DRAFT_MODEL and sizes) or [name]]
+    for name in names:
+        if name not in known:
+            if name in (DRAFT_MODEL, OUROBOROS):
+                raise UsageError(
+                    f"the method {name} needs --draft-model DIR, a smaller model with the same "
+                    "vocabulary"
+                )
+            raise UsageError(f"unknown method {name!r}, expected of {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--methods {args.methods} names a method twice")
+    if unused := given.keys() - set(names):
+        raise UsageError(
+            f"--speculative-config {min(unused)} is not among --methods {args.methods or default}"
+        )
+    if (args.tree or args.scope) and ("token_recycling" not in set(names) - given.keys()):
+        raise UsageError(
+            "--tree and --scope belong to the method token_recycling, which is not run"
+        )
+    if args.draft_model and not drafting.keys() & set(names) - given.keys():
+        raise UsageError(
+            f"--draft-model belongs to the methods {', '.join(drafting)}, of which none is run"
+        )
+    methods = {name: known[name] for name in names}
+    if any(config and config.get("method") == "suffix" for config in methods.values()):
+        _check_suffix()
+    return methods, {}
+
+
+def ouroboros_options(config: dict[str, Any]) -> OuroborosOptions:
+    """The options that a speculative configuration of Ouroboros asks for.
+
+    Raises:
+        ValueError: naming the key, what was given and what is accepted.
+    """
+    return OuroborosOptions.parse({key: value for key, value in config.items() if key != "method"})
+
+
+def ablation(whole: dict[str, Any]) -> tuple[Methods, dict[str, str]]:
+    """Ouroboros component by component, and without each: methods, and what each is compared with.
+
+    Args:
+        whole: its speculative configuration.
+    """
+    gamma = ouroboros_options(whole).gamma
+    whole = whole | {"gamma": gamma, "pool_file": None}  # each line starts with an empty pool
+    draft_model = {"method": DRAFT_MODEL, "model": whole["model"], "num_speculative_tokens": gamma}
+    methods: Methods = {"none": None, DRAFT_MODEL: draft_model}
+    gain_over = {DRAFT_MODEL: "none"}
+    for number, component in enumerate(COMPONENTS, start=1):
+        gain_over[f"with-{component}"] = list(methods)[-1]
+        config = dict(whole)
+        for off in list(COMPONENTS.values())[number:]:
+            config |= off
+        methods[f"with-{component}"] = config
+    last = list(methods)[-1]
+    for component, off in ALONE.items():
+        gain_over[f"without-{component}"] = last
+        methods[f"without-{component}"] = whole | off
+    return methods, gain_over
+
+
+def _ablation(
+    args: argparse.Namespace, drafting: Methods, given: Methods
+) -> tuple[Methods, dict[str, str]]:
+    for option in ("methods", "tree", "scope", "draft_tokens"):
+        if getattr(args, option):
+            raise UsageError(
+                f"--ablation does not go with --{option.replace('_', '-')}: it has its own methods"
+            )
+    if unused := given.keys() - {OUROBOROS}:
+        raise UsageError(
+            f"--speculative-config {min(unused)}: expected the name ouroboros with --ablation"
+        )
+    whole = (drafting | given).get(OUROBOROS)
+    if whole is None or whole.get("method") != OUROBOROS:
+        raise UsageError(
+            "--ablation needs --draft-model DIR, a smaller model with the same vocabulary, or "
+            '--speculative-config \'ouroboros={"method": "ouroboros", ...}\''
+        )
+    try:
+        return ablation(whole)
+    except ValueError as error:
+        raise UsageError(f"--speculative-config ouroboros: {error}") from error
+
+
+def _drafting(args: argparse.Namespace) -> Methods:
+    if not args.draft_model:
+        if args.draft_tokens:
+            raise UsageError("--draft-tokens needs --draft-model")
+        return {}
+    sizes = args.draft_tokens or (DEFAULT_DRAFT_TOKENS,)
+    methods: Methods = {
+        DRAFT_MODEL if len(sizes) == 1 else f"{DRAFT_MODEL}-{size}": {
+            "method": DRAFT_MODEL,
+            "model": args.draft_model,
+            "num_speculative_tokens": size,
+        }
+        for size in sizes
+    }
+    return methods | {OUROBOROS: {"method": OUROBOROS, "model": args.draft_model}}
+
+
+def _tree_options(args: argparse.Namespace) -> dict[str, Any]:
+    if args.tree and args.tree.endswith(".json") and not Path(args.tree).is_file():
+        raise UsageError(f"--tree {args.tree}: no such file")
+    return {key: value for key in ("tree", "scope") if (value := getattr(args, key)) is not None}
+
+
+def _check_suffix() -> None:
+    if not find_spec("arctic_inference"):
+        raise UsageError(
+            "the method suffix needs vLLM's optional package: pip install arctic-inference==0.1.1"
+        )
+
+
+def _named_config(text: str) -> tuple[str, dict[str, Any]]:
+    name, separator, value = text.partition("=")
+    if not separator or not re.fullmatch(r"[\w.-]+", name) or name == "none":
+        raise UsageError(
+            f"--speculative-config {text!r}: expected NAME=JSON, NAME of letters, digits and _.- "
+            "and not `none`"
+        )
+    return name, json_object(value, f"--speculative-config {name}")

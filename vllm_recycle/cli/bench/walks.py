@@ -1,0 +1,40 @@
+"""How often the walk of Token Recycling passes each row of the tree, watched in a live engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class WalkCounts:
+    """Of the walks watched: how many had a draft, and how many passed each row below the root."""
+
+    trees: int = 0
+    passed: Counter[int] = field(default_factory=Counter)
+
+
+@contextlib.contextmanager
+def counted(engine: Any) -> Iterator[WalkCounts]:
+    """Watch the walks of a `vllm.LLMEngine` that runs in this process."""
+    core = engine.engine_core.engine_core
+    proposer = core.model_executor.driver_worker.worker.model_runner.drafter.proposer
+    operations, counts = proposer.operations, WalkCounts()
+
+    def walk(sampled: Any, drafts: Any, row_starts: Any, *, tree: Any) -> Any:
+        result = operations.walk(sampled, drafts, row_starts, tree=tree)
+        has_draft = (row_starts.diff() > 1).tolist()
+        for path, counts_here in zip(result.path[:, 1:].tolist(), has_draft, strict=True):
+            counts.trees += counts_here
+            counts.passed.update(row for row in path if row >= 0)
+        return result
+
+    proposer.operations = dataclasses.replace(operations, walk=walk)
+    try:
+        yield counts
+    finally:
+        proposer.operations = operations

@@ -1,0 +1,182 @@
+"""`vllm-recycle tune`: options for your own models, prompts and machine.
+
+    vllm-recycle tune --method ouroboros --model examples/models/target \
+        --draft-model examples/models/draft --prompts examples/prompts/humaneval.jsonl \
+        --output ouroboros.json
+    vllm-recycle tune --method token_recycling --model examples/models/target \
+        --prompts examples/prompts/humaneval.jsonl --output my_tree.json
+
+The first searches gamma, window and phrase length by wall clock (`ouroboros`) and writes a
+speculative configuration, the second measures which nodes of a tree are accepted (`tree`) and
+writes a template. Both print what to give to `--speculative-config`. Every measurement goes to the
+state file at once: the same command goes on where an earlier run was interrupted. Engines are
+those of `vllm-recycle bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm_recycle import __version__
+from vllm_recycle.cli import UsageError
+from vllm_recycle.cli.bench.arguments import (
+    add_workload,
+    check_writable,
+    json_object,
+    number_range,
+    positive,
+    read_workload,
+)
+from vllm_recycle.cli.bench.plan import Plan
+from vllm_recycle.cli.tune.state import State
+from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING
+
+RANGES = {  # Table 10 of the Ouroboros paper, for both kinds of tasks
+    "gamma": ("2:14:2", 1, "tokens that the draft model drafts in a round"),
+    "window": ("15:20", 0, "columns of the lookahead window, and as many guesses"),
+    "phrase_length": ("6:8", 3, "tokens of a phrase with the one that it follows, L = beta + 1"),
+}
+OPTIONS_OF = {
+    OUROBOROS: ("draft_model", "max_engines", "repeats", *RANGES),
+    TOKEN_RECYCLING: ("max_nodes",),
+}
+REPEATS = 3
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `tune` to the command."""
+    parser = subparsers.add_parser(
+        "tune", help="search a method's options for your models, prompts and machine"
+    )
+    parser.add_argument("--method", required=True, choices=OPTIONS_OF)
+    add_workload(parser)
+    for name, (default, least, meaning) in RANGES.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=number_range(least),
+            metavar="RANGE",
+            help=f"ouroboros: {meaning}; FIRST:LAST[:STEP] or N,N,...; default: {default}",
+        )
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        help=f"ouroboros: timed passes a candidate, each over an equal part of the prompts, "
+        f"default: {REPEATS}",
+    )
+    parser.add_argument(
+        "--max-nodes",
+        type=positive,
+        metavar="N",
+        help="token_recycling: nodes of the tree; default: 80, of which a CPU takes the first 15",
+    )
+    parser.add_argument(
+        "--speculative-config",
+        default="{}",
+        metavar="JSON",
+        help="further keys of the method, which are not searched",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="the file to write")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="what was measured so far; default: --output with .state.json",
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the arguments, measure what the state file lacks, write the result."""
+    fixed = _fixed_keys(args)
+    plan = Plan(
+        **read_workload(args),
+        methods={},
+        repeats=args.repeats or REPEATS,
+        fresh_prompts=args.method == OUROBOROS,
+    )
+    state_path = args.state or args.output.with_suffix(".state.json")
+    for path in (args.output, state_path):
+        check_writable(path)
+    state = State(state_path, _conditions(args, plan, fixed))
+    try:
+        config = _tune(args, plan, state, fixed)
+    except KeyboardInterrupt:
+        print(f"{state_path} has what was measured: the same command goes on", file=sys.stderr)
+        raise
+    print(f"--speculative-config {shlex.quote(json.dumps(config))}")
+    return 0
+
+
+def _tune(
+    args: argparse.Namespace, plan: Plan, state: State, fixed: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration found."""
+    if args.method == OUROBOROS:
+        from vllm_recycle.cli.tune.ouroboros import search
+
+        ranges = {
+            name: getattr(args, name) or number_range(least)(default)
+            for name, (default, least, _) in RANGES.items()
+        }
+        config = search(plan, state, fixed, ranges)
+        args.output.write_text(json.dumps(config) + "\n", encoding="utf-8")
+        print(f"{args.output} has the configuration, {state.path} what was measured")
+        return config
+    from vllm_recycle.cli.tune.tree import measure_tree
+
+    tree, config = measure_tree(plan, state, fixed, max_nodes=args.max_nodes)
+    tree.save(args.output)
+    print(f"{args.output} has the tree, {state.path} what was measured")
+    return config | {"tree": str(args.output.resolve())}
+
+
+def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the speculative configuration that are given."""
+    for method, options in OPTIONS_OF.items():
+        for option in options if method != args.method else ():
+            if getattr(args, option) is not None:
+                raise UsageError(f"--{option.replace('_', '-')} belongs to --method {method}")
+    fixed = json_object(args.speculative_config, "--speculative-config")
+    searched = {"method", "model", *RANGES, "tree", "max_nodes", "num_speculative_tokens"}
+    if given := searched & fixed.keys():
+        raise UsageError(f"--speculative-config: {min(given)} is what tune itself finds or sets")
+    if args.method == OUROBOROS:
+        if args.draft_model is None:
+            raise UsageError(
+                "--method ouroboros needs --draft-model DIR, a smaller model with the same "
+                "vocabulary"
+            )
+        is_directory = Path(args.draft_model).is_dir()
+        model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
+        fixed = {"model": model, **fixed}
+    try:
+        METHODS[args.method].parse(fixed)
+    except ValueError as error:
+        raise UsageError(f"--speculative-config: {error}") from error
+    return {"method": args.method, **fixed}
+
+
+def _conditions(args: argparse.Namespace, plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:
+    """What measurements must share to be compared."""
+    from vllm_recycle.cli.bench.report import hardware
+
+    return {
+        "model": plan.model,
+        "speculative_config": fixed,
+        "prompts": str(plan.prompts_path),
+        "num_prompts": len(plan.prompts),
+        "prompts_sha256": hashlib.sha256(json.dumps(plan.prompts).encode()).hexdigest(),
+        "max_tokens": plan.max_tokens,
+        "dtype": plan.dtype,
+        "repeats": plan.repeats,
+        "engine_args": dict(plan.engine_args),
+        "versions": {"vllm_recycle": __version__, "vllm": version("vllm")},
+        "hardware": hardware(),
+    }

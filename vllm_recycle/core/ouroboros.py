@@ -1,0 +1,347 @@
+"""Ouroboros as a proposer: a draft model that drafts by phrases, and what is learnt on the way.
+
+arXiv 2402.13720, section 3. The pool of phrases is in `phrase_pool`, the rows of a draft forward
+and the window in `lookahead`, what is read off the target in `harvest`; this module ties them
+together. The draft model is the runner's, which knows its KV cache.
+
+Names of dimensions are those of `lookahead` and `phrase_pool`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_recycle.core.harvest import corrections_of_branches, phrases_of_trunk
+from vllm_recycle.core.lookahead import advance_window, lengthened_template, lookahead_template
+from vllm_recycle.core.operations import REFERENCE, Operations
+from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN
+
+WINDOW_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The sizes of a draft, in the paper's terms.
+
+    Attributes:
+        gamma: tokens that the draft model drafts in a round, the trunk.
+        window: W, columns of the window; 0 for none.
+        guesses: G, phrases tried in a draft forward; 0 for none.
+        phrase_length: L, tokens of a phrase with the one that it follows.
+        branches: K, phrases below the end of the trunk; 0 for none.
+
+    Raises:
+        ValueError: a size out of range, or more rows than a tree may have.
+
+    """
+
+    gamma: int
+    window: int
+    guesses: int
+    phrase_length: int
+    branches: int
+
+    def __post_init__(self) -> None:
+        least = {"gamma": 1, "window": 0, "guesses": 0, "phrase_length": 3, "branches": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
+        if not self.window + self.guesses:
+            raise ValueError(
+                "window and guesses are both 0, expected more of one of them; without both this is "
+                "vLLM's method draft_model"
+            )
+        rows = {
+            "window * (phrase_length - 2) + guesses * (phrase_length - 1)": self.window
+            * self.levels
+            + self.guesses * self.length,
+            "gamma + branches * (phrase_length - 1)": self.gamma + self.branches * self.length,
+        }
+        for name, value in rows.items():
+            if value > MAX_NODES:
+                raise ValueError(f"{name} is {value}, expected at most {MAX_NODES}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a phrase behind the one that it follows, the paper's beta."""
+        return self.phrase_length - 1
+
+    @property
+    def levels(self) -> int:
+        """Of the window."""
+        return self.phrase_length - 2
+
+    def tree(self) -> TreeTemplate:
+        """What the target verifies."""
+        return lengthened_template(gamma=self.gamma, branches=self.branches, length=self.length)
+
+    def lookahead(self) -> TreeTemplate:
+        """The rows of a draft forward, below the last token."""
+        return lookahead_template(
+            window=self.window, levels=self.levels, guesses=self.guesses, length=self.length
+        )
+
+
+class DraftModel(Protocol):
+    """The draft model and its KV cache."""
+
+    def forward(
+        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """One forward, which takes in what is new of each text and looks ahead of it.
+
+        Args:
+            sequences: int64 [batch].
+            new_token_ids: int64 [batch, n], the text behind what the last forward of this round
+                took in, at least one token, padded with -1; in the first forward of a round the
+                last token alone, before which the model may have more to take in.
+            row_token_ids: int64 [batch, nodes], by the nodes of `DraftShape.lookahead`, -1 where
+                there is none.
+
+        Returns:
+            int64 [batch, nodes + 1], the most probable next token at the last token and at each
+            node; anything where there is none.
+
+        """
+
+
+class OuroborosProposer:
+    """See `vllm_recycle.core.proposer.Proposer`.
+
+    Args:
+        draft_model: what drafts.
+        shape: sizes of a draft.
+        vocab_size: number of token ids.
+        num_sequences: sequence numbers are below this.
+        max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
+            is shorter then is filled up with the newest phrases.
+        stops_early: whether a round ends when all trunks are whole, which waits for the device.
+        harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
+        shares_pool: whether all sequences share a pool that is never cleared (section 3.4); else
+            each has its own, which ends with it.
+        operations: what walks.
+        device: where all of this lives.
+
+    Attributes:
+        tree: what the target verifies.
+        lookahead: the rows of a draft forward.
+        num_rounds: drafts made so far, counted once for each sequence.
+        num_forwards: draft forwards so far, counted once for each sequence that took part.
+
+    """
+
+    def __init__(
+        self,
+        draft_model: DraftModel,
+        shape: DraftShape,
+        *,
+        vocab_size: int,
+        num_sequences: int,
+        max_forwards: int | None = None,
+        stops_early: bool = True,
+        harvest_trunk: bool = True,
+        harvest_branches: bool = True,
+        shares_pool: bool = True,
+        operations: Operations = REFERENCE,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.draft_model, self.shape, self.operations = draft_model, shape, operations
+        self.tree, self.lookahead = shape.tree().to(device), shape.lookahead().to(device)
+        self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
+        self.stops_early = stops_early
+        self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
+        # Rows of the pool between the same token of two sequences.
+        self.pool_stride = 0 if shares_pool else vocab_size
+        self.pool = PhrasePool(
+            vocab_size if shares_pool else vocab_size * num_sequences,
+            per_token=max(shape.guesses, shape.branches, 1),
+            length=shape.length,
+            device=device,
+        )
+        self.windows = torch.zeros(
+            num_sequences, shape.levels, shape.window, dtype=torch.int64, device=device
+        )
+        self.num_filled = torch.ones(num_sequences, dtype=torch.int64, device=device)
+        generator = torch.Generator().manual_seed(WINDOW_SEED)
+        self.window_draw = torch.rand(shape.window, generator=generator).to(device)
+        self.num_rounds = self.num_forwards = 0
+
+    def begin(self, sequences: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
+        """Level 0 of each window: tokens drawn from the prompt, as if for every prompt anew."""
+        num_tokens = len(sequences)
+        ones, index = torch.ones_like(sequences), torch.arange(num_tokens, device=sequences.device)
+        lengths = torch.zeros_like(self.num_filled).index_add_(0, sequences, ones)
+        first = torch.zeros_like(lengths).scatter_reduce_(
+            0, sequences, index, "amin", include_self=False
+        )
+        drawn = (self.window_draw * lengths[:, None]).long().minimum(lengths[:, None] - 1)
+        place = (first[:, None] + drawn).clamp(min=0)
+        begins = lengths > 0
+        self.windows[:, 0] = prompt_token_ids[place].where(begins[:, None], self.windows[:, 0])
+        self.num_filled.masked_fill_(begins, 1)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences if self.pool_stride else ():
+            first = sequence * self.pool_stride
+            self.pool.table[first : first + self.pool_stride] = NO_TOKEN
+
+    def propose(
+        self,
+        sequences: torch.Tensor,
+        last_token_ids: torch.Tensor,
+        *,
+        room: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draft below the last token of each sequence (sections 3.1 and 3.2).
+
+        Args:
+            sequences: int64 [batch].
+            last_token_ids: int64 [batch].
+            room: int64 [batch], tokens of a trunk that the draft model has room to take in; below 0
+                where it has none for the last token. None where there is always enough.
+
+        """
+        gamma, length = self.shape.gamma, self.shape.length
+        # With room for what the last forward gives beyond gamma.
+        trunk = last_token_ids.new_full((len(sequences), gamma + length + 1), NO_TOKEN)
+        count = torch.zeros_like(sequences)
+        room = torch.full_like(count, gamma) if room is None else room
+        active = torch.arange(len(sequences), device=sequences.device)
+        last, new_token_ids = last_token_ids, last_token_ids[:, None]
+        for _ in range(self.max_forwards):
+            if self.stops_early:
+                goes_on = (count[active] < gamma) & (count[active] <= room[active])
+                active, last, new_token_ids = active[goes_on], last[goes_on], new_token_ids[goes_on]
+                if not len(active):
+                    break
+            new_token_ids, num_new = self._draft(sequences[active], new_token_ids, last)
+            last = new_token_ids.gather(1, num_new[:, None] - 1).flatten()
+            start = count[active].clamp(max=gamma)
+            place = start[:, None] + torch.arange(new_token_ids.shape[1], device=start.device)
+            trunk[active[:, None], place] = new_token_ids
+            count[active] = start + num_new
+            self.num_forwards += len(active)
+        self.num_rounds += len(sequences)
+        return self._lengthen(sequences, trunk[:, :gamma], count.clamp(max=gamma))
+
+    def observe(
+        self,
+        sequences: torch.Tensor,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        row_starts: torch.Tensor,
+    ) -> None:
+        # Phrases are what the target finds most probable, however its tokens are sampled.
+        batch = len(row_starts) - 1
+        if len(token_ids) == batch:  # no drafts
+            return
+        gamma = self.shape.gamma
+        row = torch.arange(self.tree.num_nodes + 1, device=token_ids.device)
+        num_rows = row_starts.diff()[:, None]
+        rows = row_starts[:-1, None] + row.minimum(num_rows - 1)
+        is_there = row < num_rows
+        drafts = token_ids[rows].where(is_there, NO_TOKEN)
+        sampled = logits.argmax(dim=1)[rows].where(is_there, NO_TOKEN)
+        sequences = sequences[row_starts[:-1]]
+        trunk, sampled_trunk = drafts[:, : gamma + 1], sampled[:, : gamma + 1]
+        if self.harvest_trunk and gamma >= self.shape.length - 1:
+            owners, phrases = phrases_of_trunk(
+                trunk, sampled_trunk, num_rows.flatten(), length=self.shape.length
+            )
+            self._insert(sequences, owners, phrases)
+        if self.harvest_branches and self.shape.branches:
+            shape = (batch, self.shape.branches, self.shape.length)
+            # The newest first, as they were proposed; inserted last, it stays the newest.
+            tried = drafts[:, gamma + 1 :].reshape(shape).flip(1)
+            owners, phrases = corrections_of_branches(
+                trunk[:, -1],
+                tried,
+                sampled_trunk[:, -1],
+                sampled[:, gamma + 1 :].reshape(shape).flip(1),
+                (trunk[:, 1:] == sampled_trunk[:, :-1]).all(dim=1),
+            )
+            self._insert(sequences, owners, phrases, replaced=tried)
+
+    def _draft(
+        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, last_token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft forward.
+
+        Returns:
+            What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
+            are, int64 [batch].
+
+        """
+        shape = self.shape
+        batch = len(sequences)
+        window, num_filled = self.windows[sequences], self.num_filled[sequences]
+        level = torch.arange(shape.levels, device=sequences.device)
+        is_filled = (level < num_filled[:, None])[:, :, None]
+        guesses = self._newest(sequences, last_token_ids, shape.guesses).flatten(1)
+        in_window = window.where(is_filled, NO_TOKEN).flatten(1)
+        outputs = self.draft_model.forward(
+            sequences, new_token_ids, torch.cat((in_window, guesses), dim=1)
+        )
+        if shape.window:
+            outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
+            step = advance_window(window, num_filled, outputs_in_window, last_token_ids)
+            self.windows[sequences], self.num_filled[sequences] = step.window, step.num_filled
+            self._insert(sequences, step.owners, step.phrases)
+        # What follows is the longest guess that the draft agrees with, and the draft's next token.
+        rows = self.lookahead.num_nodes + 1
+        starts = torch.arange(0, batch * rows + 1, rows, device=sequences.device)
+        drafts = torch.cat((torch.full_like(in_window, NO_TOKEN), guesses), dim=1)
+        result = self.operations.walk(outputs.flatten(), drafts, starts, tree=self.lookahead)
+        return result.token_ids[:, : shape.length + 1], result.lengths.long()
+
+    def _lengthen(
+        self, sequences: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
+    ) -> torch.Tensor:
+        """Phrases below the end of each trunk (section 3.2).
+
+        Args:
+            sequences: int64 [batch].
+            trunk: int64 [batch, gamma], padded with -1.
+            count: int64 [batch], tokens of each.
+
+        Returns:
+            int64 [batch, nodes].
+
+        """
+        gamma, length = self.shape.gamma, self.shape.length
+        place = torch.arange(length, device=sequences.device)
+        for _ in range(-(-(gamma - self.max_forwards) // length)):
+            last = trunk.gather(1, (count[:, None] - 1).clamp(min=0))
+            phrase = self._newest(sequences, last.flatten(), 1)[:, 0]
+            position = count[:, None] + place
+            fits = (position < gamma) & (count[:, None] > 0) & (phrase >= 0)
+            wide = torch.nn.functional.pad(trunk, (0, 1))
+            wide.scatter_(1, position.where(fits, gamma), phrase)
+            trunk, count = wide[:, :gamma], count + fits.sum(dim=1)
+        branches = self._newest(sequences, trunk[:, -1].clamp(min=0), self.shape.branches)
+        branches = branches.flatten(1).where(trunk[:, -1:] >= 0, NO_TOKEN)
+        return torch.cat((trunk, branches), dim=1)
+
+    def _newest(self, sequences: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        return self.pool.newest(sequences * self.pool_stride + token_ids, count)
+
+    def _insert(
+        self,
+        sequences: torch.Tensor,
+        owners: torch.Tensor,
+        phrases: torch.Tensor,
+        *,
+        replaced: torch.Tensor | None = None,
+    ) -> None:
+        """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
+        owners = (sequences[:, None] * self.pool_stride + owners).where(owners >= 0, NO_TOKEN)
+        if replaced is not None:
+            replaced = replaced.flatten(0, 1)
+        self.pool.insert(owners.flatten(), phrases.flatten(0, 1), replaced=replaced)

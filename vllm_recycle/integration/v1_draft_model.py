@@ -1,0 +1,267 @@
+"""Ouroboros on the V1 runner: vLLM's draft model, drafting by lookahead forwards.
+
+Its layers share the block table with the target's. A forward has, of each request, first the tokens
+that the draft's KV cache does not hold yet, which are written there, and behind the last of them
+the rows of lookahead decoding, a tree whose keys and values are never written. So the cache follows
+the text: each step takes in what the target has computed in it, before any block of that can be
+another request's prefix. Tokens that were drafted, taken in and then rejected are forgotten by
+counting back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.drafter import Drafter, Texts
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.tree_batch import TreeBatch
+from vllm_recycle.integration.tree_rows import prepare_trees
+from vllm_recycle.kernels.cpu_native import native_operations
+
+
+class OuroborosDrafter(Drafter, DraftModelProposer):
+    """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
+
+    Attributes:
+        num_cached: int64 [sequences], tokens of each text whose keys and values the draft has.
+        trunks: int64 [sequences, gamma], those of them that were drafted in the last round, from
+            `round_starts`, int64 [sequences], on; padded with -1.
+        index: int64 [sequences], place in the batch of the step.
+        ends: int64 [sequences], tokens of each text that were taken in or are in the runner's.
+
+    """
+
+    proposer: OuroborosProposer
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        DraftModelProposer.__init__(self, vllm_config, device, runner)
+        options = get_options(vllm_config)
+        assert isinstance(options, OuroborosOptions)
+        self.state_file = options.pool_file
+        num_sequences = vllm_config.scheduler_config.max_num_seqs
+        self.proposer = OuroborosProposer(
+            self,
+            options.shape(),
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+            num_sequences=num_sequences,
+            max_forwards=options.max_forwards,
+            harvest_trunk=options.harvest_trunk,
+            harvest_branches=options.harvest_branches,
+            shares_pool=options.scope == "shared",
+            operations=native_operations(),
+            device=device,
+        )
+        self.state = self.proposer.pool
+        self.num_cached, self.round_starts, self.index, self.ends = np.zeros(
+            (4, num_sequences), dtype=np.int64
+        )
+        self.trunks = np.full((num_sequences, options.gamma), NO_TOKEN)
+
+    def describe(self) -> str:
+        shape, pool = self.proposer.shape, self.proposer.pool
+        return (
+            f"ouroboros: draft model {self.draft_model_config.model}, gamma {shape.gamma}, window "
+            f"{shape.window}, guesses {shape.guesses}, phrase length {shape.phrase_length}, "
+            f"branches {shape.branches}, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes"
+        )
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_attn_backend(*args, **kwargs)
+        for group in self.draft_attn_groups:
+            group.get_metadata_builder().trees_are_cached = False
+
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """One forward; vLLM's makes one for every draft token."""
+        self._run_model(num_tokens, None)
+
+    @property
+    def attention_layers(self) -> Set[str]:
+        return self._draft_attn_layer_names
+
+    def begin(self, number: int, token_ids: torch.Tensor, num_computed: int) -> None:
+        super().begin(number, token_ids, num_computed)
+        self.num_cached[number] = num_computed
+        self.trunks[number] = NO_TOKEN
+
+    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+        """As for all; and take in what the target has computed of every text."""
+        sequences, num_computed = texts.sequences.numpy(), texts.num_computed
+        batch = len(sequences)
+        table = block_tables[self.kv_cache_gid]
+        self.block_table, self.texts = table.get_device_tensor(batch), texts
+        self.index[sequences], self.ends[sequences] = np.arange(batch), num_computed
+        slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
+        room = np.minimum(slots, self.max_model_len) - num_computed - 1
+        chosen = np.nonzero(texts.wants_draft & (room >= 0))[0]
+        self._forget_rejected(sequences, num_computed)
+        self._catch_up(sequences, len(chosen))
+        self.round_starts[sequences], self.trunks[sequences] = num_computed + 1, NO_TOKEN
+        drafts = torch.full((batch, self.proposer.tree.num_nodes), NO_TOKEN)
+        if len(chosen):
+            drafts[chosen] = self.proposer.propose(
+                texts.sequences[chosen],
+                texts.last_token_ids(chosen),
+                room=torch.from_numpy(room[chosen]),
+            )
+        return drafts
+
+    def _forget_rejected(self, sequences: np.ndarray, num_computed: np.ndarray) -> None:
+        """Count each cache back to where the text is no more what was drafted."""
+        trunks = self.trunks[sequences]
+        place = self.round_starts[sequences][:, None] + np.arange(trunks.shape[1])
+        index = np.arange(len(sequences))[:, None]
+        text = self.texts.token_ids[index, place.clip(max=self.max_model_len - 1)]
+        agrees = (text == trunks) & (place < num_computed[:, None])
+        kept = self.round_starts[sequences] + np.cumprod(agrees, axis=1).sum(axis=1)
+        was_drafted = trunks[:, 0] != NO_TOKEN
+        cached = np.where(was_drafted, kept, self.num_cached[sequences])
+        self.num_cached[sequences] = np.minimum(cached, num_computed)
+
+    def _catch_up(self, sequences: np.ndarray, num_drafting: int) -> None:
+        """Take in what cannot wait for the first draft forward, or does not fit into it.
+
+        In one forward, since a request may already read what another one writes in this step.
+        """
+        behind = self.ends[sequences] - self.num_cached[sequences]
+        rows = behind.sum() + num_drafting * (1 + self.proposer.lookahead.num_nodes)
+        if num_drafting < len(sequences) or rows > self.max_num_tokens:
+            chosen = sequences[behind > 0]
+            if len(chosen):
+                self._run(chosen, [self._unseen(sequence) for sequence in chosen])
+
+    def _unseen(self, sequence: int) -> np.ndarray:
+        """What the draft's cache lacks of a text."""
+        unseen = slice(self.num_cached[sequence], self.ends[sequence])
+        return self.texts.token_ids[self.index[sequence], unseen]
+
+    def forward(
+        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See `vllm_recycle.core.ouroboros.DraftModel`."""
+        rows = row_token_ids.numpy()
+        # Rows behind the last one that is filled would be computed for nothing.
+        num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1)
+        heads = []
+        for sequence, new in zip(sequences.tolist(), new_token_ids.numpy(), strict=True):
+            new = new[new >= 0]
+            heads.append(np.concatenate((self._unseen(sequence), new)))
+            start = self.ends[sequence] - self.round_starts[sequence]
+            if start >= 0:
+                self.trunks[sequence, start : start + len(new)] = new
+            self.ends[sequence] += len(new)
+        outputs = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.int64)
+        num_tokens = num_rows + [len(head) for head in heads]
+        first = 0
+        while first < len(rows):
+            fitting = np.searchsorted(num_tokens[first:].cumsum(), self.max_num_tokens, "right")
+            chunk = slice(first, first + max(1, int(fitting)))
+            found = self._run(
+                sequences[chunk].numpy(),
+                heads[chunk],
+                [row[:count] for row, count in zip(rows[chunk], num_rows[chunk], strict=True)],
+            )
+            there = torch.arange(outputs.shape[1]) <= torch.from_numpy(num_rows[chunk])[:, None]
+            outputs[chunk][there] = found
+            first = chunk.stop
+        return outputs
+
+    def _run(
+        self,
+        sequences: np.ndarray,
+        heads: list[np.ndarray],
+        rows: list[np.ndarray] | None = None,
+    ) -> torch.Tensor:
+        """One forward of the model.
+
+        Args:
+            sequences: int64 [batch].
+            heads: of each, the next tokens that its cache lacks, at least one.
+            rows: of each, those of `lookahead` below the last of these.
+
+        Returns:
+            int64 [n], the most probable next token at the last token of each head and at its rows,
+            one sequence after the other.
+
+        """
+        batch = len(sequences)
+        rows = rows or [np.empty(0, dtype=np.int64)] * batch
+        num_heads, num_rows = np.array([[*map(len, heads)], [*map(len, rows)]])
+        lengths = num_heads + num_rows
+        starts = np.concatenate(([0], lengths.cumsum()))
+        owner = np.repeat(np.arange(batch), lengths)
+        offset = np.arange(starts[-1]) - starts[owner]
+        first = self.num_cached[sequences]
+        position = first[owner] + offset
+        is_head = offset < num_heads[owner]
+        block_table = self.block_table[torch.from_numpy(self.index[sequences])]
+        block = (position // self.block_size).clip(max=block_table.shape[1] - 1)
+        slots = block_table.numpy()[owner, block] * self.block_size + position % self.block_size
+
+        n = len(owner)
+        pairs = zip(heads, rows, strict=True)
+        self.input_ids[:n] = torch.from_numpy(
+            np.concatenate([part for pair in pairs for part in pair])
+        )
+        self.positions[:n] = torch.from_numpy(position)
+        query_start_loc = torch.from_numpy(starts).to(torch.int32)
+        logit_rows = torch.from_numpy(np.nonzero(offset >= num_heads[owner] - 1)[0])
+        lookahead = self.proposer.lookahead
+        trees = TreeBatch.make(
+            tree=lookahead,
+            num_nodes=torch.from_numpy(num_rows),
+            last_token_row=query_start_loc[1:].long() - 1,
+            row_token_ids=self.input_ids[logit_rows].long(),
+        )
+        prepare_trees(
+            trees,
+            tree=lookahead,
+            positions=self.positions,
+            input_ids=self.input_ids[:n],
+            attn_groups=[self.draft_attn_groups],
+        )
+        self.positions[:n].clamp_(max=self.max_model_len - 1)
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=torch.from_numpy(first + lengths).to(torch.int32),
+            num_reqs=batch,
+            num_actual_tokens=n,
+            max_query_len=int(lengths.max()),
+            max_seq_len=int((first + lengths).max()),
+            block_table_tensor=block_table,
+            slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
+        )
+        hidden = self._run_model(n, common)
+        self.num_cached[sequences] += num_heads
+        return self.model.compute_logits(hidden[logit_rows]).argmax(dim=1)
+
+    def _run_model(self, num_tokens: int, common: CommonAttentionMetadata | None) -> torch.Tensor:
+        metadata, slot_mapping = None, {}
+        if common is not None:
+            groups = self.draft_attn_groups
+            metadata = {
+                name: built
+                for group in groups
+                for built in (group.get_metadata_builder().build(0, common),)
+                for name in group.layer_names
+            }
+            slot_mapping = dict.fromkeys(metadata, common.slot_mapping)
+        with set_forward_context(
+            metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
+        ):
+            return self.model(
+                input_ids=self.input_ids[:num_tokens],
+                positions=self._get_positions(num_tokens),
+                inputs_embeds=None,
+            )
