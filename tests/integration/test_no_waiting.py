@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "vllm_recycle"
 MODULES = [
     *sorted(PACKAGE.glob("kernels/triton_*.py")),
     PACKAGE / "integration" / "v2_runner.py",
+    PACKAGE / "integration" / "v2_draft_model.py",
     PACKAGE / "integration" / "gpu_backend.py",
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.

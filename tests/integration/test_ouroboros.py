@@ -8,10 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EXAMPLES, OUROBOROS, TARGET, engine, generate, runner
+from engines import (
+    EXAMPLES,
+    OUROBOROS,
+    SMALL_OUROBOROS,
+    TARGET,
+    core,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+    runner,
+)
 from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
+
+from vllm_recycle.integration.v1_draft_model import OuroborosDrafter
+from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
 PROMPTS = [
@@ -111,3 +125,70 @@ def test_drafts_and_pool_equal_those_of_the_slow_reference(options, monkeypatch)
     assert rounds == expected_rounds
     assert pool == expected_pool
     assert len(pool) > 50
+
+
+class TestDraftCache:
+    """The draft's keys and values are those of the text, whatever happened to a request."""
+
+    # The same products in GEMMs of other shapes; keys and values are of order one to ten.
+    TOLERANCE = 2e-3
+    # Chunked prefill; room for about three of the eight requests; prefixes that come again.
+    SETTINGS = {  # noqa: RUF012
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+        "max_num_seqs": 8,
+        "max_model_len": 640,
+        "max_num_batched_tokens": 96,
+        "enable_prefix_caching": True,
+    }
+
+    def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
+        """Between the cache and a fresh computation, over the tokens of a request's text."""
+        drafter = runner(llm).drafter
+        known = int(drafter.num_cached[runner(llm).sequences[request.request_id]])
+        text = list(request.all_token_ids)[:known]
+        (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        layers = runner(llm).compilation_config.static_forward_context
+        with torch.no_grad():
+            cache = draft(torch.tensor([text]), use_cache=True).past_key_values
+        differences = []
+        for name, fresh in zip(sorted(drafter.attention_layers), cache.layers, strict=True):
+            layer = layers[name]
+            pair = gather_keys_values(layer.kv_cache, torch.tensor([blocks]), isa=layer.isa)
+            for held, expected in zip(pair, (fresh.keys, fresh.values), strict=True):
+                differences.append((held[:, :, : len(text)] - expected).abs().max())
+        return float(torch.stack(differences).max())
+
+    def differences(self, num_prompts: int) -> list[float]:
+        """Of every running request after some steps, with each kind of event among them."""
+        draft = load(DRAFT)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        found = []
+        with engine(SMALL_OUROBOROS, **self.SETTINGS) as llm:
+            prompts = read_prompts(num_prompts)
+            # The last ones are in the cache still.
+            for turn, batch in enumerate((prompts, prompts[::-1])):
+                for number, prompt in enumerate(batch):
+                    llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
+                step = 0
+                while llm.llm_engine.has_unfinished_requests():
+                    llm.llm_engine.step()
+                    step += 1
+                    running = core(llm).scheduler.running if step % 5 == 0 else ()
+                    found += [self.largest_difference(llm, request, draft) for request in running]
+            assert counter(llm, "num_preemptions") > 0
+            assert counter(llm, "prefix_cache_hits") > 0
+            assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        return found
+
+    def test_follows_the_text(self):
+        found = self.differences(10)
+        assert len(found) > 50
+        assert max(found) < self.TOLERANCE
+
+    def test_a_cache_that_lags_is_seen(self, monkeypatch):
+        def lag(self, sequences, num_drafting):
+            self.num_cached[sequences] = self.ends[sequences]
+
+        monkeypatch.setattr(OuroborosDrafter, "_catch_up", lag)
+        assert max(self.differences(10)) > 10 * self.TOLERANCE

@@ -103,5 +103,5 @@ def _bring_our_worker() -> None:
     from vllm_recycle.integration import engine_config
 
     engine_config.PLATFORMS["cpu"] = engine_config.Platform(
-        "v2_worker.TreeV2Worker", "ngram_gpu", True, None
+        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].host_methods, True, None
     )

@@ -209,24 +209,27 @@ class OuroborosProposer:
 
         """
         gamma, length = self.shape.gamma, self.shape.length
-        # With room for what the last forward gives beyond gamma.
+        # As wide as the last forward may make it.
         trunk = last_token_ids.new_full((len(sequences), gamma + length + 1), NO_TOKEN)
         count = torch.zeros_like(sequences)
         room = torch.full_like(count, gamma) if room is None else room
         active = torch.arange(len(sequences), device=sequences.device)
         last, new_token_ids = last_token_ids, last_token_ids[:, None]
         for _ in range(self.max_forwards):
+            goes_on = (count[active] < gamma) & (count[active] <= room[active])
             if self.stops_early:
-                goes_on = (count[active] < gamma) & (count[active] <= room[active])
                 active, last, new_token_ids = active[goes_on], last[goes_on], new_token_ids[goes_on]
+                goes_on = goes_on[goes_on]
                 if not len(active):
                     break
-            new_token_ids, num_new = self._draft(sequences[active], new_token_ids, last)
-            last = new_token_ids.gather(1, num_new[:, None] - 1).flatten()
-            start = count[active].clamp(max=gamma)
-            place = start[:, None] + torch.arange(new_token_ids.shape[1], device=start.device)
+            new_token_ids, num_new = self._draft(sequences[active], new_token_ids, last, goes_on)
+            # What is beyond gamma is of no account.
+            start = count[active].clamp(max=gamma)[:, None]
+            place = start + torch.arange(length + 1, device=start.device)
             trunk[active[:, None], place] = new_token_ids
-            count[active] = start + num_new
+            newest = new_token_ids.gather(1, (num_new[:, None] - 1).clamp(min=0)).flatten()
+            last = newest.where(goes_on, last)
+            count[active] += num_new
             self.num_forwards += len(active)
         self.num_rounds += len(sequences)
         return self._lengthen(sequences, trunk[:, :gamma], count.clamp(max=gamma))
@@ -270,9 +273,19 @@ class OuroborosProposer:
             self._insert(sequences, owners, phrases, replaced=tried)
 
     def _draft(
-        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, last_token_ids: torch.Tensor
+        self,
+        sequences: torch.Tensor,
+        new_token_ids: torch.Tensor,
+        last_token_ids: torch.Tensor,
+        goes_on: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft forward.
+
+        Args:
+            sequences: int64 [batch].
+            new_token_ids: int64 [batch, n], see `DraftModel.forward`.
+            last_token_ids: int64 [batch], the last one of these.
+            goes_on: bool [batch], false for those that have drafted enough.
 
         Returns:
             What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
@@ -292,14 +305,18 @@ class OuroborosProposer:
         if shape.window:
             outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
             step = advance_window(window, num_filled, outputs_in_window, last_token_ids)
-            self.windows[sequences], self.num_filled[sequences] = step.window, step.num_filled
-            self._insert(sequences, step.owners, step.phrases)
+            self.windows[sequences] = step.window.where(goes_on[:, None, None], window)
+            self.num_filled[sequences] = step.num_filled.where(goes_on, num_filled)
+            owners = step.owners.where(goes_on[:, None], NO_TOKEN)
+            self._insert(sequences, owners, step.phrases)
         # What follows is the longest guess that the draft agrees with, and the draft's next token.
         rows = self.lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=sequences.device)
         drafts = torch.cat((torch.full_like(in_window, NO_TOKEN), guesses), dim=1)
         result = self.operations.walk(outputs.flatten(), drafts, starts, tree=self.lookahead)
-        return result.token_ids[:, : shape.length + 1], result.lengths.long()
+        tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
+        drafted = tokens[:, : shape.length + 1].where(goes_on[:, None], NO_TOKEN)
+        return drafted, result.lengths.where(goes_on, 0).long()
 
     def _lengthen(
         self, sequences: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor

@@ -20,14 +20,23 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration.options import (
+    GPU_MAX_FORWARDS,
     METHODS,
     OUROBOROS,
     TOKEN_RECYCLING,
     MethodOptions,
     OuroborosOptions,
 )
-from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
+from vllm_recycle.integration.row_budget import (
+    MAX_DRAFT_ROWS,
+    MAX_TREE_ROWS,
+    draft_forward_rows,
+    draft_model_schedule,
+    halving_schedule,
+    largest_drafting_batch,
+)
 
 logger = init_logger("vllm.recycle")
 
@@ -66,7 +75,7 @@ PLATFORMS = {
     ),
     "cuda": Platform(
         "vllm_recycle.integration.gpu_worker.TreeGPUWorker",
-        {TOKEN_RECYCLING: "ngram_gpu"},
+        {TOKEN_RECYCLING: "ngram_gpu", OUROBOROS: "draft_model"},
         True,
         AttentionBackendEnum.FLASH_ATTN,
     ),
@@ -139,6 +148,8 @@ def rewrite(engine_args: Any) -> Any | None:
     values = {"method": method, **dataclasses.asdict(options)}
     if method == TOKEN_RECYCLING:
         values["max_nodes"] = num_nodes
+    elif platform.use_v2_model_runner:
+        values["max_forwards"] = values["max_forwards"] or min(GPU_MAX_FORWARDS, values["gamma"])
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False
@@ -146,6 +157,12 @@ def rewrite(engine_args: Any) -> Any | None:
         # pads a request that just came in to a full draft of -1, and keeps it waiting where that
         # does not fit.
         default_schedule = [(1, 1 << 20, num_nodes)]
+    elif isinstance(options, OuroborosOptions):
+        default_schedule = draft_model_schedule(
+            num_nodes,
+            draft_forward_rows(options.shape()),
+            min(MAX_DRAFT_ROWS, engine_args.max_num_batched_tokens or MAX_DRAFT_ROWS),
+        )
     else:
         default_schedule = halving_schedule(num_nodes, MAX_TREE_ROWS)
     rewritten.speculative_config = {
@@ -219,18 +236,7 @@ def finish(vllm_config: Any) -> None:
             f"--max-model-len {model.max_model_len}"
         )
     if isinstance(options, OuroborosOptions):
-        draft = vllm_config.speculative_config.draft_model_config
-        if draft.max_model_len < model.max_model_len:
-            raise ValueError(
-                f"--max-model-len: got {model.max_model_len}, expected at most the "
-                f"{draft.max_model_len} tokens of the draft model {options.model}"
-            )
-        rows = options.shape().lookahead().num_nodes + options.phrase_length
-        if scheduler.max_num_batched_tokens < rows:
-            raise ValueError(
-                f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
-                f"least the {rows} rows of a draft forward, or a smaller window or fewer guesses"
-            )
+        _check_draft_model(vllm_config, options, platform)
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     refused = {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
@@ -270,6 +276,37 @@ def finish(vllm_config: Any) -> None:
         != vllm_config.use_v2_model_runner,
     }
     _refuse(options.method, refused)
+
+
+def _check_draft_model(vllm_config: Any, options: OuroborosOptions, platform: Platform) -> None:
+    scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
+    max_model_len = vllm_config.model_config.max_model_len
+    if spec.draft_model_config.max_model_len < max_model_len:
+        raise ValueError(
+            f"--max-model-len: got {max_model_len}, expected at most the "
+            f"{spec.draft_model_config.max_model_len} tokens of the draft model {options.model}"
+        )
+    shape = options.shape()
+    rows = shape.lookahead().num_nodes + options.phrase_length
+    if platform.use_v2_model_runner:
+        one, table = draft_forward_rows(shape), spec.num_speculative_tokens_per_batch_size
+        if one > 1 + MAX_NODES:
+            raise ValueError(
+                f"speculative_config: a draft forward has {one} rows of a request, expected at "
+                f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
+            )
+        rows = one * largest_drafting_batch(table, scheduler.max_num_seqs)
+        given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
+        if given not in (None, target.tensor_parallel_size):
+            raise NotImplementedError(
+                f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
+                f"{target.tensor_parallel_size}"
+            )
+    if scheduler.max_num_batched_tokens < rows:
+        raise ValueError(
+            f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
+            f"least the {rows} rows of a draft forward, or a smaller window or fewer guesses"
+        )
 
 
 def _warn_of_missing_graphs(vllm_config: Any) -> None:

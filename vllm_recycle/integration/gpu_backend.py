@@ -4,6 +4,8 @@ In V2's batch order the requests with a draft come first, so the rows of a step 
 trees and a range of others. The others stay with vLLM's kernels. In a batch of trees alone, what
 attention reads (masks, offsets, lengths, block table) lies in buffers that never move, so that the
 step can be captured into a CUDA graph.
+
+A draft forward has no metadata of vLLM's: its rows are trees whose keys and values are its own.
 """
 
 from __future__ import annotations
@@ -150,6 +152,10 @@ class TreeAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(attn_metadata, PagedTreeRows):
+            own = (key, value)
+            tree_attention(query, kv_cache, output, rows=attn_metadata, scale=self.scale, own=own)
+            return output
         step: TreeStep | None = getattr(attn_metadata, "tree_step", None)
         forward = super().forward
         scales = (output_scale, output_block_scale)

@@ -21,6 +21,9 @@ OUROBOROS = "ouroboros"
 # The prefix of the default tree that is fastest on CPU, by the benchmark in the README. With the
 # root it makes 16 rows, the height of an AMX tile.
 CPU_MAX_NODES = 15
+# Draft forwards of a round of Ouroboros on a GPU, where their number is fixed, since ending when
+# all drafts are whole would wait for the device.
+GPU_MAX_FORWARDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,8 @@ class OuroborosOptions(MethodOptions):
         guesses: phrases kept for a token and tried in a draft forward, the paper's G.
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
-        max_forwards: draft forwards a round; None for as many as gamma tokens take.
+        max_forwards: draft forwards a round; None on CPU for as many as gamma tokens take, on a GPU
+            for a fixed number.
         harvest_trunk: whether phrases come from what the target verified in the trunk.
         harvest_branches: whether tried phrases are replaced by what the target said.
         scope: whether requests share a pool that lives on (`shared`), or have each their own

@@ -1,17 +1,24 @@
 """How many nodes a tree has in a batch of a given size: the default, and the fair cut of a step.
 
-Every prefix of a template is a tree, so a draft is made to fit by taking a prefix.
+Every prefix of a template is a tree, so a draft is made to fit by taking a prefix. Drafting by a
+draft model costs rows too, those of its forwards, which no prefix makes fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_recycle.core.ouroboros import DraftShape
+
+Schedule = Sequence[tuple[int, int, int]]
+
 # Rows of all trees of a step together, on a GPU. Below some 300 rows the matrix products of an
 # H100 in 16 bits take as long as the reading of their weights (990 TFLOPS, 3.35 TB/s, two bytes a
 # weight), so that further rows cost little; a tree of 80 nodes fits three times. A cost model that
 # is measured on the machine may replace this.
 MAX_TREE_ROWS = 256
+# Rows of a draft forward of Ouroboros on a GPU, of all its requests together.
+MAX_DRAFT_ROWS = 1024
 
 
 def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]]:
@@ -36,6 +43,42 @@ def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]
             first = last + 1
         num_nodes //= 2
     return [*schedule, (first, 1 << 20, 0)]
+
+
+def head_length(shape: DraftShape) -> int:
+    """Tokens that a draft forward on a GPU may have to take in before it looks ahead.
+
+    The root of the tree that was verified, its longest path, and the token behind that.
+    """
+    return 1 + shape.gamma + shape.length + 1
+
+
+def draft_forward_rows(shape: DraftShape) -> int:
+    """Rows of a request in a draft forward on a GPU."""
+    return head_length(shape) + shape.lookahead().num_nodes
+
+
+def draft_model_schedule(num_nodes: int, rows: int, max_rows: int) -> list[tuple[int, int, int]]:
+    """As `halving_schedule`, for a draft model: whole trees, or none where it has too many rows.
+
+    Args:
+        num_nodes: of the template.
+        rows: of a request in a draft forward.
+        max_rows: of a batch in a draft forward; one request is drafted for even beyond it.
+
+    """
+    last = max(1, max_rows // rows)
+    return [(1, last, num_nodes), (last + 1, 1 << 20, 0)]
+
+
+def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:
+    """The size of the largest batch that has drafts; 0 where none has."""
+    sizes = [
+        min(last, max_num_reqs)
+        for first, last, nodes in schedule
+        if nodes and first <= max_num_reqs
+    ]
+    return max(sizes, default=0)
 
 
 def even_limit(lengths: Sequence[int], budget: int) -> int:

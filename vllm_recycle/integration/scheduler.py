@@ -29,7 +29,7 @@ class TreeScheduler(Scheduler):
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         if isinstance(options, OuroborosOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
-            self.num_lookahead_tokens = options.gamma
+            self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""
@@ -68,7 +68,7 @@ class TreeScheduler(Scheduler):
         kernels for penalties and bad words take the rows before a row for its ancestors.
         """
         params = request.sampling_params
-        if request.use_structured_output or (self.use_v2_model_runner and _looks_back(params)):
+        if request.use_structured_output or (self.use_v2_model_runner and looks_back(params)):
             return False
         return not opts_out(params)
 
@@ -102,7 +102,8 @@ class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
     """The same for engines that schedule ahead, where drafts are placeholders in the scheduler."""
 
 
-def _looks_back(params: Any) -> bool:
+def looks_back(params: Any) -> bool:
+    """Whether sampling needs the output before a row."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty

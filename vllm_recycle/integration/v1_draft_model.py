@@ -76,6 +76,9 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
             f"branches {shape.branches}, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes"
         )
 
+    def statistics(self) -> dict[str, int]:
+        return {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_attn_backend(*args, **kwargs)
         for group in self.draft_attn_groups:

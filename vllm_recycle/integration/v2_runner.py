@@ -10,8 +10,8 @@ is that without speculation. No step waits for the device.
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
 such requests no drafts, as those that follow a grammar.
 
-vLLM's host method is `ngram_gpu`, whose speculator is replaced by ours. A request's sequence number
-is the index of its state in the runner. In V2's batch order requests with a draft come first.
+The speculator of vLLM's host method is replaced by ours. A request's sequence number is the index
+of its state in the runner. In V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.integration.drafter import TreeDrafter
+from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.options import OUROBOROS
+from vllm_recycle.integration.scheduler import looks_back
+from vllm_recycle.integration.v2_draft_model import OuroborosSpeculator
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.paged_kv_cache import PagedLayers
 from vllm_recycle.kernels.triton_kv_cache import compact_path
@@ -46,7 +50,7 @@ from vllm_recycle.kernels.triton_tree_inputs import place_tree_rows
 
 
 class TreeSpeculator(BaseSpeculator):
-    """What V2 asks for drafts, in the place of the host method's speculator."""
+    """What V2 asks for drafts by Token Recycling, in the place of `ngram_gpu`'s speculator."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -84,19 +88,29 @@ class TreeSpeculator(BaseSpeculator):
 class TreeModelRunner(GPUModelRunner):
     """vLLM's V2 runner, verifying trees instead of chains."""
 
+    drafter: TreeDrafter | OuroborosSpeculator
+    speculator: TreeSpeculator | OuroborosSpeculator
+
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.drafter = TreeDrafter(vllm_config, operations=OPERATIONS, device=device)
+        # Whether the scheduler will take a draft for a request, by the index of its state.
+        self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
+        if get_options(vllm_config).method == OUROBOROS:
+            self.drafter = self.speculator = OuroborosSpeculator(
+                vllm_config, device, may_speculate=self.may_speculate
+            )
+        else:
+            self.drafter = TreeDrafter(vllm_config, operations=OPERATIONS, device=device)
+            self.speculator = TreeSpeculator(self.drafter)
+            # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
+            # token of `max_model_len` and a request. Ours reads each prompt once.
+            self.req_states.all_token_ids = StagedWriteTensor(
+                (self.max_num_reqs, self.max_model_len),
+                dtype=torch.int32,
+                device=device,
+                uva_instead_of_gpu=True,
+            )
         self.tree = self.drafter.proposer.tree
-        self.speculator = TreeSpeculator(self.drafter)
-        # The host method keeps the text of all requests in device memory, to search it: 4 bytes a
-        # token of `max_model_len` and a request. Ours reads each prompt once.
-        self.req_states.all_token_ids = StagedWriteTensor(
-            (self.max_num_reqs, self.max_model_len),
-            dtype=torch.int32,
-            device=device,
-            uva_instead_of_gpu=True,
-        )
         # Nodes of a tree by the number of requests, and most rows of all trees of a step.
         self.nodes_of_batch = build_dynamic_sd_schedule_lookup(
             self.speculative_config.num_speculative_tokens_per_batch_size,
@@ -122,14 +136,20 @@ class TreeModelRunner(GPUModelRunner):
             replace_full_graphs(self.cudagraph_manager, graphs)
         if not is_profiling:
             layers = self.compilation_config.static_forward_context
+            # A draft model's layers see no trees of the target's.
+            others: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
             self.paged_layers = [
-                PagedLayers.make([layers[name].kv_cache for name in group.layer_names])
+                PagedLayers.make(
+                    [layers[name].kv_cache for name in group.layer_names if name not in others]
+                )
                 for group in kv_cache_config.kv_cache_groups
             ]
 
     def shutdown(self) -> None:
         self.paged_layers = []
         super().shutdown()
+        # Else a draft model's weights would live as long as this does.
+        vars(self.drafter).pop("model", None)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)
@@ -151,6 +171,7 @@ class TreeModelRunner(GPUModelRunner):
             prompts = [texts[i, :length] for i, length in zip(index, lengths, strict=True)]
             sequences = async_tensor_h2d(np.repeat(index, lengths), device=self.device)
             self.drafter.proposer.begin(sequences, torch.cat(prompts).to(torch.int64))
+            self.may_speculate[index] = [_may_speculate(request.sampling_params) for request in new]
 
     def _remove_request(self, req_id: str) -> bool:
         index = self.req_states.req_id_to_index.get(req_id)
@@ -203,6 +224,8 @@ class TreeModelRunner(GPUModelRunner):
             output = self.sampler(logits, input_batch)
         else:
             output = self._sample_trees(logits, input_batch)
+        # `propose` is not given them.
+        self.speculator.sampled_token_ids = output.sampled_token_ids
         return output, output.num_sampled, output.num_rejected
 
     def _sample_trees(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
@@ -297,3 +320,7 @@ class TreeModelRunner(GPUModelRunner):
             found.selected_token_ranks[rows],
             list(range(0, num_reqs * length + 1, length)),
         )
+
+
+def _may_speculate(params: Any) -> bool:
+    return params.structured_outputs is None and not (looks_back(params) or opts_out(params))

@@ -61,6 +61,16 @@ class TreeWorker(Worker):
         """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0."""
         return self.drafter.save() if self.rank == 0 else None
 
+    def draft_statistics(self) -> dict[str, int]:
+        """What the draft model has done since the start; for `collective_rpc`.
+
+        Returns:
+            `rounds`, drafts made for a request, and `forwards`, draft forwards that requests took
+            part in; both 0 without a draft model.
+
+        """
+        return self.drafter.statistics()
+
     def shutdown(self) -> None:
         try:
             # There is nothing to save where the start failed.

@@ -1,0 +1,207 @@
+"""Ouroboros on Model Runner V2: its output, its drafts, and what its draft model's cache holds.
+
+In Triton's interpreter, in a process of its own that this file is the script of; `test_v2_runner`
+says what that leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, Waits, generate
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+# 20 rows of a request in a draft forward: with the engine's budget of 48 tokens, two requests are
+# drafted for, and three are not.
+SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2}
+FORWARDS = 2
+OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
+# Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
+ALONE = [((0, 40), {**GREEDY, "max_tokens": 20})]
+BATCHES = [
+    ALONE,
+    # All of the first prompt but its last token comes from the prefix cache. The second one takes
+    # several steps, while the first decodes, and ends with the context.
+    [((0, 33), SEEDED), ((0, 100), {**GREEDY, "max_tokens": 12})],
+    [((0, 24), GREEDY), ((3, 40), OPTED_OUT)],
+    # Too many to be drafted for; two blocks each for the prompt, which leaves too few for all to
+    # have a third.
+    [((i, i + 61), {**GREEDY, "max_tokens": 6 + 2 * i}) for i in range(4)],
+]
+NUM_ROUNDS = 6
+# Keys and values are of order one to ten; float32, over forwards of other shapes.
+CACHE_TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict[str, Any]:
+    if find_spec("triton") is None:
+        pytest.skip("Model Runner V2 needs triton, which is not installed")
+    output = tmp_path_factory.mktemp("v2") / "result.json"
+    command = [sys.executable, __file__, output]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(output.read_text())
+
+
+def test_tokens_equal_those_without_speculation(result):
+    for plain, drafted in zip(result["plain"], result["drafted"], strict=True):
+        assert drafted["token_ids"] == plain["token_ids"]
+
+
+def test_drafts_were_accepted_and_moved(result):
+    seen = result["seen"]
+    assert seen["accepted tokens"] > seen["drafts"] > 0
+    assert seen["moved rows"] > 0
+
+
+def test_steps_were_of_every_kind(result):
+    seen = result["seen"]
+    kinds = ("only trees", "only plain rows", "both", "trees that are the last", "ahead")
+    assert all(seen[kind] > 0 for kind in kinds), seen
+    assert seen["preemptions"] > 0
+    assert seen["tokens from the prefix cache"] > 0
+
+
+def test_the_draft_model_has_what_the_target_has(result):
+    assert result["seen"]["checked caches"] > 50
+    assert result["cache error"] < CACHE_TOLERANCE
+
+
+def test_drafts_equal_those_of_the_slow_reference(result):
+    rounds = run_slowly(result["prompt"])
+    assert result["rounds"][:NUM_ROUNDS] == rounds
+    assert any(branches for _, branches in rounds)
+
+
+def test_drafting_waits_for_no_device(result):
+    assert result["waits"] == []
+
+
+def run_slowly(prompt: list[int]) -> list[list]:
+    """Trunk and branches of the first rounds behind a prompt."""
+    from slow_ouroboros import SlowOuroboros
+
+    slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES, max_forwards=FORWARDS)
+    sequence = slow.begin(prompt)
+    with torch.no_grad():
+        # The token that ends the prompt's own step.
+        logits = slow.target(torch.tensor([prompt])).logits
+    sequence.token_ids.append(int(logits[0, -1].argmax()))
+    rounds = [slow.step(sequence) for _ in range(NUM_ROUNDS)]
+    return [[done.trunk, [list(branch) for branch in done.branches]] for done in rounds]
+
+
+def load(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+class Watch:
+    """In the process with the engines: counts what the steps are like, and checks the cache."""
+
+    def __init__(self, llm: Any) -> None:
+        from engines import core, runner
+
+        from vllm_recycle.integration import v2_runner
+
+        self.runner, self.scheduler = runner(llm), core(llm).scheduler
+        self.waits, self.seen, self.draft = Waits(), Counter(), load(DRAFT)
+        self.cache_error, self.rounds = 0.0, []
+        self.schedule, self.scheduler.schedule = self.scheduler.schedule, self.watched_schedule
+        speculator = self.runner.speculator
+        self.propose, speculator.propose = speculator.propose, self.watched_propose
+        self.compact_path, v2_runner.compact_path = v2_runner.compact_path, self.watched_compact
+
+    def watched_schedule(self, *args: Any) -> Any:
+        ahead = any(request.num_output_placeholders for request in self.scheduler.running)
+        output = self.schedule(*args)
+        self.seen["ahead"] += ahead
+        for request in output.scheduled_new_reqs:
+            self.seen["tokens from the prefix cache"] += request.num_computed_tokens
+        return output
+
+    def watched_compact(self, layers: Any, slots: Any, rows: Any, starts: Any, path: Any) -> None:
+        self.seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
+        self.compact_path(layers, slots, rows, starts, path)
+
+    def watched_propose(self, input_batch: Any, *args: Any, **given: Any) -> torch.Tensor:
+        num_nodes = input_batch.num_draft_tokens_per_req
+        trees = 0 if num_nodes is None else int((num_nodes > 0).sum())
+        kind = {0: "only plain rows", input_batch.num_reqs: "only trees"}.get(trees, "both")
+        self.seen[kind] += 1
+        self.seen["trees that are the last"] += trees > 0 and not given["num_speculative_tokens"]
+        with self.waits:
+            drafts = self.propose(input_batch, *args, **given)
+        gamma, length = SIZES["gamma"], SIZES["phrase_length"] - 1
+        trunk = [token for token in drafts[0, :gamma].tolist() if token >= 0]
+        branches = drafts[0, gamma:].view(-1, length).tolist()
+        if trunk:
+            self.rounds.append([trunk, [branch for branch in branches if branch[0] >= 0]])
+        for place, state in enumerate(input_batch.idx_mapping_np):
+            self.check_cache(place, state)
+        return drafts
+
+    @torch.no_grad()
+    def check_cache(self, place: int, state: int) -> None:
+        """The draft's keys and values of a request, against those of its text computed anew."""
+        states, tables = self.runner.req_states, self.runner.block_tables.input_block_tables
+        num_computed = int(states.num_computed_tokens.gpu[state])
+        text = states.all_token_ids.gpu[state, :num_computed].long()
+        expected = self.draft(text[None], use_cache=True).past_key_values
+        block_size, token = LLM_ARGUMENTS["block_size"], torch.arange(num_computed)
+        blocks = tables[0][place][token // block_size].long()
+        context = self.runner.compilation_config.static_forward_context
+        for index, layer in enumerate(expected.layers):
+            kv_cache = context[f"draft_model.model.layers.{index}.self_attn.attn"].kv_cache
+            pairs = torch.cat((layer.keys, layer.values), dim=-1)[0].transpose(0, 1)
+            found = kv_cache[blocks, :, token % block_size]
+            error = float((found - pairs).abs().nan_to_num(torch.inf).max())
+            self.cache_error = max(self.cache_error, error)
+        self.seen["checked caches"] += 1
+
+
+def main() -> dict[str, Any]:
+    """In the process with the engines: one without speculation, and one with it."""
+    from engines import counter
+    from vllm import LLM
+
+    arguments = {**LLM_ARGUMENTS, "model": TARGET}
+    llm = LLM(**arguments)
+    prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0][0])]
+    plain = generate(llm, BATCHES)
+    llm.llm_engine.engine_core.shutdown()
+    method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES}
+    llm = LLM(**arguments, speculative_config=method)
+    watch = Watch(llm)
+    drafted = generate(llm, BATCHES)
+    for name in ("drafts", "accepted_tokens"):
+        watch.seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
+    watch.seen["preemptions"] = counter(llm, "num_preemptions")
+    llm.llm_engine.engine_core.shutdown()
+    return {
+        "plain": plain,
+        "prompt": prompt,
+        "drafted": drafted,
+        "rounds": watch.rounds,
+        "cache error": watch.cache_error,
+        "seen": watch.seen,
+        "waits": watch.waits.seen,
+    }
+
+
+if __name__ == "__main__":
+    import v2_shim
+
+    v2_shim.install()
+    Path(sys.argv[1]).write_text(json.dumps(main()))

@@ -1,0 +1,320 @@
+"""Ouroboros on Model Runner V2: vLLM's draft model, drafting by lookahead forwards of one shape.
+
+The draft's layers share the block table with the target's, and their cache holds what the target's
+holds, in the same slots, and nothing beyond it: what is drafted in a round is computed again in
+each of its forwards, as a chain in front of the lookahead rows. So nothing is written ahead of the
+text, nothing is taken back, and a block that another request may read is the target's and the
+draft's alike.
+
+A forward has the same rows of each request: first those of its head, the tokens that the cache
+lacks, which end where the lookahead rows begin. The mask is one for all; of a request it is only
+told how many of the first rows are none. The first forward of a round writes what the target has
+computed in the step, its head's tokens but the newest. Rows of the step that are no tree's are
+taken in before it, by a forward with the metadata that the target's own layers had.
+
+The number of forwards is fixed and all that differs between requests is in tensors, so nothing
+waits for the device. As vLLM's own speculator of this kind, it has no CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from vllm_recycle.core.ouroboros import DraftShape, OuroborosProposer
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
+from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton_recycling import OPERATIONS
+
+NO_SLOT = -1
+
+
+def draft_forward_template(shape: DraftShape) -> TreeTemplate:
+    """The rows of a request in a draft forward: a chain, and the lookahead rows below its end."""
+    end = head_length(shape) - 1
+    chain = [(row, 0) for row in range(end)]
+    below = [(end + parent, rank) for parent, rank in shape.lookahead().nodes]
+    return TreeTemplate((*chain, *below), "draft forward")
+
+
+class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
+    """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
+
+    Args:
+        vllm_config: of the engine.
+        device: where the draft model is.
+        may_speculate: bool [max_num_reqs], on the host, requests by the index of their state; kept
+            by the runner.
+
+    Attributes:
+        template: the rows of a request in a forward.
+        max_drafting: requests of the largest forward.
+        sampled_token_ids: int64 [num_reqs, n], what the step sampled, set by the runner.
+        block_table: int32 [batch, n], of the requests of a round.
+        heads: int64 [batch, head], what their cache lacks, at the end of each row.
+        num_head: int64 [batch], how many tokens these are.
+        num_cached: int64 [batch], the tokens before them.
+        slots: int64 [batch, head - 1], where the first of them are to be written, -1 for nowhere;
+            None where none are.
+
+    """
+
+    num_extra_query_per_req = 0
+    proposer: OuroborosProposer
+    sampled_token_ids: torch.Tensor
+    block_table: torch.Tensor
+    heads: torch.Tensor
+    num_head: torch.Tensor
+    num_cached: torch.Tensor
+    slots: torch.Tensor | None
+
+    def __init__(
+        self, vllm_config: Any, device: torch.device, *, may_speculate: np.ndarray
+    ) -> None:
+        StandaloneARSpeculator.__init__(self, vllm_config, device)
+        options = get_options(vllm_config)
+        assert isinstance(options, OuroborosOptions)
+        self.may_speculate, self.state_file = may_speculate, options.pool_file
+        shape = options.shape()
+        self.proposer = OuroborosProposer(
+            self,
+            shape,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+            num_sequences=self.max_num_reqs,
+            max_forwards=options.max_forwards,
+            stops_early=False,
+            harvest_trunk=options.harvest_trunk,
+            harvest_branches=options.harvest_branches,
+            shares_pool=options.scope == "shared",
+            operations=OPERATIONS,
+            device=device,
+        )
+        self.state = self.proposer.pool
+        template = draft_forward_template(shape)
+        self.ancestor_bits = ancestor_bits(template).to(device)
+        self.template, self.head_length = template.to(device), head_length(shape)
+        table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        self.max_drafting = largest_drafting_batch(table, self.max_num_reqs)
+
+    def describe(self) -> str:
+        shape, pool = self.proposer.shape, self.proposer.pool
+        return (
+            f"ouroboros: draft model {self.draft_model_config.model}, gamma {shape.gamma}, window "
+            f"{shape.window}, guesses {shape.guesses}, phrase length {shape.phrase_length}, "
+            f"branches {shape.branches}, {self.proposer.max_forwards} forwards, {pool.num_phrases} "
+            f"phrases known, {pool.num_bytes:,} bytes"
+        )
+
+    def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """As for all.
+
+        Raises:
+            NotImplementedError: a draft model whose layers do not share one block table.
+
+        """
+        super().set_attn(model_state, kv_cache_config, *args, **kwargs)
+        groups = kv_cache_config.kv_cache_groups
+        holding = [i for i, names in enumerate(groups) if self._are_drafts(names.layer_names)]
+        if len(holding) != 1:
+            raise NotImplementedError(
+                f"ouroboros: the draft model's layers are in {len(holding)} KV cache groups, "
+                "expected one; use a draft model whose layers have the same kind of attention"
+            )
+        self.kv_cache_group = holding[0]
+
+    def _are_drafts(self, layer_names: list[str]) -> bool:
+        return not self.draft_attn_layer_names.isdisjoint(layer_names)
+
+    # A step.
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        num_speculative_tokens: int | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Take in what the target has computed in the step, and draft behind it.
+
+        Returns:
+            int64 [num_reqs, nodes], -1 where there is no draft.
+
+        """
+        num_reqs = input_batch.num_reqs
+        shape = (num_reqs, self.num_speculative_steps)
+        drafts = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
+        if dummy_run:
+            # Its requests are none: they have the numbers of others, and no slots.
+            if skip_attn_for_dummy_run:
+                self._run_largest_forwards()
+            return drafts
+        num_nodes = input_batch.num_draft_tokens_per_req
+        has_tree = np.zeros(num_reqs, dtype=bool) if num_nodes is None else num_nodes > 0
+        # Warm-up steps ask for drafts in batches of any size.
+        is_drafting = bool(num_speculative_tokens) and num_reqs <= self.max_drafting
+        chosen = has_tree
+        if is_drafting:
+            computed = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
+            is_whole = computed >= input_batch.prefill_len_np
+            chosen = has_tree | (is_whole & self.may_speculate[input_batch.idx_mapping_np])
+        is_plain = ~has_tree & (~chosen | (input_batch.num_scheduled_tokens > 1))
+        if is_plain.any():
+            self._take_in_plain_rows(input_batch, attn_metadata, slot_mappings)
+        if chosen.any():
+            index = async_tensor_h2d(np.flatnonzero(chosen), device=self.device)
+            self._begin_round(input_batch, slot_mappings, index, num_sampled)
+            sequences = input_batch.idx_mapping[index]
+            last_token_ids = last_sampled[sequences, 0]
+            if is_drafting:
+                drafts[index] = self.proposer.propose(sequences, last_token_ids)
+            else:
+                self._take_in(last_token_ids[:, None])
+        return drafts
+
+    def _take_in_plain_rows(self, input_batch: Any, attn_metadata: Any, slot_mappings: Any) -> None:
+        """The rows of requests without a tree, which come behind those with one."""
+        names = self.draft_attn_layer_names
+        steps = {name: getattr(attn_metadata[name], "tree_step", None) for name in names}
+        metadata = {
+            name: attn_metadata[name] if step is None else step.others
+            for name, step in steps.items()
+        }
+        step = next(iter(steps.values()))
+        rows = slice(0 if step is None else step.num_tree_tokens, input_batch.num_tokens)
+        num_rows = rows.stop - rows.start
+        self._run_model(
+            # Compiled code wants them aligned.
+            self.input_buffers.input_ids[:num_rows].copy_(input_batch.input_ids[rows]),
+            self.input_buffers.positions[:num_rows].copy_(input_batch.positions[rows]),
+            metadata,
+            {name: slot_mappings[name][rows] for name in names},
+            None,
+        )
+
+    def _begin_round(
+        self,
+        input_batch: Any,
+        slot_mappings: Any,
+        index: torch.Tensor,
+        num_sampled: torch.Tensor,
+    ) -> None:
+        """Heads of all that the target has computed since the root of each tree.
+
+        Without a tree the last row of a request is a root. The newest token comes with the first
+        forward.
+
+        Args:
+            input_batch: of the step.
+            slot_mappings: of the step, by layer.
+            index: int64 [batch], the requests' places in the step.
+            num_sampled: int32 [num_reqs].
+
+        """
+        roots = input_batch.logits_indices[input_batch.cu_num_logits[index]].long()
+        place = torch.arange(self.head_length, device=self.device)
+        self.num_head = num_sampled[index].long()
+        self.num_cached = input_batch.positions[roots]
+        sampled = self.sampled_token_ids[index].long()
+        tokens = torch.cat((input_batch.input_ids[roots][:, None].long(), sampled), dim=1)
+        # Of a head with its newest token.
+        behind = place[:-1] - (self.head_length - 1 - self.num_head)[:, None]
+        slot_mapping = slot_mappings[next(iter(self.draft_attn_layer_names))]
+        slots = slot_mapping[roots[:, None] + behind.clamp(min=0)]
+        self.slots = slots.where(behind >= 0, NO_SLOT)
+        behind = place - (self.head_length - self.num_head)[:, None]
+        self.heads = tokens.gather(1, behind.clamp(min=0, max=tokens.shape[1] - 1))
+        block_table = self.block_tables.input_block_tables[self.kv_cache_group]
+        self.block_table = block_table[index]
+
+    # A forward.
+
+    def forward(
+        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See `vllm_recycle.core.ouroboros.DraftModel`."""
+        return self._outputs(self._take_in(new_token_ids, row_token_ids), len(sequences))
+
+    def _take_in(
+        self, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A forward with these tokens behind the heads, and lookahead rows or none.
+
+        Args:
+            new_token_ids: int64 [batch, n], padded with -1.
+            row_token_ids: int64 [batch, nodes], by the nodes of `lookahead`.
+
+        Returns:
+            The hidden states, floating [batch * rows, hidden].
+
+        """
+        place = torch.arange(self.head_length, device=self.device)
+        num_new = (new_token_ids >= 0).sum(dim=1)
+        longer = torch.cat((self.heads, new_token_ids), dim=1)
+        self.heads = longer.gather(1, place + num_new[:, None])
+        self.num_head = self.num_head + num_new
+        token_ids = self.heads
+        if row_token_ids is not None:
+            token_ids = torch.cat((token_ids, row_token_ids), dim=1)
+        batch, num_rows = token_ids.shape
+        first = self.head_length - self.num_head
+        positions = (self.num_cached - first)[:, None] + self.template.depths[:num_rows]
+        rows = PagedTreeRows(
+            ancestor_bits=self.ancestor_bits,
+            query_start_loc=self.arange_gpu[: batch + 1] * num_rows,
+            seq_lens=(self.num_cached + num_rows).to(torch.int32),
+            block_table=self.block_table,
+            max_rows=num_rows,
+            num_padding=first.to(torch.int32),
+        )
+        slot_mappings = {}
+        if self.slots is not None:
+            slots = pad(self.slots, (0, num_rows - self.slots.shape[1]), value=NO_SLOT)
+            slot_mappings = dict.fromkeys(self.draft_attn_layer_names, slots.flatten())
+        hidden_states = self._run_model(
+            token_ids.clamp(min=0).flatten().to(torch.int32),
+            # Rows before a text, and beyond what the model can see, are computed for nothing.
+            positions.clamp(min=0, max=self.max_model_len - 1).flatten(),
+            dict.fromkeys(self.draft_attn_layer_names, rows),
+            slot_mappings,
+            None,
+        )
+        if self.slots is not None:
+            self.num_cached = self.num_cached + self.num_head - 1
+            self.num_head, self.slots = torch.ones_like(self.num_head), None
+        return hidden_states
+
+    def _outputs(self, hidden_states: torch.Tensor, batch: int) -> torch.Tensor:
+        """int64 [batch, nodes + 1], the most probable next token behind head and lookahead rows."""
+        rows = hidden_states.view(batch, -1, hidden_states.shape[1])[:, self.head_length - 1 :]
+        logits = self.model.compute_logits(rows.flatten(0, 1))
+        return logits.argmax(dim=1).view(batch, -1)
+
+    def _run_largest_forwards(self) -> None:
+        """For vLLM to see what memory they take; they read and write no cache."""
+        num_rows = self.max_drafting * len(self.template.depths)
+        for count in (self.max_num_tokens, num_rows):
+            ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
+            if count:
+                hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)
+        if num_rows:
+            self._outputs(hidden_states, self.max_drafting)
