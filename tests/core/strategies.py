@@ -40,6 +40,12 @@ def drafts(draw, tree: TreeTemplate, *, vocab_size: int) -> list[int]:
 
 
 @st.composite
+def repetitive_drafts(draw, tree: TreeTemplate) -> list[int]:
+    """Draft tokens of a tree of which siblings are often equal."""
+    return draw(st.lists(st.integers(-1, 2), min_size=tree.num_nodes, max_size=tree.num_nodes))
+
+
+@st.composite
 def samples(draw, tree: TreeTemplate, draft: list[int], *, vocab_size: int) -> list[int]:
     """A token for each row, more often than not that of one of the row's children."""
     rows = tree.num_nodes + 1

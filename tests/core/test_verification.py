@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH, drafts, samples, trees
+from strategies import THOROUGH, drafts, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import TreeTemplate, WalkResult, step_down, walk
 
@@ -16,24 +16,31 @@ VOCAB = 7
 def steps(draw) -> tuple[TreeTemplate, list[list[int]], list[list[int]]]:
     """A tree, the drafts of one to three sequences, and the tokens sampled at all rows."""
     tree = draw(trees(max_nodes=30))
-    drafted = [draw(drafts(tree, vocab_size=VOCAB)) for _ in range(draw(st.integers(1, 3)))]
-    return tree, drafted, [draw(samples(tree, draft, vocab_size=VOCAB)) for draft in drafted]
+    kind = draw(st.sampled_from([drafts(tree, vocab_size=VOCAB), repetitive_drafts(tree)]))
+    drafted = [draw(kind) for _ in range(draw(st.integers(1, 3)))]
+    sampled = [draw(samples(tree, draft, vocab_size=VOCAB)) for draft in drafted]
+    return tree, drafted, [*map(of_texts, [tree] * len(drafted), drafted, sampled)]
+
+
+def of_texts(tree: TreeTemplate, draft: list[int], sampled: list[int]) -> list[int]:
+    """The samples, with rows of the same text agreeing: equal siblings make such."""
+    texts, token_of = [()], {(): sampled[0]}
+    for (parent, _), token, found in zip(tree.nodes, draft, sampled[1:], strict=True):
+        texts.append((*texts[parent], token))
+        token_of.setdefault(texts[-1], found)
+    return [token_of[text] for text in texts]
 
 
 def walk_by_hand(tree: TreeTemplate, draft: list[int], sampled: list[int]) -> list[int]:
     """`sampled` has a token for each row that is scheduled."""
-    path = [0]
-    while True:
-        row = path[-1]
-        following = [
-            node
-            for node, (parent, _) in enumerate(tree.nodes[: len(sampled) - 1], start=1)
-            if parent == row and draft[node - 1] == sampled[row]
+    paths = [[0]]
+    for node, (parent, _) in enumerate(tree.nodes[: len(sampled) - 1], start=1):
+        paths += [
+            [*path, node]
+            for path in paths
+            if path[-1] == parent and draft[node - 1] == sampled[parent]
         ]
-        if not following:
-            return path
-        (node,) = following
-        path.append(node)
+    return max(paths, key=lambda path: (len(path), -path[-1]))
 
 
 def walk_all(
@@ -66,18 +73,19 @@ def test_walk_follows_the_drafts_as_a_plain_loop_does(step, data):
 
 @THOROUGH
 @given(step=steps())
-def test_stepping_down_reaches_the_path_of_the_walk(step):
+def test_stepping_down_reaches_as_deep_as_the_walk(step):
     tree, drafted, sampled = step
-    all_sampled, all_drafts = torch.tensor(sampled), torch.tensor(drafted)
-    row = torch.zeros(len(drafted), dtype=torch.int64)
-    path = [row]
-    for _ in range(tree.depth):
-        there = all_sampled.gather(1, row.clamp(min=0)[:, None]).flatten()
-        row = step_down(row, there, all_drafts, tree=tree)
-        path.append(row)
-    assert torch.stack(path, dim=1).equal(walk_all(sampled, drafted, tree=tree).path)
-    there = all_sampled.gather(1, row.clamp(min=0)[:, None]).flatten()
-    assert step_down(row, there, all_drafts, tree=tree).eq(-1).all()
+    result = walk_all(sampled, drafted, tree=tree)
+    reached = torch.zeros(len(drafted), tree.num_nodes + 1, dtype=torch.bool)
+    reached[:, 0] = True
+    for depth in range(tree.depth + 1):
+        there = result.path[:, depth]
+        on_path = there >= 0
+        assert reached.any(dim=1).equal(on_path)
+        assert reached[on_path].gather(1, there[on_path, None]).all()
+        token = result.token_ids[:, depth]
+        reached = step_down(reached, token, torch.tensor(drafted), tree=tree)
+    assert not reached.any()
 
 
 def test_the_walk_ends_above_the_first_row_that_disagrees():

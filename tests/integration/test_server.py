@@ -15,30 +15,40 @@ from pathlib import Path
 
 import openai
 import pytest
-from engines import TARGET, engine, read_prompts
+from engines import SMALL_OUROBOROS, TARGET, engine, read_prompts
 from vllm import SamplingParams
 
 PROMPTS = read_prompts(8)
 MAX_TOKENS = 24
+# Of each method: its options, the option that names its file, and what its start-up line says.
+METHODS = {
+    "token_recycling": (
+        {"method": "token_recycling", "tree": "paper-80"},
+        "matrix_file",
+        "token_recycling: tree paper-80, 80 nodes, depth 6, k 8",
+    ),
+    "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
+}
 CHAT_TEMPLATE = "{% for message in messages %}Question: {{ message.content }}\nAnswer:{% endfor %}"
 START_TIMEOUT_S = 240
 
 
 class Server:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, method: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
-        self.matrix = folder / "matrix.safetensors"
-        method = {"method": "token_recycling", "tree": "paper-80", "matrix_file": str(self.matrix)}
+        self.state_file = folder / "state.safetensors"
+        options, file_option, self.start_up_line = METHODS[method]
+        options = {**options, file_option: str(self.state_file)}
         command = [
             str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
             "--served-model-name", "target", "--port", str(self.port), "--host", "127.0.0.1",
             "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8",
             "--kv-cache-memory-bytes", str(64 << 20), "--chat-template", CHAT_TEMPLATE,
-            "--speculative-config", json.dumps(method), "--shutdown-timeout", "20",
+            "--speculative-config", json.dumps(options), "--shutdown-timeout", "20",
         ]  # fmt: skip
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         environment["VLLM_LOGGING_LEVEL"] = "INFO"
@@ -76,9 +86,9 @@ class Server:
             raise
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
+@pytest.fixture(scope="module", params=METHODS)
+def server(request, tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server"), request.param)
     try:
         server.wait_until_healthy()
         yield server
@@ -96,7 +106,7 @@ def expected() -> list[str]:
 
 
 def test_start_up_says_what_is_on(server):
-    assert "token_recycling: tree paper-80, 80 nodes, depth 6, k 8" in server.log.read_text()
+    assert server.start_up_line in server.log.read_text()
 
 
 def test_completions_one_by_one_and_concurrent(server, expected):
@@ -168,14 +178,14 @@ def test_a_request_can_opt_out(server, expected):
     assert server.counter("spec_decode_num_draft_tokens_total") == before
 
 
-def test_shuts_down_cleanly_and_saves_the_matrix(server):
+def test_shuts_down_cleanly_and_saves_what_it_learnt(server):
     """Last: it ends the server."""
     assert server.stop() == 0
-    # The worker process, which has the matrix, may outlive the command a little.
+    # The worker process, which has it, may outlive the command a little.
     deadline = time.monotonic() + 30
-    while not server.matrix.exists() and time.monotonic() < deadline:
+    while not server.state_file.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert server.matrix.exists(), server.log.read_text()[-3000:]
+    assert server.state_file.exists(), server.log.read_text()[-3000:]
 
 
 def test_bad_options_end_the_command_with_one_clear_error(tmp_path):

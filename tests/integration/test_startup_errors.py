@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
-from engines import TARGET
+from engines import OUROBOROS, TARGET
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -78,6 +79,61 @@ def test_engine_arguments_can_be_used_twice():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         make_config(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),
+        ({"model": None}, "model is None, expected a draft model's name or path"),
+        ({"gamma": 0}, "gamma is 0, expected an integer from 1"),
+        ({"window": "20"}, "window is '20', expected an integer from 0"),
+        ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
+        ({"phrase_length": 2}, "phrase_length is 2, expected an integer from 3"),
+        ({"branches": -1}, "branches is -1, expected an integer from 0"),
+        ({"guesses": 40}, r"guesses \* \(phrase_length - 1\) is 340, expected at most 256"),
+        ({"gamma": 250}, r"gamma \+ branches \* \(phrase_length - 1\) is 268, expected at most"),
+        ({"max_forwards": 13}, "max_forwards is 13, expected an integer 1 to gamma, 12"),
+        ({"harvest_trunk": 1}, "harvest_trunk is 1, expected true or false"),
+        ({"scope": "isolated"}, r"scope is 'isolated', expected one of \['shared', 'request'\]"),
+        ({"scope": "request", "pool_file": "p"}, "pool_file is given with scope 'request'"),
+        ({"pool_file": "/no/such/folder/p"}, "expected a file in a directory that exists"),
+        ({"budget_share": 2}, "budget_share is 2, expected a number above 0, at most 1"),
+    ],
+)
+def test_bad_options_of_ouroboros(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config({**OUROBOROS, **options})
+
+
+def test_a_draft_model_is_needed():
+    with pytest.raises(ValueError, match="speculative_config of ouroboros: 'model' is missing"):
+        make_config({"method": "ouroboros"})
+
+
+def test_a_draft_forward_must_fit_into_a_step():
+    message = "--max-num-batched-tokens: got 128, expected at least the 227 rows"
+    with pytest.raises(ValueError, match=message):
+        make_config(OUROBOROS, max_num_batched_tokens=128, max_model_len=128)
+
+
+def test_a_draft_model_with_a_shorter_context(tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(OUROBOROS["model"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    message = "--max-model-len: got 2048, expected at most the 1024 tokens of the draft model"
+    with pytest.raises(ValueError, match=message):
+        make_config({**OUROBOROS, "model": str(folder)})
+
+
+def test_a_draft_model_of_another_vocabulary(tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(OUROBOROS["model"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 4000}))
+    with pytest.raises(ValueError, match="vocab"):
+        make_config({**OUROBOROS, "model": str(folder)})
 
 
 def test_bad_tree_file(tmp_path):

@@ -51,7 +51,8 @@ def walk(
         sampled: int64 [logit rows], the token that the target produced at each row: of every
             sequence its root and then its scheduled nodes.
         draft_token_ids: int64 [batch, nodes], -1 where a node was not filled; such a node matches
-            nothing, as one that is not scheduled. Siblings must differ (those that are -1 apart).
+            nothing, as one that is not scheduled. Where siblings are equal, the path is the deepest
+            one, of several the first.
         row_starts: integer [batch + 1], where the rows of each sequence begin, and the end.
         tree: the template that the drafts are indexed by.
 
@@ -71,25 +72,26 @@ def walk(
 
 
 def step_down(
-    row: torch.Tensor,
+    reached: torch.Tensor,
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> torch.Tensor:
-    """The child of `row` that carries the token sampled there, or -1.
+    """The children of the reached rows that carry the token sampled there.
+
+    Rows that are reached together have the same text behind them, so that the token of any of them
+    serves for all.
 
     Args:
-        row: int64 [batch], the visited row of each sequence, -1 where its walk has ended.
-        sampled: int64 [batch], the token produced at that row.
+        reached: bool [batch, rows], all of one depth; none where a sequence's walk has ended.
+        sampled: int64 [batch], the token produced at these rows.
         draft_token_ids: int64 [batch, nodes], as for `walk`.
         tree: the template.
 
     Returns:
-        int64 [batch], the next row or -1.
+        bool [batch, rows].
 
     """
-    children = tree.children[row.clamp(min=0)].masked_fill((row < 0)[:, None], -1)
-    drafts = draft_token_ids.gather(1, (children - 1).clamp(min=0))
-    matches = (children > 0) & (drafts == sampled[:, None])
-    return children.where(matches, -1).amax(dim=1)
+    below = reached[:, tree.parents[1:]] & (draft_token_ids == sampled[:, None])
+    return torch.nn.functional.pad(below, (1, 0))

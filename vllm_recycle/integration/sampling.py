@@ -75,11 +75,13 @@ def walk_by_depth(
         The walk, and the logprobs of [batch * path] rows where they were asked for.
 
     """
-    row = torch.from_numpy(np.where(discarded, -1, 0))
+    reached = torch.zeros(len(discarded), tree.num_nodes + 1, dtype=torch.bool)
+    reached[:, 0] = torch.from_numpy(~discarded)
     lengths = [len(token_ids) for token_ids in output_token_ids]
     path, tokens, logprobs = [], [], []
     try:
         while True:
+            row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
             visiting = (row >= 0).tolist()
             output = sampler(
                 logits=logits[trees.row_starts[:-1] + row.clamp(min=0)],
@@ -94,10 +96,10 @@ def walk_by_depth(
             path.append(row)
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
-            row = step_down(row, sampled, trees.drafts, tree=tree)
-            if not (row >= 0).any():
+            reached = step_down(reached, sampled, trees.drafts, tree=tree)
+            if not reached.any():
                 break
-            for i, token in enumerate(sampled.where(row >= 0, NO_TOKEN).tolist()):
+            for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):
                 if token != NO_TOKEN:
                     output_token_ids[i].append(token)
             for processor in sampling_metadata.logitsprocs.all:
