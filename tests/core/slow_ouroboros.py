@@ -21,7 +21,7 @@ class Round:
 
     draft_forwards: int
     trunk: list[int]
-    branches: list[Phrase]  # the newest phrase first
+    branches: list[Phrase]  # by row of the trunk, of each the newest phrase first
     new_tokens: list[int]  # accepted ones and the free one
 
 
@@ -50,11 +50,12 @@ class Rows:
         self.sees.append([*range(self.text_length), *sees, row])
         return row
 
-    def add_chain(self, phrase: Phrase) -> list[int]:
-        """Add a continuation of the text, token by token."""
-        chain: list[int] = []
-        for position, token_id in enumerate(phrase, start=self.text_length):
-            chain.append(self.add(token_id, position=position, sees=chain))
+    def add_chain(self, phrase: Phrase, *, below: list[int] | None = None) -> list[int]:
+        """Add a continuation of the text, or of the rows of one, token by token."""
+        chain = list(below or [])
+        for token_id in phrase:
+            position = self.text_length + len(chain)
+            chain.append(self.add(token_id, position=position, sees=list(chain)))
         return chain
 
     @torch.no_grad()
@@ -93,6 +94,7 @@ class SlowOuroboros:
     guesses: int
     phrase_length: int
     branches: int
+    early_rows: int = 0
     max_forwards: int | None = None
     harvest_trunk: bool = True
     harvest_branches: bool = True
@@ -100,6 +102,7 @@ class SlowOuroboros:
 
     def __post_init__(self) -> None:
         self.beta, self.levels = self.phrase_length - 1, self.phrase_length - 2
+        self.branch_rows = [*range(self.early_rows), self.gamma]
 
     def generate(self, prompt_token_ids: list[int], num_rounds: int) -> list[Round]:
         """Decode so many rounds behind a prompt, whose last token is the first to be verified."""
@@ -117,30 +120,45 @@ class SlowOuroboros:
         """One round: draft, verify, harvest, and lengthen the sequence."""
         text = sequence.token_ids
         trunk, draft_forwards = self.draft_trunk(sequence)
-        whole = len(trunk) == self.gamma
-        branches = self.phrases_of(trunk[-1])[: self.branches] if whole else []
+        branches = self.branches_of([text[-1], *trunk])
 
-        rows = Rows(text + trunk)
-        chains = [rows.add_chain(branch) for branch in branches]
+        rows = Rows(text)
+        trunk_rows = rows.add_chain(tuple(trunk))
+        chains = [
+            (start, rows.add_chain(branch, below=trunk_rows[:start])) for start, branch in branches
+        ]
         outputs = rows.outputs(self.target)
-        trunk_rows = list(range(len(text), len(text) + len(trunk)))
-        visited = rows.longest_walk(len(text) - 1, [trunk_rows], outputs)
-        all_agree = len(visited) == 1 + len(trunk)
-        if all_agree:
-            visited += rows.longest_walk(visited[-1], chains, outputs)[1:]
+        root = len(text) - 1
+        visited = rows.longest_walk(root, [trunk_rows, *(chain for _, chain in chains)], outputs)
+        agreeing = len(rows.longest_walk(root, [trunk_rows], outputs)) - 1
 
+        below = [root, *trunk_rows]
         if self.harvest_trunk:
-            said = outputs[len(text) - 1 : len(text) + len(trunk)]
-            self.harvest_from_trunk([text[-1], *trunk], said)
-        if self.harvest_branches and whole and all_agree:
-            for branch in branches:
-                self.remove(trunk[-1], branch)
-            for chain in reversed(chains):
-                said = [outputs[row] for row in [trunk_rows[-1], *chain[:-1]]]
-                self.insert(trunk[-1], tuple(said))
+            self.harvest_from_trunk([text[-1], *trunk], [outputs[row] for row in below])
+        if self.harvest_branches:
+            tokens = [text[-1], *trunk]
+            tried = [(s, chain) for s, chain in chains if s <= agreeing]
+            for start, chain in tried:
+                phrase = tuple(rows.token_ids[row] for row in chain[start:])
+                self.remove(tokens[start], phrase)
+            # By row; of each the oldest first.
+            in_order = [pair for row in self.branch_rows for pair in tried[::-1] if pair[0] == row]
+            for start, chain in in_order:
+                said = [outputs[row] for row in [below[start], *chain[start:-1]]]
+                self.insert(tokens[start], tuple(said))
         new_tokens = [outputs[row] for row in visited]
         text += new_tokens
-        return Round(draft_forwards, trunk, branches, new_tokens)
+        return Round(draft_forwards, trunk, [branch for _, branch in branches], new_tokens)
+
+    def branches_of(self, tokens: list[int]) -> list[tuple[int, Phrase]]:
+        """Phrases below rows of the last token and the trunk, each with its row."""
+        return [
+            (row, phrase)
+            for row in self.branch_rows
+            for phrase in (
+                self.phrases_of(tokens[row])[: self.branches] if row < len(tokens) else []
+            )
+        ]
 
     def draft_trunk(self, sequence: Sequence) -> tuple[list[int], int]:
         """Draft forwards until there are gamma tokens, or phrases where forwards ran out."""

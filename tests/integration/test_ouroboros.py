@@ -65,7 +65,7 @@ def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted]
         outputs.append(tuple(sequence.token_ids[len(prompt) :][:NUM_TOKENS]))
         # The engine drafts once more before it learns that a request is finished.
         trunk, forwards = slow.draft_trunk(sequence)
-        branches = slow.phrases_of(trunk[-1])[: slow.branches] if len(trunk) == slow.gamma else []
+        branches = [branch for _, branch in slow.branches_of([sequence.token_ids[-1], *trunk])]
         rounds.append(Drafted(trunk, branches, forwards))
     torch.set_num_threads(threads)
     return rounds, outputs, {token: phrases for token, phrases in slow.pool.items() if phrases}
@@ -113,6 +113,7 @@ def run_engine(
     [
         pytest.param({}, id="whole"),
         pytest.param({"max_forwards": 2}, id="two forwards"),
+        pytest.param({"early_rows": 3}, id="early rows"),
         pytest.param({"harvest_trunk": False, "harvest_branches": False}, id="no harvest"),
     ],
 )

@@ -44,28 +44,28 @@ def phrases_of_trunk(
 def corrections_of_branches(
     last_token_ids: torch.Tensor,
     branches: torch.Tensor,
-    sampled_at_end: torch.Tensor,
+    sampled_there: torch.Tensor,
     sampled: torch.Tensor,
-    trunk_accepted: torch.Tensor,
+    is_accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the target said where phrases were tried below an accepted trunk.
+    """What the target said where phrases were tried below an accepted row of the trunk.
 
     A phrase that it agrees with comes out as it was, and so becomes the newest.
 
     Args:
-        last_token_ids: int64 [batch], the end of the trunk.
+        last_token_ids: int64 [batch], the row's token.
         branches: int64 [batch, branches, length], the phrases that were tried, -1 for none.
-        sampled_at_end: int64 [batch], the target's token at the end of the trunk.
+        sampled_there: int64 [batch], the target's token at that row.
         sampled: int64 [batch, branches, length], its token at each row of the branches.
-        trunk_accepted: bool [batch]; else nothing was tried where it belongs.
+        is_accepted: bool [batch]; else nothing was tried where it belongs.
 
     Returns:
         The token that each phrase follows, int64 [batch, branches], -1 for none, and the phrases,
         int64 [batch, branches, length], each to replace the branch of its place.
 
     """
-    first = sampled_at_end[:, None, None].expand(-1, branches.shape[1], 1)
+    first = sampled_there[:, None, None].expand(-1, branches.shape[1], 1)
     phrases = torch.cat((first, sampled[:, :, :-1]), dim=2)
-    tried = (branches >= 0).all(dim=2) & trunk_accepted[:, None]
+    tried = (branches >= 0).all(dim=2) & is_accepted[:, None]
     owners = last_token_ids[:, None].where(tried, NO_TOKEN)
     return owners, phrases

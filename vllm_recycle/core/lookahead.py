@@ -19,6 +19,7 @@ paper, one less than the tokens of a phrase; `window` the paper's W; `guesses` i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,20 +51,25 @@ def lookahead_template(*, window: int, levels: int, guesses: int, length: int) -
     return TreeTemplate(tuple(nodes), f"lookahead {window} x {levels}, {guesses} x {length}")
 
 
-def lengthened_template(*, gamma: int, branches: int, length: int) -> TreeTemplate:
-    """What the target verifies: a trunk, and phrases below its end (section 3.2).
+def lengthened_template(
+    *, gamma: int, rows: Sequence[int], branches: int, length: int
+) -> TreeTemplate:
+    """What the target verifies: a trunk, and phrases below rows of it (section 3.2).
 
     Args:
         gamma: tokens of the trunk.
-        branches: phrases, the paper's K.
-        length: tokens of each.
+        rows: those that have phrases below them, from 0, the last token, to gamma, where the
+            paper has them.
+        branches: phrases below each of these rows, the paper's K.
+        length: tokens of each phrase.
 
     """
     nodes: list[Node] = [(row, 0) for row in range(gamma)]
-    for branch in range(branches):
-        nodes.append((gamma, branch))
-        nodes += [(len(nodes) + place, 0) for place in range(length - 1)]
-    return TreeTemplate(tuple(nodes), f"ouroboros {gamma} + {branches} x {length}")
+    for row in rows:
+        for branch in range(branches):
+            nodes.append((row, branch + (row < gamma)))  # the trunk goes on with rank 0
+            nodes += [(len(nodes) + place, 0) for place in range(length - 1)]
+    return TreeTemplate(tuple(nodes), f"ouroboros {gamma} + {len(rows)} x {branches} x {length}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ Names of dimensions are those of `lookahead` and `phrase_pool`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +36,8 @@ class DraftShape:
         guesses: G, phrases tried in a draft forward; 0 for none.
         phrase_length: L, tokens of a phrase with the one that it follows.
         branches: K, phrases below the end of the trunk; 0 for none.
+        early_rows: rows of the trunk, from the last token on, that have as many phrases below them;
+            0 in the paper. They count where the draft is seldom accepted whole.
 
     Raises:
         ValueError: a size out of range, or more rows than a tree may have.
@@ -46,13 +49,18 @@ class DraftShape:
     guesses: int
     phrase_length: int
     branches: int
+    early_rows: int = 0
 
     def __post_init__(self) -> None:
-        least = {"gamma": 1, "window": 0, "guesses": 0, "phrase_length": 3, "branches": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
+        least = {"gamma": 1, "phrase_length": 3}
+        for name in (field.name for field in dataclasses.fields(self)):
+            value, low = getattr(self, name), least.get(name, 0)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
+        if self.early_rows > self.gamma:
+            raise ValueError(
+                f"early_rows is {self.early_rows}, expected at most gamma, {self.gamma}"
+            )
         if not self.window + self.guesses:
             raise ValueError(
                 "window and guesses are both 0, expected more of one of them; without both this is "
@@ -62,7 +70,8 @@ class DraftShape:
             "window * (phrase_length - 2) + guesses * (phrase_length - 1)": self.window
             * self.levels
             + self.guesses * self.length,
-            "gamma + branches * (phrase_length - 1)": self.gamma + self.branches * self.length,
+            "gamma + (early_rows + 1) * branches * (phrase_length - 1)": self.gamma
+            + len(self.branch_rows) * self.branches * self.length,
         }
         for name, value in rows.items():
             if value > MAX_NODES:
@@ -78,9 +87,16 @@ class DraftShape:
         """Of the window."""
         return self.phrase_length - 2
 
+    @property
+    def branch_rows(self) -> list[int]:
+        """Of the last token and the trunk, those that have phrases below them."""
+        return [*range(self.early_rows), self.gamma]
+
     def tree(self) -> TreeTemplate:
         """What the target verifies."""
-        return lengthened_template(gamma=self.gamma, branches=self.branches, length=self.length)
+        return lengthened_template(
+            gamma=self.gamma, rows=self.branch_rows, branches=self.branches, length=self.length
+        )
 
     def lookahead(self) -> TreeTemplate:
         """The rows of a draft forward, below the last token."""
@@ -232,7 +248,10 @@ class OuroborosProposer:
             count[active] += num_new
             self.num_forwards += len(active)
         self.num_rounds += len(sequences)
-        return self._lengthen(sequences, trunk[:, :gamma], count.clamp(max=gamma))
+        trunk = trunk[:, :gamma]
+        if self.max_forwards < gamma:
+            trunk = self._filled_up(sequences, trunk, count)
+        return torch.cat((trunk, self._branches(sequences, last_token_ids, trunk)), dim=1)
 
     def observe(
         self,
@@ -260,16 +279,19 @@ class OuroborosProposer:
             )
             self._insert(sequences, owners, phrases)
         if self.harvest_branches and self.shape.branches:
-            shape = (batch, self.shape.branches, self.shape.length)
+            starts = self.shape.branch_rows
+            shape = (batch * len(starts), self.shape.branches, self.shape.length)
             # The newest first, as they were proposed; inserted last, it stays the newest.
             tried = drafts[:, gamma + 1 :].reshape(shape).flip(1)
+            agrees = (trunk[:, 1:] == sampled_trunk[:, :-1]).cumprod(dim=1)
             owners, phrases = corrections_of_branches(
-                trunk[:, -1],
+                trunk[:, starts].flatten(),
                 tried,
-                sampled_trunk[:, -1],
+                sampled_trunk[:, starts].flatten(),
                 sampled[:, gamma + 1 :].reshape(shape).flip(1),
-                (trunk[:, 1:] == sampled_trunk[:, :-1]).all(dim=1),
+                torch.nn.functional.pad(agrees, (1, 0), value=1)[:, starts].flatten() > 0,
             )
+            sequences = sequences.repeat_interleave(len(starts))
             self._insert(sequences, owners, phrases, replaced=tried)
 
     def _draft(
@@ -318,33 +340,50 @@ class OuroborosProposer:
         drafted = tokens[:, : shape.length + 1].where(goes_on[:, None], NO_TOKEN)
         return drafted, result.lengths.where(goes_on, 0).long()
 
-    def _lengthen(
+    def _filled_up(
         self, sequences: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
-        """Phrases below the end of each trunk (section 3.2).
+        """Trunks that have few tokens, with the newest phrases behind them.
 
         Args:
             sequences: int64 [batch].
             trunk: int64 [batch, gamma], padded with -1.
             count: int64 [batch], tokens of each.
 
-        Returns:
-            int64 [batch, nodes].
-
         """
         gamma, length = self.shape.gamma, self.shape.length
         place = torch.arange(length, device=sequences.device)
+        trunk = torch.nn.functional.pad(trunk, (0, length))
+        count = count.clamp(max=gamma)
         for _ in range(-(-(gamma - self.max_forwards) // length)):
-            last = trunk.gather(1, (count[:, None] - 1).clamp(min=0))
-            phrase = self._newest(sequences, last.flatten(), 1)[:, 0]
-            position = count[:, None] + place
-            fits = (position < gamma) & (count[:, None] > 0) & (phrase >= 0)
-            wide = torch.nn.functional.pad(trunk, (0, 1))
-            wide.scatter_(1, position.where(fits, gamma), phrase)
-            trunk, count = wide[:, :gamma], count + fits.sum(dim=1)
-        branches = self._newest(sequences, trunk[:, -1].clamp(min=0), self.shape.branches)
-        branches = branches.flatten(1).where(trunk[:, -1:] >= 0, NO_TOKEN)
-        return torch.cat((trunk, branches), dim=1)
+            last = trunk.gather(1, (count[:, None] - 1).clamp(min=0)).flatten()
+            phrase = self._newest(sequences, last.clamp(min=0), 1)[:, 0]
+            goes_on = (count > 0) & (count < gamma) & (phrase[:, 0] >= 0)
+            at = count[:, None] + place
+            trunk.scatter_(1, at, phrase.where(goes_on[:, None], trunk.gather(1, at)))
+            count = (count + length).where(goes_on, count).clamp(max=gamma)
+        return trunk[:, :gamma]
+
+    def _branches(
+        self, sequences: torch.Tensor, last_token_ids: torch.Tensor, trunk: torch.Tensor
+    ) -> torch.Tensor:
+        """Phrases below the rows that have some (section 3.2).
+
+        Args:
+            sequences: int64 [batch].
+            last_token_ids: int64 [batch].
+            trunk: int64 [batch, gamma], padded with -1.
+
+        Returns:
+            int64 [batch, n].
+
+        """
+        text = torch.cat((last_token_ids[:, None], trunk), dim=1)
+        owners = text[:, self.shape.branch_rows]
+        phrases = self._newest(
+            sequences[:, None].expand_as(owners), owners.clamp(min=0), self.shape.branches
+        )
+        return phrases.where(owners[:, :, None, None] >= 0, NO_TOKEN).flatten(1)
 
     def _newest(self, sequences: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
         return self.pool.newest(sequences * self.pool_stride + token_ids, count)

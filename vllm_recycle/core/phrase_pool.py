@@ -112,14 +112,14 @@ def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
 
     Args:
         rows: int32 [vocab + 1, per_token, length].
-        token_ids: int64 [batch].
+        token_ids: int64 [...].
         count: of each token, at most `per_token`.
 
     Returns:
-        int64 [batch, count, length], -1 where a token has no more.
+        int64 [..., count, length], -1 where a token has no more.
 
     """
-    return rows[token_ids, rows.shape[1] - count :].flip(1).to(torch.int64)
+    return rows[token_ids, rows.shape[1] - count :].flip(-2).to(torch.int64)
 
 
 def insert_phrases(

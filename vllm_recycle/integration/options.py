@@ -188,6 +188,7 @@ class OuroborosOptions(MethodOptions):
         guesses: phrases kept for a token and tried in a draft forward, the paper's G.
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
+        early_rows: rows, from the last token on, that have phrases below them as well.
         max_forwards: draft forwards a round; None on CPU for as many as gamma tokens take, on a GPU
             for a fixed number.
         harvest_trunk: whether phrases come from what the target verified in the trunk.
@@ -211,6 +212,7 @@ class OuroborosOptions(MethodOptions):
     guesses: int = 20
     phrase_length: int = 7
     branches: int = 3
+    early_rows: int = 0
     max_forwards: int | None = None
     harvest_trunk: bool = True
     harvest_branches: bool = True
