@@ -1,6 +1,7 @@
-"""Offline batch inference with Token Recycling: vLLM's `LLM`, and one argument.
+"""Offline batch inference with Token Recycling or Ouroboros: vLLM's `LLM`, and one argument.
 
     python examples/offline_batch.py
+    python examples/offline_batch.py --draft-model examples/models/draft
     python examples/offline_batch.py --model DIR --num-prompts 16 --max-tokens 128
 
 Needs vLLM and this package installed; prints each output, and what speculation accepted.
@@ -20,6 +21,7 @@ EXAMPLES = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(EXAMPLES / "models/target"))
+    parser.add_argument("--draft-model", help="draft with this model, by Ouroboros")
     parser.add_argument("--prompts", type=Path, default=EXAMPLES / "prompts/gsm8k.jsonl")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -27,9 +29,12 @@ def main() -> None:
 
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[: args.num_prompts]]
+    method: dict[str, object] = {"method": "token_recycling"}
+    if args.draft_model:
+        method = {"method": "ouroboros", "model": args.draft_model}
     llm = LLM(
         args.model,
-        speculative_config={"method": "token_recycling"},
+        speculative_config=method,
         max_num_seqs=8,
         kv_cache_memory_bytes=2**28,  # plenty for the small model; by default most of the memory
         disable_log_stats=False,  # for get_metrics()

@@ -1,6 +1,7 @@
-"""The OpenAI-compatible server with Token Recycling, and a client of it.
+"""The OpenAI-compatible server with Token Recycling or Ouroboros, and a client of it.
 
     python examples/server_and_client.py
+    python examples/server_and_client.py --draft-model examples/models/draft
     python examples/server_and_client.py --model DIR --max-tokens 128
 
 Starts `vllm serve` on a free port, waits for it, sends a completion and a streamed chat through
@@ -32,8 +33,12 @@ CODE = "import os\n\n\nclass Config:\n    def __init__(self, path, name):"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(EXAMPLES / "models/target"))
+    parser.add_argument("--draft-model", help="draft with this model, by Ouroboros")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
+    method = {"method": "token_recycling"}
+    if args.draft_model:
+        method = {"method": "ouroboros", "model": args.draft_model}
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,7 +48,7 @@ def main() -> None:
     command += [f"--port={port}", f"--chat-template={CHAT_TEMPLATE}", "--max-num-seqs=8"]
     # By default vLLM takes most of the memory, and kills its engine while that shuts down.
     command += ["--kv-cache-memory-bytes=268435456", "--shutdown-timeout=10"]
-    command += ["--speculative-config", json.dumps({"method": "token_recycling"})]
+    command += ["--speculative-config", json.dumps(method)]
     server = subprocess.Popen(command)
     try:
         base = f"http://127.0.0.1:{port}"

@@ -21,8 +21,12 @@ def run_example(name, *arguments, cwd):
     return run.stdout
 
 
-def test_offline_batch_prints_every_output_and_what_was_accepted(tmp_path):
-    output = run_example("offline_batch.py", "--num-prompts=3", "--max-tokens=16", cwd=tmp_path)
+@pytest.mark.parametrize("draft_model", [None, EXAMPLES / "models" / "draft"])
+def test_offline_batch_prints_every_output_and_what_was_accepted(draft_model, tmp_path):
+    arguments = ["--num-prompts=3", "--max-tokens=16"]
+    if draft_model:
+        arguments.append(f"--draft-model={draft_model}")
+    output = run_example("offline_batch.py", *arguments, cwd=tmp_path)
     assert len(re.findall(r"^[\"']Question: .*\.\.\. -> [\"'].+[\"']$", output, re.MULTILINE)) == 3
     assert int(re.search(r"^(\d+) trees verified", output, re.MULTILINE)[1]) > 0
     assert mean_accepted(output) > 1
