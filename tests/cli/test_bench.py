@@ -13,13 +13,20 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_recycle.cli import RunError, main
-from vllm_recycle.cli.bench import driver
+from vllm_recycle.cli.bench import ablation, driver, methods
+from vllm_recycle.cli.bench.arguments import read_prompts
+from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/target"
+DRAFT_MODEL = ROOT / "examples/models/draft"
 PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
 SPEC_BENCH = ROOT / "examples/prompts/spec_bench.jsonl"
+FAKE_WORKER = (str(Path(__file__).with_name("fake_worker.py")),)
+EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
+OUROBOROS_OF_6 = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 6}}'
+NO_GAMMA = OUROBOROS_OF_6.replace("6}", "0}")
 RESULT_KEYS = {
     "method",
     "concurrency",
@@ -64,6 +71,107 @@ def test_methods_are_measured_side_by_side(tmp_path):
     assert ngram["draft_tokens_per_step"] > none["draft_tokens_per_step"] == 0
 
 
+def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
+    arguments = bench("--num-prompts=2", "--max-tokens=16", "--repeats=1", "--dtype=float32")
+    arguments += ["--draft-model", str(DRAFT_MODEL), "--methods=none,draft_model,ouroboros"]
+    arguments += ["--engine-args", EAGER, "--no-profile", "--json", str(tmp_path / "result.json")]
+    command = [sys.executable, "-m", "vllm_recycle.cli", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["conditions"]["methods_without_plugin"] == ["none", "draft_model"]
+    none, draft_model, ouroboros = report["results"]
+    assert none["draft_forwards_per_round"] is None
+    assert draft_model["draft_forwards_per_round"] == methods.DEFAULT_DRAFT_TOKENS
+    assert 1 <= ouroboros["draft_forwards_per_round"] <= 12
+    for row in report["results"]:
+        assert row["outputs_equal"] is True
+    assert draft_model["mean_accepted_tokens"] > 1
+    assert ouroboros["mean_accepted_tokens"] > 1
+    head = next(line for line in run.stdout.splitlines() if "tokens/s" in line)
+    assert "draft forwards" in head
+    assert "own %" not in head  # without a profile there is none
+
+
+def test_an_ablation_compares_each_line_with_the_one_before(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
+    file = tmp_path / "result.json"
+    arguments = ["--ablation", "--draft-model", str(DRAFT_MODEL), "--max-engines=4"]
+    assert main(bench(*arguments, "--num-prompts=8", "--json", str(file))) == 0
+    report = json.loads(file.read_text())
+    assert report["conditions"]["fresh_prompts"] is True
+    rows = {row["method"]: row for row in report["results"]}
+    assert {name: row["gain_over"] for name, row in rows.items()} == {
+        "none": None,
+        "draft_model": "none",
+        "with-phrases": "draft_model",
+        "with-lengthening": "with-phrases",
+        "with-verification": "with-lengthening",
+        "with-history": "with-verification",
+        "without-phrases": "with-history",
+        "without-lengthening": "with-history",
+        "without-trunk-harvest": "with-history",
+        "without-branch-harvest": "with-history",
+    }
+    for row in rows.values():
+        if row["gain_over"]:
+            gain = row["tokens_per_s"] / rows[row["gain_over"]]["tokens_per_s"]
+            assert row["gain"] == pytest.approx(gain)
+    assert rows["with-history"]["draft_forwards_per_round"] == 3
+    assert rows["draft_model"]["draft_forwards_per_round"] == 12
+    titles, *lines = capsys.readouterr().out.splitlines()[4:-1]
+    assert titles.split()[-2:] == ["gain", "over"]
+    assert len(lines) == len(rows)
+
+
+def test_the_ablation_switches_one_component_on_or_off_a_line():
+    whole = {"method": "ouroboros", "model": "x/y", "gamma": 5, "pool_file": "pool.safetensors"}
+    found, gain_over = ablation.ablation(whole)
+    assert found["draft_model"]["num_speculative_tokens"] == 5
+    options = {
+        name: ablation.ouroboros_options(config)
+        for name, config in found.items()
+        if config and config["method"] == "ouroboros"
+    }
+    assert options["with-history"] == ablation.ouroboros_options(whole | {"pool_file": None})
+    assert list(options) == list(found)[2:]
+    for name, one in options.items():
+        before = options.get(gain_over[name])
+        if before is not None:
+            changed = {key for key, value in vars(one).items() if value != getattr(before, key)}
+            assert len(changed) == (2 if name == "with-verification" else 1), name
+
+
+def test_every_number_of_draft_tokens_is_a_method(monkeypatch, tmp_path):
+    monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
+    file = tmp_path / "result.json"
+    arguments = bench("--draft-model", str(DRAFT_MODEL), "--draft-tokens=4,8", "--json", str(file))
+    assert main([*arguments, "--num-prompts=2", "--speculative-config", OUROBOROS_OF_6]) == 0
+    chosen = json.loads(file.read_text())["conditions"]["methods"]
+    names = ["none", "ngram", "draft_model-4", "draft_model-8", "token_recycling", "ouroboros"]
+    assert list(chosen) == names
+    assert chosen["draft_model-8"]["num_speculative_tokens"] == 8
+    assert chosen["ouroboros"]["gamma"] == 6
+
+
+def test_passes_share_the_prompts_out_when_they_are_to_be_fresh():
+    plan = Plan("m", PROMPTS, tuple("abcdefghij"), {}, repeats=2, concurrency=(1, 2))
+    assert {plan.prompts_of(number) for number in range(5)} == {(0, 10)}
+    fresh = Plan("m", PROMPTS, plan.prompts, {}, repeats=2, concurrency=(1, 2), fresh_prompts=True)
+    assert [fresh.prompts_of(number) for number in range(5)] == [
+        (0, 2),
+        (2, 4),
+        (4, 6),
+        (6, 8),
+        (8, 10),
+    ]
+
+
+def test_no_more_engines_are_alive_than_asked_for():
+    plan = Plan("m", PROMPTS, ("a",), dict.fromkeys("abcde"), max_engines=2)
+    assert [list(part.methods) for part in driver.parts(plan)] == [["a", "b"], ["c", "d"], ["e"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -81,6 +189,16 @@ def test_methods_are_measured_side_by_side(tmp_path):
         (["--methods=none", "--speculative-config=x={}"], "x is not among --methods none"),
         (["--methods=x", "--speculative-config=x={"], "--speculative-config x: not JSON"),
         (["--methods=none", "--speculative-config=none={}"], "expected NAME=JSON"),
+        (["--methods=ouroboros"], "ouroboros needs --draft-model DIR"),
+        (["--methods=none,draft_model"], "draft_model needs --draft-model DIR"),
+        (["--draft-tokens=4"], "--draft-tokens needs --draft-model"),
+        (["--draft-model=/nowhere"], "--draft-model /nowhere: no config.json there"),
+        (["--methods=none", f"--draft-model={DRAFT_MODEL}"], "of which none is run"),
+        (["--ablation"], "--ablation needs --draft-model DIR"),
+        (["--ablation", "--methods=none"], "--ablation does not go with --methods"),
+        (["--ablation", "--speculative-config=x={}"], "expected the name ouroboros"),
+        (["--ablation", "--speculative-config", NO_GAMMA], "gamma is 0"),
+        (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
@@ -105,13 +223,20 @@ def test_bad_prompt_files_are_refused_in_one_line(lines, message, tmp_path, caps
     assert message in refused(bench("--methods=none", prompts=path), capsys)
 
 
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"vocab_size": 4095}')
+    line = refused(bench(f"--draft-model={tmp_path}"), capsys)
+    assert f"{tmp_path}: a vocabulary of 4095, expected the 4096 of --model {MODEL}" in line
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
     assert "no config.json" in refused(bench("--methods=none", model=tmp_path), capsys)
 
 
 @pytest.mark.parametrize("package", ["arctic_inference", "matplotlib"])
 def test_a_missing_optional_package_is_named_with_its_command(package, monkeypatch, capsys):
-    monkeypatch.setattr("vllm_recycle.cli.bench.plan.find_spec", lambda name: None)
+    for module in ("plan", "methods"):
+        monkeypatch.setattr(f"vllm_recycle.cli.bench.{module}.find_spec", lambda name: None)
     arguments = {
         "arctic_inference": ["--methods=suffix"],
         "matplotlib": ["--methods=none", "--plot=x.png"],
@@ -120,8 +245,6 @@ def test_a_missing_optional_package_is_named_with_its_command(package, monkeypat
 
 
 def test_the_first_turn_is_the_prompt():
-    from vllm_recycle.cli.bench.plan import read_prompts
-
     first = json.loads(SPEC_BENCH.read_text().splitlines()[0])
     assert read_prompts(SPEC_BENCH)[0] == first["turns"][0]
 

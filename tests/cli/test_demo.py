@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_recycle.cli import demo, main
-from vllm_recycle.cli.bench.plan import read_prompts
+from vllm_recycle.cli.bench.arguments import read_prompts
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "examples/prompts/gsm8k.jsonl"

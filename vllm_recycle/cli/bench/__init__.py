@@ -7,9 +7,10 @@ Every method runs in a process of its own, all of them alive at once and one at 
 repeats are interleaved, so that a machine that slows down slows every method. With a draft model
 the methods that need one are there too, and `--ablation` takes Ouroboros apart.
 
-`arguments` and `methods` check the command line, `plan` is what comes of it, `driver` leads the
-processes, `worker` is such a process, `profile` says where a step's time goes, `report` writes
-table, JSON and plot. Nothing but the worker imports vLLM: bad arguments are refused at once.
+`arguments`, `methods` and `ablation` check the command line, `plan` is what comes of it; `driver`
+leads the processes, `worker` is such a process, `profile` says where a step's time goes, `walks`
+which nodes of a tree are accepted; `report` writes table, JSON and plot. Nothing but the worker
+imports vLLM: bad arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--ablation",
         action="store_true",
         help="instead of --methods: Ouroboros component by component, as in its paper, and without "
-        "each; nine engines, --fresh-prompts and --no-profile",
+        "each; ten engines, --fresh-prompts and --no-profile",
     )
     parser.add_argument("--tree", help="token_recycling: a tree's name or file")
     parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")

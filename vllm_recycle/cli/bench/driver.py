@@ -171,9 +171,9 @@ def measure(plan: Plan) -> Measurement:
 def parts(plan: Plan) -> Iterator[Plan]:
     """Plans for the methods whose engines are alive together."""
     methods = list(plan.methods.items())
-    size = plan.max_engines or len(methods)
-    for start in range(0, len(methods), size):
-        yield dataclasses.replace(plan, methods=dict(methods[start : start + size]))
+    while methods:
+        yield dataclasses.replace(plan, methods=dict(methods[: plan.max_engines]))
+        methods = methods[plan.max_engines or len(methods) :]
 
 
 def _measure(

@@ -1,4 +1,4 @@
-"""Decoding methods by name: vLLM's own, this package's, those of the command line, an ablation."""
+"""Decoding methods by name: vLLM's own, this package's, those of the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import json_object
 from vllm_recycle.integration.options import METHODS as PLUGIN_METHODS
-from vllm_recycle.integration.options import OUROBOROS, OuroborosOptions
+from vllm_recycle.integration.options import OUROBOROS
 
 SpeculativeConfig = dict[str, Any] | None  # None: plain decoding
 Methods = dict[str, SpeculativeConfig]
@@ -31,21 +31,7 @@ METHODS: Methods = {
 DEFAULT_METHODS = "none,ngram,token_recycling"
 DEFAULT_METHODS_WITH_DRAFT_MODEL = "none,ngram,draft_model,token_recycling,ouroboros"
 DEFAULT_DRAFT_TOKENS = 4
-
-# What switches off each component of Ouroboros, in the order of Table 4 of its paper.
-COMPONENTS: dict[str, dict[str, Any]] = {
-    "phrases": {"guesses": 0},  # the window goes on to fill the pool
-    "lengthening": {"branches": 0},
-    "verification": {"harvest_trunk": False, "harvest_branches": False},
-    "history": {"scope": "request"},
-}
-# Of the last one, what remains is the line before it.
-ALONE: dict[str, dict[str, Any]] = {
-    "phrases": COMPONENTS["phrases"],
-    "lengthening": COMPONENTS["lengthening"],
-    "trunk-harvest": {"harvest_trunk": False},
-    "branch-harvest": {"harvest_branches": False},
-}
+A_DRAFT_MODEL = "--draft-model DIR, a smaller model with the same vocabulary"
 
 
 def needs_plugin(config: SpeculativeConfig) -> bool:
@@ -53,16 +39,13 @@ def needs_plugin(config: SpeculativeConfig) -> bool:
     return config is not None and config.get("method") in PLUGIN_METHODS
 
 
-def choose_methods(args: argparse.Namespace) -> tuple[Methods, dict[str, str]]:
-    """The methods of a run, and which of them are compared with which.
+def choose_methods(args: argparse.Namespace) -> Methods:
+    """The methods of a run.
 
     Raises:
         UsageError: for a method that is unknown, lacks something or is not used.
     """
-    given: Methods = dict(map(_named_config, args.speculative_config))
-    drafting = _drafting(args)
-    if args.ablation:
-        return _ablation(args, drafting, given)
+    drafting, given = drafting_methods(args), given_methods(args)
     known = METHODS | {"token_recycling": {"method": "token_recycling", **_tree_options(args)}}
     known |= drafting | given
     default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
@@ -73,10 +56,7 @@ def choose_methods(args: argparse.Namespace) -> tuple[Methods, dict[str, str]]:
     for name in names:
         if name not in known:
             if name in (DRAFT_MODEL, OUROBOROS):
-                raise UsageError(
-                    f"the method {name} needs --draft-model DIR, a smaller model with the same "
-                    "vocabulary"
-                )
+                raise UsageError(f"the method {name} needs {A_DRAFT_MODEL}")
             raise UsageError(f"unknown method {name!r}, expected of {', '.join(known)}")
     if len(set(names)) < len(names):
         raise UsageError(f"--methods {args.methods} names a method twice")
@@ -88,74 +68,23 @@ def choose_methods(args: argparse.Namespace) -> tuple[Methods, dict[str, str]]:
         raise UsageError(
             "--tree and --scope belong to the method token_recycling, which is not run"
         )
-    if args.draft_model and not drafting.keys() & set(names) - given.keys():
+    if drafting and not drafting.keys() & set(names):
         raise UsageError(
             f"--draft-model belongs to the methods {', '.join(drafting)}, of which none is run"
         )
     methods = {name: known[name] for name in names}
     if any(config and config.get("method") == "suffix" for config in methods.values()):
         _check_suffix()
-    return methods, {}
+    return methods
 
 
-def ouroboros_options(config: dict[str, Any]) -> OuroborosOptions:
-    """The options that a speculative configuration of Ouroboros asks for.
-
-    Raises:
-        ValueError: naming the key, what was given and what is accepted.
-    """
-    return OuroborosOptions.parse({key: value for key, value in config.items() if key != "method"})
+def given_methods(args: argparse.Namespace) -> Methods:
+    """The methods that the command line describes."""
+    return dict(map(_named_config, args.speculative_config))
 
 
-def ablation(whole: dict[str, Any]) -> tuple[Methods, dict[str, str]]:
-    """Ouroboros component by component, and without each: methods, and what each is compared with.
-
-    Args:
-        whole: its speculative configuration.
-    """
-    gamma = ouroboros_options(whole).gamma
-    whole = whole | {"gamma": gamma, "pool_file": None}  # each line starts with an empty pool
-    draft_model = {"method": DRAFT_MODEL, "model": whole["model"], "num_speculative_tokens": gamma}
-    methods: Methods = {"none": None, DRAFT_MODEL: draft_model}
-    gain_over = {DRAFT_MODEL: "none"}
-    for number, component in enumerate(COMPONENTS, start=1):
-        gain_over[f"with-{component}"] = list(methods)[-1]
-        config = dict(whole)
-        for off in list(COMPONENTS.values())[number:]:
-            config |= off
-        methods[f"with-{component}"] = config
-    last = list(methods)[-1]
-    for component, off in ALONE.items():
-        gain_over[f"without-{component}"] = last
-        methods[f"without-{component}"] = whole | off
-    return methods, gain_over
-
-
-def _ablation(
-    args: argparse.Namespace, drafting: Methods, given: Methods
-) -> tuple[Methods, dict[str, str]]:
-    for option in ("methods", "tree", "scope", "draft_tokens"):
-        if getattr(args, option):
-            raise UsageError(
-                f"--ablation does not go with --{option.replace('_', '-')}: it has its own methods"
-            )
-    if unused := given.keys() - {OUROBOROS}:
-        raise UsageError(
-            f"--speculative-config {min(unused)}: expected the name ouroboros with --ablation"
-        )
-    whole = (drafting | given).get(OUROBOROS)
-    if whole is None or whole.get("method") != OUROBOROS:
-        raise UsageError(
-            "--ablation needs --draft-model DIR, a smaller model with the same vocabulary, or "
-            '--speculative-config \'ouroboros={"method": "ouroboros", ...}\''
-        )
-    try:
-        return ablation(whole)
-    except ValueError as error:
-        raise UsageError(f"--speculative-config ouroboros: {error}") from error
-
-
-def _drafting(args: argparse.Namespace) -> Methods:
+def drafting_methods(args: argparse.Namespace) -> Methods:
+    """The methods that use the draft model, if there is one."""
     if not args.draft_model:
         if args.draft_tokens:
             raise UsageError("--draft-tokens needs --draft-model")

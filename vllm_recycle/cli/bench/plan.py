@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError
+from vllm_recycle.cli.bench.ablation import choose_ablation
 from vllm_recycle.cli.bench.arguments import check_writable, read_workload
 from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
 
@@ -85,7 +86,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         check_writable(path)
     if args.plot and not find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
-    methods, gain_over = choose_methods(args)
+    methods, gain_over = choose_ablation(args) if args.ablation else (choose_methods(args), {})
     return Plan(
         **workload,
         methods=methods,

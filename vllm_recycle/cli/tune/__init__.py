@@ -34,6 +34,7 @@ from vllm_recycle.cli.bench.arguments import (
     positive,
     read_workload,
 )
+from vllm_recycle.cli.bench.methods import A_DRAFT_MODEL
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING
@@ -47,6 +48,9 @@ OPTIONS_OF = {
     OUROBOROS: ("draft_model", "max_engines", "repeats", *RANGES),
     TOKEN_RECYCLING: ("max_nodes",),
 }
+# What is searched or has an option of its own, and files that engines would share.
+REFUSED_KEYS = {"method", "model", "tree", "max_nodes", "num_speculative_tokens", *RANGES}
+REFUSED_KEYS |= {"matrix_file", "pool_file"}
 REPEATS = 3
 
 
@@ -108,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = _tune(args, plan, state, fixed)
     except KeyboardInterrupt:
-        print(f"{state_path} has what was measured: the same command goes on", file=sys.stderr)
+        if state_path.exists():
+            print(f"{state_path} has what was measured: the same command goes on", file=sys.stderr)
         raise
     print(f"--speculative-config {shlex.quote(json.dumps(config))}")
     return 0
@@ -144,15 +149,13 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
             if getattr(args, option) is not None:
                 raise UsageError(f"--{option.replace('_', '-')} belongs to --method {method}")
     fixed = json_object(args.speculative_config, "--speculative-config")
-    searched = {"method", "model", *RANGES, "tree", "max_nodes", "num_speculative_tokens"}
-    if given := searched & fixed.keys():
-        raise UsageError(f"--speculative-config: {min(given)} is what tune itself finds or sets")
+    if refused := REFUSED_KEYS & fixed.keys():
+        raise UsageError(
+            f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
+        )
     if args.method == OUROBOROS:
         if args.draft_model is None:
-            raise UsageError(
-                "--method ouroboros needs --draft-model DIR, a smaller model with the same "
-                "vocabulary"
-            )
+            raise UsageError(f"--method ouroboros needs {A_DRAFT_MODEL}")
         is_directory = Path(args.draft_model).is_dir()
         model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
         fixed = {"model": model, **fixed}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.methods import ouroboros_options
+from vllm_recycle.cli.bench.ablation import ouroboros_options
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.report import DISTURBED
 from vllm_recycle.cli.tune.state import State
@@ -38,13 +38,17 @@ def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequenc
     Raises:
         UsageError: no candidate of a stage is legal.
     """
-    chosen = {key: values[len(values) // 2] for key, values in ranges.items()}
+    chosen = {key: values[(len(values) - 1) // 2] for key, values in ranges.items()}
     passes = sum(map(len, ranges.values())) * plan.repeats
     with tqdm(total=passes, disable=None, unit="pass", leave=False) as progress:
         for key, values in ranges.items():
             candidates = {value: _candidate(fixed, chosen | {key: value}) for value in values}
             legal = _legal(candidates)
-            progress.update((len(candidates) - len(legal)) * plan.repeats)
+            if len(legal) == 1:  # nothing to choose
+                (chosen[key],) = legal
+                progress.update(len(values) * plan.repeats)
+                continue
+            progress.update((len(values) - len(legal)) * plan.repeats)
             methods = {f"{key}-{value}": config for value, config in legal.items()}
             _measure(dataclasses.replace(plan, methods=methods), state, key, progress)
             found = {v: _totals(state.of(stage=key, config=legal[v])) for v in legal}
@@ -52,7 +56,7 @@ def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequenc
             for value, totals in found.items():
                 mark = ", best" if value == chosen[key] else ""
                 tqdm.write(f"{key} {value}: {_describe(totals)}{mark}")
-    others = max(one["others_cpu_share"] for one in state.measurements)
+    others = max((one["others_cpu_share"] for one in state.measurements), default=0.0)
     if others > DISTURBED:
         print(f"disturbed: others used up to {others:.0%} of the CPUs in the timed passes")
     return _candidate(fixed, chosen)

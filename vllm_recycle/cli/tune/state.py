@@ -12,7 +12,7 @@ FORMAT = "vllm_recycle.tune/1"
 
 
 class State:
-    """Measurements, written to their file at each change.
+    """Measurements, each written to their file as it is made.
 
     Args:
         path: of the file, read where it exists.
@@ -36,19 +36,15 @@ class State:
         ]
 
     def add(self, **measurement: Any) -> None:
-        """One more measurement."""
-        self.replace([*self.measurements, measurement])
-
-    def replace(self, measurements: list[dict[str, Any]]) -> None:
-        """These measurements, and no others."""
-        self.measurements = measurements
+        """Keep one more measurement, in the file too."""
+        self.measurements.append(measurement)
         content = {
             "format": FORMAT,
             "conditions": self.conditions,
             "measurements": self.measurements,
         }
         partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
         partial.replace(self.path)
 
     def _read(self) -> list[dict[str, Any]]:

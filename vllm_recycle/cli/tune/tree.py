@@ -22,7 +22,11 @@ from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, from_rank_paths
-from vllm_recycle.integration.options import CPU_MAX_NODES, TokenRecyclingOptions
+from vllm_recycle.integration.options import (
+    CPU_MAX_NODES,
+    TOKEN_RECYCLING,
+    TokenRecyclingOptions,
+)
 
 RankPath = tuple[int, ...]
 # A guess at how likely each rank is the token that comes, only to choose the candidates.
@@ -41,7 +45,7 @@ def measure_tree(
 
     Args:
         plan: of the run, without methods.
-        state: what was measured before; gets what is measured now, as one sum over prompts.
+        state: what was measured before; gets what is measured now.
         fixed: keys of the configuration.
         max_nodes: of the template; None for 80, and what is best for the device of these.
 
@@ -50,15 +54,16 @@ def measure_tree(
     """
     k = fixed.get("k", TokenRecyclingOptions.k)
     candidates = from_rank_paths(candidate_paths(k), name="candidates")
-    total = _measure(plan, state, fixed, candidates)
-    passed = Counter(dict(total["passed"]))
+    _measure(plan, state, fixed, candidates)
+    trees = sum(one["trees"] for one in state.measurements)
+    passed: Counter[int] = Counter()
+    for one in state.measurements:
+        passed.update(dict(one["passed"]))
     if not passed:
-        raise RunError(
-            f"in {total['trees']} trees no node was accepted: give more or other prompts"
-        )
+        raise RunError(f"no node of {trees} trees was accepted, expected prompts with more to say")
     rows = sorted(passed, key=lambda row: (-passed[row], row))[: max_nodes or DEFAULT_NODES]
     expected = {
-        size: round(1 + sum(passed[row] for row in rows[:size]) / total["trees"], 3)
+        size: round(1 + sum(passed[row] for row in rows[:size]) / trees, 3)
         for size in (*(size for size in SHOWN_SIZES if size < len(rows)), len(rows))
     }
     print("mean accepted tokens: " + ", ".join(f"{e} with {n} nodes" for n, e in expected.items()))
@@ -66,16 +71,17 @@ def measure_tree(
         "order": "best first: by how often the walk passed a node",
         "made by": "vllm-recycle tune --method token_recycling",
         **{key: state.conditions[key] for key in ("model", "prompts", "num_prompts", "max_tokens")},
-        "dtype": total["dtype"],
+        "dtype": state.measurements[0]["dtype"],
         "speculative_config": fixed,
         "candidates": f"{NUM_CANDIDATES} nodes, depth at most {MAX_DEPTH}",
-        "trees": total["trees"],
+        "trees": trees,
         "mean accepted tokens by nodes": expected,
     }
     paths = [_rank_path(candidates, row) for row in rows]
     tree = from_rank_paths(paths, name="tuned", provenance=provenance)
     config = dict(fixed)
-    if max_nodes is None and total["device"] == "cpu" and tree.num_nodes > CPU_MAX_NODES:
+    on_cpu = state.measurements[0]["device"] == "cpu"
+    if max_nodes is None and on_cpu and tree.num_nodes > CPU_MAX_NODES:
         config["max_nodes"] = CPU_MAX_NODES
     return tree, config
 
@@ -94,38 +100,28 @@ def candidate_paths(k: int) -> list[RankPath]:
     return found
 
 
-def _measure(
-    plan: Plan, state: State, fixed: dict[str, Any], candidates: TreeTemplate
-) -> dict[str, Any]:
-    """The sum over all prompts; those that the state lacks are decoded."""
-    total = dict(state.measurements[0]) if state.measurements else {"prompts": 0, "trees": 0}
-    passed = Counter(dict(total.get("passed", ())))
-    count = len(plan.prompts)
+def _measure(plan: Plan, state: State, fixed: dict[str, Any], candidates: TreeTemplate) -> None:
+    """Decode the prompts that the state lacks."""
+    done, count = len(state.measurements), len(plan.prompts)
+    if done == count:
+        return
     with (
-        tqdm(total=count, initial=total["prompts"], disable=None, unit="prompt") as progress,
+        tqdm(total=count, initial=done, disable=None, unit="prompt", leave=False) as progress,
         tempfile.TemporaryDirectory() as folder,
     ):
-        if total["prompts"] == count:
-            return total
-        file = Path(folder) / "candidates.json"
-        candidates.save(file)
-        config = {**fixed, "tree": str(file), "budget_share": 1.0}
-        plan = dataclasses.replace(plan, methods={"token_recycling": config})
+        candidates.save(Path(folder) / "candidates.json")
+        config = {**fixed, "tree": f"{folder}/candidates.json", "budget_share": 1.0}
+        plan = dataclasses.replace(plan, methods={TOKEN_RECYCLING: config})
         with driver.children(plan) as running:
-            child = running["token_recycling"]
+            child = running[TOKEN_RECYCLING]
             engine = driver.load(plan, child, config)
-            total |= {key: engine[key] for key in ("device", "dtype")}
+            about = {key: engine[key] for key in ("device", "dtype")}
             arguments = driver.pass_arguments(plan, 1, 0)
-            for prompt in range(total["prompts"], count):
+            for prompt in range(done, count):
                 reply = child.ask("acceptance", **arguments | {"start": prompt, "stop": prompt + 1})
-                passed.update(dict(reply["passed"]))
-                total["prompts"] += 1
-                total["trees"] += reply["trees"]
-                total["passed"] = sorted(passed.items())
-                state.replace([total])
+                state.add(trees=reply["trees"], passed=reply["passed"], **about)
                 progress.update()
-    return total
 
 
 def _rank_path(tree: TreeTemplate, row: int) -> RankPath:
-    return tuple(tree.ranks[step].item() for step in tree.paths[row].tolist() if step > 0)
+    return tuple(int(tree.ranks[step]) for step in tree.paths[row].tolist() if step > 0)

@@ -1,0 +1,57 @@
+"""Stands in for `vllm_recycle.cli.bench.worker`: replies at once, with made-up figures.
+
+Engines of Ouroboros are fastest at gamma 6, window 16 and phrase length 7. Each request is written
+to the file that `FAKE_WORKER_LOG` names, with the configuration of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+BEST = {"gamma": 6, "window": 16, "phrase_length": 7}
+
+
+def load(request):
+    about = {"device": "cpu", "dtype": "float32", "torch_threads": 1, "versions": {"vllm": "none"}}
+    return request["engine"]["speculative_config"] or {}, about
+
+
+def run(config, request):
+    prompts = request["stop"] - request["start"]
+    distance = sum(abs(config.get(key, best) - best) for key, best in BEST.items())
+    return {
+        "wall_s": prompts * (1 + distance),
+        "requests": prompts,
+        "tokens": 10 * prompts,
+        "steps": 5 * prompts,
+        "engine_steps": 5 * prompts,
+        "step_ms": 1.0,
+        "draft_tokens": 50 * prompts,
+        "accepted_tokens": 5 * prompts,
+        "draft_rounds": 5 * prompts if config.get("method") == "ouroboros" else 0,
+        "draft_forwards": 15 * prompts,
+        "others_cpu_share": 0.0,
+        "outputs": [[1]] * prompts,
+        "parts_ms": {},
+    }
+
+
+def main():
+    config = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "load":
+            config, reply = load(request)
+        else:
+            reply = run(config, request)
+            if "FAKE_WORKER_LOG" in os.environ:
+                with Path(os.environ["FAKE_WORKER_LOG"]).open("a") as log:
+                    log.write(json.dumps({**request, "config": config}) + "\n")
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`vllm-recycle tune`: a measured tree, the search, an interruption, refused arguments."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vllm_recycle.cli import main
+from vllm_recycle.cli.bench import driver
+from vllm_recycle.cli.bench.ablation import ouroboros_options
+from vllm_recycle.cli.bench.arguments import number_range
+from vllm_recycle.cli.tune.state import State
+from vllm_recycle.cli.tune.tree import NUM_CANDIDATES, candidate_paths
+from vllm_recycle.core.tree import from_rank_paths, load_tree
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "models/target"
+DRAFT_MODEL = EXAMPLES / "models/draft"
+PROMPTS = EXAMPLES / "prompts/gsm8k.jsonl"
+FAKE_WORKER = (str(Path(__file__).with_name("fake_worker.py")),)
+SMALL = [
+    "--dtype=float32",
+    "--max-tokens=16",
+    '--engine-args={"enforce_eager": true, "kv_cache_memory_bytes": 67108864}',
+]
+SEARCH = ["--gamma=2:14:2", "--window=15:18", "--phrase-length=5,7", "--num-prompts=8"]
+
+
+def tune(method: str, output: Path, *arguments: str) -> list[str]:
+    common = [f"--method={method}", f"--model={MODEL}", f"--prompts={PROMPTS}"]
+    if method == "ouroboros":
+        common.append(f"--draft-model={DRAFT_MODEL}")
+    return ["tune", *common, f"--output={output}", *arguments]
+
+
+def printed_config(output: str) -> dict[str, object]:
+    """What the last line says to give to vLLM."""
+    option, value = shlex.split(output.splitlines()[-1])
+    assert option == "--speculative-config"
+    return json.loads(value)
+
+
+@pytest.fixture
+def passes(monkeypatch, tmp_path):
+    """Replace the workers, and list the passes that they are asked for."""
+    log = tmp_path / "log"
+    monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
+    monkeypatch.setenv("FAKE_WORKER_LOG", str(log))
+    return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_tree_is_measured_best_first(tmp_path, capsys):
+    output = tmp_path / "tree.json"
+    assert main(tune("token_recycling", output, *SMALL, "--num-prompts=3")) == 0
+    tree = load_tree(output)
+    assert tree.provenance["num_prompts"] == 3
+    expected = list(tree.provenance["mean accepted tokens by nodes"].values())
+    assert 1 < expected[0] < expected[-1]
+    assert expected == sorted(expected)
+    config = printed_config(capsys.readouterr().out)
+    assert config.pop("max_nodes", 15) == 15
+    assert config == {"method": "token_recycling", "tree": str(output)}
+
+    # All is measured: no engine is started, and a smaller tree is a prefix.
+    smaller = tmp_path / "smaller.json"
+    state = f"--state={tmp_path / 'tree.state.json'}"
+    command = tune("token_recycling", smaller, *SMALL, "--num-prompts=3", "--max-nodes=5", state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "WORKER", ("-c", "raise SystemExit('not to be started')"))
+        assert main(command) == 0
+    assert load_tree(smaller).nodes == tree.nodes[:5]
+    assert "max_nodes" not in printed_config(capsys.readouterr().out)
+
+
+def test_the_search_runs_real_engines(tmp_path, capsys):
+    output = tmp_path / "ouroboros.json"
+    ranges = ["--gamma=2,6", "--window=4", "--phrase-length=4", "--repeats=1", "--num-prompts=2"]
+    assert main(tune("ouroboros", output, *SMALL, *ranges)) == 0
+    config = json.loads(output.read_text())
+    assert config == printed_config(capsys.readouterr().out)
+    assert config["gamma"] in (2, 6)
+    assert (config["window"], config["guesses"], config["phrase_length"]) == (4, 4, 4)
+    measured = json.loads((tmp_path / "ouroboros.state.json").read_text())["measurements"]
+    assert [one["config"]["gamma"] for one in measured] == [2, 6]
+    for one in measured:
+        gamma = one["config"]["gamma"]
+        assert 0 < one["draft_rounds"] <= one["draft_forwards"] <= gamma * one["draft_rounds"]
+
+
+def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
+    output = tmp_path / "ouroboros.json"
+    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    text = capsys.readouterr().out
+    config = json.loads(output.read_text())
+    assert config == printed_config(text)
+    assert config == {
+        "method": "ouroboros",
+        "model": str(DRAFT_MODEL),
+        "gamma": 6,
+        "window": 16,
+        "guesses": 16,
+        "phrase_length": 7,
+    }
+    assert ouroboros_options(config).branches == 3
+    best = [line.split(":")[0] for line in text.splitlines() if line.endswith(", best")]
+    assert best == ["gamma 6", "window 16", "phrase_length 7"]
+
+    # A first pass that is not timed and three that are, on prompts of their own.
+    of_one = [(one["start"], one["stop"]) for one in passes() if one["config"]["gamma"] == 14]
+    assert of_one == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    # Interleaved: no candidate has a second turn before all had a first.
+    gammas = [one["config"]["gamma"] for one in passes()[7:28]]
+    assert [sorted(gammas[turn : turn + 7]) for turn in (0, 7, 14)] == [list(range(2, 15, 2))] * 3
+
+
+@pytest.mark.parametrize("kept", [1, 8, 22, 38])
+def test_an_interrupted_search_goes_on_where_it_was(kept, passes, monkeypatch, tmp_path, capsys):
+    output = tmp_path / "ouroboros.json"
+    add = State.add
+
+    def interrupt(self, **measurement):
+        add(self, **measurement)
+        if len(self.measurements) == kept:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "add", interrupt)
+        assert main(tune("ouroboros", output, *SEARCH)) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert not output.exists()
+    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    assert json.loads(output.read_text())["gamma"] == 6
+
+    def timed(one):
+        return one["start"] > 0
+
+    # 7 gammas, 4 windows and 2 phrase lengths, three timed passes each: none is made twice.
+    assert sum(map(timed, passes())) == 3 * (7 + 4 + 2)
+    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    assert sum(map(timed, passes())) == 3 * (7 + 4 + 2)
+
+
+def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsys):
+    output = tmp_path / "ouroboros.json"
+    ranges = ["--gamma=6", "--window=20", "--phrase-length=7:8", "--num-prompts=4"]
+    assert main(tune("ouroboros", output, *ranges)) == 0
+    assert "left out: speculative_config: window * " in capsys.readouterr().out
+    assert json.loads(output.read_text())["phrase_length"] == 7
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("ouroboros", ["--gamma=0:4"], "got '0:4', expected integers of at least 1"),
+        ("ouroboros", ["--gamma=4:2"], "got '4:2', expected"),
+        ("ouroboros", ["--window=a"], "got 'a', expected"),
+        ("ouroboros", ["--max-nodes=8"], "--max-nodes belongs to --method token_recycling"),
+        ("token_recycling", ["--gamma=2"], "--gamma belongs to --method ouroboros"),
+        ("ouroboros", ["--speculative-config={"], "--speculative-config: not JSON"),
+        ("ouroboros", ['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
+        ("ouroboros", ['--speculative-config={"speed": 3}'], "unknown key 'speed', expected any"),
+        ("token_recycling", ['--speculative-config={"k": 0}'], "k is 0, expected an integer"),
+        ("ouroboros", ["--num-prompts=3"], "got 3 prompts, expected at least 4"),
+        ("ouroboros", ["--window=99"], "no candidate can be run: speculative_config: window"),
+        ("ouroboros", ["--state=/nowhere/state.json"], "no directory /nowhere"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(method, arguments, message, tmp_path, capsys):
+    assert message in refused(tune(method, tmp_path / "out.json", *arguments), capsys)
+
+
+def test_a_draft_model_is_asked_for(tmp_path, capsys):
+    command = tune("ouroboros", tmp_path / "out.json")
+    command.remove(f"--draft-model={DRAFT_MODEL}")
+    assert "ouroboros needs --draft-model DIR" in refused(command, capsys)
+
+
+def test_the_state_of_another_run_is_refused(passes, tmp_path, capsys):
+    output, state = tmp_path / "out.json", tmp_path / "out.state.json"
+    one = [*SEARCH[:-1], "--num-prompts=4"]
+    assert main(tune("ouroboros", output, *one)) == 0
+    capsys.readouterr()
+    line = refused(tune("ouroboros", output, *one, "--dtype=float32"), capsys)
+    assert "is of another run, dtype auto, not float32" in line
+    state.write_text("{}")
+    assert "is no state of vllm-recycle tune" in refused(tune("ouroboros", output, *one), capsys)
+    state.write_text("{")
+    assert "cannot be read" in refused(tune("ouroboros", output, *one), capsys)
+
+
+def test_ranges_have_their_last_value():
+    assert number_range(1)("2:14:4") == (2, 6, 10, 14)
+    assert number_range(1)("5:7") == (5, 6, 7)
+    assert number_range(0)("0,4,4") == (0, 4)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 64])
+def test_candidates_make_a_tree_whatever_k_is(k):
+    paths = candidate_paths(k)
+    tree = from_rank_paths(paths)
+    tree.check_ranks(k)
+    assert tree.num_nodes == (14 if k == 1 else NUM_CANDIDATES)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a call that ends with status 2."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    line = capsys.readouterr().err
+    assert status == 2, line
+    assert line.count("\n") == 1
+    assert line.startswith("vllm-recycle tune: error: ")
+    return line
