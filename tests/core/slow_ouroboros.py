@@ -182,7 +182,8 @@ class SlowOuroboros:
                 sees = cells[0][: column + 1] + [cell[column] for cell in cells[1:level]]
                 position = len(text) + column + level
                 cells[level].append(rows.add(token_id, position=position, sees=sees))
-        guesses = [rows.add_chain(phrase) for phrase in self.phrases_of(text[-1])]
+        newest = self.phrases_of(text[-1])[: self.guesses]
+        guesses = [rows.add_chain(phrase) for phrase in newest]
         outputs = rows.outputs(self.draft)
         self.advance(window, [outputs[row] for row in cells[-1]], text[-1])
         return [outputs[row] for row in rows.longest_walk(len(text) - 1, guesses, outputs)]
@@ -190,7 +191,7 @@ class SlowOuroboros:
     def advance(self, window: list[list[int]], newest: list[int], last_token: int) -> None:
         """Give the window its next level; once it is full, its columns are phrases and it moves."""
         if len(window) == self.levels:
-            for column, owner in enumerate([last_token, *window[0][:-1]]):
+            for column, owner in enumerate([last_token, *window[0]][: len(newest)]):
                 self.insert(owner, tuple(level[column] for level in [*window, newest]))
             del window[0]
         window.append(newest)
@@ -210,7 +211,7 @@ class SlowOuroboros:
         self.remove(token_id, phrase)
         phrases = self.pool.setdefault(token_id, [])
         phrases.append(phrase)
-        del phrases[: -self.guesses]
+        del phrases[: -max(self.guesses, self.branches, 1)]
 
     def remove(self, token_id: int, phrase: Phrase) -> None:
         if phrase in self.pool.get(token_id, []):

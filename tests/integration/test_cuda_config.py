@@ -6,12 +6,21 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from engines import TARGET, TOKEN_RECYCLING
+from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration import engine_config
-from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
+from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.row_budget import (
+    MAX_DRAFT_ROWS,
+    MAX_TREE_ROWS,
+    draft_forward_rows,
+    halving_schedule,
+    largest_drafting_batch,
+)
+
+TABLE = "num_speculative_tokens_per_batch_size"
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +31,10 @@ def _on_cuda(monkeypatch):
 
 def rewrite(method: dict | None = None, **flags) -> EngineArgs:
     config = TOKEN_RECYCLING | (method or {})
+    return make(config, **flags)
+
+
+def make(config: dict, **flags) -> EngineArgs:
     return engine_config.rewrite(EngineArgs(TARGET, speculative_config=config, **flags))
 
 
@@ -41,10 +54,70 @@ def test_all_nodes_are_the_default():
 
 
 def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
-    key = "num_speculative_tokens_per_batch_size"
-    assert rewrite().speculative_config[key] == halving_schedule(80, MAX_TREE_ROWS)
+    assert rewrite().speculative_config[TABLE] == halving_schedule(80, MAX_TREE_ROWS)
     mine = [(1, 4, 16), (5, 1024, 0)]
-    assert rewrite({key: mine}).speculative_config[key] == mine
+    assert rewrite({TABLE: mine}).speculative_config[TABLE] == mine
+
+
+def test_ouroboros_is_hosted_by_vllm_s_draft_model():
+    made = make(OUROBOROS)
+    assert made.speculative_config["method"] == "draft_model"
+    assert made.speculative_config["model"] == OUROBOROS["model"]
+    assert made.speculative_config["num_speculative_tokens"] == 12 + 3 * 6
+
+
+def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
+    for given, forwards in (({}, 4), ({"max_forwards": 7}, 7), ({"gamma": 2}, 2)):
+        options = make(OUROBOROS | given).additional_config["vllm_recycle"]
+        assert options["max_forwards"] == forwards
+
+
+def test_ouroboros_drafts_for_as_many_requests_as_a_forward_has_rows_for():
+    rows = draft_forward_rows(OuroborosOptions.parse({"model": "x"}).shape())
+    assert rows == 20 + 220
+    for flags, last in (
+        ({}, MAX_DRAFT_ROWS // rows),
+        ({"max_num_batched_tokens": 3 * rows - 1}, 2),
+        ({"max_num_batched_tokens": 8192}, MAX_DRAFT_ROWS // rows),
+    ):
+        table = make(OUROBOROS, **flags).speculative_config[TABLE]
+        assert table == [(1, last, 30), (last + 1, 1 << 20, 0)]
+    mine = [(1, 4, 16), (5, 1024, 0)]
+    assert make(OUROBOROS | {TABLE: mine}).speculative_config[TABLE] == mine
+
+
+def test_the_largest_batch_with_drafts():
+    table = [(1, 4, 16), (5, 8, 3), (9, 1024, 0)]
+    assert [largest_drafting_batch(table, most) for most in (3, 6, 8, 256)] == [3, 6, 8, 8]
+    assert largest_drafting_batch([(1, 1024, 0)], 8) == 0
+
+
+def check_draft_model(*, max_num_batched_tokens: int = 960, **given) -> None:
+    """What is refused when vLLM's configuration is known; 4 requests have drafts at most."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=256
+        ),
+        speculative_config=SimpleNamespace(
+            draft_model_config=SimpleNamespace(max_model_len=2048),
+            num_speculative_tokens_per_batch_size=[(1, 4, 30), (5, 1 << 20, 0)],
+        ),
+    )
+    options = OuroborosOptions.parse({"model": "x", **given})
+    engine_config._check_draft_model(config, options, engine_config.PLATFORMS["cuda"])
+
+
+def test_draft_forwards_that_do_not_fit_are_refused():
+    check_draft_model()
+    check_draft_model(draft_tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="got 959, expected at least the 960 rows"):
+        check_draft_model(max_num_batched_tokens=959)
+    with pytest.raises(ValueError, match="has 260 rows of a request, expected at most 257"):
+        check_draft_model(window=24)
+    with pytest.raises(NotImplementedError, match="draft_tensor_parallel_size: got 1"):
+        check_draft_model(draft_tensor_parallel_size=1)
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "attention_config"])

@@ -93,7 +93,8 @@ def test_a_request_can_opt_out(method):
         ),
     ],
 )  # fmt: skip
-def test_structured_output_gets_no_drafts_and_is_right(constraint, accepts):
+@both_methods
+def test_structured_output_gets_no_drafts_and_is_right(constraint, accepts, method):
     prompts = read_prompts(4)
     structured = SamplingParams(
         temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(**constraint)
@@ -101,7 +102,7 @@ def test_structured_output_gets_no_drafts_and_is_right(constraint, accepts):
     mixed = [structured, GREEDY, structured, GREEDY]
     with engine() as llm:
         expected = generate(llm, prompts, mixed)
-    with engine(PAPER) as llm:
+    with engine(method) as llm:
         generate(llm, prompts, GREEDY)
         results = llm.generate(prompts, mixed, use_tqdm=False)
         assert [[tuple(o.token_ids) for o in result.outputs] for result in results] == expected

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, Waits, generate
+from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, Waits, generate, watched
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 # 20 rows of a request in a draft forward: with the engine's budget of 48 tokens, two requests are
 # drafted for, and three are not.
-SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2}
+SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2, "early_rows": 1}
 FORWARDS = 2
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
-ALONE = [((0, 40), {**GREEDY, "max_tokens": 20})]
+ALONE = [((0, 40), {**GREEDY, "max_tokens": 16})]
 BATCHES = [
     ALONE,
     # All of the first prompt but its last token comes from the prefix cache. The second one takes
@@ -35,7 +35,7 @@ BATCHES = [
     [((0, 24), GREEDY), ((3, 40), OPTED_OUT)],
     # Too many to be drafted for; two blocks each for the prompt, which leaves too few for all to
     # have a third.
-    [((i, i + 61), {**GREEDY, "max_tokens": 6 + 2 * i}) for i in range(4)],
+    [((i, i + 61), {**GREEDY, "max_tokens": 12 - 2 * i}) for i in range(3)],
 ]
 NUM_ROUNDS = 6
 # Keys and values are of order one to ten; float32, over forwards of other shapes.
@@ -60,7 +60,7 @@ def test_tokens_equal_those_without_speculation(result):
 
 def test_drafts_were_accepted_and_moved(result):
     seen = result["seen"]
-    assert seen["accepted tokens"] > seen["drafts"] > 0
+    assert seen["accepted tokens"] > 10
     assert seen["moved rows"] > 0
 
 
@@ -73,8 +73,12 @@ def test_steps_were_of_every_kind(result):
 
 
 def test_the_draft_model_has_what_the_target_has(result):
-    assert result["seen"]["checked caches"] > 50
+    assert result["seen"]["checked caches"] > 40
     assert result["cache error"] < CACHE_TOLERANCE
+
+
+def test_paths_are_moved_in_the_target_s_layers_alone(result):
+    assert result["layers with trees"] == [6]
 
 
 def test_drafts_equal_those_of_the_slow_reference(result):
@@ -122,6 +126,8 @@ class Watch:
         speculator = self.runner.speculator
         self.propose, speculator.propose = speculator.propose, self.watched_propose
         self.compact_path, v2_runner.compact_path = v2_runner.compact_path, self.watched_compact
+        for place, name in ((speculator.proposer, "observe"), (self.runner, "add_requests")):
+            setattr(place, name, watched(getattr(place, name), self.waits))
 
     def watched_schedule(self, *args: Any) -> Any:
         ahead = any(request.num_output_placeholders for request in self.scheduler.running)
@@ -176,7 +182,7 @@ def main() -> dict[str, Any]:
     from engines import counter
     from vllm import LLM
 
-    arguments = {**LLM_ARGUMENTS, "model": TARGET}
+    arguments = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 9}
     llm = LLM(**arguments)
     prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0][0])]
     plain = generate(llm, BATCHES)
@@ -188,6 +194,7 @@ def main() -> dict[str, Any]:
     for name in ("drafts", "accepted_tokens"):
         watch.seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
     watch.seen["preemptions"] = counter(llm, "num_preemptions")
+    layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers]
     llm.llm_engine.engine_core.shutdown()
     return {
         "plain": plain,
@@ -195,6 +202,7 @@ def main() -> dict[str, Any]:
         "drafted": drafted,
         "rounds": watch.rounds,
         "cache error": watch.cache_error,
+        "layers with trees": layers_with_trees,
         "seen": watch.seen,
         "waits": watch.waits.seen,
     }

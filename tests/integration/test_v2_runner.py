@@ -6,6 +6,7 @@ runs: the runner, worker and scheduler of CUDA, asynchronous scheduling, all of 
 a KV cache of the GPU's layout. What still differs from a GPU:
 
     the rows that are no tree are attended to by vLLM's Triton kernel instead of FlashAttention
+    trees are attended to in larger tiles than float32 has, and no context is split
     nothing is captured into CUDA graphs, so no batch is padded to a captured size
     vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them
     float32, so that outputs compare; the interpreter knows nothing of tensor cores
@@ -239,24 +240,26 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
 
     add_requests, logprobs = model_runner.add_requests, model_runner._logprobs
     scheduler.schedule = watched_schedule
-    model_runner.add_requests = _watched(add_requests, waits)
-    model_runner._logprobs = _watched(logprobs, waits)
+    model_runner.add_requests = watched(add_requests, waits)
+    model_runner._logprobs = watched(logprobs, waits)
     model_runner.prepare_attn = watched_prepare_attn
     model_runner.speculator.propose = watched_propose
     v2_runner.compact_path = watched_compact_path
     operations = model_runner.drafter.proposer.operations
     for name in ("walk", "update_from_logits"):
         if not hasattr(getattr(operations, name), "watched"):
-            object.__setattr__(operations, name, _watched(getattr(operations, name), waits))
+            object.__setattr__(operations, name, watched(getattr(operations, name), waits))
 
 
-def _watched(function: Any, waits: Waits) -> Any:
-    def watched(*args: Any, **kwargs: Any) -> Any:
+def watched(function: Any, waits: Waits) -> Any:
+    """The function, with its waits recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         with waits:
             return function(*args, **kwargs)
 
-    watched.watched = True
-    return watched
+    call.watched = True
+    return call
 
 
 def serve(tree: str, batches: Any, waits: Waits, **arguments: Any) -> tuple[list, Counter]:

@@ -3,9 +3,9 @@
 V2 asks for Triton, and Triton has no CPU backend to compile its kernels with. Its interpreter runs
 them, slowly, once vLLM is told that there is a backend. vLLM's CPU platform turns asynchronous
 scheduling off and has one attention backend, of another KV cache layout. Both are set back here:
-to asynchronous scheduling, and to the backend of vLLM's whose cache has the layout of a GPU's. Two
-of vLLM's kernels are replaced by torch: attention, which takes a second a layer in the interpreter,
-and that of grammars, which does not run in it.
+to asynchronous scheduling, and to the backend of vLLM's whose cache has the layout of a GPU's. Some
+of vLLM's kernels are replaced by torch: attention and the writing of its cache, which take up to a
+second a layer in the interpreter, and that of grammars, which does not run in it.
 
 Remove when a Triton with a CPU backend is on the package index.
 """
@@ -35,6 +35,7 @@ def install() -> None:
     _attend_to_a_cache_of_a_gpu()
     _mask_grammars_in_torch()
     _bring_our_worker()
+    _attend_to_trees_in_few_programs()
 
 
 def _schedule_asynchronously() -> None:
@@ -57,6 +58,7 @@ def _attend_to_a_cache_of_a_gpu() -> None:
     path = AttentionBackendEnum.TRITON_ATTN.get_path()
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
     triton_attn.unified_attention = _attend
+    triton_attn.triton_reshape_and_cache_flash = _store
     # Its launches ask the device what block sizes it likes.
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
 
@@ -78,6 +80,16 @@ def _attend(**given: Any) -> None:
                 query, keys, values, mask, scale=given["softmax_scale"], enable_gqa=True
             )
             given["out"][rows] = attended.transpose(0, 1)
+
+
+def _store(
+    key: torch.Tensor, value: torch.Tensor, keys: Any, values: Any, slots: torch.Tensor, *_: Any
+) -> None:
+    """Write the rows that have a slot."""
+    rows = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
+    rows = torch.tensor(rows, dtype=torch.int64)
+    block, token = slots[rows] // keys.shape[1], slots[rows] % keys.shape[1]
+    keys[block, token], values[block, token] = key[rows], value[rows]
 
 
 def _mask_grammars_in_torch() -> None:
@@ -105,3 +117,12 @@ def _bring_our_worker() -> None:
     engine_config.PLATFORMS["cpu"] = engine_config.Platform(
         "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].host_methods, True, None
     )
+
+
+def _attend_to_trees_in_few_programs() -> None:
+    """The same kernel, with larger tiles than float32 has on a GPU, and contexts left whole."""
+    from vllm_recycle.kernels import triton_tree_attention
+
+    tile = triton_tree_attention.Tile(queries=64, tokens=64, warps=4)
+    triton_tree_attention.choose_tile = lambda *args, **kwargs: tile
+    triton_tree_attention.choose_num_splits = lambda programs, slots: 1

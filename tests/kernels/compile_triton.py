@@ -108,6 +108,7 @@ def tree_attention_cases() -> Iterator[tuple[Case, int]]:
         yield attend_case(arch, TREE_ROWS, 4, 128, block_size=128)
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp16", split=False)
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
+        yield attend_case(arch, TREE_ROWS, 4, 128, own=True)
         yield combine_case(128), arch
         yield combine_case(80), arch
     yield attend_case(100, TREE_ROWS, 4, 128)
@@ -123,15 +124,22 @@ def attend_case(
     block_size: int = 16,
     dtype: str = "bf16",
     split: bool = True,
+    own: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Case, int]:
     tile = tile or choose_tile(
         rows * group, head_size, itemsize=4 if dtype == "fp32" else 2, capability=arch // 10
     )
     strides = ("query_token", "query_head", "output_token", "output_head", "block", "head", "token")
+    of_own = {
+        "num_padding": "*i32",
+        **dict.fromkeys(("own_keys", "own_values"), f"*{dtype}:16"),
+        **dict.fromkeys(("own_key_stride", "own_value_stride"), "i32:16"),
+    }
     case = Case(
         f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
-        + ("" if split else "-unsplit"),
+        + ("" if split else "-unsplit")
+        + ("-own" if own else ""),
         triton_tree_attention.attend_kernel,
         {
             **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
@@ -141,6 +149,7 @@ def attend_case(
             "log2_scale": "fp32",
             **dict.fromkeys(("max_rows", "num_splits", "num_words", "table_stride"), "i32"),
             **{f"{stride}_stride": "i32:16" for stride in strides},
+            **(of_own if own else {}),
         },
         {
             "GROUP": group,
@@ -152,6 +161,7 @@ def attend_case(
             "LEAST_TILES": 2,
             "SPLIT": split,
             "UPCAST": False,
+            **({} if own else dict.fromkeys(of_own)),
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
         tile.resident,
@@ -171,6 +181,7 @@ def combine_case(head_size: int) -> Case:
             **dict.fromkeys(("output_token_stride", "output_head_stride"), "i32:16"),
         },
         {
+            "num_padding": None,
             "GROUP": 4,
             "HEAD_SIZE": head_size,
             "BLOCK_M": triton_tree_attention.COMBINED_QUERIES,

@@ -88,9 +88,10 @@ class Step:
         kv_cache, dense = layout.empty_cache()[:1].repeat(num_blocks, 1, 1, 1), []
         width = max(len(sequence.blocks) for sequence in sequences) + 1
         block_table = torch.zeros(len(sequences), width, dtype=torch.int32)
-        # Between others, as a fused projection has them.
-        sides = torch.full((num_rows, 4, KV_HEADS, layout.head_size), float("nan"))
-        own_keys, own_values = sides.to(layout.dtype)[:, 1:3].unbind(1)
+        # The keys between others, as a fused projection has them; the values of another stride.
+        own_keys = torch.full((num_rows, 3 * KV_HEADS, layout.head_size), float("nan"))
+        own_keys = own_keys.to(layout.dtype)[:, KV_HEADS : 2 * KV_HEADS]
+        own_values = own_keys.contiguous()
         if own:
             kv_cache.fill_(float("nan"))
             block_table.fill_(NO_BLOCK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import BRIEF, trees
 
 from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.kernels import paged_tree_attention as reference
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
@@ -38,16 +39,26 @@ TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-18}
 PAPER = load_tree("paper-80")
 CHAIN = TreeTemplate(tuple((row, 0) for row in range(40)))
 
+
+def below_chain(tree: TreeTemplate, length: int) -> TreeTemplate:
+    """The tree with so many rows above its root."""
+    chain = [(row, 0) for row in range(length)]
+    return TreeTemplate((*chain, *((length + parent, rank) for parent, rank in tree.nodes)))
+
+
+LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
+
 # Small, so that a few rows are several tiles and a short context several shares.
 SMALL = Tile(queries=32, tokens=16, warps=4)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a step; one without rows is padding."""
+    """A request of a step; one without rows is padding. `padding` are rows before its others."""
 
     rows: int
     context: int
+    padding: int = 0
 
     @property
     def length(self) -> int:
@@ -80,43 +91,67 @@ class Step:
     rows: PagedTreeRows
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    own: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def make(
-        cls, tree: TreeTemplate, requests: tuple[Request, ...] = STEP, shape: Shape | None = None
+        cls,
+        tree: TreeTemplate,
+        requests: tuple[Request, ...] = STEP,
+        shape: Shape | None = None,
+        *,
+        own: bool = False,
     ) -> Step:
-        """Random keys, values and queries; NaN in every slot that holds no token."""
+        """Random keys, values and queries; NaN in every slot that holds no token.
+
+        With `own` no slot holds a tree's row, and all rows that are no tree's are NaN in `own`.
+        """
         torch.manual_seed(0)
         shape = shape or Shape()
-        starts = torch.tensor([0, *(request.rows for request in requests)]).cumsum(0)
+        padding = torch.tensor([request.padding for request in requests])
+        lengths = padding + torch.tensor([request.rows for request in requests])
+        starts = F.pad(lengths.cumsum(0), (1, 0))
         needed = [-(-request.length // shape.block_size) for request in requests]
+        # The keys beside others, as with queries; the values of another stride.
+        own_keys = torch.full((int(starts[-1]), 3 * shape.kv_heads, shape.head_size), float("nan"))
+        own_keys = own_keys.to(DEVICE, shape.dtype)[:, shape.kv_heads : 2 * shape.kv_heads]
+        own_values = own_keys.contiguous()
         kv_cache = empty_cache(sum(needed) + 2, shape)
         block_table = torch.full((len(requests), max(needed) + 3), NO_BLOCK, dtype=torch.int32)
         blocks = torch.randperm(len(kv_cache))
         keys, values = [], []
         for index, request in enumerate(requests):
-            own, blocks = blocks[: needed[index]], blocks[needed[index] :]
-            block_table[index, : len(own)] = own
-            token = torch.arange(request.length)
+            mine, blocks = blocks[: needed[index]], blocks[needed[index] :]
+            token = torch.arange(request.context if own else request.length)
+            used = -(-len(token) // shape.block_size)
+            block_table[index, :used] = mine[:used]
             pairs = torch.randn(request.length, shape.kv_heads, 2 * shape.head_size)
             pairs = pairs.to(shape.dtype)
-            kv_cache[own[token // shape.block_size], :, token % shape.block_size] = pairs
+            place = (mine[token // shape.block_size], slice(None), token % shape.block_size)
+            kv_cache[place] = pairs[: len(token)]
             keys.append(pairs[..., : shape.head_size].to(DEVICE))
             values.append(pairs[..., shape.head_size :].to(DEVICE))
+            flat = slice(starts[index] + request.padding, starts[index + 1])
+            own_keys[flat] = keys[-1][request.context :]
+            own_values[flat] = values[-1][request.context :]
         rows = PagedTreeRows(
             ancestor_bits=ancestor_bits(tree).to(DEVICE),
             query_start_loc=starts.to(DEVICE, torch.int32),
             seq_lens=torch.tensor(
-                [request.length for request in requests], dtype=torch.int32, device=DEVICE
+                [request.padding + request.length for request in requests],
+                dtype=torch.int32,
+                device=DEVICE,
             ),
             block_table=block_table.to(DEVICE)[:, :-1],
-            max_rows=max(request.rows for request in requests),
+            max_rows=int(lengths.max()),
+            num_padding=padding.to(DEVICE, torch.int32) if padding.any() else None,
         )
         # Two rows behind the last tree, and beside each query what a fused projection has there.
         width = (shape.group + 2) * shape.kv_heads
         query = torch.randn(int(starts[-1]) + 2, width, shape.head_size).to(DEVICE, shape.dtype)
         query = query[:, : shape.group * shape.kv_heads]
-        return cls(query, kv_cache.to(DEVICE), rows, keys, values)
+        given = (own_keys, own_values) if own else None
+        return cls(query, kv_cache.to(DEVICE), rows, keys, values, given)
 
     @property
     def scale(self) -> float:
@@ -127,8 +162,9 @@ class Step:
         return int(self.rows.query_start_loc[-1])
 
     def rows_of(self, request: int) -> slice:
-        starts = self.rows.query_start_loc.tolist()
-        return slice(starts[request], starts[request + 1])
+        starts, padding = self.rows.query_start_loc.tolist(), self.rows.num_padding
+        first = starts[request] + (0 if padding is None else int(padding[request]))
+        return slice(first, starts[request + 1])
 
     def slot_of(self, request: int, token: int) -> tuple[int, slice, int]:
         """Where a token's keys and values lie in the cache."""
@@ -144,6 +180,7 @@ class Step:
             output,
             rows=self.rows,
             scale=self.scale,
+            own=self.own,
             tile=tile,
             num_splits=num_splits,
         )
@@ -152,7 +189,7 @@ class Step:
     def attend_in_torch(self) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
         reference.tree_attention(
-            self.query, self.kv_cache, output, rows=self.rows, scale=self.scale
+            self.query, self.kv_cache, output, rows=self.rows, scale=self.scale, own=self.own
         )
         return output
 
@@ -171,16 +208,23 @@ def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=0)
 
 
-def test_the_reference_is_a_softmax_over_context_and_ancestors():
-    step = Step.make(PAPER)
+CHAINED = below_chain(PAPER, 4)
+# Each lacks other rows of the chain, or none.
+PADDED = (Request(29, 150, padding=3), Request(0, 0, padding=2), Request(9, 37), Request(3, 0, 4))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+@pytest.mark.parametrize(("tree", "requests"), [(PAPER, STEP), (CHAINED, PADDED)])
+def test_the_reference_is_a_softmax_over_context_and_ancestors(tree, requests, own):
+    step = Step.make(tree, requests, own=own)
     output = step.attend_in_torch()
-    for index, request in enumerate(STEP):
+    for index, request in enumerate(requests):
         for row in range(request.rows):
             seen = [*range(request.context), request.context + row]
-            ancestor = row
-            while ancestor:
-                ancestor = PAPER.nodes[ancestor - 1][0]
-                seen.append(request.context + ancestor)
+            ancestor = request.padding + row
+            while ancestor > request.padding:
+                ancestor = tree.nodes[ancestor - 1][0]
+                seen.append(request.context + ancestor - request.padding)
             flat = step.rows_of(index).start + row
             for head in range(step.query.shape[1]):
                 keys = step.keys[index][seen, head // 2].double()
@@ -207,8 +251,9 @@ BLOCKS = [(16, 16), (16, 64), (32, 64), (48, 32), (128, 16), (128, 64)]
 
 @pytest.mark.parametrize(("block_size", "tokens"), BLOCKS)
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
-def test_block_sizes_and_splits_equal_the_reference(block_size, tokens, num_splits):
-    step = Step.make(PAPER, shape=Shape(block_size=block_size, group=1))
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_block_sizes_and_splits_equal_the_reference(block_size, tokens, num_splits, own):
+    step = Step.make(PAPER, shape=Shape(block_size=block_size, group=1), own=own)
     tile = Tile(queries=32, tokens=tokens, warps=4)
     assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
 
@@ -221,8 +266,10 @@ def test_more_shares_than_are_combined_at_once_equal_the_reference():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens_first", [True, False])
-def test_sixteen_bits_equal_the_reference(dtype, tokens_first):
-    step = Step.make(PAPER, shape=Shape(dtype=dtype, tokens_first=tokens_first, head_size=128))
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_sixteen_bits_equal_the_reference(dtype, tokens_first, own):
+    shape = Shape(dtype=dtype, tokens_first=tokens_first, head_size=128)
+    step = Step.make(PAPER, shape=shape, own=own)
     for num_splits in (1, 2):
         assert_close(step.attend(num_splits=num_splits), step.attend_in_torch())
 
@@ -233,10 +280,11 @@ def test_what_is_chosen_for_the_shapes_equals_the_reference():
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])
-def test_trees_may_begin_anywhere_in_a_tile_and_in_a_word(tokens):
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_trees_may_begin_anywhere_in_a_tile_and_in_a_word(tokens, own):
     contexts = (0, 1, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129)
     requests = tuple(Request(36, context) for context in contexts)
-    step = Step.make(PAPER, requests, Shape(group=1, kv_heads=1))
+    step = Step.make(PAPER, requests, Shape(group=1, kv_heads=1), own=own)
     tile = Tile(queries=64, tokens=tokens, warps=4)
     assert_close(step.attend(num_splits=2, tile=tile), step.attend_in_torch())
 
@@ -250,15 +298,41 @@ def test_the_largest_tree_equals_the_reference():
         assert_close(step.attend(num_splits=2, tile=tile), step.attend_in_torch())
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("tile", [Tile(queries=64, tokens=32, warps=4), None])
+def test_a_draft_forward_equals_the_reference(num_splits, tile):
+    # The first tree's queries fill several tiles, and its columns several of a tile's tokens.
+    requests = (Request(225, 85, padding=5), Request(40, 0), Request(0, 0, 2), Request(1, 32, 9))
+    step = Step.make(LOOKAHEAD, requests, Shape(group=1, kv_heads=1, head_size=80), own=True)
+    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_a_chain_of_rows_may_as_well_be_context(num_splits, own):
+    """And keys and values may as well be given as cached."""
+    rows = Step.make(CHAINED, (Request(33, 150), Request(9, 37)))
+    step = Step.make(CHAINED, (Request(30, 153, padding=3), Request(5, 41, padding=4)), own=own)
+    expected, output = (each.attend(num_splits=num_splits) for each in (rows, step))
+    written = (output != UNTOUCHED).flatten(1).all(dim=1)
+    assert written.nonzero().flatten().tolist() == [*range(3, 33), *range(37, 42)]
+    assert_close(output[written], expected[written])
+
+
 @BRIEF
 @given(tree=trees(), data=st.data())
 def test_any_trees_equal_the_reference(tree, data):
     rows = st.integers(0, tree.num_nodes + 1)
-    sizes = data.draw(st.lists(st.tuples(rows, st.integers(0, 300)), min_size=1, max_size=3))
-    requests = tuple(Request(count, context if count else 0) for count, context in sizes)
+    chain = data.draw(st.integers(0, 40))
+    size = st.tuples(rows, st.integers(0, 300), st.integers(0, chain))
+    sizes = data.draw(st.lists(size, min_size=1, max_size=3))
+    requests = tuple(
+        Request(count, context if count else 0, padding) for count, context, padding in sizes
+    )
     if not any(request.rows for request in requests):
         requests = (*requests, Request(1, 0))
-    step = Step.make(tree, requests, Shape(head_size=16, group=2, kv_heads=1))
+    shape = Shape(head_size=16, group=2, kv_heads=1)
+    step = Step.make(below_chain(tree, chain), requests, shape, own=data.draw(st.booleans()))
     tile = Tile(queries=32, tokens=data.draw(st.sampled_from([16, 32, 64])), warps=4)
     num_splits = data.draw(st.integers(1, 4))
     assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
@@ -273,8 +347,9 @@ def test_only_the_rows_of_the_trees_are_written(num_splits):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_what_no_request_has_written_is_not_seen(num_splits):
-    step = Step.make(PAPER)
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_what_no_request_has_written_is_not_seen(num_splits, own):
+    step = Step.make(PAPER, own=own)
     assert step.kv_cache.isnan().any()
     assert (step.rows.block_table == NO_BLOCK).any()
     assert step.attend(num_splits=num_splits).isfinite().all()
@@ -285,14 +360,18 @@ def test_what_no_request_has_written_is_not_seen(num_splits):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_a_node_is_seen_by_itself_and_its_descendants_alone(num_splits):
-    request = Request(rows=26, context=150)
-    step = Step.make(PAPER, (request,), Shape(group=1, kv_heads=1))
+@pytest.mark.parametrize("kept_in", ["cache", "own keys", "own values"])
+def test_a_node_is_seen_by_itself_and_its_descendants_alone(num_splits, kept_in):
+    request, shape, own = Request(26, 150), Shape(group=1, kv_heads=1), kept_in != "cache"
+    step = Step.make(PAPER, (request,), shape, own=own)
     tile = Tile(queries=32, tokens=32, warps=4)
     before = step.attend(num_splits=num_splits, tile=tile)
     for row in (0, 1, 2, 11, 25):
-        other = replace(step, kv_cache=step.kv_cache.clone())
-        other.kv_cache[step.slot_of(0, request.context + row)] = 3.0
+        other = Step.make(PAPER, (request,), shape, own=own)
+        if own:
+            other.own[kept_in == "own values"][row] = 3.0
+        else:
+            other.kv_cache[step.slot_of(0, request.context + row)] = 3.0
         after = other.attend(num_splits=num_splits, tile=tile)
         changed = (before != after).flatten(1).any(dim=1)[: request.rows]
         assert changed.tolist() == PAPER.ancestor_mask[: request.rows, row].tolist()
@@ -341,20 +420,23 @@ def test_tiles_are_powers_of_two_that_hold_a_small_tree(capability, head_size, n
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="captures a CUDA graph")
-def test_a_captured_graph_follows_what_is_in_the_tensors():
-    requests = (Request(26, 4000), Request(26, 150))
-    step = Step.make(PAPER, requests, Shape(dtype=torch.bfloat16, head_size=128))
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_a_captured_graph_follows_what_is_in_the_tensors(own):
+    requests = (Request(26, 4000, padding=2), Request(26, 150))
+    shape = Shape(dtype=torch.bfloat16, head_size=128)
+    step = Step.make(CHAINED, requests, shape, own=own)
     step.attend(tile=None)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = step.attend(tile=None)
     # The other way round, with fewer rows.
-    other = Step.make(
-        PAPER, (Request(9, 170), Request(25, 3900)), Shape(dtype=torch.bfloat16, head_size=128)
-    )
+    requests = (Request(9, 170, padding=1), Request(22, 3900, padding=4))
+    other = Step.make(CHAINED, requests, shape, own=own)
     step.query[: other.num_rows] = other.query[: other.num_rows]
     step.kv_cache[: len(other.kv_cache)] = other.kv_cache
-    for name in ("query_start_loc", "seq_lens", "block_table"):
+    for mine, theirs in zip(step.own or (), other.own or (), strict=True):
+        mine[: len(theirs)] = theirs
+    for name in ("query_start_loc", "seq_lens", "block_table", "num_padding"):
         mine, theirs = getattr(step.rows, name), getattr(other.rows, name)
         mine[..., : theirs.shape[-1]] = theirs
     graph.replay()

@@ -9,100 +9,19 @@ Names of dimensions are those of `lookahead` and `phrase_pool`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.harvest import corrections_of_branches, phrases_of_trunk
-from vllm_recycle.core.lookahead import advance_window, lengthened_template, lookahead_template
+from vllm_recycle.core.lookahead import advance_window
 from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.phrase_pool import PhrasePool
-from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
 WINDOW_SEED = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """The sizes of a draft, in the paper's terms.
-
-    Attributes:
-        gamma: tokens that the draft model drafts in a round, the trunk.
-        window: W, columns of the window; 0 for none.
-        guesses: G, phrases tried in a draft forward; 0 for none.
-        phrase_length: L, tokens of a phrase with the one that it follows.
-        branches: K, phrases below the end of the trunk; 0 for none.
-        early_rows: rows of the trunk, from the last token on, that have as many phrases below them;
-            0 in the paper. They count where the draft is seldom accepted whole.
-
-    Raises:
-        ValueError: a size out of range, or more rows than a tree may have.
-
-    """
-
-    gamma: int
-    window: int
-    guesses: int
-    phrase_length: int
-    branches: int
-    early_rows: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"gamma": 1, "phrase_length": 3}
-        for name in (field.name for field in dataclasses.fields(self)):
-            value, low = getattr(self, name), least.get(name, 0)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
-        if self.early_rows > self.gamma:
-            raise ValueError(
-                f"early_rows is {self.early_rows}, expected at most gamma, {self.gamma}"
-            )
-        if not self.window + self.guesses:
-            raise ValueError(
-                "window and guesses are both 0, expected more of one of them; without both this is "
-                "vLLM's method draft_model"
-            )
-        rows = {
-            "window * (phrase_length - 2) + guesses * (phrase_length - 1)": self.window
-            * self.levels
-            + self.guesses * self.length,
-            "gamma + (early_rows + 1) * branches * (phrase_length - 1)": self.gamma
-            + len(self.branch_rows) * self.branches * self.length,
-        }
-        for name, value in rows.items():
-            if value > MAX_NODES:
-                raise ValueError(f"{name} is {value}, expected at most {MAX_NODES}")
-
-    @property
-    def length(self) -> int:
-        """Tokens of a phrase behind the one that it follows, the paper's beta."""
-        return self.phrase_length - 1
-
-    @property
-    def levels(self) -> int:
-        """Of the window."""
-        return self.phrase_length - 2
-
-    @property
-    def branch_rows(self) -> list[int]:
-        """Of the last token and the trunk, those that have phrases below them."""
-        return [*range(self.early_rows), self.gamma]
-
-    def tree(self) -> TreeTemplate:
-        """What the target verifies."""
-        return lengthened_template(
-            gamma=self.gamma, rows=self.branch_rows, branches=self.branches, length=self.length
-        )
-
-    def lookahead(self) -> TreeTemplate:
-        """The rows of a draft forward, below the last token."""
-        return lookahead_template(
-            window=self.window, levels=self.levels, guesses=self.guesses, length=self.length
-        )
 
 
 class DraftModel(Protocol):
@@ -181,6 +100,8 @@ class OuroborosProposer:
             length=shape.length,
             device=device,
         )
+        # An index that is on the device already: a list would be copied there, and waited for.
+        self.branch_rows = torch.tensor(shape.branch_rows, device=device)
         self.windows = torch.zeros(
             num_sequences, shape.levels, shape.window, dtype=torch.int64, device=device
         )
@@ -205,8 +126,7 @@ class OuroborosProposer:
 
     def release(self, sequences: Sequence[int]) -> None:
         for sequence in sequences if self.pool_stride else ():
-            first = sequence * self.pool_stride
-            self.pool.table[first : first + self.pool_stride] = NO_TOKEN
+            self.pool.forget(sequence * self.pool_stride, self.pool_stride)
 
     def propose(
         self,
@@ -279,7 +199,7 @@ class OuroborosProposer:
             )
             self._insert(sequences, owners, phrases)
         if self.harvest_branches and self.shape.branches:
-            starts = self.shape.branch_rows
+            starts = self.branch_rows
             shape = (batch * len(starts), self.shape.branches, self.shape.length)
             # The newest first, as they were proposed; inserted last, it stays the newest.
             tried = drafts[:, gamma + 1 :].reshape(shape).flip(1)
@@ -379,7 +299,7 @@ class OuroborosProposer:
 
         """
         text = torch.cat((last_token_ids[:, None], trunk), dim=1)
-        owners = text[:, self.shape.branch_rows]
+        owners = text[:, self.branch_rows]
         phrases = self._newest(
             sequences[:, None].expand_as(owners), owners.clamp(min=0), self.shape.branches
         )

@@ -3,8 +3,7 @@
 Ouroboros (arXiv 2402.13720), sections 3.1, 3.3 and 3.4. One tensor holds all phrases: of each token
 `per_token` places, filled from the last one backwards; a place without a phrase holds -1. A phrase
 seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
-tokens' rows is one that is written and never read. The pool is shared by all requests and is never
-cleared unless asked to.
+tokens' rows is one that is written and never read.
 
 `insert_phrases` and `newest_phrases` are pure tensor functions over a whole batch, and the
 references for their kernels: no shape depends on a value. `PhrasePool` owns the tensor.
@@ -22,8 +21,7 @@ import torch
 
 from vllm_recycle.core.runs import run_starts
 from vllm_recycle.core.state_file import load_state, save_state
-
-EMPTY = -1
+from vllm_recycle.core.verification import NO_TOKEN
 
 
 class PhrasePool:
@@ -66,7 +64,11 @@ class PhrasePool:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.table.fill_(EMPTY)
+        self.table.fill_(NO_TOKEN)
+
+    def forget(self, first: int, count: int) -> None:
+        """Forget the phrases of `count` tokens from `first` on."""
+        self.table[first : first + count] = NO_TOKEN
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the pool as safetensors, with what `load` checks."""
@@ -149,10 +151,10 @@ def insert_phrases(
         group = starts.cumsum(0) - 1
         goes = (known == replaced[order].to(rows.dtype)[:, None]).all(dim=2).to(torch.int32)
         goes = torch.zeros_like(goes).index_add_(0, group, goes)[group]
-        known = known.masked_fill(goes[:, :, None] > 0, EMPTY)
-    known = known.masked_fill(~starts[:, None, None], EMPTY)
+        known = known.masked_fill(goes[:, :, None] > 0, NO_TOKEN)
+    known = known.masked_fill(~starts[:, None, None], NO_TOKEN)
     candidates = torch.cat((known.flatten(0, 1), phrases[order].to(rows.dtype)))
-    rows[owners] = EMPTY
+    rows[owners] = NO_TOKEN
     owners = torch.cat((owners.repeat_interleave(per_token), owners))
     owners = owners.where(candidates[:, 0] >= 0, nobody)
     # Of equal ones of a token the youngest stays.

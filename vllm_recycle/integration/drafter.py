@@ -33,7 +33,7 @@ class Texts:
 
     Attributes:
         sequences: int64 [batch], sequence numbers.
-        token_ids: int32 [batch, max_model_len], prompt and output of each request.
+        token_ids: int32 [max_num_seqs, max_model_len], prompt and output of each request.
         num_computed: int64 [batch], tokens of each that the target has computed.
         wants_draft: bool [batch]; these have one more token, which the target sampled.
 
@@ -128,7 +128,7 @@ class Drafter:
         self.proposer.begin(torch.full_like(token_ids, number), token_ids)
 
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        """Draft behind each text that wants it.
+        """Draft behind each text that wants it; to be called after each step.
 
         Args:
             texts: of the step.
@@ -211,7 +211,7 @@ class TreeDrafter(Drafter):
 
 
 def fingerprint(model_config: Any) -> str:
-    """What a matrix file must share with the engine: architecture and tokenizer."""
+    """What a state file must share with the engine: architecture and tokenizer."""
     digest = hashlib.sha256()
     hf_config = model_config.hf_text_config
     for part in (

@@ -153,16 +153,17 @@ def rewrite(engine_args: Any) -> Any | None:
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False
-        # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
-        # pads a request that just came in to a full draft of -1, and keeps it waiting where that
-        # does not fit.
-        default_schedule = [(1, 1 << 20, num_nodes)]
-    elif isinstance(options, OuroborosOptions):
+    if isinstance(options, OuroborosOptions):
         default_schedule = draft_model_schedule(
             num_nodes,
             draft_forward_rows(options.shape()),
             min(MAX_DRAFT_ROWS, engine_args.max_num_batched_tokens or MAX_DRAFT_ROWS),
         )
+    elif not platform.use_v2_model_runner:
+        # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
+        # pads a request that just came in to a full draft of -1, and keeps it waiting where that
+        # does not fit.
+        default_schedule = [(1, 1 << 20, num_nodes)]
     else:
         default_schedule = halving_schedule(num_nodes, MAX_TREE_ROWS)
     rewritten.speculative_config = {
@@ -264,13 +265,7 @@ def finish(vllm_config: Any) -> None:
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "a model with sliding-window attention": model.get_sliding_window() is not None,
-        "a model with ALiBi": model.uses_alibi,
-        "a model with M-RoPE": model.uses_mrope,
-        "a model with MLA": model.use_mla,
-        "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
-        "an encoder-decoder model": model.is_encoder_decoder,
-        "a multimodal model": model.is_multimodal_model,
+        **_features_of("model", model),
         # Last: others of these lead to it.
         f"Model Runner {runner}, which this configuration leads to": platform.use_v2_model_runner
         != vllm_config.use_v2_model_runner,
@@ -278,8 +273,22 @@ def finish(vllm_config: Any) -> None:
     _refuse(options.method, refused)
 
 
+def _features_of(name: str, model: Any) -> dict[str, bool]:
+    """What a model has that the trees were not built for."""
+    return {
+        f"a {name} with sliding-window attention": model.get_sliding_window() is not None,
+        f"a {name} with ALiBi": model.uses_alibi,
+        f"a {name} with M-RoPE": model.uses_mrope,
+        f"a {name} with MLA": model.use_mla,
+        f"a hybrid or Mamba {name}": model.is_hybrid or model.is_attention_free,
+        f"an encoder-decoder {name}": model.is_encoder_decoder,
+        f"a multimodal {name}": model.is_multimodal_model,
+    }
+
+
 def _check_draft_model(vllm_config: Any, options: OuroborosOptions, platform: Platform) -> None:
     scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
+    _refuse(OUROBOROS, _features_of("draft model", spec.draft_model_config))
     max_model_len = vllm_config.model_config.max_model_len
     if spec.draft_model_config.max_model_len < max_model_len:
         raise ValueError(

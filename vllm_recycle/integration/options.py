@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from vllm_recycle.core.adjacency import SCOPES
-from vllm_recycle.core.ouroboros import DraftShape
+from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
 
 TOKEN_RECYCLING = "token_recycling"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_recycle.core.ouroboros import DraftShape
+from vllm_recycle.core.draft_shape import DraftShape
 
 Schedule = Sequence[tuple[int, int, int]]
 
@@ -17,7 +17,7 @@ Schedule = Sequence[tuple[int, int, int]]
 # weight), so that further rows cost little; a tree of 80 nodes fits three times. A cost model that
 # is measured on the machine may replace this.
 MAX_TREE_ROWS = 256
-# Rows of a draft forward of Ouroboros on a GPU, of all its requests together.
+# Rows of a draft forward of Ouroboros, of all its requests together.
 MAX_DRAFT_ROWS = 1024
 
 
@@ -46,7 +46,7 @@ def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]
 
 
 def head_length(shape: DraftShape) -> int:
-    """Tokens that a draft forward on a GPU may have to take in before it looks ahead.
+    """Tokens that a draft forward may have to take in before it looks ahead.
 
     The root of the tree that was verified, its longest path, and the token behind that.
     """
@@ -54,7 +54,7 @@ def head_length(shape: DraftShape) -> int:
 
 
 def draft_forward_rows(shape: DraftShape) -> int:
-    """Rows of a request in a draft forward on a GPU."""
+    """Rows of a request in a draft forward, at most."""
     return head_length(shape) + shape.lookahead().num_nodes
 
 

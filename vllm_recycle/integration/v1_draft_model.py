@@ -73,11 +73,23 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
         return (
             f"ouroboros: draft model {self.draft_model_config.model}, gamma {shape.gamma}, window "
             f"{shape.window}, guesses {shape.guesses}, phrase length {shape.phrase_length}, "
-            f"branches {shape.branches}, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes"
+            f"branches {shape.branches}, early rows {shape.early_rows}, at most "
+            f"{self.proposer.max_forwards} draft forwards, {pool.num_phrases} phrases known, "
+            f"{pool.num_bytes:,} bytes, kernels in {self.proposer.operations.name}"
         )
 
     def statistics(self) -> dict[str, int]:
         return {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        super().load_model(target_model)
+        for name in self.attention_layers:
+            layer = self.compilation_config.static_forward_context[name]
+            if layer.kv_sharing_target_layer_name is not None:
+                raise NotImplementedError(
+                    f"ouroboros does not support a draft model whose layers share a KV cache, as "
+                    f"{name} does; choose another model"
+                )
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_attn_backend(*args, **kwargs)
@@ -98,14 +110,18 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
         self.trunks[number] = NO_TOKEN
 
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        """As for all; and take in what the target has computed of every text."""
+        """As for all; and take in what the target has computed of every text, drafted for or not.
+
+        The step's requests are kept for `forward`, which the proposer calls back.
+        """
         sequences, num_computed = texts.sequences.numpy(), texts.num_computed
         batch = len(sequences)
         table = block_tables[self.kv_cache_gid]
         self.block_table, self.texts = table.get_device_tensor(batch), texts
         self.index[sequences], self.ends[sequences] = np.arange(batch), num_computed
         slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
-        room = np.minimum(slots, self.max_model_len) - num_computed - 1
+        # The width is the context's, which vLLM may shorten to what fits the KV cache.
+        room = np.minimum(slots, texts.token_ids.shape[1]) - num_computed - 1
         chosen = np.nonzero(texts.wants_draft & (room >= 0))[0]
         self._forget_rejected(sequences, num_computed)
         self._catch_up(sequences, len(chosen))
@@ -124,7 +140,7 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
         trunks = self.trunks[sequences]
         place = self.round_starts[sequences][:, None] + np.arange(trunks.shape[1])
         index = np.arange(len(sequences))[:, None]
-        text = self.texts.token_ids[index, place.clip(max=self.max_model_len - 1)]
+        text = self.texts.token_ids[index, place.clip(max=self.texts.token_ids.shape[1] - 1)]
         agrees = (text == trunks) & (place < num_computed[:, None])
         kept = self.round_starts[sequences] + np.cumprod(agrees, axis=1).sum(axis=1)
         was_drafted = trunks[:, 0] != NO_TOKEN
@@ -174,6 +190,7 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
                 heads[chunk],
                 [row[:count] for row, count in zip(rows[chunk], num_rows[chunk], strict=True)],
             )
+            assert found is not None
             there = torch.arange(outputs.shape[1]) <= torch.from_numpy(num_rows[chunk])[:, None]
             outputs[chunk][there] = found
             first = chunk.stop
@@ -184,20 +201,20 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
         sequences: np.ndarray,
         heads: list[np.ndarray],
         rows: list[np.ndarray] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """One forward of the model.
 
         Args:
             sequences: int64 [batch].
             heads: of each, the next tokens that its cache lacks, at least one.
-            rows: of each, those of `lookahead` below the last of these.
+            rows: of each, those of `lookahead` below the last of these; None to take in alone.
 
         Returns:
             int64 [n], the most probable next token at the last token of each head and at its rows,
-            one sequence after the other.
+            one sequence after the other; None without rows.
 
         """
-        batch = len(sequences)
+        batch, looks_ahead = len(sequences), rows is not None
         rows = rows or [np.empty(0, dtype=np.int64)] * batch
         num_heads, num_rows = np.array([[*map(len, heads)], [*map(len, rows)]])
         lengths = num_heads + num_rows
@@ -247,6 +264,8 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
         )
         hidden = self._run_model(n, common)
         self.num_cached[sequences] += num_heads
+        if not looks_ahead:
+            return None
         return self.model.compute_logits(hidden[logit_rows]).argmax(dim=1)
 
     def _run_model(self, num_tokens: int, common: CommonAttentionMetadata | None) -> torch.Tensor:

@@ -157,6 +157,8 @@ class TreeCPUModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         batch = self.input_batch
         scheduled = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+        # By the size of the batch, from num_speculative_tokens_per_batch_size.
+        num_nodes = scheduler_output.num_spec_tokens_to_schedule
         goes_on = np.array([bool(token_ids) for token_ids in sampled_token_ids])
         computed = batch.num_computed_tokens_cpu[: batch.num_reqs] + scheduled
         texts = Texts(
@@ -166,9 +168,10 @@ class TreeCPUModelRunner(CPUModelRunner):
             num_computed=np.where(
                 goes_on, batch.num_tokens_no_spec[: batch.num_reqs] - 1, computed
             ),
-            wants_draft=goes_on & [self._may_speculate(name) for name in batch.req_ids],
+            wants_draft=goes_on
+            & [num_nodes > 0 and self._may_speculate(name) for name in batch.req_ids],
         )
-        drafts = self.drafter.draft(texts, batch.block_table).tolist()
+        drafts = self.drafter.draft(texts, batch.block_table)[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.
             while draft and draft[-1] < 0:
@@ -176,6 +179,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         return drafts
 
     def _may_speculate(self, request_id: str) -> bool:
-        """Whether the scheduler will take a draft for this request."""
-        params = self.requests[request_id].sampling_params
-        return params.structured_outputs is None and not opts_out(params)
+        """Whether the scheduler will take a draft for this request, as far as is known here."""
+        request = self.requests[request_id]
+        params = request.sampling_params
+        is_finished = len(request.output_token_ids) >= params.max_tokens
+        return not (is_finished or params.structured_outputs or opts_out(params))

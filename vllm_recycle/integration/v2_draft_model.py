@@ -236,11 +236,12 @@ class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
         self.num_cached = input_batch.positions[roots]
         sampled = self.sampled_token_ids[index].long()
         tokens = torch.cat((input_batch.input_ids[roots][:, None].long(), sampled), dim=1)
-        # Of a head with its newest token.
+        # How far behind the root each row will be when the newest token is the last one.
         behind = place[:-1] - (self.head_length - 1 - self.num_head)[:, None]
         slot_mapping = slot_mappings[next(iter(self.draft_attn_layer_names))]
         slots = slot_mapping[roots[:, None] + behind.clamp(min=0)]
         self.slots = slots.where(behind >= 0, NO_SLOT)
+        # And how far it is now.
         behind = place - (self.head_length - self.num_head)[:, None]
         self.heads = tokens.gather(1, behind.clamp(min=0, max=tokens.shape[1] - 1))
         block_table = self.block_tables.input_block_tables[self.kv_cache_group]
@@ -276,15 +277,15 @@ class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
         if row_token_ids is not None:
             token_ids = torch.cat((token_ids, row_token_ids), dim=1)
         batch, num_rows = token_ids.shape
-        first = self.head_length - self.num_head
-        positions = (self.num_cached - first)[:, None] + self.template.depths[:num_rows]
+        num_padding = self.head_length - self.num_head
+        positions = (self.num_cached - num_padding)[:, None] + self.template.depths[:num_rows]
         rows = PagedTreeRows(
             ancestor_bits=self.ancestor_bits,
             query_start_loc=self.arange_gpu[: batch + 1] * num_rows,
             seq_lens=(self.num_cached + num_rows).to(torch.int32),
             block_table=self.block_table,
             max_rows=num_rows,
-            num_padding=first.to(torch.int32),
+            num_padding=num_padding.to(torch.int32),
         )
         slot_mappings = {}
         if self.slots is not None:
@@ -292,7 +293,7 @@ class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
             slot_mappings = dict.fromkeys(self.draft_attn_layer_names, slots.flatten())
         hidden_states = self._run_model(
             token_ids.clamp(min=0).flatten().to(torch.int32),
-            # Rows before a text, and beyond what the model can see, are computed for nothing.
+            # Padding, and rows beyond what the model can see, are computed for nothing.
             positions.clamp(min=0, max=self.max_model_len - 1).flatten(),
             dict.fromkeys(self.draft_attn_layer_names, rows),
             slot_mappings,

@@ -65,8 +65,8 @@ class TreeWorker(Worker):
         """What the draft model has done since the start; for `collective_rpc`.
 
         Returns:
-            `rounds`, drafts made for a request, and `forwards`, draft forwards that requests took
-            part in; both 0 without a draft model.
+            `rounds`, drafts made, and `forwards`, draft forwards, both counted once for each
+            request that took part; 0 without a draft model.
 
         """
         return self.drafter.statistics()

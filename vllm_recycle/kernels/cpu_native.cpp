@@ -103,12 +103,16 @@ void score_lanes(const T* const* q, const Cache<T>& cache, int64_t token, Vec* s
 // out[i][0..15] += sum over tokens of weights[i][token] * values of dimensions d .. d + 15
 template <int64_t N, typename T>
 void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d, Vec* out) {
-  const auto& [cache, tokens, column] = part;
+  const auto [cache, tokens, column] = part;
   Vec sum[N];
   for (int64_t i = 0; i < N; i++) sum[i] = out[i];
-  for (int64_t token = 0; token < tokens; token++) {
-    Vec value = load(cache.values(token) + (token % cache.block_size) * cache.dim + d);
-    for (int64_t i = 0; i < N; i++) sum[i] += value * weights[i][column + token];
+  for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
+    const T* values = cache.values(begin) + d;
+    const int64_t end = std::min(tokens, begin + cache.block_size);
+    for (int64_t token = begin; token < end; token++, values += cache.dim) {
+      Vec value = load(values);
+      for (int64_t i = 0; i < N; i++) sum[i] += value * weights[i][column + token];
+    }
   }
   for (int64_t i = 0; i < N; i++) out[i] = sum[i];
 }
@@ -136,19 +140,21 @@ void score_lanes_amx(const bf16* const* q, const Cache<bf16>& cache, int64_t tok
 
 template <int64_t N>
 void weigh_lanes_amx(const bf16* const* weights, const Segment<bf16>& part, int64_t d, Vec* out) {
-  const auto& [cache, tokens, column] = part;
+  const auto [cache, tokens, column] = part;
   __m512 sum[N];
   for (int64_t i = 0; i < N; i++) sum[i] = (__m512)out[i];
-  const int64_t tile = d * cache.block_size;
-  for (int64_t token = 0; token < tokens; token += 2) {
-    __m512bh value =
-        pairs(cache.values(token) + tile + (token % cache.block_size) * LANES);
-    if (token + 1 == tokens) {
-      // The other half is a slot that was never written for this sequence: 0 * NaN is NaN.
-      value = (__m512bh)_mm512_and_si512((__m512i)value, _mm512_set1_epi32(0xffff));
-    }
-    for (int64_t i = 0; i < N; i++) {
-      sum[i] = _mm512_dpbf16_ps(sum[i], value, pair(weights[i] + column + token));
+  for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
+    const bf16* values = cache.values(begin) + d * cache.block_size;
+    const int64_t end = std::min(tokens, begin + cache.block_size);
+    for (int64_t token = begin; token < end; token += 2, values += 2 * LANES) {
+      __m512bh value = pairs(values);
+      if (token + 1 == tokens) {
+        // The other half is a slot that was never written for this sequence: 0 * NaN is NaN.
+        value = (__m512bh)_mm512_and_si512((__m512i)value, _mm512_set1_epi32(0xffff));
+      }
+      for (int64_t i = 0; i < N; i++) {
+        sum[i] = _mm512_dpbf16_ps(sum[i], value, pair(weights[i] + column + token));
+      }
     }
   }
   for (int64_t i = 0; i < N; i++) out[i] = (Vec)sum[i];
@@ -250,7 +256,7 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
     scores[i] = buffer.data() + i * padded;
   }
   Vec lanes[N];
-  for (const Segment<T>& part : segments) {
+  for (const Segment<T> part : segments) {
     for (int64_t token = 0; token < part.tokens; token += LANES) {
 #ifdef __AVX512BF16__
       if constexpr (sizeof(T) == 2) {
@@ -277,7 +283,7 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {
     for (int64_t i = 0; i < N; i++) lanes[i] = Vec{};
-    for (const Segment<T>& part : segments) {
+    for (const Segment<T> part : segments) {
 #ifdef __AVX512BF16__
       if constexpr (sizeof(T) == 2) {
         if (a.amx) weigh_lanes_amx<N>(halves, part, d, lanes);

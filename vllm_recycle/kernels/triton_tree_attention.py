@@ -118,6 +118,7 @@ def tree_attention(
     *,
     rows: PagedTreeRows,
     scale: float,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
     num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -130,6 +131,7 @@ def tree_attention(
         output: of any floating type.
         rows: the requests, their blocks and the mask.
         scale: of the scores, positive.
+        own: keys and values of the forward's rows, of the cache's type.
         num_splits: shares of each context, chosen from the shapes where none is given.
         tile: likewise.
 
@@ -143,6 +145,10 @@ def tree_attention(
     assert rows.block_table.stride(1) == 1
     assert rows.ancestor_bits.is_contiguous()
     assert scale > 0
+    own_keys, own_values = own or (None, None)
+    for side in own or ():
+        assert side.dtype == query.dtype
+        assert side.stride()[1:] == (head_size, 1)
 
     processors, capability = _processors_and_capability(query.device)
     num_queries = rows.max_rows * group
@@ -176,6 +182,9 @@ def tree_attention(
         rows.query_start_loc,
         rows.seq_lens,
         rows.block_table,
+        rows.num_padding,
+        own_keys,
+        own_values,
         scale * LOG2_E,
         rows.max_rows,
         num_splits,
@@ -188,6 +197,8 @@ def tree_attention(
         kv_cache.stride(1),
         kv_cache.stride(2),
         rows.block_table.stride(0),
+        own_keys.stride(0) if own_keys is not None else None,
+        own_values.stride(0) if own_values is not None else None,
         BLOCK_SIZE=block_size,
         BLOCK_M=tile.queries,
         SPLIT=num_splits > 1,
@@ -203,6 +214,7 @@ def tree_attention(
             output,
             rows.query_start_loc,
             rows.seq_lens,
+            rows.num_padding,
             num_splits,
             tiles * tile.queries,
             output.stride(0),
@@ -216,7 +228,7 @@ def tree_attention(
 # Arguments that differ from step to step, which must not make a kernel be compiled again.
 @triton.jit(
     do_not_specialize=["max_rows", "num_splits", "num_words"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "num_padding"],
 )
 def attend_kernel(
     query: tl.tensor,
@@ -228,6 +240,9 @@ def attend_kernel(
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     block_table: tl.tensor,
+    num_padding: tl.tensor | None,
+    own_keys: tl.tensor | None,
+    own_values: tl.tensor | None,
     log2_scale: tl.tensor,
     max_rows: tl.tensor,
     num_splits: tl.tensor,
@@ -240,6 +255,8 @@ def attend_kernel(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     table_stride: tl.tensor,
+    own_key_stride: tl.tensor | None,
+    own_value_stride: tl.tensor | None,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -258,10 +275,10 @@ def attend_kernel(
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
 
-    first_row = tl.load(query_start_loc + request)
-    rows = tl.load(query_start_loc + request + 1) - first_row
-    length = tl.load(seq_lens + request)
+    first_row, rows, padding = _rows(query_start_loc, num_padding, request)
+    length = tl.load(seq_lens + request) - padding
     context = length - rows
+    cached = length if own_keys is None else context
     blocks, share = _share(length, num_splits, BLOCK_N, LEAST_TILES)
     begin = split * share
     if (tile * BLOCK_M < rows * GROUP) & (begin < blocks):
@@ -279,9 +296,12 @@ def attend_kernel(
             mask=inside,
             other=0.0,
         )
-        bits = ancestor_bits + row * num_words
+        bits = ancestor_bits + (row + padding) * num_words
         table = block_table + request.to(tl.int64) * table_stride
         cache = kv_cache + kv_head.to(tl.int64) * head_stride
+        if own_keys is not None:
+            own_keys += first_row.to(tl.int64) * own_key_stride + kv_head * HEAD_SIZE
+            own_values += first_row.to(tl.int64) * own_value_stride + kv_head * HEAD_SIZE
 
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -290,7 +310,7 @@ def attend_kernel(
         seen = context + tl.minimum(rows, tl.cdiv((tile + 1) * BLOCK_M, GROUP))
         end = tl.minimum(begin + share, tl.cdiv(seen, BLOCK_N))
         column = tl.arange(0, BLOCK_N)
-        page = _load_page(table, begin * BLOCK_N, length, BLOCK_SIZE, BLOCK_N)
+        page = _load_page(table, begin * BLOCK_N, cached, BLOCK_SIZE, BLOCK_N)
         for block in range(begin, end):
             token = block * BLOCK_N + column
             place = (token % BLOCK_SIZE) * token_stride + page.to(tl.int64) * block_stride
@@ -299,14 +319,16 @@ def attend_kernel(
             written = (token < length)[:, None]
             if BLOCK_D != HEAD_SIZE:
                 written = written & (dim < HEAD_SIZE)[None, :]
-            keys = tl.load(pointer, mask=written, other=0.0)
-            values = tl.load(pointer + HEAD_SIZE, mask=written, other=0.0)
+            key = _or_own(pointer, own_keys, own_key_stride, token - context, dim)
+            keys = tl.load(key, mask=written, other=0.0)
+            value = _or_own(pointer + HEAD_SIZE, own_values, own_value_stride, token - context, dim)
+            values = tl.load(value, mask=written, other=0.0)
             # Ahead of its use by an iteration, so that the pipeline's loads need not wait for it.
-            page = _load_page(table, (block + 1) * BLOCK_N, length, BLOCK_SIZE, BLOCK_N)
+            page = _load_page(table, (block + 1) * BLOCK_N, cached, BLOCK_SIZE, BLOCK_N)
 
             scores = _dot(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
             if (block + 1) * BLOCK_N > context:
-                first_column = block * BLOCK_N - context
+                first_column = block * BLOCK_N - context + padding
                 scores = _mask(scores, bits, num_words, first_column, row, rows, BLOCK_M, BLOCK_N)
             new_peak = tl.maximum(peak, tl.max(scores, 1) * log2_scale)
             # A row may have seen nothing of this share yet; -inf minus itself is NaN.
@@ -333,7 +355,7 @@ def attend_kernel(
 
 @triton.jit(
     do_not_specialize=["num_splits", "num_queries"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "num_padding"],
 )
 def combine_kernel(
     partial: tl.tensor,
@@ -341,6 +363,7 @@ def combine_kernel(
     output: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
+    num_padding: tl.tensor | None,
     num_splits: tl.tensor,
     num_queries: tl.tensor,
     output_token_stride: tl.tensor,
@@ -356,9 +379,9 @@ def combine_kernel(
     """Some queries of one key head of a request, over all the shares that had tokens."""
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
-    first_row = tl.load(query_start_loc + request)
-    rows = tl.load(query_start_loc + request + 1) - first_row
-    blocks, share = _share(tl.load(seq_lens + request), num_splits, BLOCK_N, LEAST_TILES)
+    first_row, rows, padding = _rows(query_start_loc, num_padding, request)
+    length = tl.load(seq_lens + request) - padding
+    blocks, share = _share(length, num_splits, BLOCK_N, LEAST_TILES)
     if tl.program_id(0) * BLOCK_M < rows * GROUP:
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = m // GROUP
@@ -399,6 +422,16 @@ def combine_kernel(
 
 
 @triton.jit
+def _rows(
+    query_start_loc: tl.tensor, num_padding: tl.tensor | None, request: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The flat row at which a request's tree begins, how many it has, and how many it lacks."""
+    padding = 0 if num_padding is None else tl.load(num_padding + request)
+    first_row = tl.load(query_start_loc + request) + padding
+    return first_row, tl.load(query_start_loc + request + 1) - first_row, padding
+
+
+@triton.jit
 def _share(
     length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -428,6 +461,22 @@ def _load_page(
     else:
         token = start + tl.arange(0, BLOCK_N)
         return tl.load(table + token // BLOCK_SIZE, mask=token < length, other=0)
+
+
+@triton.jit
+def _or_own(
+    pointer: tl.tensor,
+    own: tl.tensor | None,
+    stride: tl.tensor | None,
+    row: tl.tensor,
+    dim: tl.tensor,
+) -> tl.tensor:
+    """Where keys or values are: those of tree rows in `own` if it is given, others in the cache."""
+    if own is None:
+        return pointer
+    else:
+        place = row * stride  # May overflow where it is not used; wider numbers cost registers.
+        return tl.where((row >= 0)[:, None], own + place[:, None] + dim[None, :], pointer)
 
 
 @triton.jit

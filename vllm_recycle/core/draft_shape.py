@@ -1,0 +1,88 @@
+"""The sizes of a draft of Ouroboros, and the two trees that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from vllm_recycle.core.lookahead import lengthened_template, lookahead_template
+from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The sizes of a draft, in the paper's terms.
+
+    Attributes:
+        gamma: tokens that the draft model drafts in a round, the trunk.
+        window: W, columns of the window; 0 for none.
+        guesses: G, phrases tried in a draft forward; 0 for none.
+        phrase_length: L, tokens of a phrase with the one that it follows.
+        branches: K, phrases below the end of the trunk; 0 for none.
+        early_rows: rows of the trunk, from the last token on, that have as many phrases below them;
+            0 in the paper. They count where the draft is seldom accepted whole.
+
+    Raises:
+        ValueError: a size out of range, or more rows than a tree may have.
+
+    """
+
+    gamma: int
+    window: int
+    guesses: int
+    phrase_length: int
+    branches: int
+    early_rows: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"gamma": 1, "phrase_length": 3}
+        for name in (field.name for field in dataclasses.fields(self)):
+            value, low = getattr(self, name), least.get(name, 0)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
+        if self.early_rows > self.gamma:
+            raise ValueError(
+                f"early_rows is {self.early_rows}, expected at most gamma, {self.gamma}"
+            )
+        if not self.window + self.guesses:
+            raise ValueError(
+                "window and guesses are both 0, expected more of one of them; without both this is "
+                "vLLM's method draft_model"
+            )
+        rows = {
+            "window * (phrase_length - 2) + guesses * (phrase_length - 1)": self.window
+            * self.levels
+            + self.guesses * self.length,
+            "gamma + (early_rows + 1) * branches * (phrase_length - 1)": self.gamma
+            + len(self.branch_rows) * self.branches * self.length,
+        }
+        for name, value in rows.items():
+            if value > MAX_NODES:
+                raise ValueError(f"{name} is {value}, expected at most {MAX_NODES}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a phrase behind the one that it follows, the paper's beta."""
+        return self.phrase_length - 1
+
+    @property
+    def levels(self) -> int:
+        """Of the window."""
+        return self.phrase_length - 2
+
+    @property
+    def branch_rows(self) -> list[int]:
+        """Of the last token and the trunk, those that have phrases below them."""
+        return [*range(self.early_rows), self.gamma]
+
+    def tree(self) -> TreeTemplate:
+        """What the target verifies."""
+        return lengthened_template(
+            gamma=self.gamma, rows=self.branch_rows, branches=self.branches, length=self.length
+        )
+
+    def lookahead(self) -> TreeTemplate:
+        """The rows of a draft forward, below the last token."""
+        return lookahead_template(
+            window=self.window, levels=self.levels, guesses=self.guesses, length=self.length
+        )
