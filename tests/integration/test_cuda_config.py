@@ -101,7 +101,7 @@ def check_draft_model(*, max_num_batched_tokens: int = 960, **given) -> None:
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=256
         ),
         speculative_config=SimpleNamespace(
-            draft_model_config=SimpleNamespace(max_model_len=2048),
+            draft_model_config=EngineArgs(OUROBOROS["model"]).create_model_config(),
             num_speculative_tokens_per_batch_size=[(1, 4, 30), (5, 1 << 20, 0)],
         ),
     )

@@ -26,7 +26,8 @@ from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_recycle.core.ouroboros import DraftShape, OuroborosProposer
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.drafter import Drafter
