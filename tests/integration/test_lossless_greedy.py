@@ -44,7 +44,7 @@ def expected() -> list[list[tuple[int, ...]]]:
         pytest.param({**PAPER, "seed_from_prompt": False}, {}, id="no seed from prompt"),
         pytest.param(PAPER, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
         pytest.param(PAPER, {"block_size": 32}, id="blocks of 32"),
-        pytest.param(OUROBOROS, {}, id="ouroboros"),
+        pytest.param(OUROBOROS, {"max_num_seqs": 4}, id="ouroboros"),
         pytest.param({**SMALL_OUROBOROS, "scope": "request"}, {}, id="ouroboros, own pools"),
         pytest.param({**SMALL_OUROBOROS, "max_forwards": 2}, {}, id="ouroboros, two forwards"),
         pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, id="ouroboros, small budget"),

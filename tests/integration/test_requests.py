@@ -69,6 +69,20 @@ def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, shar
 
 
 @both_methods
+def test_drafts_have_the_sizes_of_the_users_table(method, monkeypatch):
+    table = [[1, 2, 5], [3, 1024, 0]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 8, 8, 40)]
+    with engine({**method, "num_speculative_tokens_per_batch_size": table}) as llm:
+        steps = schedules(llm, monkeypatch)
+        generate(llm, read_prompts(4), params)
+    sizes = [len(step.num_scheduled_tokens) for step in steps]
+    drafts = [[*map(len, step.scheduled_spec_decode_tokens.values())] for step in steps]
+    assert not any(drafts[step] for step in range(1, len(steps)) if sizes[step - 1] > 2)
+    assert {1, 4} <= set(sizes)
+    assert max(max(found, default=0) for found in drafts) == 5
+
+
+@both_methods
 def test_a_request_can_opt_out(method):
     prompts = read_prompts(3)
     out = SamplingParams(temperature=0, max_tokens=24, extra_args={"speculate": False})
