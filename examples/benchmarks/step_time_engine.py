@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.cli.bench.plan import needs_plugin
+from vllm_recycle.cli.bench.methods import needs_plugin
 
 HAS_GPU = torch.cuda.is_available()
 WARM_UP = 8  # steps after the last prompt

@@ -158,7 +158,7 @@ class TestDistribution:
     @pytest.fixture(scope="class", params=METHODS)
     def samples(self, request, tokens):
         params = SamplingParams(temperature=1.0, max_tokens=3, allowed_token_ids=tokens)
-        with engine(METHODS[request.param], max_num_seqs=64) as llm:
+        with engine(METHODS[request.param], max_num_seqs=32) as llm:
             drafts = counter(llm, "spec_decode_num_accepted_tokens")
             outputs = generate(llm, [self.PROMPT] * self.NUM_SAMPLES, params)
             assert counter(llm, "spec_decode_num_accepted_tokens") > drafts

@@ -24,7 +24,7 @@ from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-from vllm_recycle.integration.v1_draft_model import OuroborosDrafter
+from vllm_recycle.integration.v1_draft_model import OuroborosV1Drafter
 from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
@@ -190,5 +190,5 @@ class TestDraftCache:
         def lag(self, sequences, num_drafting):
             self.num_cached[sequences] = self.ends[sequences]
 
-        monkeypatch.setattr(OuroborosDrafter, "_catch_up", lag)
+        monkeypatch.setattr(OuroborosV1Drafter, "_catch_up", lag)
         assert max(self.differences(10)) > 10 * self.TOLERANCE

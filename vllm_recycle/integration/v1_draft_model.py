@@ -20,17 +20,15 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.drafter import Drafter, Texts
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.drafter import Texts
+from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.tree_batch import TreeBatch
 from vllm_recycle.integration.tree_rows import prepare_trees
 from vllm_recycle.kernels.cpu_native import native_operations
 
 
-class OuroborosDrafter(Drafter, DraftModelProposer):
+class OuroborosV1Drafter(OuroborosDrafter, DraftModelProposer):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
     Attributes:
@@ -42,44 +40,14 @@ class OuroborosDrafter(Drafter, DraftModelProposer):
 
     """
 
-    proposer: OuroborosProposer
-
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         DraftModelProposer.__init__(self, vllm_config, device, runner)
-        options = get_options(vllm_config)
-        assert isinstance(options, OuroborosOptions)
-        self.state_file = options.pool_file
+        self.make_proposer(native_operations(), device, stops_early=True)
         num_sequences = vllm_config.scheduler_config.max_num_seqs
-        self.proposer = OuroborosProposer(
-            self,
-            options.shape(),
-            vocab_size=vllm_config.model_config.get_vocab_size(),
-            num_sequences=num_sequences,
-            max_forwards=options.max_forwards,
-            harvest_trunk=options.harvest_trunk,
-            harvest_branches=options.harvest_branches,
-            shares_pool=options.scope == "shared",
-            operations=native_operations(),
-            device=device,
-        )
-        self.state = self.proposer.pool
         self.num_cached, self.round_starts, self.index, self.ends = np.zeros(
             (4, num_sequences), dtype=np.int64
         )
-        self.trunks = np.full((num_sequences, options.gamma), NO_TOKEN)
-
-    def describe(self) -> str:
-        shape, pool = self.proposer.shape, self.proposer.pool
-        return (
-            f"ouroboros: draft model {self.draft_model_config.model}, gamma {shape.gamma}, window "
-            f"{shape.window}, guesses {shape.guesses}, phrase length {shape.phrase_length}, "
-            f"branches {shape.branches}, early rows {shape.early_rows}, at most "
-            f"{self.proposer.max_forwards} draft forwards, {pool.num_phrases} phrases known, "
-            f"{pool.num_bytes:,} bytes, kernels in {self.proposer.operations.name}"
-        )
-
-    def statistics(self) -> dict[str, int]:
-        return {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+        self.trunks = np.full((num_sequences, self.proposer.shape.gamma), NO_TOKEN)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)

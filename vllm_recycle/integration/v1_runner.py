@@ -24,18 +24,18 @@ from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.tree_batch import TreeBatch
 from vllm_recycle.integration.tree_rows import compact_kv_cache, prepare_trees
-from vllm_recycle.integration.v1_draft_model import OuroborosDrafter
+from vllm_recycle.integration.v1_draft_model import OuroborosV1Drafter
 
 
 class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
-    drafter: TreeDrafter | OuroborosDrafter
+    drafter: TreeDrafter | OuroborosV1Drafter
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         if get_options(vllm_config).method == OUROBOROS:
-            self.drafter = OuroborosDrafter(vllm_config, device, self)
+            self.drafter = OuroborosV1Drafter(vllm_config, device, self)
             # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's,
             # which was made before it, refuses this.
             self.speculative_config.disable_padded_drafter_batch = True

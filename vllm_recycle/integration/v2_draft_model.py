@@ -27,12 +27,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.drafter import Drafter
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton_recycling import OPERATIONS
@@ -48,7 +45,7 @@ def draft_forward_template(shape: DraftShape) -> TreeTemplate:
     return TreeTemplate((*chain, *below), "draft forward")
 
 
-class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
+class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
     Args:
@@ -71,7 +68,6 @@ class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
     """
 
     num_extra_query_per_req = 0
-    proposer: OuroborosProposer
     sampled_token_ids: torch.Tensor
     block_table: torch.Tensor
     heads: torch.Tensor
@@ -83,38 +79,14 @@ class OuroborosSpeculator(Drafter, StandaloneARSpeculator):
         self, vllm_config: Any, device: torch.device, *, may_speculate: np.ndarray
     ) -> None:
         StandaloneARSpeculator.__init__(self, vllm_config, device)
-        options = get_options(vllm_config)
-        assert isinstance(options, OuroborosOptions)
-        self.may_speculate, self.state_file = may_speculate, options.pool_file
-        shape = options.shape()
-        self.proposer = OuroborosProposer(
-            self,
-            shape,
-            vocab_size=vllm_config.model_config.get_vocab_size(),
-            num_sequences=self.max_num_reqs,
-            max_forwards=options.max_forwards,
-            stops_early=False,
-            harvest_trunk=options.harvest_trunk,
-            harvest_branches=options.harvest_branches,
-            shares_pool=options.scope == "shared",
-            operations=OPERATIONS,
-            device=device,
-        )
-        self.state = self.proposer.pool
+        self.may_speculate = may_speculate
+        self.make_proposer(OPERATIONS, device, stops_early=False)
+        shape = self.proposer.shape
         template = draft_forward_template(shape)
         self.ancestor_bits = ancestor_bits(template).to(device)
         self.template, self.head_length = template.to(device), head_length(shape)
         table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         self.max_drafting = largest_drafting_batch(table, self.max_num_reqs)
-
-    def describe(self) -> str:
-        shape, pool = self.proposer.shape, self.proposer.pool
-        return (
-            f"ouroboros: draft model {self.draft_model_config.model}, gamma {shape.gamma}, window "
-            f"{shape.window}, guesses {shape.guesses}, phrase length {shape.phrase_length}, "
-            f"branches {shape.branches}, {self.proposer.max_forwards} forwards, {pool.num_phrases} "
-            f"phrases known, {pool.num_bytes:,} bytes"
-        )
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """As for all.

@@ -1,0 +1,62 @@
+"""What the drafters of Ouroboros share, whatever the runner: the proposer and what it tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_recycle.core import Operations
+from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.options import OuroborosOptions
+
+
+class OuroborosDrafter(Drafter):
+    """To be put before a draft model of vLLM; what makes its forwards is its `forward`."""
+
+    proposer: OuroborosProposer
+
+    def make_proposer(
+        self, operations: Operations, device: torch.device, *, stops_early: bool
+    ) -> None:
+        """Set `proposer`, `state` and `state_file`, from `vllm_config`.
+
+        Args:
+            operations: what walks.
+            device: where the pool lives.
+            stops_early: see `OuroborosProposer`.
+
+        """
+        options = get_options(self.vllm_config)
+        assert isinstance(options, OuroborosOptions)
+        self.proposer = OuroborosProposer(
+            self,  # type: ignore[arg-type]
+            options.shape(),
+            vocab_size=self.vllm_config.model_config.get_vocab_size(),
+            num_sequences=self.vllm_config.scheduler_config.max_num_seqs,
+            max_forwards=options.max_forwards,
+            stops_early=stops_early,
+            harvest_trunk=options.harvest_trunk,
+            harvest_branches=options.harvest_branches,
+            shares_pool=options.scope == "shared",
+            operations=operations,
+            device=device,
+        )
+        self.state, self.state_file = self.proposer.pool, options.pool_file
+
+    def describe(self) -> str:
+        proposer = self.proposer
+        shape, pool = proposer.shape, proposer.pool
+        draft_model: Any = self.vllm_config.speculative_config.draft_model_config.model
+        return (
+            f"ouroboros: draft model {draft_model}, gamma {shape.gamma}, window {shape.window}, "
+            f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
+            f"{shape.branches}, early rows {shape.early_rows}, at most {proposer.max_forwards} "
+            f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "
+            f"in {proposer.operations.name}"
+        )
+
+    def statistics(self) -> dict[str, int]:
+        return {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
