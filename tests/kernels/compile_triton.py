@@ -44,7 +44,7 @@ from vllm_recycle.kernels import (
     triton_tree_attention,
     triton_tree_inputs,
 )
-from vllm_recycle.kernels.triton_tree_attention import Tile, choose_tile
+from vllm_recycle.kernels.triton_attention_tiles import Tile, choose_tile
 
 
 @dataclass(frozen=True)

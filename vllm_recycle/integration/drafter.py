@@ -7,6 +7,7 @@ vLLM creates a `custom_class` drafter by name, loads it with the model and asks 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class LearntState(Protocol):
     def save(self, path: str | Path, *, fingerprint: str) -> None: ...
 
 
-class Drafter:
+class Drafter(ABC):
     """Holds a proposer, and brings what it learns in and out of a file.
 
     Attributes:
@@ -105,11 +106,21 @@ class Drafter:
             logger.info("vllm_recycle: wrote %s", path)
         return path
 
+    @abstractmethod
     def describe(self) -> str:
         """One line: what is on."""
-        raise NotImplementedError
 
-    # For the V1 runner.
+    def statistics(self) -> dict[str, int]:
+        """See `TreeWorker.draft_statistics`."""
+        return {"rounds": 0, "forwards": 0}
+
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        """What vLLM's own runners would ask."""
+        raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
+
+
+class V1Drafter(Drafter):
+    """What the V1 runner asks for besides."""
 
     @property
     def attention_layers(self) -> Set[str]:
@@ -127,6 +138,7 @@ class Drafter:
         """
         self.proposer.begin(torch.full_like(token_ids, number), token_ids)
 
+    @abstractmethod
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
         """Draft behind each text that wants it; to be called after each step.
 
@@ -138,18 +150,9 @@ class Drafter:
             int64 [batch, nodes], -1 where there is no draft.
 
         """
-        raise NotImplementedError
-
-    def statistics(self) -> dict[str, int]:
-        """See `TreeWorker.draft_statistics`."""
-        return {"rounds": 0, "forwards": 0}
-
-    def propose(self, *args: Any, **kwargs: Any) -> Any:
-        """What vLLM's own runners would ask."""
-        raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
 
 
-class TreeDrafter(Drafter):
+class TreeDrafter(V1Drafter):
     """Token Recycling.
 
     Args:

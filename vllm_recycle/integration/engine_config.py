@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration.options import (
-    GPU_MAX_FORWARDS,
     METHODS,
     OUROBOROS,
     TOKEN_RECYCLING,
@@ -130,8 +129,8 @@ def rewrite(engine_args: Any) -> Any | None:
     }
     _refuse(method, early)
     schedule = given.pop("num_speculative_tokens_per_batch_size", None)
-    options = METHODS[method].parse(given)
-    num_nodes = options.load_tree(on_gpu=platform.use_v2_model_runner).num_nodes
+    options = METHODS[method].parse(given).for_device(on_gpu=platform.use_v2_model_runner)
+    num_nodes = options.load_tree().num_nodes
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     needs = f"the method {method!r} brings its own"
@@ -146,10 +145,6 @@ def rewrite(engine_args: Any) -> Any | None:
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
     rewritten.worker_cls = platform.worker
     values = {"method": method, **dataclasses.asdict(options)}
-    if method == TOKEN_RECYCLING:
-        values["max_nodes"] = num_nodes
-    elif platform.use_v2_model_runner:
-        values["max_forwards"] = values["max_forwards"] or min(GPU_MAX_FORWARDS, values["gamma"])
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False

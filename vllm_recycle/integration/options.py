@@ -6,6 +6,7 @@ Options travel to every process of an engine in `additional_config`, as plain va
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ GPU_MAX_FORWARDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions:
+class MethodOptions(ABC):
     """What the options of our methods share.
 
     Attributes:
@@ -74,14 +75,13 @@ class MethodOptions:
         is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
         _expect("budget_share", share, is_share, "a number above 0, at most 1")
 
-    def load_tree(self, *, on_gpu: bool = False) -> TreeTemplate:
-        """The template that the target verifies.
+    @abstractmethod
+    def for_device(self, *, on_gpu: bool) -> Self:
+        """These options, with what was left to the device."""
 
-        Args:
-            on_gpu: whether a default is that for a GPU.
-
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def load_tree(self) -> TreeTemplate:
+        """The template that the target verifies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +137,13 @@ class TokenRecyclingOptions(MethodOptions):
                 "'sequence' or 'isolated': without them a request has nothing else to draft from"
             )
 
-    def load_tree(self, *, on_gpu: bool = False) -> TreeTemplate:
-        """The template that these options ask for.
+    def for_device(self, *, on_gpu: bool) -> Self:
+        if self.max_nodes is None and self.tree == "default" and on_gpu:
+            return dataclasses.replace(self, max_nodes=load_tree(self.tree).num_nodes)
+        return self
 
-        Args:
-            on_gpu: whether the default is that for a GPU; of no account where `max_nodes` is set.
+    def load_tree(self) -> TreeTemplate:
+        """The template that these options ask for.
 
         Raises:
             ValueError: no such tree, or one that does not fit k.
@@ -155,8 +157,7 @@ class TokenRecyclingOptions(MethodOptions):
                 f"{tree.num_nodes} nodes of tree {self.tree!r}"
             )
         if limit is None:
-            on_cpu = self.tree == "default" and not on_gpu
-            limit = CPU_MAX_NODES if on_cpu else tree.num_nodes
+            limit = CPU_MAX_NODES if self.tree == "default" else tree.num_nodes
         tree = tree.prefix(limit)
         tree.check_ranks(self.k)
         return tree
@@ -244,7 +245,12 @@ class OuroborosOptions(MethodOptions):
         names = (field.name for field in dataclasses.fields(DraftShape))
         return DraftShape(**{name: getattr(self, name) for name in names})
 
-    def load_tree(self, *, on_gpu: bool = False) -> TreeTemplate:
+    def for_device(self, *, on_gpu: bool) -> Self:
+        if self.max_forwards is None and on_gpu:
+            return dataclasses.replace(self, max_forwards=min(GPU_MAX_FORWARDS, self.gamma))
+        return self
+
+    def load_tree(self) -> TreeTemplate:
         return self.shape().tree()
 
     def draft_model_config(self) -> dict[str, Any]:

@@ -21,14 +21,14 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.drafter import Texts
+from vllm_recycle.integration.drafter import Texts, V1Drafter
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.tree_batch import TreeBatch
 from vllm_recycle.integration.tree_rows import prepare_trees
 from vllm_recycle.kernels.cpu_native import native_operations
 
 
-class OuroborosV1Drafter(OuroborosDrafter, DraftModelProposer):
+class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
     Attributes:

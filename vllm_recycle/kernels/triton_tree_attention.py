@@ -11,104 +11,32 @@ valid when lengths, block tables and the rows of requests change.
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows
+from vllm_recycle.kernels.triton_attention_splits import (
+    COMBINED_QUERIES,
+    COMBINED_SPLITS,
+    combine_kernel,
+    rows_of_request,
+    share_of_context,
+)
+from vllm_recycle.kernels.triton_attention_tiles import (
+    Tile,
+    choose_num_splits,
+    choose_tile,
+    processors_and_capability,
+)
 
 LOG2_E = math.log2(math.e)
-
-# What stands in for the device where there is none and the interpreter runs.
-CPU_PROCESSORS = 4
-CPU_CAPABILITY = 9
 
 # Tokens of a request that are worth a program of their own: with fewer, writing what it found and
 # combining it costs more than it saves.
 LEAST_SHARE = 128
-# Programs that a launch may have for each that runs at a time. It bounds the workspace.
-WAVES = 3
-# The combining kernel's tile: it reads this many splits at once, of this many queries.
-COMBINED_SPLITS = 8
-COMBINED_QUERIES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What one program of the attention kernel works on, and with what.
-
-    Attributes:
-        queries: rows times heads of a group, a power of two from 16.
-        tokens: keys and values of an iteration, a power of two from 16.
-        warps: of a program.
-        stages: of the software pipeline; below 3 every iteration waits for memory.
-        resident: programs that a multiprocessor is taken to run at a time.
-
-    """
-
-    queries: int
-    tokens: int
-    warps: int
-    stages: int = 3
-    resident: int = 1
-
-
-@functools.cache
-def choose_tile(num_queries: int, head_size: int, *, itemsize: int, capability: int) -> Tile:
-    """The tile for so many queries (rows times group) on a device of this major capability.
-
-    The sizes come from compiled kernels: registers, spills, shared memory and instructions, for
-    triton 3.6 to 3.9; no timing has gone into them. For Llama's heads (16 bits, head size 128):
-
-        sm_90  128 x 64, 8 warps: 216 registers, 128 KB, wgmma. 128 tokens fill both (249 and
-               224 KB); 4 warps spill; 32 tokens fit twice on a multiprocessor, but only with
-               registers capped at 128 and with half the width of a wgmma.
-        sm_80  128 x 32, 8 warps: 226 registers, 73 KB. 64 tokens are 113 KB, more than the 99 KB
-               that all but sm_80 itself have; the same holds for sm_120.
-
-    Two stages would leave room for more, but Triton then issues an iteration's loads at the end of
-    the one before and waits for them at once; with three they have a whole iteration.
-    """
-    block_d = triton.next_power_of_2(head_size)
-    queries = min(128, max(16, triton.next_power_of_2(num_queries)))
-    if itemsize == 4:  # Without tensor cores: exact, for tests, and slow.
-        return Tile(queries=16, tokens=16, warps=4, stages=2)
-    large = capability in (9, 10)  # 227 KB of shared memory a program, where others have 99.
-    if not large and block_d > 128:
-        queries = min(64, queries)
-    tokens = min(64, (8192 if large else 4096) // block_d)
-    full = queries * block_d >= 128 * 128
-    warps = 8 if full or queries == 128 else 4
-    return Tile(queries, tokens, warps, resident=1 if full else 2)
-
-
-@functools.cache
-def choose_num_splits(programs: int, slots: int) -> int:
-    """Into how many shares to split every context.
-
-    The fewest with which the time of a launch, in waves of `slots` programs over splits, is within
-    an eighth of the best, `WAVES` waves at most.
-
-    Args:
-        programs: of a launch that splits nothing.
-        slots: programs that run at a time.
-
-    """
-    most = max(1, WAVES * slots // programs)
-    waves = [-(-programs * splits // slots) / splits for splits in range(1, most + 1)]
-    return next(index for index, cost in enumerate(waves, 1) if cost <= min(waves) * 1.125)
-
-
-@functools.cache
-def _processors_and_capability(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
-        return CPU_PROCESSORS, CPU_CAPABILITY
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
 
 
 def tree_attention(
@@ -150,7 +78,7 @@ def tree_attention(
         assert side.dtype == query.dtype
         assert side.stride()[1:] == (head_size, 1)
 
-    processors, capability = _processors_and_capability(query.device)
+    processors, capability = processors_and_capability(query.device)
     num_queries = rows.max_rows * group
     tile = tile or choose_tile(
         num_queries, head_size, itemsize=query.element_size(), capability=capability
@@ -275,11 +203,11 @@ def attend_kernel(
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
 
-    first_row, rows, padding = _rows(query_start_loc, num_padding, request)
+    first_row, rows, padding = rows_of_request(query_start_loc, num_padding, request)
     length = tl.load(seq_lens + request) - padding
     context = length - rows
     cached = length if own_keys is None else context
-    blocks, share = _share(length, num_splits, BLOCK_N, LEAST_TILES)
+    blocks, share = share_of_context(length, num_splits, BLOCK_N, LEAST_TILES)
     begin = split * share
     if (tile * BLOCK_M < rows * GROUP) & (begin < blocks):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -351,93 +279,6 @@ def attend_kernel(
             place = token_row * output_token_stride + head * output_head_stride
             pointer = output + place[:, None] + dim[None, :]
             tl.store(pointer, acc.to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=["num_splits", "num_queries"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "num_padding"],
-)
-def combine_kernel(
-    partial: tl.tensor,
-    partial_lse: tl.tensor,
-    output: tl.tensor,
-    query_start_loc: tl.tensor,
-    seq_lens: tl.tensor,
-    num_padding: tl.tensor | None,
-    num_splits: tl.tensor,
-    num_queries: tl.tensor,
-    output_token_stride: tl.tensor,
-    output_head_stride: tl.tensor,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Some queries of one key head of a request, over all the shares that had tokens."""
-    kv_head = tl.program_id(1)
-    request = tl.program_id(2)
-    first_row, rows, padding = _rows(query_start_loc, num_padding, request)
-    length = tl.load(seq_lens + request) - padding
-    blocks, share = _share(length, num_splits, BLOCK_N, LEAST_TILES)
-    if tl.program_id(0) * BLOCK_M < rows * GROUP:
-        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = m // GROUP
-        head = kv_head * GROUP + m % GROUP
-        is_row = row < rows
-        dim = tl.arange(0, BLOCK_D)
-        inside = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
-        first_share = ((request * tl.num_programs(1) + kv_head) * num_splits).to(tl.int64)
-
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        # Rows that are none weigh 1 and have nothing, so that nothing of theirs is NaN.
-        total = tl.where(is_row, 0.0, 1.0)
-        peak = tl.where(is_row, float("-inf"), 0.0)
-        used = tl.cdiv(blocks, share)
-        for start in range(0, used, CHUNK):
-            split = start + tl.arange(0, CHUNK)
-            is_used = split < used
-            place = (first_share + split)[:, None] * num_queries + m[None, :]
-            lse = tl.load(
-                partial_lse + place, mask=is_used[:, None] & is_row[None, :], other=float("-inf")
-            )
-            found = tl.load(
-                partial + place[:, :, None] * HEAD_SIZE + dim[None, None, :],
-                mask=is_used[:, None, None] & inside[None, :, :],
-                other=0.0,
-            )
-            # Every row sees the first token of the first share, its context's or the root, so
-            # that the peak is finite from there on.
-            new_peak = tl.maximum(peak, tl.max(lse, 0))
-            weights = tl.exp2(lse - new_peak[None, :])
-            decay = tl.exp2(peak - new_peak)
-            total = total * decay + tl.sum(weights, 0)
-            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * found, 0)
-            peak = new_peak
-        place = (first_row + row).to(tl.int64) * output_token_stride + head * output_head_stride
-        pointer = output + place[:, None] + dim[None, :]
-        tl.store(pointer, (acc / total[:, None]).to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rows(
-    query_start_loc: tl.tensor, num_padding: tl.tensor | None, request: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The flat row at which a request's tree begins, how many it has, and how many it lacks."""
-    padding = 0 if num_padding is None else tl.load(num_padding + request)
-    first_row = tl.load(query_start_loc + request) + padding
-    return first_row, tl.load(query_start_loc + request + 1) - first_row, padding
-
-
-@triton.jit
-def _share(
-    length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """How many blocks of BLOCK_N tokens a request has, and how many of them a share takes."""
-    blocks = tl.cdiv(length, BLOCK_N)
-    return blocks, tl.maximum(tl.cdiv(blocks, num_splits), LEAST_TILES)
 
 
 @triton.jit
