@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import THOROUGH
 
-from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.phrase_pool import PhrasePool, insert_phrases, newest_phrases
 
 VOCAB, PER_TOKEN, LENGTH = 5, 3, 2
 
@@ -34,7 +34,7 @@ def make_pool(inserted: list[tuple[int, list[int]]] = ()) -> PhrasePool:
 def insert(pool: PhrasePool, batch: list[tuple[int, list[int]]]) -> None:
     token_ids = torch.tensor([token_id for token_id, _ in batch], dtype=torch.int64)
     phrases = torch.tensor([phrase for _, phrase in batch], dtype=torch.int64)
-    pool.insert(token_ids, phrases.view(-1, LENGTH))
+    insert_phrases(pool.table, token_ids, phrases.view(-1, LENGTH))
 
 
 @THOROUGH
@@ -59,7 +59,7 @@ def test_the_newest_come_first(batches, count):
         insert(pool, batch)
         for token_id, phrase in batch:
             insert_by_hand(expected, token_id, phrase)
-    found = pool.newest(torch.arange(VOCAB), count)
+    found = newest_phrases(pool.table, torch.arange(VOCAB), count)
     for token_id, known in enumerate(expected):
         newest = [list(phrase) for phrase in reversed(known)][:count]
         missing = [[-1] * LENGTH] * (count - len(newest))
@@ -80,14 +80,14 @@ def test_replaced_phrases_are_forgotten_before_the_new_ones_come(first, batch):
     for token_id, phrase, _ in batch:
         insert_by_hand(expected, token_id, phrase)
     token_ids, phrases, replaced = (torch.tensor(column) for column in zip(*batch, strict=True))
-    pool.insert(token_ids, phrases, replaced=replaced)
+    insert_phrases(pool.table, token_ids, phrases, replaced=replaced)
     found = [[tuple(p) for p in row if min(p) >= 0] for row in pool.phrases.tolist()]
     assert found == expected
 
 
 def test_a_phrase_seen_again_becomes_the_newest():
     pool = make_pool([(4, [0, 1]), (4, [0, 2]), (4, [0, 1])])
-    assert pool.newest(torch.tensor([4]), 3).tolist() == [[[0, 1], [0, 2], [-1, -1]]]
+    assert newest_phrases(pool.table, torch.tensor([4]), 3).tolist() == [[[0, 1], [0, 2], [-1, -1]]]
 
 
 def test_clear_forgets_everything():

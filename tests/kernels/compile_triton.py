@@ -8,7 +8,7 @@ there. The output is a list of objects:
 
     case, arch      the name, and the compute capability times ten
     registers       of a thread
-    spilled         bytes of a thread's stack, which a kernel without spills does not have
+    spilled         instructions that read or write a thread's stack
     shared          bytes of shared memory of a program
     threads         of a program
     resident        programs that a multiprocessor of an H100 holds at a time
@@ -40,6 +40,7 @@ from vllm_recycle.core import TableLayout, load_tree
 from vllm_recycle.core.adjacency import OVERLAY_ROWS
 from vllm_recycle.kernels import (
     triton_kv_cache,
+    triton_phrase_pool,
     triton_recycling,
     triton_tree_attention,
     triton_tree_inputs,
@@ -90,6 +91,8 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield case, arch
         yield place_case(), arch
         yield compact_case(), arch
+        for case in pool_cases():
+            yield case, arch
 
 
 TREE_ROWS = 81
@@ -243,6 +246,31 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
     )
 
 
+def pool_cases() -> Iterator[Case]:
+    """Insertion and look-up, with the paper's sizes."""
+    sizes = {"PER_TOKEN": 20, "LENGTH": 6, "TOKENS": 8}
+    pointers = {"rows": "*i32:16", "token_ids": "*i64:16"}
+    yield Case(
+        "newest",
+        triton_phrase_pool._newest_phrases_kernel,
+        {**pointers, "newest": "*i64:16"},
+        {**sizes, "COUNT": 3, "PLACES": 4},
+        {"num_warps": 1},
+    )
+    for replaces in (False, True):
+        phrases = {"phrases": "*i64:16", **({"replaced": "*i64:16"} if replaces else {})}
+        yield Case(
+            "insert" + ("-replacing" if replaces else ""),
+            triton_phrase_pool._insert_phrases_kernel,
+            {**pointers, **phrases, "num_phrases": "i32"},
+            {
+                **{**sizes, "PLACES": 32, "PHRASES": triton_phrase_pool.PHRASES},
+                **({} if replaces else {"replaced": None}),
+            },
+            {"num_warps": 1},
+        )
+
+
 def place_case() -> Case:
     pointers = ("row_token_ids", "positions", "token_rows", "shifts")
     return Case(
@@ -281,15 +309,17 @@ def figures(case: Case, arch: int) -> dict[str, Any]:
     start = time.perf_counter()
     compiled = case.compile(arch)
     seconds = time.perf_counter() - start
-    usage = resource_usage(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    registers, shared = usage["REG"], compiled.metadata.shared
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    usage = re.search(r"REG:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
+    assert usage, case.name
+    registers, shared = int(usage[1]), compiled.metadata.shared
+    sass = cuobjdump(cubin, "-sass")
     threads = compiled.metadata.num_warps * 32
     return {
         "case": case.name,
         "arch": arch,
         "registers": registers,
-        "spilled": usage["STACK"],
+        "spilled": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "shared": shared,
         "threads": threads,
         "resident": min(
@@ -305,14 +335,12 @@ def figures(case: Case, arch: int) -> dict[str, Any]:
     }
 
 
-def resource_usage(cubin: bytes) -> dict[str, int]:
+def cuobjdump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        command = [tool, "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", printed)}
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:

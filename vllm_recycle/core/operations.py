@@ -12,17 +12,22 @@ from dataclasses import dataclass
 import torch
 
 from vllm_recycle.core.adjacency import fill_tree, update_from_logits
+from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.core.verification import WalkResult, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """See `adjacency.fill_tree`, `adjacency.update_from_logits` and `verification.walk`."""
+    """See `adjacency`, `verification` and `phrase_pool`, of which these are functions."""
 
     name: str
     fill_tree: Callable[..., torch.Tensor]
     update_from_logits: Callable[..., None]
     walk: Callable[..., WalkResult]
+    insert_phrases: Callable[..., None]
+    newest_phrases: Callable[..., torch.Tensor]
 
 
-REFERENCE = Operations("torch", fill_tree, update_from_logits, walk)
+REFERENCE = Operations(
+    "torch", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases
+)

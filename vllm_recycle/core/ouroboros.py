@@ -61,7 +61,7 @@ class OuroborosProposer:
         harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
         shares_pool: whether all sequences share a pool that is never cleared (section 3.4); else
             each has its own, which ends with it.
-        operations: what walks.
+        operations: what walks, and reads and writes the pool.
         device: where all of this lives.
 
     Attributes:
@@ -277,7 +277,7 @@ class OuroborosProposer:
         count = count.clamp(max=gamma)
         for _ in range(-(-(gamma - self.max_forwards) // length)):
             last = trunk.gather(1, (count[:, None] - 1).clamp(min=0)).flatten()
-            phrase = self._newest(sequences, last.clamp(min=0), 1)[:, 0]
+            phrase = self._newest(sequences, last, 1)[:, 0]
             goes_on = (count > 0) & (count < gamma) & (phrase[:, 0] >= 0)
             at = count[:, None] + place
             trunk.scatter_(1, at, phrase.where(goes_on[:, None], trunk.gather(1, at)))
@@ -300,13 +300,11 @@ class OuroborosProposer:
         """
         text = torch.cat((last_token_ids[:, None], trunk), dim=1)
         owners = text[:, self.branch_rows]
-        phrases = self._newest(
-            sequences[:, None].expand_as(owners), owners.clamp(min=0), self.shape.branches
-        )
-        return phrases.where(owners[:, :, None, None] >= 0, NO_TOKEN).flatten(1)
+        return self._newest(sequences[:, None], owners, self.shape.branches).flatten(1)
 
     def _newest(self, sequences: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-        return self.pool.newest(sequences * self.pool_stride + token_ids, count)
+        owners = self._owners(sequences, token_ids)
+        return self.operations.newest_phrases(self.pool.table, owners, count)
 
     def _insert(
         self,
@@ -317,7 +315,14 @@ class OuroborosProposer:
         replaced: torch.Tensor | None = None,
     ) -> None:
         """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
-        owners = (sequences[:, None] * self.pool_stride + owners).where(owners >= 0, NO_TOKEN)
         if replaced is not None:
             replaced = replaced.flatten(0, 1)
-        self.pool.insert(owners.flatten(), phrases.flatten(0, 1), replaced=replaced)
+        owners = self._owners(sequences[:, None], owners).flatten()
+        phrases = phrases.flatten(0, 1)
+        self.operations.insert_phrases(self.pool.table, owners, phrases, replaced=replaced)
+
+    def _owners(self, sequences: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Where the pool has the phrases of these tokens."""
+        if not self.pool_stride:
+            return token_ids
+        return (sequences * self.pool_stride + token_ids).where(token_ids >= 0, NO_TOKEN)

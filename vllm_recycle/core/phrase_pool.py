@@ -94,34 +94,21 @@ class PhrasePool:
         facts = {"vocab_size": len(self.phrases), "per_token": self.phrases.shape[1]}
         return {**facts, "length": self.phrases.shape[2], "fingerprint": fingerprint}
 
-    def insert(
-        self,
-        token_ids: torch.Tensor,
-        phrases: torch.Tensor,
-        *,
-        replaced: torch.Tensor | None = None,
-    ) -> None:
-        """See `insert_phrases`."""
-        insert_phrases(self.table, token_ids, phrases, replaced=replaced)
-
-    def newest(self, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-        """See `newest_phrases`."""
-        return newest_phrases(self.table, token_ids, count)
-
 
 def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """The newest phrases of each token, the newest first.
 
     Args:
         rows: int32 [vocab + 1, per_token, length].
-        token_ids: int64 [...].
+        token_ids: int64 [...], -1 for none.
         count: of each token, at most `per_token`.
 
     Returns:
         int64 [..., count, length], -1 where a token has no more.
 
     """
-    return rows[token_ids, rows.shape[1] - count :].flip(-2).to(torch.int64)
+    newest = rows[token_ids, rows.shape[1] - count :].flip(-2).to(torch.int64)
+    return newest.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)
 
 
 def insert_phrases(

@@ -41,6 +41,8 @@ SIGNATURES = {
     "fill_tree": "ppppp" + "iiiiii" + "p",
     "walk": "ppppp" + "iii" + "ppp",
     "update_from_logits": "pppp" + "iiiiiiiii",
+    "newest_phrases": "pp" + "iiii" + "p",
+    "insert_phrases": "pppp" + "iii",
 }
 
 
@@ -94,7 +96,7 @@ def native_operations() -> Operations:
     """The C++ set, or the torch set where it cannot be built."""
     if load_library() is None:
         return REFERENCE
-    return Operations("c++", fill_tree, update_from_logits, walk)
+    return Operations("c++", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases)
 
 
 def fill_tree(
@@ -183,6 +185,45 @@ def walk(
         _pointer(lengths, torch.int32),
     )
     return WalkResult(path, token_ids, lengths)
+
+
+def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    """See `vllm_recycle.core.phrase_pool.newest_phrases`."""
+    _, per_token, length = rows.shape
+    newest = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
+    token_ids = token_ids.contiguous()
+    load_library().newest_phrases(  # type: ignore[union-attr]
+        _pointer(rows, torch.int32),
+        _pointer(token_ids),
+        token_ids.numel(),
+        count,
+        per_token,
+        length,
+        _pointer(newest),
+    )
+    return newest
+
+
+def insert_phrases(
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    phrases: torch.Tensor,
+    *,
+    replaced: torch.Tensor | None = None,
+) -> None:
+    """See `vllm_recycle.core.phrase_pool.insert_phrases`."""
+    _, per_token, length = rows.shape
+    token_ids, phrases = token_ids.contiguous(), phrases.contiguous()
+    replaced = None if replaced is None else replaced.contiguous()
+    load_library().insert_phrases(  # type: ignore[union-attr]
+        _pointer(rows, torch.int32),
+        _pointer(token_ids),
+        _pointer(phrases),
+        None if replaced is None else _pointer(replaced),
+        len(token_ids),
+        per_token,
+        length,
+    )
 
 
 def tree_attention(
