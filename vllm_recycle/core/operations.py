@@ -28,6 +28,4 @@ class Operations:
     newest_phrases: Callable[..., torch.Tensor]
 
 
-REFERENCE = Operations(
-    "torch", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases
-)
+REFERENCE = Operations("torch", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases)

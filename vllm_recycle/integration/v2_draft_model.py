@@ -13,16 +13,18 @@ computed in the step, its head's tokens but the newest. Rows of the step that ar
 taken in before it, by a forward with the metadata that the target's own layers had.
 
 The number of forwards is fixed and all that differs between requests is in tensors, so nothing
-waits for the device. As vLLM's own speculator of this kind, it has no CUDA graphs.
+waits for the device, and a whole round is one CUDA graph where the target has such graphs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -31,6 +33,7 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
+from vllm_recycle.integration.v2_draft_graphs import DraftGraphs
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton_recycling import OPERATIONS
 
@@ -43,6 +46,63 @@ def draft_forward_template(shape: DraftShape) -> TreeTemplate:
     chain = [(row, 0) for row in range(end)]
     below = [(end + parent, rank) for parent, rank in shape.lookahead().nodes]
     return TreeTemplate((*chain, *below), "draft forward")
+
+
+@dataclass(slots=True)
+class Round:
+    """Where the requests of a round stand.
+
+    Attributes:
+        sequences: int64 [batch].
+        last_token_ids: int64 [batch].
+        heads: int64 [batch, head], what the draft's cache lacks, at the end of each row.
+        num_head: int64 [batch], how many tokens these are.
+        num_cached: int64 [batch], the tokens before them.
+        block_table: int32 [batch, n].
+        slots: int64 [batch, head - 1], where the first of the head are to be written, -1 for
+            nowhere; None where none are.
+
+    """
+
+    sequences: torch.Tensor
+    last_token_ids: torch.Tensor
+    heads: torch.Tensor
+    num_head: torch.Tensor
+    num_cached: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor | None
+
+    @classmethod
+    def make(cls, batch: int, head: int, num_blocks: int, device: torch.device) -> Round:
+        """See `clear`."""
+        number = torch.empty(batch, dtype=torch.int64, device=device)
+        made = cls(
+            sequences=number,
+            last_token_ids=torch.empty_like(number),
+            heads=number.new_empty(batch, head),
+            num_head=torch.empty_like(number),
+            num_cached=torch.empty_like(number),
+            block_table=number.new_empty(batch, num_blocks, dtype=torch.int32),
+            slots=number.new_empty(batch, head - 1),
+        )
+        made.clear()
+        return made
+
+    def clear(self) -> None:
+        """Make it one of requests that are none: it can be run, and writes nowhere."""
+        for field in fields(self):
+            getattr(self, field.name).zero_()
+        self.num_head.fill_(1)
+        self.slots.fill_(NO_SLOT)  # type: ignore[union-attr]
+
+    def first(self, batch: int) -> Round:
+        """Of the first requests; views."""
+        return Round(*(getattr(self, field.name)[:batch] for field in fields(self)))
+
+    def copy_(self, other: Round) -> None:
+        """Take over another round, of as many requests."""
+        for field in fields(self):
+            getattr(self, field.name).copy_(getattr(other, field.name))
 
 
 class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
@@ -58,22 +118,18 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         template: the rows of a request in a forward.
         max_drafting: requests of the largest forward.
         sampled_token_ids: int64 [num_reqs, n], what the step sampled, set by the runner.
-        block_table: int32 [batch, n], of the requests of a round.
-        heads: int64 [batch, head], what their cache lacks, at the end of each row.
-        num_head: int64 [batch], how many tokens these are.
-        num_cached: int64 [batch], the tokens before them.
-        slots: int64 [batch, head - 1], where the first of them are to be written, -1 for nowhere;
-            None where none are.
+        start: where a round begins; its tensors are those that graphs were captured with.
+        round: where the one that is run stands.
+        drafts: int64 [batch, nodes], what rounds end with.
+        graphs: of rounds, where there are any.
 
     """
 
     num_extra_query_per_req = 0
     sampled_token_ids: torch.Tensor
-    block_table: torch.Tensor
-    heads: torch.Tensor
-    num_head: torch.Tensor
-    num_cached: torch.Tensor
-    slots: torch.Tensor | None
+    start: Round
+    round: Round
+    graphs: DraftGraphs | None = None
 
     def __init__(
         self, vllm_config: Any, device: torch.device, *, may_speculate: np.ndarray
@@ -87,6 +143,11 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         self.template, self.head_length = template.to(device), head_length(shape)
         table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         self.max_drafting = largest_drafting_batch(table, self.max_num_reqs)
+        # In a step that has the last trees, requests with one are only taken in.
+        self.drafts = torch.empty(
+            max(1, self.max_drafting), self.num_speculative_steps, dtype=torch.int64, device=device
+        )
+        self.num_rounds = 0
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """As for all.
@@ -104,9 +165,34 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
                 "expected one; use a draft model whose layers have the same kind of attention"
             )
         self.kv_cache_group = holding[0]
+        num_blocks = self.block_tables.input_block_tables[holding[0]].shape[1]
+        self.start = Round.make(len(self.drafts), self.head_length, num_blocks, self.device)
 
     def _are_drafts(self, layer_names: list[str]) -> bool:
         return not self.draft_attn_layer_names.isdisjoint(layer_names)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        self.graphs = None
+        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+            self.graphs = DraftGraphs(
+                self.vllm_config,
+                self.device,
+                num_rows=len(self.template.depths),
+                max_drafting=self.max_drafting,
+            )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        if self.graphs is not None:
+            self.start.clear()  # of what steps that warmed up have left
+            self.graphs.capture_rounds(self._run_round)
+
+    def statistics(self) -> dict[str, int]:
+        # A round that is replayed counts nothing.
+        return {
+            "rounds": self.num_rounds,
+            "forwards": self.num_rounds * self.proposer.max_forwards,
+        }
 
     # A step.
 
@@ -155,14 +241,27 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             self._take_in_plain_rows(input_batch, attn_metadata, slot_mappings)
         if chosen.any():
             index = async_tensor_h2d(np.flatnonzero(chosen), device=self.device)
-            self._begin_round(input_batch, slot_mappings, index, num_sampled)
-            sequences = input_batch.idx_mapping[index]
-            last_token_ids = last_sampled[sequences, 0]
+            start = self._start(input_batch, slot_mappings, index, num_sampled, last_sampled)
             if is_drafting:
-                drafts[index] = self.proposer.propose(sequences, last_token_ids)
+                drafts[index] = self._drafts_of_round(start)
             else:
-                self._take_in(last_token_ids[:, None])
+                self.round = start
+                self._take_in(start.last_token_ids[:, None])
         return drafts
+
+    def _drafts_of_round(self, start: Round) -> torch.Tensor:
+        """int64 [batch, nodes]."""
+        batch = len(start.sequences)
+        self.num_rounds += batch
+        self.start.first(batch).copy_(start)
+        if self.graphs is None or not self.graphs.replay(batch):
+            self._run_round(batch)
+        return self.drafts[:batch]
+
+    def _run_round(self, batch: int) -> None:
+        """From `start` to `drafts`; on the device alone, and the same whatever they hold."""
+        self.round = self.start.first(batch)
+        self.drafts[:batch] = self.proposer.propose(self.round.sequences, self.round.last_token_ids)
 
     def _take_in_plain_rows(self, input_batch: Any, attn_metadata: Any, slot_mappings: Any) -> None:
         """The rows of requests without a tree, which come behind those with one."""
@@ -184,13 +283,14 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             None,
         )
 
-    def _begin_round(
+    def _start(
         self,
         input_batch: Any,
         slot_mappings: Any,
         index: torch.Tensor,
         num_sampled: torch.Tensor,
-    ) -> None:
+        last_sampled: torch.Tensor,
+    ) -> Round:
         """Heads of all that the target has computed since the root of each tree.
 
         Without a tree the last row of a request is a root. The newest token comes with the first
@@ -201,24 +301,30 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             slot_mappings: of the step, by layer.
             index: int64 [batch], the requests' places in the step.
             num_sampled: int32 [num_reqs].
+            last_sampled: int64 [max_num_reqs, 1].
 
         """
         roots = input_batch.logits_indices[input_batch.cu_num_logits[index]].long()
         place = torch.arange(self.head_length, device=self.device)
-        self.num_head = num_sampled[index].long()
-        self.num_cached = input_batch.positions[roots]
+        num_head = num_sampled[index].long()
         sampled = self.sampled_token_ids[index].long()
         tokens = torch.cat((input_batch.input_ids[roots][:, None].long(), sampled), dim=1)
         # How far behind the root each row will be when the newest token is the last one.
-        behind = place[:-1] - (self.head_length - 1 - self.num_head)[:, None]
+        behind = place[:-1] - (self.head_length - 1 - num_head)[:, None]
         slot_mapping = slot_mappings[next(iter(self.draft_attn_layer_names))]
-        slots = slot_mapping[roots[:, None] + behind.clamp(min=0)]
-        self.slots = slots.where(behind >= 0, NO_SLOT)
+        slots = slot_mapping[roots[:, None] + behind.clamp(min=0)].where(behind >= 0, NO_SLOT)
         # And how far it is now.
-        behind = place - (self.head_length - self.num_head)[:, None]
-        self.heads = tokens.gather(1, behind.clamp(min=0, max=tokens.shape[1] - 1))
-        block_table = self.block_tables.input_block_tables[self.kv_cache_group]
-        self.block_table = block_table[index]
+        behind = place - (self.head_length - num_head)[:, None]
+        sequences = input_batch.idx_mapping[index]
+        return Round(
+            sequences=sequences,
+            last_token_ids=last_sampled[sequences, 0],
+            heads=tokens.gather(1, behind.clamp(min=0, max=tokens.shape[1] - 1)),
+            num_head=num_head,
+            num_cached=input_batch.positions[roots],
+            block_table=self.block_tables.input_block_tables[self.kv_cache_group][index],
+            slots=slots,
+        )
 
     # A forward.
 
@@ -241,28 +347,29 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             The hidden states, floating [batch * rows, hidden].
 
         """
+        now = self.round
         place = torch.arange(self.head_length, device=self.device)
         num_new = (new_token_ids >= 0).sum(dim=1)
-        longer = torch.cat((self.heads, new_token_ids), dim=1)
-        self.heads = longer.gather(1, place + num_new[:, None])
-        self.num_head = self.num_head + num_new
-        token_ids = self.heads
+        longer = torch.cat((now.heads, new_token_ids), dim=1)
+        now.heads = longer.gather(1, place + num_new[:, None])
+        now.num_head = now.num_head + num_new
+        token_ids = now.heads
         if row_token_ids is not None:
             token_ids = torch.cat((token_ids, row_token_ids), dim=1)
         batch, num_rows = token_ids.shape
-        num_padding = self.head_length - self.num_head
-        positions = (self.num_cached - num_padding)[:, None] + self.template.depths[:num_rows]
+        num_padding = self.head_length - now.num_head
+        positions = (now.num_cached - num_padding)[:, None] + self.template.depths[:num_rows]
         rows = PagedTreeRows(
             ancestor_bits=self.ancestor_bits,
             query_start_loc=self.arange_gpu[: batch + 1] * num_rows,
-            seq_lens=(self.num_cached + num_rows).to(torch.int32),
-            block_table=self.block_table,
+            seq_lens=(now.num_cached + num_rows).to(torch.int32),
+            block_table=now.block_table,
             max_rows=num_rows,
             num_padding=num_padding.to(torch.int32),
         )
         slot_mappings = {}
-        if self.slots is not None:
-            slots = pad(self.slots, (0, num_rows - self.slots.shape[1]), value=NO_SLOT)
+        if now.slots is not None:
+            slots = pad(now.slots, (0, num_rows - now.slots.shape[1]), value=NO_SLOT)
             slot_mappings = dict.fromkeys(self.draft_attn_layer_names, slots.flatten())
         hidden_states = self._run_model(
             token_ids.clamp(min=0).flatten().to(torch.int32),
@@ -272,9 +379,9 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             slot_mappings,
             None,
         )
-        if self.slots is not None:
-            self.num_cached = self.num_cached + self.num_head - 1
-            self.num_head, self.slots = torch.ones_like(self.num_head), None
+        if now.slots is not None:
+            now.num_cached = now.num_cached + now.num_head - 1
+            now.num_head, now.slots = torch.ones_like(now.num_head), None
         return hidden_states
 
     def _outputs(self, hidden_states: torch.Tensor, batch: int) -> torch.Tensor:
