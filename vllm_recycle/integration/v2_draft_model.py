@@ -18,7 +18,6 @@ waits for the device, and a whole round is one CUDA graph where the target has s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -33,11 +32,9 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
-from vllm_recycle.integration.v2_draft_graphs import DraftGraphs
+from vllm_recycle.integration.v2_draft_rounds import NO_SLOT, DraftGraphs, Round
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton_recycling import OPERATIONS
-
-NO_SLOT = -1
 
 
 def draft_forward_template(shape: DraftShape) -> TreeTemplate:
@@ -46,63 +43,6 @@ def draft_forward_template(shape: DraftShape) -> TreeTemplate:
     chain = [(row, 0) for row in range(end)]
     below = [(end + parent, rank) for parent, rank in shape.lookahead().nodes]
     return TreeTemplate((*chain, *below), "draft forward")
-
-
-@dataclass(slots=True)
-class Round:
-    """Where the requests of a round stand.
-
-    Attributes:
-        sequences: int64 [batch].
-        last_token_ids: int64 [batch].
-        heads: int64 [batch, head], what the draft's cache lacks, at the end of each row.
-        num_head: int64 [batch], how many tokens these are.
-        num_cached: int64 [batch], the tokens before them.
-        block_table: int32 [batch, n].
-        slots: int64 [batch, head - 1], where the first of the head are to be written, -1 for
-            nowhere; None where none are.
-
-    """
-
-    sequences: torch.Tensor
-    last_token_ids: torch.Tensor
-    heads: torch.Tensor
-    num_head: torch.Tensor
-    num_cached: torch.Tensor
-    block_table: torch.Tensor
-    slots: torch.Tensor | None
-
-    @classmethod
-    def make(cls, batch: int, head: int, num_blocks: int, device: torch.device) -> Round:
-        """See `clear`."""
-        number = torch.empty(batch, dtype=torch.int64, device=device)
-        made = cls(
-            sequences=number,
-            last_token_ids=torch.empty_like(number),
-            heads=number.new_empty(batch, head),
-            num_head=torch.empty_like(number),
-            num_cached=torch.empty_like(number),
-            block_table=number.new_empty(batch, num_blocks, dtype=torch.int32),
-            slots=number.new_empty(batch, head - 1),
-        )
-        made.clear()
-        return made
-
-    def clear(self) -> None:
-        """Make it one of requests that are none: it can be run, and writes nowhere."""
-        for field in fields(self):
-            getattr(self, field.name).zero_()
-        self.num_head.fill_(1)
-        self.slots.fill_(NO_SLOT)  # type: ignore[union-attr]
-
-    def first(self, batch: int) -> Round:
-        """Of the first requests; views."""
-        return Round(*(getattr(self, field.name)[:batch] for field in fields(self)))
-
-    def copy_(self, other: Round) -> None:
-        """Take over another round, of as many requests."""
-        for field in fields(self):
-            getattr(self, field.name).copy_(getattr(other, field.name))
 
 
 class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
