@@ -29,18 +29,13 @@ from vllm_recycle.integration.options import (
     OuroborosOptions,
 )
 from vllm_recycle.integration.row_budget import (
-    MAX_DRAFT_ROWS,
-    MAX_TREE_ROWS,
     draft_forward_rows,
-    draft_model_schedule,
-    halving_schedule,
     largest_drafting_batch,
 )
 
 logger = init_logger("vllm.recycle")
 
 ADDITIONAL_CONFIG_KEY = "vllm_recycle"
-DRAFTER = "vllm_recycle.integration.drafter.TreeDrafter"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
 OPT_OUT = "speculate"
@@ -130,7 +125,6 @@ def rewrite(engine_args: Any) -> Any | None:
     _refuse(method, early)
     schedule = given.pop("num_speculative_tokens_per_batch_size", None)
     options = METHODS[method].parse(given).for_device(on_gpu=platform.use_v2_model_runner)
-    num_nodes = options.load_tree().num_nodes
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     needs = f"the method {method!r} brings its own"
@@ -148,35 +142,19 @@ def rewrite(engine_args: Any) -> Any | None:
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False
-    if isinstance(options, OuroborosOptions):
-        default_schedule = draft_model_schedule(
-            num_nodes,
-            draft_forward_rows(options.shape()),
-            min(MAX_DRAFT_ROWS, engine_args.max_num_batched_tokens or MAX_DRAFT_ROWS),
-        )
-    elif not platform.use_v2_model_runner:
-        # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
-        # pads a request that just came in to a full draft of -1, and keeps it waiting where that
-        # does not fit.
-        default_schedule = [(1, 1 << 20, num_nodes)]
-    else:
-        default_schedule = halving_schedule(num_nodes, MAX_TREE_ROWS)
+    default_schedule = options.schedule(
+        on_gpu=platform.use_v2_model_runner,
+        max_num_batched_tokens=engine_args.max_num_batched_tokens,
+    )
     rewritten.speculative_config = {
         "method": platform.host_methods[method],
-        **host_keys(options),
-        "num_speculative_tokens": num_nodes,
+        **options.host_config(),
+        "num_speculative_tokens": options.load_tree().num_nodes,
         "num_speculative_tokens_per_batch_size": schedule or default_schedule,
     }
     if platform.attention_backend is not None:
         _choose_attention_backend(rewritten, platform.attention_backend, needs)
     return rewritten
-
-
-def host_keys(options: MethodOptions) -> dict[str, Any]:
-    """What vLLM's host method needs to know beside the number of draft tokens."""
-    if isinstance(options, OuroborosOptions):
-        return options.draft_model_config()
-    return {"model": DRAFTER}
 
 
 def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum, needs: str) -> None:
@@ -212,8 +190,6 @@ def finish(vllm_config: Any) -> None:
         ValueError: a tree that is deeper than the context.
 
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
     options = get_options(vllm_config)
     platform, tree = get_platform(options.method), options.load_tree()
     setattr(vllm_config.speculative_config, IS_OURS, True)
@@ -226,15 +202,23 @@ def finish(vllm_config: Any) -> None:
             options.method,
         )
         _warn_of_missing_graphs(vllm_config)
-    if tree.depth >= model.max_model_len:
+    max_model_len = vllm_config.model_config.max_model_len
+    if tree.depth >= max_model_len:
         raise ValueError(
             f"tree {tree.name!r}: depth {tree.depth}, expected less than "
-            f"--max-model-len {model.max_model_len}"
+            f"--max-model-len {max_model_len}"
         )
     if isinstance(options, OuroborosOptions):
         _check_draft_model(vllm_config, options, platform)
+    _refuse(options.method, _unsupported(vllm_config, platform))
+
+
+def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
+    """What the methods were not built or tested with, and whether the engine has it."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-    refused = {
+    return {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
@@ -265,7 +249,6 @@ def finish(vllm_config: Any) -> None:
         f"Model Runner {runner}, which this configuration leads to": platform.use_v2_model_runner
         != vllm_config.use_v2_model_runner,
     }
-    _refuse(options.method, refused)
 
 
 def _features_of(name: str, model: Any) -> dict[str, bool]:

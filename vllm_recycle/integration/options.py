@@ -15,6 +15,14 @@ from typing import Any, ClassVar, Self
 from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
+from vllm_recycle.integration.row_budget import (
+    MAX_DRAFT_ROWS,
+    MAX_TREE_ROWS,
+    Schedule,
+    draft_forward_rows,
+    draft_model_schedule,
+    halving_schedule,
+)
 
 TOKEN_RECYCLING = "token_recycling"
 OUROBOROS = "ouroboros"
@@ -82,6 +90,14 @@ class MethodOptions(ABC):
     @abstractmethod
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
+
+    @abstractmethod
+    def host_config(self) -> dict[str, Any]:
+        """The keys of vLLM's that its method in whose place ours runs needs."""
+
+    @abstractmethod
+    def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        """Nodes of a tree by the size of the batch, where the user gives no table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +177,18 @@ class TokenRecyclingOptions(MethodOptions):
         tree = tree.prefix(limit)
         tree.check_ranks(self.k)
         return tree
+
+    def host_config(self) -> dict[str, Any]:
+        return {"model": "vllm_recycle.integration.drafter.TreeDrafter"}
+
+    def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        num_nodes = self.load_tree().num_nodes
+        if on_gpu:
+            return halving_schedule(num_nodes, MAX_TREE_ROWS)
+        # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
+        # pads a request that just came in to a full draft of -1, and keeps it waiting where that
+        # does not fit.
+        return [(1, 1 << 20, num_nodes)]
 
 
 POOL_SCOPES = ("shared", "request")
@@ -253,10 +281,16 @@ class OuroborosOptions(MethodOptions):
     def load_tree(self) -> TreeTemplate:
         return self.shape().tree()
 
-    def draft_model_config(self) -> dict[str, Any]:
-        """vLLM's keys that were given."""
+    def host_config(self) -> dict[str, Any]:
         values = {key: getattr(self, key) for key in DRAFT_MODEL_KEYS}
         return {key: value for key, value in values.items() if value is not None}
+
+    def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        return draft_model_schedule(
+            self.load_tree().num_nodes,
+            draft_forward_rows(self.shape()),
+            min(MAX_DRAFT_ROWS, max_num_batched_tokens or MAX_DRAFT_ROWS),
+        )
 
 
 METHODS: dict[str, type[MethodOptions]] = {
