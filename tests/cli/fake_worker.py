@@ -1,7 +1,8 @@
 """Stands in for `vllm_recycle.cli.bench.worker`: replies at once, with made-up figures.
 
-Engines of Ouroboros are fastest at gamma 6, window 16 and phrase length 7. Each request is written
-to the file that `FAKE_WORKER_LOG` names, with the configuration of the engine.
+Engines of Ouroboros are faster the nearer they are to one of the sizes that `FAKE_WORKER_BEST`
+lists as JSON. Each request is written to the file that `FAKE_WORKER_LOG` names, with the
+configuration of the engine.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-BEST = {"gamma": 6, "window": 16, "phrase_length": 7}
-
 
 def load(request):
     about = {"device": "cpu", "dtype": "float32", "torch_threads": 1, "versions": {"vllm": "none"}}
@@ -21,7 +20,10 @@ def load(request):
 
 def run(config, request):
     prompts = request["stop"] - request["start"]
-    distance = sum(abs(config.get(key, best) - best) for key, best in BEST.items())
+    distance = min(
+        sum(abs(config.get(key, 0) - best) for key, best in sizes.items())
+        for sizes in json.loads(os.environ.get("FAKE_WORKER_BEST", "[{}]"))
+    )
     return {
         "wall_s": prompts * (1 + distance),
         "requests": prompts,

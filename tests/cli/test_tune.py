@@ -27,6 +27,10 @@ SMALL = [
     '--engine-args={"enforce_eager": true, "kv_cache_memory_bytes": 67108864}',
 ]
 SEARCH = ["--gamma=2:14:2", "--window=15:18", "--phrase-length=5,7", "--num-prompts=8"]
+BEST = {"gamma": 6, "window": 16, "phrase_length": 7, "max_forwards": 2, "early_rows": 4}
+# Of SEARCH, at the default ranges of the last two: 4 of each, then 7 gammas, 4 windows and 2 phrase
+# lengths in two forms, three timed passes each.
+TIMED_PASSES = 3 * (4 + 4 + 2 * (7 + 4 + 2))
 
 
 def tune(method: str, output: Path, *arguments: str) -> list[str]:
@@ -45,9 +49,10 @@ def printed_config(output: str) -> dict[str, object]:
 
 @pytest.fixture
 def passes(monkeypatch, tmp_path):
-    """Replace the workers, and list the passes that they are asked for."""
+    """Replace the workers, fastest at BEST, and list the passes that they are asked for."""
     log = tmp_path / "log"
     monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
+    monkeypatch.setenv("FAKE_WORKER_BEST", json.dumps([BEST]))
     monkeypatch.setenv("FAKE_WORKER_LOG", str(log))
     return lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -77,17 +82,20 @@ def test_a_tree_is_measured_best_first(tmp_path, capsys):
 
 def test_the_search_runs_real_engines(tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
-    ranges = ["--gamma=2,6", "--window=4", "--phrase-length=4", "--repeats=1", "--num-prompts=2"]
+    ranges = ["--gamma=2,6", "--window=4", "--phrase-length=4", "--max-forwards=4"]
+    ranges += ["--early-rows=3", "--repeats=1", "--num-prompts=2"]
     assert main(tune("ouroboros", output, *SMALL, *ranges)) == 0
     config = json.loads(output.read_text())
     assert config == printed_config(capsys.readouterr().out)
-    assert config["gamma"] in (2, 6)
     assert (config["window"], config["guesses"], config["phrase_length"]) == (4, 4, 4)
     measured = json.loads((tmp_path / "ouroboros.state.json").read_text())["measurements"]
-    assert [one["config"]["gamma"] for one in measured] == [2, 6]
+    keys = ("gamma", "max_forwards", "early_rows")  # the last two are at most gamma
+    sizes = [tuple(one["config"][key] for key in keys) for one in measured]
+    assert sizes == [(2, 2, 2), (6, 4, 3)]
+    assert tuple(config[key] for key in keys) in sizes
     for one in measured:
-        gamma = one["config"]["gamma"]
-        assert 0 < one["draft_rounds"] <= one["draft_forwards"] <= gamma * one["draft_rounds"]
+        most = one["config"]["max_forwards"] * one["draft_rounds"]
+        assert 0 < one["draft_rounds"] <= one["draft_forwards"] <= most
 
 
 def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
@@ -96,27 +104,54 @@ def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
     text = capsys.readouterr().out
     config = json.loads(output.read_text())
     assert config == printed_config(text)
-    assert config == {
-        "method": "ouroboros",
-        "model": str(DRAFT_MODEL),
-        "gamma": 6,
-        "window": 16,
-        "guesses": 16,
-        "phrase_length": 7,
-    }
+    assert config == {"method": "ouroboros", "model": str(DRAFT_MODEL), "guesses": 16} | BEST
     assert ouroboros_options(config).branches == 3
     best = [line.split(":")[0] for line in text.splitlines() if line.endswith(", best")]
-    assert best == ["gamma 6", "window 16", "phrase_length 7"]
+    found, paper = ", max_forwards 2, early_rows 4", ""
+    assert best == [
+        "max_forwards 2, gamma 8, window 16, phrase_length 5",
+        "early_rows 4, gamma 8, window 16, phrase_length 5, max_forwards 2",
+        *(f"gamma 6, window 16, phrase_length 5{form}" for form in (found, paper)),
+        *(f"window 16, gamma 6, phrase_length 5{form}" for form in (found, paper)),
+        *(f"phrase_length 7, gamma 6, window 16{form}" for form in (found, paper)),
+    ]
 
     # A first pass that is not timed and three that are, on prompts of their own.
-    of_one = [(one["start"], one["stop"]) for one in passes() if one["config"]["gamma"] == 14]
+    gamma_14 = [one for one in passes() if one["config"]["gamma"] == 14]
+    of_one = [(one["start"], one["stop"]) for one in gamma_14 if "early_rows" in one["config"]]
     assert of_one == [(0, 2), (2, 4), (4, 6), (6, 8)]
     # Interleaved: no candidate has a second turn before all had a first.
-    gammas = [one["config"]["gamma"] for one in passes()[7:28]]
-    assert [sorted(gammas[turn : turn + 7]) for turn in (0, 7, 14)] == [list(range(2, 15, 2))] * 3
+    forwards = [one["config"].get("max_forwards", 0) for one in passes()[4:16]]
+    assert [sorted(forwards[turn : turn + 4]) for turn in (0, 4, 8)] == [[0, 1, 2, 4]] * 3
 
 
-@pytest.mark.parametrize("kept", [1, 8, 22, 38])
+def test_the_search_is_never_behind_that_of_the_paper(passes, monkeypatch, tmp_path):
+    # In the middle of the ranges early rows are the best, but with a window that is out of range.
+    paper = {"gamma": 2, "window": 18, "phrase_length": 7, "max_forwards": 0, "early_rows": 0}
+    early = BEST | {"gamma": 8, "window": 14}
+    monkeypatch.setenv("FAKE_WORKER_BEST", json.dumps([early, paper]))
+    output = tmp_path / "ouroboros.json"
+    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    config = json.loads(output.read_text())
+    assert {key: config.get(key, 0) for key in BEST} == paper
+    # Early rows led until the window was chosen.
+    configs = [one["config"] for one in passes()]
+    assert any(one.get("early_rows") == 4 and one["window"] == 18 for one in configs)
+
+
+def test_what_is_beyond_the_paper_is_at_most_gamma(passes, tmp_path):
+    output = tmp_path / "ouroboros.json"
+    ranges = ["--gamma=3", "--window=16", "--phrase-length=7", "--num-prompts=4"]
+    assert main(tune("ouroboros", output, *ranges, "--early-rows=0:9:3")) == 0
+    assert json.loads(output.read_text())["early_rows"] == 3
+    # 6 and 9 mean the same as 3, and 4 forwards the same as 3.
+    configs = [one["config"] for one in passes() if not one["start"]]
+    sizes = [(one.get("max_forwards", 0), one.get("early_rows", 0)) for one in configs]
+    forwards, rows, forms = [(0, 0), (1, 0), (2, 0), (3, 0)], [(2, 0), (2, 3)], [(2, 3), (0, 0)]
+    assert sizes == forwards + rows + forms
+
+
+@pytest.mark.parametrize("kept", [1, 14, 30, TIMED_PASSES - 1])
 def test_an_interrupted_search_goes_on_where_it_was(kept, passes, monkeypatch, tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
     add = State.add
@@ -137,10 +172,9 @@ def test_an_interrupted_search_goes_on_where_it_was(kept, passes, monkeypatch, t
     def timed(one):
         return one["start"] > 0
 
-    # 7 gammas, 4 windows and 2 phrase lengths, three timed passes each: none is made twice.
-    assert sum(map(timed, passes())) == 3 * (7 + 4 + 2)
+    assert sum(map(timed, passes())) == TIMED_PASSES  # none is made twice
     assert main(tune("ouroboros", output, *SEARCH)) == 0
-    assert sum(map(timed, passes())) == 3 * (7 + 4 + 2)
+    assert sum(map(timed, passes())) == TIMED_PASSES
 
 
 def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsys):
@@ -161,6 +195,11 @@ def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsy
         ("token_recycling", ["--gamma=2"], "--gamma belongs to --method ouroboros"),
         ("ouroboros", ["--speculative-config={"], "--speculative-config: not JSON"),
         ("ouroboros", ['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
+        (
+            "ouroboros",
+            ['--speculative-config={"early_rows": 3}'],
+            "got 'early_rows', expected none",
+        ),
         ("ouroboros", ['--speculative-config={"speed": 3}'], "unknown key 'speed', expected any"),
         ("token_recycling", ['--speculative-config={"k": 0}'], "k is 0, expected an integer"),
         ("ouroboros", ["--num-prompts=3"], "got 3 prompts, expected at least 4"),

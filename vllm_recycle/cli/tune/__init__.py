@@ -6,9 +6,9 @@
     vllm-recycle tune --method token_recycling --model examples/models/target \
         --prompts examples/prompts/humaneval.jsonl --output my_tree.json
 
-The first searches gamma, window and phrase length by wall clock (`ouroboros`) and writes a
-speculative configuration, the second measures which nodes of a tree are accepted (`tree`) and
-writes a template. Both print what to give to `--speculative-config`. Every measurement goes to the
+The first searches the sizes of a draft by wall clock (`ouroboros`) and writes a speculative
+configuration, the second measures which nodes of a tree are accepted (`tree`) and writes a
+template. Both print what to give to `--speculative-config`. Every measurement goes to the
 state file at once: the same command goes on where an earlier run was interrupted. Engines are
 those of `vllm-recycle bench`.
 """
@@ -39,10 +39,12 @@ from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING
 
-RANGES = {  # Table 10 of the Ouroboros paper, for both kinds of tasks
+RANGES = {  # the first three from Table 10 of the Ouroboros paper, for both kinds of tasks
     "gamma": ("2:14:2", 1, "tokens that the draft model drafts in a round"),
     "window": ("15:20", 0, "columns of the lookahead window, and as many guesses"),
     "phrase_length": ("6:8", 3, "tokens of a phrase with the one that it follows, L = beta + 1"),
+    "max_forwards": ("0,1,2,4", 0, "draft forwards a round, at most gamma; 0 for the default"),
+    "early_rows": ("0,2,4,8", 0, "rows with phrases below them beside the last, at most gamma"),
 }
 OPTIONS_OF = {
     OUROBOROS: ("draft_model", "max_engines", "repeats", *RANGES),
@@ -84,7 +86,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--speculative-config",
         default="{}",
         metavar="JSON",
-        help="further keys of the method, which are not searched",
+        help="further keys of the method, which are not searched; a range of one value fixes those "
+        "that have one",
     )
     parser.add_argument("--output", required=True, type=Path, help="the file to write")
     parser.add_argument(

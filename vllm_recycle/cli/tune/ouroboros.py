@@ -1,10 +1,18 @@
-"""The heuristic search of Ouroboros (arXiv 2402.13720, Algorithm 1), by wall clock.
+"""The sizes of Ouroboros by wall clock: Algorithm 1 of arXiv 2402.13720, and two options beyond it.
 
-Starting from the middle of each range, the best gamma is chosen, then the best window, then the
-best phrase length. The candidates of a stage are measured side by side, each in a process of its
-own and a part of the prompts at a time; the first part is not timed, it fills the pool, and no
-timed part was seen before. K, the branches, stays at its default, the paper's 3, unless it is
-given, and there are as many guesses as the window has columns.
+The paper's search starts from the middle of each range and chooses the best gamma, then the best
+window, then the best phrase length. `max_forwards` and `early_rows` come before it, since they
+decide what gamma is worth: in the paper's form each part of a draft costs a forward and phrases are
+below its end alone, so that a draft that is seldom accepted whole wants a small gamma, which leaves
+neither of the two anything to save or any row to put phrases below. From then on the search goes on
+in two forms side by side, with the two as chosen and with the first of their ranges, which is the
+paper's form by default. The second is then the paper's whole search, and the faster of both in the
+last stage is the result.
+
+The candidates of a stage are measured side by side, each in a process of its own and a part of the
+prompts at a time; the first part is not timed, it fills the pool, and no timed part was seen
+before. K, the branches, stays at its default, the paper's 3, unless it is given, and there are as
+many guesses as the window has columns.
 """
 
 from __future__ import annotations
@@ -23,6 +31,8 @@ from vllm_recycle.cli.bench.report import DISTURBED
 from vllm_recycle.cli.tune.state import State
 
 Config = dict[str, Any]
+Sizes = dict[str, int]
+BEYOND_PAPER = ("max_forwards", "early_rows")  # 0: not given, as in the paper
 COUNTS = ("tokens", "wall_s", "steps", "accepted_tokens", "draft_rounds", "draft_forwards")
 
 
@@ -33,76 +43,104 @@ def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequenc
         plan: of the run, without methods.
         state: what was measured before; gets what is measured now.
         fixed: keys of every candidate.
-        ranges: the keys to choose, in this order, and the values of each.
+        ranges: the values of each key to choose, the paper's in the paper's order.
 
     Raises:
         UsageError: no candidate of a stage is legal.
     """
-    chosen = {key: values[(len(values) - 1) // 2] for key, values in ranges.items()}
-    passes = sum(map(len, ranges.values())) * plan.repeats
-    with tqdm(total=passes, disable=None, unit="pass", leave=False) as progress:
-        for key, values in ranges.items():
-            candidates = {value: _candidate(fixed, chosen | {key: value}) for value in values}
-            legal = _legal(candidates)
-            if len(legal) == 1:  # nothing to choose
-                (chosen[key],) = legal
-                progress.update(len(values) * plan.repeats)
-                continue
-            progress.update((len(values) - len(legal)) * plan.repeats)
-            methods = {f"{key}-{value}": config for value, config in legal.items()}
-            _measure(dataclasses.replace(plan, methods=methods), state, key, progress)
-            found = {v: _totals(state.of(stage=key, config=legal[v])) for v in legal}
-            chosen[key] = max(found, key=lambda value: _speed(found[value]))
-            for value, totals in found.items():
-                mark = ", best" if value == chosen[key] else ""
-                tqdm.write(f"{key} {value}: {_describe(totals)}{mark}")
+    start = {key: values[(len(values) - 1) // 2] for key, values in ranges.items()}
+    start |= {key: ranges[key][0] for key in BEYOND_PAPER}
+    forms = [start]
+    for key in BEYOND_PAPER:
+        forms = _stage(plan, state, fixed, key, ranges[key], forms)
+    forms.append(start)
+    of_paper = [key for key in ranges if key not in BEYOND_PAPER]
+    # A single value is worth no stage, but one stage has to compare the forms.
+    for key in [key for key in of_paper if len(ranges[key]) > 1] or of_paper[-1:]:
+        forms = _stage(plan, state, fixed, key, ranges[key], forms)
     others = max((one["others_cpu_share"] for one in state.measurements), default=0.0)
     if others > DISTURBED:
         print(f"disturbed: others used up to {others:.0%} of the CPUs in the timed passes")
-    return _candidate(fixed, chosen)
+    return _config(fixed, forms[0])
 
 
-def _candidate(fixed: Config, chosen: Mapping[str, int]) -> Config:
-    return {**fixed, "guesses": fixed.get("guesses", chosen["window"]), **chosen}
+def _stage(
+    plan: Plan,
+    state: State,
+    fixed: Config,
+    key: str,
+    values: Sequence[int],
+    forms: Sequence[Sizes],
+) -> list[Sizes]:
+    """Each form with its best value of a key, the fastest form first and none twice."""
+    candidates = [_legal(fixed, [form | {key: value} for value in values], key) for form in forms]
+    configs = {name: _config(fixed, sizes) for one in candidates for name, sizes in one.items()}
+    # Where few engines are alive at once, these are at least the forms of one value.
+    configs = dict(sorted(configs.items(), key=lambda item: item[1].get(key, 0)))
+    if len(configs) == 1:  # nothing to choose
+        return list(candidates[0].values())
+    _measure(dataclasses.replace(plan, methods=configs), state, key)
+    found = {name: _totals(state.of(stage=key, config=configs[name])) for name in configs}
+    names = sorted(configs, key=lambda name: _speed(found[name]), reverse=True)
+    best = {next(name for name in names if name in one): one for one in candidates}
+    for name, totals in found.items():
+        tqdm.write(f"{name}: {_describe(totals)}{', best' if name in best else ''}")
+    return [best[name][name] for name in names if name in best]
 
 
-def _legal(candidates: Mapping[int, Config]) -> dict[int, Config]:
-    """The candidates that the method accepts."""
-    legal = {}
-    for value, config in candidates.items():
+def _config(fixed: Config, sizes: Sizes) -> Config:
+    """What sizes mean: what is beyond the paper is at most gamma."""
+    beyond = {key: min(sizes[key], sizes["gamma"]) for key in BEYOND_PAPER if sizes[key]}
+    paper = {key: value for key, value in sizes.items() if key not in BEYOND_PAPER}
+    return {**fixed, "guesses": fixed.get("guesses", sizes["window"]), **paper, **beyond}
+
+
+def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Sizes]:
+    """The candidates that the method accepts, by name; of those that mean the same one."""
+    legal: dict[str, Sizes] = {}
+    for sizes in candidates:
+        config = _config(fixed, sizes)
+        shown = {key: config.get(key, 0)} | {name: config[name] for name in sizes if name in config}
         try:
             ouroboros_options(config)
-            legal[value] = config
         except ValueError as error:
             refusal = str(error)
             tqdm.write(f"left out: {refusal}")
+            continue
+        legal.setdefault(", ".join(f"{name} {value}" for name, value in shown.items()), sizes)
     if not legal:
         raise UsageError(f"no candidate can be run: {refusal}")
     return legal
 
 
-def _measure(plan: Plan, state: State, stage: str, progress: tqdm) -> None:
+def _measure(plan: Plan, state: State, stage: str) -> None:
     """Measure what the state lacks of the methods of a plan."""
     done = {name: len(state.of(stage=stage, config=plan.methods[name])) for name in plan.methods}
-    progress.update(sum(done.values()))
     missing = {name: config for name, config in plan.methods.items() if done[name] < plan.repeats}
-    for part in driver.parts(dataclasses.replace(plan, methods=missing)):
-        with driver.children(part) as running:
-            for name, child in running.items():
-                progress.set_description(f"load {name}")
-                driver.load(plan, child, plan.methods[name])
-                # Those of the passes that are done already too: the pool is to have seen them.
-                before = driver.pass_arguments(plan, 1, done[name])
-                child.ask("run", **before | {"start": 0})
-            for turn in range(plan.repeats):
-                for name in driver.rotate(list(running), turn):
-                    if turn < done[name]:
-                        continue
-                    progress.set_description(f"{name}, {turn + 1}/{plan.repeats}")
-                    reply = running[name].ask("run", **driver.pass_arguments(plan, 1, turn + 1))
-                    figures = {key: reply[key] for key in (*COUNTS, "others_cpu_share")}
-                    state.add(stage=stage, config=plan.methods[name], **figures)
-                    progress.update()
+    with tqdm(
+        total=len(done) * plan.repeats,
+        initial=sum(done.values()),
+        disable=None,
+        unit="pass",
+        leave=False,
+    ) as progress:
+        for part in driver.parts(dataclasses.replace(plan, methods=missing)):
+            with driver.children(part) as running:
+                for name, child in running.items():
+                    progress.set_description(f"load {name}")
+                    driver.load(plan, child, plan.methods[name])
+                    # Those of the passes that are done already too: the pool is to have seen them.
+                    before = driver.pass_arguments(plan, 1, done[name])
+                    child.ask("run", **before | {"start": 0})
+                for turn in range(plan.repeats):
+                    for name in driver.rotate(list(running), turn):
+                        if turn < done[name]:
+                            continue
+                        progress.set_description(f"{name}, {turn + 1}/{plan.repeats}")
+                        reply = running[name].ask("run", **driver.pass_arguments(plan, 1, turn + 1))
+                        figures = {key: reply[key] for key in (*COUNTS, "others_cpu_share")}
+                        state.add(stage=stage, config=plan.methods[name], **figures)
+                        progress.update()
 
 
 def _totals(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:
