@@ -107,36 +107,36 @@ def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
     assert config == {"method": "ouroboros", "model": str(DRAFT_MODEL), "guesses": 16} | BEST
     assert ouroboros_options(config).branches == 3
     best = [line.split(":")[0] for line in text.splitlines() if line.endswith(", best")]
-    found, paper = ", max_forwards 2, early_rows 4", ""
+    forms = [", max_forwards 2, early_rows 4", ", max_forwards 6, early_rows 0"]
     assert best == [
-        "max_forwards 2, gamma 8, window 16, phrase_length 5",
+        "max_forwards 2, gamma 8, window 16, phrase_length 5, early_rows 0",
         "early_rows 4, gamma 8, window 16, phrase_length 5, max_forwards 2",
-        *(f"gamma 6, window 16, phrase_length 5{form}" for form in (found, paper)),
-        *(f"window 16, gamma 6, phrase_length 5{form}" for form in (found, paper)),
-        *(f"phrase_length 7, gamma 6, window 16{form}" for form in (found, paper)),
+        *(f"gamma 6, window 16, phrase_length 5{form}" for form in forms),
+        *(f"window 16, gamma 6, phrase_length 5{form}" for form in forms),
+        *(f"phrase_length 7, gamma 6, window 16{form}" for form in forms),
     ]
 
     # A first pass that is not timed and three that are, on prompts of their own.
     gamma_14 = [one for one in passes() if one["config"]["gamma"] == 14]
-    of_one = [(one["start"], one["stop"]) for one in gamma_14 if "early_rows" in one["config"]]
+    of_one = [(one["start"], one["stop"]) for one in gamma_14 if one["config"]["early_rows"]]
     assert of_one == [(0, 2), (2, 4), (4, 6), (6, 8)]
     # Interleaved: no candidate has a second turn before all had a first.
-    forwards = [one["config"].get("max_forwards", 0) for one in passes()[4:16]]
-    assert [sorted(forwards[turn : turn + 4]) for turn in (0, 4, 8)] == [[0, 1, 2, 4]] * 3
+    forwards = [one["config"]["max_forwards"] for one in passes()[4:16]]
+    assert [sorted(forwards[turn : turn + 4]) for turn in (0, 4, 8)] == [[1, 2, 4, 8]] * 3
 
 
 def test_the_search_is_never_behind_that_of_the_paper(passes, monkeypatch, tmp_path):
     # In the middle of the ranges early rows are the best, but with a window that is out of range.
-    paper = {"gamma": 2, "window": 18, "phrase_length": 7, "max_forwards": 0, "early_rows": 0}
+    paper = {"gamma": 2, "window": 18, "phrase_length": 7, "max_forwards": 2, "early_rows": 0}
     early = BEST | {"gamma": 8, "window": 14}
     monkeypatch.setenv("FAKE_WORKER_BEST", json.dumps([early, paper]))
     output = tmp_path / "ouroboros.json"
     assert main(tune("ouroboros", output, *SEARCH)) == 0
     config = json.loads(output.read_text())
-    assert {key: config.get(key, 0) for key in BEST} == paper
+    assert {key: config[key] for key in BEST} == paper
     # Early rows led until the window was chosen.
     configs = [one["config"] for one in passes()]
-    assert any(one.get("early_rows") == 4 and one["window"] == 18 for one in configs)
+    assert any(one["early_rows"] == 4 and one["window"] == 18 for one in configs)
 
 
 def test_what_is_beyond_the_paper_is_at_most_gamma(passes, tmp_path):
@@ -144,10 +144,10 @@ def test_what_is_beyond_the_paper_is_at_most_gamma(passes, tmp_path):
     ranges = ["--gamma=3", "--window=16", "--phrase-length=7", "--num-prompts=4"]
     assert main(tune("ouroboros", output, *ranges, "--early-rows=0:9:3")) == 0
     assert json.loads(output.read_text())["early_rows"] == 3
-    # 6 and 9 mean the same as 3, and 4 forwards the same as 3.
+    # 6 and 9 mean the same as 3, and so do 0 and 4 forwards.
     configs = [one["config"] for one in passes() if not one["start"]]
-    sizes = [(one.get("max_forwards", 0), one.get("early_rows", 0)) for one in configs]
-    forwards, rows, forms = [(0, 0), (1, 0), (2, 0), (3, 0)], [(2, 0), (2, 3)], [(2, 3), (0, 0)]
+    sizes = [(one["max_forwards"], one["early_rows"]) for one in configs]
+    forwards, rows, forms = [(1, 0), (2, 0), (3, 0)], [(2, 0), (2, 3)], [(2, 3), (3, 0)]
     assert sizes == forwards + rows + forms
 
 

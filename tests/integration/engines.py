@@ -13,7 +13,7 @@ TARGET = str(EXAMPLES / "models" / "target")
 PROMPT_KINDS = ("gsm8k", "humaneval", "spec_bench")
 TOKEN_RECYCLING = {"method": "token_recycling"}
 OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
-# Few rows, for tests that make many steps.
+# The paper's form with few rows, for tests that make many steps.
 SMALL_OUROBOROS = {
     **OUROBOROS,
     "gamma": 5,
@@ -21,6 +21,8 @@ SMALL_OUROBOROS = {
     "guesses": 3,
     "phrase_length": 4,
     "branches": 2,
+    "early_rows": 0,
+    "max_forwards": 5,
 }
 
 

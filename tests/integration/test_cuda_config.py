@@ -49,7 +49,7 @@ def test_the_host_method_and_our_classes():
 def test_all_nodes_are_the_default():
     made = rewrite()
     assert made.speculative_config["num_speculative_tokens"] == 80
-    assert made.additional_config["vllm_recycle"]["max_nodes"] == 80
+    assert made.additional_config["vllm_recycle"]["max_nodes"] is None
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
 
@@ -73,7 +73,7 @@ def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
 
 
 def test_ouroboros_drafts_for_as_many_requests_as_a_forward_has_rows_for():
-    rows = draft_forward_rows(OuroborosOptions.parse({"model": "x"}).shape())
+    rows = draft_forward_rows(OuroborosOptions.parse({"model": "x"}, on_gpu=True).shape())
     assert rows == 20 + 220
     for flags, last in (
         ({}, MAX_DRAFT_ROWS // rows),
@@ -105,7 +105,7 @@ def check_draft_model(*, max_num_batched_tokens: int = 960, **given) -> None:
             num_speculative_tokens_per_batch_size=[(1, 4, 30), (5, 1 << 20, 0)],
         ),
     )
-    options = OuroborosOptions.parse({"model": "x", **given})
+    options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
     engine_config._check_draft_model(config, options, engine_config.PLATFORMS["cuda"])
 
 

@@ -32,7 +32,10 @@ PROMPTS = [
     'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
     "Question: Tom has 12 apples and eats 3. How many apples are left?\nAnswer:",
 ]
-SIZES = {"gamma": 6, "window": 8, "guesses": 4, "phrase_length": 5, "branches": 2}
+SIZES = {
+    **{"gamma": 6, "window": 8, "guesses": 4, "phrase_length": 5, "branches": 2},
+    **{"early_rows": 0, "max_forwards": 6},
+}
 NUM_TOKENS = 40
 
 

@@ -124,7 +124,7 @@ def rewrite(engine_args: Any) -> Any | None:
     }
     _refuse(method, early)
     schedule = given.pop("num_speculative_tokens_per_batch_size", None)
-    options = METHODS[method].parse(given).for_device(on_gpu=platform.use_v2_model_runner)
+    options = METHODS[method].parse(given, on_gpu=platform.use_v2_model_runner)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     needs = f"the method {method!r} brings its own"

@@ -30,9 +30,17 @@ OUROBOROS = "ouroboros"
 # The prefix of the default tree that is fastest on CPU, by the benchmark in the README. With the
 # root it makes 16 rows, the height of an AMX tile.
 CPU_MAX_NODES = 15
-# Draft forwards of a round of Ouroboros on a GPU, where their number is fixed, since ending when
-# all drafts are whole would wait for the device.
-GPU_MAX_FORWARDS = 4
+# Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
+# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest by
+# the benchmark in the README.
+GPU_SIZES = {
+    **{"gamma": 12, "window": 20, "guesses": 20, "phrase_length": 7, "branches": 3},
+    **{"early_rows": 0, "max_forwards": 4},
+}
+CPU_SIZES = {
+    **{"gamma": 2, "window": 10, "guesses": 10, "phrase_length": 5, "branches": 3},
+    **{"early_rows": 2, "max_forwards": 1},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +58,27 @@ class MethodOptions(ABC):
     budget_share: float = 0.5
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
+    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool = False) -> Self:
         """Check the keys and values of a speculative configuration (without its `method`).
+
+        Args:
+            given: the keys and values.
+            on_gpu: whether what is not given is what is best on a GPU, or on a CPU.
 
         Raises:
             ValueError: naming the key, what was given and what is accepted.
 
         """
-        cls._check_keys(given)
-        options = cls(**given)
+        values = {**cls._defaults(given, on_gpu=on_gpu), **given}
+        cls._check_keys(values)
+        options = cls(**values)
         options.check()
         return options
+
+    @classmethod
+    @abstractmethod
+    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        """The keys whose defaults a device decides."""
 
     @classmethod
     def _check_keys(cls, given: Mapping[str, Any], *others: str) -> None:
@@ -84,10 +102,6 @@ class MethodOptions(ABC):
         _expect("budget_share", share, is_share, "a number above 0, at most 1")
 
     @abstractmethod
-    def for_device(self, *, on_gpu: bool) -> Self:
-        """These options, with what was left to the device."""
-
-    @abstractmethod
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
 
@@ -107,8 +121,7 @@ class TokenRecyclingOptions(MethodOptions):
     Attributes:
         k: successors kept for each token.
         tree: name of a shipped template, or path of a template file.
-        max_nodes: keep only this prefix of the tree; None keeps the default for the device if
-            the tree is the default one, and all nodes of any other.
+        max_nodes: keep only this prefix of the tree; None keeps all.
         scope: who reads and writes what, see `AdjacencyMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
@@ -128,16 +141,22 @@ class TokenRecyclingOptions(MethodOptions):
     seed_from_prompt: bool = True
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
+    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool = False) -> Self:
         """As for all; `num_speculative_tokens`, vLLM's word, cuts the tree as `max_nodes` does."""
         cls._check_keys(given, "num_speculative_tokens")
         values = dict(given)
-        limits = [values.get("max_nodes"), values.pop("num_speculative_tokens", None)]
+        limits = [values.pop(key, None) for key in ("max_nodes", "num_speculative_tokens")]
         for key, limit in zip(("max_nodes", "num_speculative_tokens"), limits, strict=True):
             if limit is not None:
                 _expect(key, limit, _is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
-        values["max_nodes"] = min((n for n in limits if n is not None), default=None)
-        return super().parse(values)
+        if any(limits):
+            values["max_nodes"] = min(limit for limit in limits if limit)
+        return super().parse(values, on_gpu=on_gpu)
+
+    @classmethod
+    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        is_default = given.get("tree", cls.tree) == cls.tree
+        return {"max_nodes": CPU_MAX_NODES if is_default and not on_gpu else None}
 
     def check(self) -> None:
         super().check()
@@ -153,11 +172,6 @@ class TokenRecyclingOptions(MethodOptions):
                 "'sequence' or 'isolated': without them a request has nothing else to draft from"
             )
 
-    def for_device(self, *, on_gpu: bool) -> Self:
-        if self.max_nodes is None and self.tree == "default" and on_gpu:
-            return dataclasses.replace(self, max_nodes=load_tree(self.tree).num_nodes)
-        return self
-
     def load_tree(self) -> TreeTemplate:
         """The template that these options ask for.
 
@@ -172,9 +186,7 @@ class TokenRecyclingOptions(MethodOptions):
                 f"max_nodes / num_speculative_tokens: got {limit}, expected at most the "
                 f"{tree.num_nodes} nodes of tree {self.tree!r}"
             )
-        if limit is None:
-            limit = CPU_MAX_NODES if self.tree == "default" else tree.num_nodes
-        tree = tree.prefix(limit)
+        tree = tree.prefix(tree.num_nodes if limit is None else limit)
         tree.check_ranks(self.k)
         return tree
 
@@ -218,8 +230,7 @@ class OuroborosOptions(MethodOptions):
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
         early_rows: rows, from the last token on, that have phrases below them as well.
-        max_forwards: draft forwards a round; None on CPU for as many as gamma tokens take, on a GPU
-            for a fixed number.
+        max_forwards: draft forwards a round, at most gamma; on a GPU no round has fewer.
         harvest_trunk: whether phrases come from what the target verified in the trunk.
         harvest_branches: whether tried phrases are replaced by what the target said.
         scope: whether requests share a pool that lives on (`shared`), or have each their own
@@ -236,17 +247,24 @@ class OuroborosOptions(MethodOptions):
     quantization: str | None = None
     revision: str | None = None
     code_revision: str | None = None
-    gamma: int = 12
-    window: int = 20
-    guesses: int = 20
-    phrase_length: int = 7
-    branches: int = 3
-    early_rows: int = 0
-    max_forwards: int | None = None
+    gamma: int
+    window: int
+    guesses: int
+    phrase_length: int
+    branches: int
+    early_rows: int
+    max_forwards: int
     harvest_trunk: bool = True
     harvest_branches: bool = True
     scope: str = "shared"
     pool_file: str | None = None
+
+    @classmethod
+    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        sizes = GPU_SIZES if on_gpu else CPU_SIZES
+        is_valid = _is_int(given.get("gamma"), 1, MAX_NODES)
+        gamma = given["gamma"] if is_valid else sizes["gamma"]
+        return sizes | {key: min(sizes[key], gamma) for key in ("early_rows", "max_forwards")}
 
     def check(self) -> None:
         super().check()
@@ -255,9 +273,8 @@ class OuroborosOptions(MethodOptions):
             self.shape()
         except ValueError as error:
             raise ValueError(f"speculative_config: {error}") from None
-        forwards = self.max_forwards
-        is_valid = forwards is None or _is_int(forwards, 1, self.gamma)
-        _expect("max_forwards", forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
+        is_valid = _is_int(self.max_forwards, 1, self.gamma)
+        _expect("max_forwards", self.max_forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
         for name in ("harvest_trunk", "harvest_branches"):
             _expect_bool(name, getattr(self, name))
         _expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
@@ -272,11 +289,6 @@ class OuroborosOptions(MethodOptions):
         """The sizes of a draft."""
         names = (field.name for field in dataclasses.fields(DraftShape))
         return DraftShape(**{name: getattr(self, name) for name in names})
-
-    def for_device(self, *, on_gpu: bool) -> Self:
-        if self.max_forwards is None and on_gpu:
-            return dataclasses.replace(self, max_forwards=min(GPU_MAX_FORWARDS, self.gamma))
-        return self
 
     def load_tree(self) -> TreeTemplate:
         return self.shape().tree()

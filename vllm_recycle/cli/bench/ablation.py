@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch
+
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.methods import (
     A_DRAFT_MODEL,
@@ -90,4 +92,5 @@ def ouroboros_options(config: dict[str, Any]) -> OuroborosOptions:
     Raises:
         ValueError: naming the key, what was given and what is accepted.
     """
-    return OuroborosOptions.parse({key: value for key, value in config.items() if key != "method"})
+    given = {key: value for key, value in config.items() if key != "method"}
+    return OuroborosOptions.parse(given, on_gpu=torch.cuda.is_available())

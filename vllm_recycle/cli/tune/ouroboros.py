@@ -32,7 +32,7 @@ from vllm_recycle.cli.tune.state import State
 
 Config = dict[str, Any]
 Sizes = dict[str, int]
-BEYOND_PAPER = ("max_forwards", "early_rows")  # 0: not given, as in the paper
+BEYOND_PAPER = ("max_forwards", "early_rows")  # 0: as many as gamma, and none, as in the paper
 COUNTS = ("tokens", "wall_s", "steps", "accepted_tokens", "draft_rounds", "draft_forwards")
 
 
@@ -76,7 +76,7 @@ def _stage(
     candidates = [_legal(fixed, [form | {key: value} for value in values], key) for form in forms]
     configs = {name: _config(fixed, sizes) for one in candidates for name, sizes in one.items()}
     # Where few engines are alive at once, these are at least the forms of one value.
-    configs = dict(sorted(configs.items(), key=lambda item: item[1].get(key, 0)))
+    configs = dict(sorted(configs.items(), key=lambda item: item[1][key]))
     if len(configs) == 1:  # nothing to choose
         return list(candidates[0].values())
     _measure(dataclasses.replace(plan, methods=configs), state, key)
@@ -90,9 +90,9 @@ def _stage(
 
 def _config(fixed: Config, sizes: Sizes) -> Config:
     """What sizes mean: what is beyond the paper is at most gamma."""
-    beyond = {key: min(sizes[key], sizes["gamma"]) for key in BEYOND_PAPER if sizes[key]}
-    paper = {key: value for key, value in sizes.items() if key not in BEYOND_PAPER}
-    return {**fixed, "guesses": fixed.get("guesses", sizes["window"]), **paper, **beyond}
+    beyond = {key: min(sizes[key], sizes["gamma"]) for key in BEYOND_PAPER}
+    beyond["max_forwards"] = beyond["max_forwards"] or sizes["gamma"]
+    return {**fixed, "guesses": fixed.get("guesses", sizes["window"]), **sizes, **beyond}
 
 
 def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Sizes]:
@@ -100,7 +100,7 @@ def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Si
     legal: dict[str, Sizes] = {}
     for sizes in candidates:
         config = _config(fixed, sizes)
-        shown = {key: config.get(key, 0)} | {name: config[name] for name in sizes if name in config}
+        shown = {key: config[key]} | {name: config[name] for name in sizes}
         try:
             ouroboros_options(config)
         except ValueError as error:
