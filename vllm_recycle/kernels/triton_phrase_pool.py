@@ -123,7 +123,8 @@ def _insert_phrases_kernel(
     # Nothing moves before all is known. Till then a phrase has an age, no two the same, the older
     # the lower; a place without a phrase is older than any phrase.
     age = place
-    if replaced is not None:
+    # All that is replaced goes before anything comes.
+    for inserts in tl.static_range(1 if replaced is None else 0, 2):
         for start in range(first, num_phrases, PHRASES):
             index = start + tl.arange(0, PHRASES)
             other = tl.load(token_ids + index, mask=index < num_phrases, other=-1)
@@ -132,25 +133,19 @@ def _insert_phrases_kernel(
                 one = tl.min(tl.where(is_left > 0, index, num_phrases), axis=0)
                 is_left = tl.where(index == one, 0, is_left)
                 phrase = tl.load(phrases + one * LENGTH + column, mask=is_column, other=0)
-                old = tl.load(replaced + one * LENGTH + column, mask=is_column, other=0)
-                is_old = tl.min((known == old[None, :]).to(tl.int32), axis=1)
-                goes = (is_old > 0) & (tl.min(phrase, axis=0) >= 0)
-                known = tl.where(goes[:, None], -1, known)
-                age = tl.where(goes, age - PLACES, age)
-    for start in range(first, num_phrases, PHRASES):
-        index = start + tl.arange(0, PHRASES)
-        other = tl.load(token_ids + index, mask=index < num_phrases, other=-1)
-        is_left = (other == token).to(tl.int32)
-        for _ in range(tl.sum(is_left, axis=0)):
-            one = tl.min(tl.where(is_left > 0, index, num_phrases), axis=0)
-            is_left = tl.where(index == one, 0, is_left)
-            phrase = tl.load(phrases + one * LENGTH + column, mask=is_column, other=0)
-            # In the place of one that is equal, else of the oldest.
-            is_equal = tl.min((known == phrase[None, :]).to(tl.int32), axis=1) > 0
-            rank = tl.where(is_place, tl.where(is_equal, -(2**31), age), 2**31 - 1)
-            takes = (rank == tl.min(rank, axis=0)) & (tl.min(phrase, axis=0) >= 0)
-            known = tl.where(takes[:, None], phrase[None, :].to(tl.int32), known)
-            age = tl.where(takes, PER_TOKEN + one, age)
+                is_phrase = tl.min(phrase, axis=0) >= 0
+                if inserts:
+                    # In the place of one that is equal, else of the oldest.
+                    is_equal = tl.min((known == phrase[None, :]).to(tl.int32), axis=1) > 0
+                    rank = tl.where(is_place, tl.where(is_equal, -(2**31), age), 2**31 - 1)
+                    takes = (rank == tl.min(rank, axis=0)) & is_phrase
+                    known = tl.where(takes[:, None], phrase[None, :].to(tl.int32), known)
+                    age = tl.where(takes, PER_TOKEN + one, age)
+                else:
+                    old = tl.load(replaced + one * LENGTH + column, mask=is_column, other=0)
+                    is_old = tl.min((known == old[None, :]).to(tl.int32), axis=1) > 0
+                    known = tl.where((is_old & is_phrase)[:, None], -1, known)
+                    age = tl.where(is_old & is_phrase, age - PLACES, age)
 
     is_newer = (age[None, :] > age[:, None]) & is_place[None, :]
     place = PER_TOKEN - 1 - tl.sum(is_newer.to(tl.int32), axis=1)
