@@ -21,6 +21,8 @@ from engines import (
 )
 from vllm import SamplingParams
 
+from vllm_recycle.integration.options import GPU_SIZES
+
 PROMPTS = read_prompts(40)
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
@@ -44,7 +46,10 @@ def expected() -> list[list[tuple[int, ...]]]:
         pytest.param({**PAPER, "seed_from_prompt": False}, {}, id="no seed from prompt"),
         pytest.param(PAPER, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
         pytest.param(PAPER, {"block_size": 32}, id="blocks of 32"),
-        pytest.param(OUROBOROS, {"max_num_seqs": 4}, id="ouroboros"),
+        pytest.param(OUROBOROS, {}, id="ouroboros"),
+        pytest.param(
+            {**OUROBOROS, **GPU_SIZES}, {"max_num_seqs": 4}, id="ouroboros, the paper's sizes"
+        ),
         pytest.param({**SMALL_OUROBOROS, "scope": "request"}, {}, id="ouroboros, own pools"),
         pytest.param({**SMALL_OUROBOROS, "max_forwards": 2}, {}, id="ouroboros, two forwards"),
         pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, id="ouroboros, small budget"),

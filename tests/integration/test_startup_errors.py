@@ -91,8 +91,8 @@ def test_bad_options(options, message):
         ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
         ({"phrase_length": 2}, "phrase_length is 2, expected an integer from 3"),
         ({"branches": -1}, "branches is -1, expected an integer from 0"),
-        ({"guesses": 60}, r"guesses \* \(phrase_length - 1\) is 270, expected at most 256"),
-        ({"gamma": 250}, r"\(early_rows \+ 1\) \* branches .* is 286, expected at most 256"),
+        ({"guesses": 90}, r"guesses \* \(phrase_length - 1\) is 274, expected at most 256"),
+        ({"gamma": 250}, r"\(early_rows \+ 1\) \* branches .* is 277, expected at most 256"),
         ({"gamma": 12, "early_rows": 13}, "early_rows is 13, expected at most gamma, 12"),
         ({"gamma": 12, "max_forwards": 13}, "max_forwards is 13, expected an integer 1 to gamma"),
         ({"harvest_trunk": 1}, "harvest_trunk is 1, expected true or false"),
@@ -113,9 +113,10 @@ def test_a_draft_model_is_needed():
 
 
 def test_a_draft_forward_must_fit_into_a_step():
-    message = "--max-num-batched-tokens: got 64, expected at least the 75 rows"
+    message = "--max-num-batched-tokens: got 64, expected at least the 104 rows"
+    wide = {**OUROBOROS, "window": 20, "guesses": 20}
     with pytest.raises(ValueError, match=message):
-        make_config(OUROBOROS, max_num_batched_tokens=64, max_model_len=64)
+        make_config(wide, max_num_batched_tokens=64, max_model_len=64)
 
 
 def test_a_draft_model_with_a_shorter_context(tmp_path):

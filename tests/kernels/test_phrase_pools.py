@@ -45,9 +45,7 @@ def columns(batch: list[tuple], device: str) -> list[torch.Tensor]:
 
 
 def make_pools(per_token: int, length: int, device: str) -> list[PhrasePool]:
-    return [
-        PhrasePool(VOCAB, per_token=per_token, length=length, device=device) for _ in range(2)
-    ]
+    return [PhrasePool(VOCAB, per_token=per_token, length=length, device=device) for _ in range(2)]
 
 
 @pools

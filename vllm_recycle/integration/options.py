@@ -38,7 +38,7 @@ GPU_SIZES = {
     **{"early_rows": 0, "max_forwards": 4},
 }
 CPU_SIZES = {
-    **{"gamma": 2, "window": 10, "guesses": 10, "phrase_length": 5, "branches": 3},
+    **{"gamma": 2, "window": 2, "guesses": 2, "phrase_length": 4, "branches": 3},
     **{"early_rows": 2, "max_forwards": 1},
 }
 
