@@ -1,5 +1,7 @@
 """Ouroboros on Model Runner V2: its output, its drafts, and what its draft model's cache holds.
 
+With steps scheduled ahead or one at a time, and with a pool that requests share or one of each.
+
 In Triton's interpreter, in a process of its own that this file is the script of; `test_v2_runner`
 says what that leaves out.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,19 +27,27 @@ TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 # drafted for, and three are not.
 SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2, "early_rows": 1}
 FORWARDS = 2
+ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 9}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
-ALONE = [((0, 40), {**GREEDY, "max_tokens": 16})]
-BATCHES = [
-    ALONE,
-    # All of the first prompt but its last token comes from the prefix cache. The second one takes
+ALONE = ((0, 40), {**GREEDY, "max_tokens": 16})
+BATCHES = {
+    "alone": [ALONE],
+    # All of the prompt above but its last token comes from the prefix cache. The second one takes
     # several steps, while the first decodes, and ends with the context.
-    [((0, 33), SEEDED), ((0, 100), {**GREEDY, "max_tokens": 12})],
-    [((0, 24), GREEDY), ((3, 40), OPTED_OUT)],
+    "two": [((0, 33), SEEDED), ((0, 100), {**GREEDY, "max_tokens": 12})],
+    "one opted out": [((0, 24), GREEDY), ((3, 40), OPTED_OUT)],
     # Too many to be drafted for; two blocks each for the prompt, which leaves too few for all to
     # have a third.
-    [((i, i + 61), {**GREEDY, "max_tokens": 12 - 2 * i}) for i in range(3)],
-]
+    "crowded": [((i, i + 61), {**GREEDY, "max_tokens": 12 - 2 * i}) for i in range(3)],
+    "same prompt": [ALONE, ((0, 40), {**SEEDED, "max_tokens": 16})],
+}
+# Engines with speculation: what differs from the default, of the method or the engine, and batches.
+ENGINES = {
+    "ahead": ({}, {}, ["alone", "two", "one opted out", "crowded"]),
+    "step by step": ({}, {"async_scheduling": False}, ["same prompt", "one opted out", "crowded"]),
+    "own pools": ({"scope": "request"}, {}, ["alone", "same prompt"]),
+}
 NUM_ROUNDS = 6
 # Keys and values are of order one to ten; float32, over forwards of other shapes.
 CACHE_TOLERANCE = 1e-3
@@ -53,56 +64,70 @@ def result(tmp_path_factory) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
-def test_tokens_equal_those_without_speculation(result):
-    for plain, drafted in zip(result["plain"], result["drafted"], strict=True):
-        assert drafted["token_ids"] == plain["token_ids"]
-
-
-def test_drafts_were_accepted_and_moved(result):
-    seen = result["seen"]
-    assert seen["accepted tokens"] > 10
-    assert seen["moved rows"] > 0
-
-
-def test_steps_were_of_every_kind(result):
-    seen = result["seen"]
-    kinds = ("only trees", "only plain rows", "both", "trees that are the last", "ahead")
-    assert all(seen[kind] > 0 for kind in kinds), seen
-    assert seen["preemptions"] > 0
-    assert seen["tokens from the prefix cache"] > 0
-
-
-def test_the_draft_model_has_what_the_target_has(result):
-    assert result["seen"]["checked caches"] > 40
-    assert result["cache error"] < CACHE_TOLERANCE
-
-
-def test_paths_are_moved_in_the_target_s_layers_alone(result):
-    assert result["layers with trees"] == [6]
-
-
-def test_drafts_equal_those_of_the_slow_reference(result):
-    rounds = run_slowly(result["prompt"])
-    assert result["rounds"][:NUM_ROUNDS] == rounds
-    assert any(branches for _, branches in rounds)
-
-
-def test_drafting_waits_for_no_device(result):
-    assert result["waits"] == []
-
-
-def run_slowly(prompt: list[int]) -> list[list]:
-    """Trunk and branches of the first rounds behind a prompt."""
+@pytest.fixture(scope="module")
+def slow_rounds(result) -> list[list]:
+    """Trunk and branches of the first rounds behind a prompt, and of those when it comes again."""
     from slow_ouroboros import SlowOuroboros
 
     slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES, max_forwards=FORWARDS)
-    sequence = slow.begin(prompt)
+    prompt = result["prompt"]
     with torch.no_grad():
         # The token that ends the prompt's own step.
-        logits = slow.target(torch.tensor([prompt])).logits
-    sequence.token_ids.append(int(logits[0, -1].argmax()))
-    rounds = [slow.step(sequence) for _ in range(NUM_ROUNDS)]
-    return [[done.trunk, [list(branch) for branch in done.branches]] for done in rounds]
+        token_id = int(slow.target(torch.tensor([prompt])).logits[0, -1].argmax())
+    found = []
+    for _ in range(2):
+        sequence = slow.begin(prompt)
+        sequence.token_ids.append(token_id)
+        rounds = [slow.step(sequence) for _ in range(NUM_ROUNDS)]
+        found.append([[done.trunk, [list(branch) for branch in done.branches]] for done in rounds])
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestEveryEngine:
+    def test_tokens_equal_those_without_speculation(self, result, engine):
+        drafted = result[engine]["token ids"]
+        assert drafted == {name: result["plain"][name] for name in drafted}
+
+    def test_drafts_were_accepted(self, result, engine):
+        assert result[engine]["seen"]["accepted tokens"] > 10
+
+    def test_the_draft_model_has_what_the_target_has(self, result, engine):
+        assert result[engine]["seen"]["checked caches"] > 25
+        assert result[engine]["cache error"] < CACHE_TOLERANCE
+
+    def test_drafting_waits_for_no_device(self, result, engine):
+        assert result[engine]["waits"] == []
+
+
+@pytest.mark.parametrize("engine", ["ahead", "step by step"])
+def test_steps_were_of_every_kind(result, engine):
+    seen = result[engine]["seen"]
+    kinds = ("only trees", "only plain rows", "both", "trees that are the last", "moved rows")
+    assert all(seen[kind] > 0 for kind in kinds), seen
+    assert seen["preemptions"] > 0
+    assert seen["tokens from the prefix cache"] > 0
+    assert (seen["ahead"] > 0) == (engine == "ahead")
+
+
+def test_paths_are_moved_in_the_target_s_layers_alone(result):
+    assert result["ahead"]["layers with trees"] == [6]
+
+
+def test_drafts_equal_those_of_the_slow_reference(result, slow_rounds):
+    rounds = slow_rounds[0]
+    assert result["ahead"]["rounds"]["0"][:NUM_ROUNDS] == rounds
+    assert any(branches for _, branches in rounds)
+
+
+def test_a_request_learns_from_no_other_where_pools_are_their_own(result, slow_rounds):
+    own = result["own pools"]
+    rounds, rounds_after_others = slow_rounds
+    assert rounds_after_others != rounds
+    # The second one comes after the first, in its place, and beside a third.
+    assert own["states"]["1"] == own["states"]["0"]
+    assert own["rounds"]["0"][:NUM_ROUNDS] == rounds
+    assert own["rounds"]["1"][:NUM_ROUNDS] == rounds
 
 
 def load(path: str) -> Any:
@@ -121,11 +146,13 @@ class Watch:
 
         self.runner, self.scheduler = runner(llm), core(llm).scheduler
         self.waits, self.seen, self.draft = Waits(), Counter(), load(DRAFT)
-        self.cache_error, self.rounds = 0.0, []
+        self.cache_error = 0.0
+        # By the number of a request: what was drafted for it, and the index of its state.
+        self.rounds, self.states = defaultdict(list), {}
         self.schedule, self.scheduler.schedule = self.scheduler.schedule, self.watched_schedule
         speculator = self.runner.speculator
         self.propose, speculator.propose = speculator.propose, self.watched_propose
-        self.compact_path, v2_runner.compact_path = v2_runner.compact_path, self.watched_compact
+        v2_runner.compact_path = self.watched_compact
         for place, name in ((speculator.proposer, "observe"), (self.runner, "add_requests")):
             setattr(place, name, watched(getattr(place, name), self.waits))
 
@@ -138,8 +165,10 @@ class Watch:
         return output
 
     def watched_compact(self, layers: Any, slots: Any, rows: Any, starts: Any, path: Any) -> None:
+        from vllm_recycle.kernels.triton_kv_cache import compact_path
+
         self.seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
-        self.compact_path(layers, slots, rows, starts, path)
+        compact_path(layers, slots, rows, starts, path)
 
     def watched_propose(self, input_batch: Any, *args: Any, **given: Any) -> torch.Tensor:
         num_nodes = input_batch.num_draft_tokens_per_req
@@ -149,14 +178,19 @@ class Watch:
         self.seen["trees that are the last"] += trees > 0 and not given["num_speculative_tokens"]
         with self.waits:
             drafts = self.propose(input_batch, *args, **given)
-        gamma, length = SIZES["gamma"], SIZES["phrase_length"] - 1
-        trunk = [token for token in drafts[0, :gamma].tolist() if token >= 0]
-        branches = drafts[0, gamma:].view(-1, length).tolist()
-        if trunk:
-            self.rounds.append([trunk, [branch for branch in branches if branch[0] >= 0]])
         for place, state in enumerate(input_batch.idx_mapping_np):
+            number = input_batch.req_ids[place].split("-")[0]
+            self.states[number] = int(state)
+            self.record_round(number, drafts[place])
             self.check_cache(place, state)
         return drafts
+
+    def record_round(self, number: str, draft: torch.Tensor) -> None:
+        gamma, length = SIZES["gamma"], SIZES["phrase_length"] - 1
+        trunk = [token for token in draft[:gamma].tolist() if token >= 0]
+        branches = draft[gamma:].view(-1, length).tolist()
+        if trunk:
+            self.rounds[number].append([trunk, [branch for branch in branches if branch[0] >= 0]])
 
     @torch.no_grad()
     def check_cache(self, place: int, state: int) -> None:
@@ -177,35 +211,47 @@ class Watch:
         self.seen["checked caches"] += 1
 
 
-def main() -> dict[str, Any]:
-    """In the process with the engines: one without speculation, and one with it."""
+def token_ids(llm: Any, names: Iterable[str]) -> dict[str, list]:
+    """In the process with the engines: what they say, by the name of a batch."""
+    return {
+        name: [output["token_ids"] for output in generate(llm, [BATCHES[name]])] for name in names
+    }
+
+
+def serve(method: dict, overrides: dict, names: list[str]) -> dict[str, Any]:
+    """In the process with the engines: one with speculation, and what it was like."""
     from engines import counter
     from vllm import LLM
 
-    arguments = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 9}
-    llm = LLM(**arguments)
-    prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0][0])]
-    plain = generate(llm, BATCHES)
-    llm.llm_engine.engine_core.shutdown()
-    method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES}
-    llm = LLM(**arguments, speculative_config=method)
+    method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES, **method}
+    llm = LLM(**ARGUMENTS | overrides, speculative_config=method)
     watch = Watch(llm)
-    drafted = generate(llm, BATCHES)
+    found = token_ids(llm, names)
     for name in ("drafts", "accepted_tokens"):
         watch.seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
     watch.seen["preemptions"] = counter(llm, "num_preemptions")
     layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers]
     llm.llm_engine.engine_core.shutdown()
     return {
-        "plain": plain,
-        "prompt": prompt,
-        "drafted": drafted,
+        "token ids": found,
         "rounds": watch.rounds,
+        "states": watch.states,
         "cache error": watch.cache_error,
         "layers with trees": layers_with_trees,
         "seen": watch.seen,
         "waits": watch.waits.seen,
     }
+
+
+def main() -> dict[str, Any]:
+    """In the process with the engines: one without speculation, and those with it."""
+    from vllm import LLM
+
+    llm = LLM(**ARGUMENTS)
+    prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0])]
+    result = {"plain": token_ids(llm, BATCHES), "prompt": prompt}
+    llm.llm_engine.engine_core.shutdown()
+    return result | {name: serve(*engine) for name, engine in ENGINES.items()}
 
 
 if __name__ == "__main__":

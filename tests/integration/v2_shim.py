@@ -7,6 +7,9 @@ to asynchronous scheduling, and to the backend of vLLM's whose cache has the lay
 of vLLM's kernels are replaced by torch: attention and the writing of its cache, which take up to a
 second a layer in the interpreter, and that of grammars, which does not run in it.
 
+Several ranks are as many processes that run one script, as torchrun would start them: each brings
+the shim for itself, where workers that vLLM starts would be without it.
+
 Remove when a Triton with a CPU backend is on the package index.
 """
 
@@ -27,15 +30,37 @@ def install() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     # The engine in this process: in a child what follows would be missing.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Inductor would ask for a driver of Triton's; a vocabulary that ranks share is compiled.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     import triton.backends
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    _patch_triton_once()
     _schedule_asynchronously()
     _attend_to_a_cache_of_a_gpu()
     _mask_grammars_in_torch()
+    _reduce_without_shared_memory()
     _bring_our_worker()
     _attend_to_trees_in_few_programs()
+
+
+def _patch_triton_once() -> None:
+    """Triton's language for a module of kernels; else it is at each call, for a third of the time.
+
+    It stays patched, since nothing is compiled in this process.
+    """
+    from triton.runtime import interpreter
+
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch_lang(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
 
 
 def _schedule_asynchronously() -> None:
@@ -108,6 +133,13 @@ def _mask_grammars_in_torch() -> None:
             logits[rows] = logits[rows].masked_fill(allowed[:, : logits.shape[1]] == 0, -torch.inf)
 
     structured_outputs._apply_grammar_bitmask_kernel = Kernel()
+
+
+def _reduce_without_shared_memory() -> None:
+    """Ranks that vLLM has not started find theirs by a name that those of other runs have too."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _bring_our_worker() -> None:
