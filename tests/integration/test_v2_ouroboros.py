@@ -43,10 +43,12 @@ BATCHES = {
     "same prompt": [ALONE, ((0, 40), {**SEEDED, "max_tokens": 16})],
 }
 # Engines with speculation: what differs from the default, of the method or the engine, and batches.
+REPLAYED = "rounds of one request replayed"
 ENGINES = {
     "ahead": ({}, {}, ["alone", "two", "one opted out", "crowded"]),
     "step by step": ({}, {"async_scheduling": False}, ["same prompt", "one opted out", "crowded"]),
     "own pools": ({"scope": "request"}, {}, ["alone", "same prompt"]),
+    REPLAYED: ({}, {}, ["alone", "two", "one opted out"]),
 }
 NUM_ROUNDS = 6
 # Keys and values are of order one to ten; float32, over forwards of other shapes.
@@ -118,6 +120,13 @@ def test_drafts_equal_those_of_the_slow_reference(result, slow_rounds):
     rounds = slow_rounds[0]
     assert result["ahead"]["rounds"]["0"][:NUM_ROUNDS] == rounds
     assert any(branches for _, branches in rounds)
+
+
+def test_rounds_were_replayed(result):
+    launched, replayed = result["ahead"], result[REPLAYED]
+    assert launched["replays"] == 0
+    assert replayed["replays"] > 20
+    assert replayed["rounds"]["0"] == launched["rounds"]["0"]
 
 
 def test_a_request_learns_from_no_other_where_pools_are_their_own(result, slow_rounds):
@@ -218,17 +227,34 @@ def token_ids(llm: Any, names: Iterable[str]) -> dict[str, list]:
     }
 
 
-def serve(method: dict, overrides: dict, names: list[str]) -> dict[str, Any]:
+def capture_rounds_of_one(speculator: Any) -> None:
+    """As the start of an engine does on a GPU; rounds of more requests are launched."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_recycle.integration import v2_draft_rounds
+
+    v2_draft_rounds.LARGEST_BATCH = 1
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
+    speculator.capture()
+    speculator.reset()
+
+
+def serve(name: str) -> dict[str, Any]:
     """In the process with the engines: one with speculation, and what it was like."""
     from engines import counter
     from vllm import LLM
 
+    method, overrides, batches = ENGINES[name]
     method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES, **method}
     llm = LLM(**ARGUMENTS | overrides, speculative_config=method)
     watch = Watch(llm)
-    found = token_ids(llm, names)
-    for name in ("drafts", "accepted_tokens"):
-        watch.seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
+    speculator = watch.runner.speculator
+    if name == REPLAYED:
+        capture_rounds_of_one(speculator)
+    found = token_ids(llm, batches)
+    graphs = [] if speculator.graphs is None else speculator.graphs.graphs.values()
+    for counted in ("drafts", "accepted_tokens"):
+        watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
     watch.seen["preemptions"] = counter(llm, "num_preemptions")
     layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers]
     llm.llm_engine.engine_core.shutdown()
@@ -238,6 +264,7 @@ def serve(method: dict, overrides: dict, names: list[str]) -> dict[str, Any]:
         "states": watch.states,
         "cache error": watch.cache_error,
         "layers with trees": layers_with_trees,
+        "replays": sum(graph.num_replays for graph in graphs),
         "seen": watch.seen,
         "waits": watch.waits.seen,
     }
@@ -251,11 +278,13 @@ def main() -> dict[str, Any]:
     prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0])]
     result = {"plain": token_ids(llm, BATCHES), "prompt": prompt}
     llm.llm_engine.engine_core.shutdown()
-    return result | {name: serve(*engine) for name, engine in ENGINES.items()}
+    return result | {name: serve(name) for name in ENGINES}
 
 
 if __name__ == "__main__":
+    import v2_graphs
     import v2_shim
 
     v2_shim.install()
+    v2_graphs.install()
     Path(sys.argv[1]).write_text(json.dumps(main()))

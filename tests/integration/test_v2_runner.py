@@ -10,7 +10,7 @@ a KV cache of the GPU's layout. What still differs from a GPU:
     nothing is captured into CUDA graphs, so no batch is padded to a captured size
     vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them
     float32, so that outputs compare; the interpreter knows nothing of tensor cores
-    one process, one rank
+    one process, one rank (but `test_v2_ranks`)
 """
 
 from __future__ import annotations
