@@ -190,7 +190,7 @@ class OuroborosProposer:
         rows = row_starts[:-1, None] + row.minimum(num_rows - 1)
         is_there = row < num_rows
         drafts = token_ids[rows].where(is_there, NO_TOKEN)
-        sampled = logits.argmax(dim=1)[rows].where(is_there, NO_TOKEN)
+        sampled = logits.max(dim=1).indices[rows].where(is_there, NO_TOKEN)
         sequences = sequences[row_starts[:-1]]
         trunk, sampled_trunk = drafts[:, : gamma + 1], sampled[:, : gamma + 1]
         if self.harvest_trunk and gamma >= self.shape.length - 1:

@@ -234,7 +234,7 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
         self.num_cached[sequences] += num_heads
         if not looks_ahead:
             return None
-        return self.model.compute_logits(hidden[logit_rows]).argmax(dim=1)
+        return self.model.compute_logits(hidden[logit_rows]).max(dim=1).indices
 
     def _run_model(self, num_tokens: int, common: CommonAttentionMetadata | None) -> torch.Tensor:
         metadata, slot_mapping = None, {}

@@ -47,6 +47,14 @@ class TreeCPUModelRunner(CPUModelRunner):
             processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
         )
 
+    def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_metadata_builders(*args, **kwargs)
+        # A step of the target attends in none of a draft model's layers.
+        for groups in self.attn_groups:
+            for group in groups:
+                if self.drafter.attention_layers >= set(group.layer_names):
+                    group.get_metadata_builder().is_idle = True
+
     # Requests come and go.
 
     def _update_states(self, scheduler_output: Any) -> Callable | None:

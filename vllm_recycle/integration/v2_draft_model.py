@@ -328,7 +328,7 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         """int64 [batch, nodes + 1], the most probable next token behind head and lookahead rows."""
         rows = hidden_states.view(batch, -1, hidden_states.shape[1])[:, self.head_length - 1 :]
         logits = self.model.compute_logits(rows.flatten(0, 1))
-        return logits.argmax(dim=1).view(batch, -1)
+        return logits.max(dim=1).indices.view(batch, -1)
 
     def _run_largest_forwards(self) -> None:
         """For vLLM to see what memory they take; they read and write no cache."""
