@@ -83,9 +83,8 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         self.template, self.head_length = template.to(device), head_length(shape)
         table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         self.max_drafting = largest_drafting_batch(table, self.max_num_reqs)
-        # In a step that has the last trees, requests with one are only taken in.
         self.drafts = torch.empty(
-            max(1, self.max_drafting), self.num_speculative_steps, dtype=torch.int64, device=device
+            self.max_drafting, self.num_speculative_steps, dtype=torch.int64, device=device
         )
         self.num_rounds = 0
 
@@ -106,7 +105,7 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             )
         self.kv_cache_group = holding[0]
         num_blocks = self.block_tables.input_block_tables[holding[0]].shape[1]
-        self.start = Round.make(len(self.drafts), self.head_length, num_blocks, self.device)
+        self.start = Round.make(self.max_drafting, self.head_length, num_blocks, self.device)
 
     def _are_drafts(self, layer_names: list[str]) -> bool:
         return not self.draft_attn_layer_names.isdisjoint(layer_names)

@@ -39,10 +39,11 @@ from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING
 
-RANGES = {  # the first three from Table 10 of the Ouroboros paper, for both kinds of tasks
+# The paper's, Table 10, for both kinds of tasks, and smaller ones for where rows are dear.
+RANGES = {
     "gamma": ("2:14:2", 1, "tokens that the draft model drafts in a round"),
-    "window": ("15:20", 0, "columns of the lookahead window, and as many guesses"),
-    "phrase_length": ("6:8", 3, "tokens of a phrase with the one that it follows, L = beta + 1"),
+    "window": ("2,5,10,15,20", 0, "columns of the lookahead window, and as many guesses"),
+    "phrase_length": ("4:8", 3, "tokens of a phrase with the one that it follows, L = beta + 1"),
     "max_forwards": ("0,1,2,4", 0, "draft forwards a round, at most gamma; 0 for gamma"),
     "early_rows": ("0,2,4,8", 0, "rows with phrases below them beside the last, at most gamma"),
 }
