@@ -134,7 +134,7 @@ def test_the_search_is_never_behind_that_of_the_paper(passes, monkeypatch, tmp_p
     assert main(tune("ouroboros", output, *SEARCH)) == 0
     config = json.loads(output.read_text())
     assert {key: config[key] for key in BEST} == paper
-    # Early rows led until the window was chosen.
+    # Early rows were searched beside it.
     configs = [one["config"] for one in passes()]
     assert any(one["early_rows"] == 4 and one["window"] == 18 for one in configs)
 

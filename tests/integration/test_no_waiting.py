@@ -15,6 +15,7 @@ MODULES = [
     *sorted(PACKAGE.glob("kernels/triton_*.py")),
     PACKAGE / "integration" / "v2_runner.py",
     PACKAGE / "integration" / "v2_draft_model.py",
+    PACKAGE / "integration" / "v2_draft_rounds.py",
     PACKAGE / "integration" / "gpu_backend.py",
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import SMALL_OUROBOROS, TARGET, TOKEN_RECYCLING, read_prompts
+from vllm.v1.metrics.reader import get_metrics_snapshot
 
 CHUNK = 24
 
@@ -26,6 +27,7 @@ async def stream(speculative_config: dict[str, Any] | None, texts: list[str]) ->
         kv_cache_memory_bytes=64 << 20,
         max_num_seqs=4,
         enforce_eager=True,
+        disable_log_stats=False,
         speculative_config=speculative_config,
     )
     engine = AsyncLLM.from_engine_args(arguments)
@@ -69,3 +71,6 @@ def expected(texts) -> list[list[int]]:
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, SMALL_OUROBOROS])
 def test_what_follows_each_chunk_is_the_same(method, texts, expected):
     assert asyncio.run(stream(method, texts)) == expected
+    # Those of the last engine, whose start unregisters what was there.
+    name = "vllm:spec_decode_num_accepted_tokens"
+    assert sum(metric.value for metric in get_metrics_snapshot() if metric.name == name) > 30

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from test_v2_ouroboros import FORWARDS, SIZES, TARGET
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, generate
 
 NUM_RANKS = 2
+WAITING = ({None}, {None, 0})  # for exit codes of ranks
 METHODS = {
     "token_recycling": {"k": 4, "max_nodes": 4},
     # The target drafts for itself: the heads of the small draft model are three.
@@ -61,10 +63,14 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
                 processes.append(
                     subprocess.Popen(command, env=environment, stdout=output, stderr=output)
                 )
-        codes = [process.wait(timeout=550) for process in processes]
+        end = time.monotonic() + 550
+        # Where one has died the other waits for it.
+        while time.monotonic() < end and {process.poll() for process in processes} in WAITING:
+            time.sleep(0.2)
     finally:
         for process in processes:
             process.kill()
+    codes = [process.wait() for process in processes]
     assert codes == [0] * NUM_RANKS, "\n".join(log.read_text() for log in logs)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 

@@ -2,7 +2,9 @@
 
 As in a CUDA graph, the tensors of a replay are those of the recording, all of them, and nothing of
 the Python that led to a launch is run again: not where it went, nor the numbers that it gave. What
-is recorded are operators of torch and, each as one launch, functions wrapped in `launch`.
+is recorded are operators of torch and, each as one launch, functions wrapped in `launch`. Of what
+CUDA would not let be captured, what reads a tensor on the host fails here too; copies from the host
+to a device, of which there is one here, do not.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Ouroboros (arXiv 2402.13720), sections 3.1, 3.3 and 3.4. One tensor holds all phrases: of each token
 `per_token` places, filled from the last one backwards; a place without a phrase holds -1. A phrase
 seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
-tokens' rows is one that is written and never read.
+tokens' rows is one for what belongs to none: what it holds is of no account.
 
 `insert_phrases` and `newest_phrases` are pure tensor functions over a whole batch, and the
 references for their kernels: no shape depends on a value. `PhrasePool` owns the tensor.
@@ -121,7 +121,7 @@ def insert_phrases(
     """Insert phrases as if one after the other; of a token's the last one given is the newest.
 
     Args:
-        rows: int32 [vocab + 1, per_token, length], changed in place; the last row is never read.
+        rows: int32 [vocab + 1, per_token, length], changed in place; the last row is nobody's.
         token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
         phrases: integer [n, length]; one with a negative token is ignored.
         replaced: integer [n, length], phrases of the same tokens, each to be forgotten before all

@@ -34,12 +34,22 @@ CPU_MAX_NODES = 15
 # all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest by
 # the benchmark in the README.
 GPU_SIZES = {
-    **{"gamma": 12, "window": 20, "guesses": 20, "phrase_length": 7, "branches": 3},
-    **{"early_rows": 0, "max_forwards": 4},
+    "gamma": 12,
+    "window": 20,
+    "guesses": 20,
+    "phrase_length": 7,
+    "branches": 3,
+    "early_rows": 0,
+    "max_forwards": 4,
 }
 CPU_SIZES = {
-    **{"gamma": 2, "window": 2, "guesses": 2, "phrase_length": 4, "branches": 3},
-    **{"early_rows": 2, "max_forwards": 1},
+    "gamma": 2,
+    "window": 2,
+    "guesses": 2,
+    "phrase_length": 4,
+    "branches": 3,
+    "early_rows": 2,
+    "max_forwards": 1,
 }
 
 
@@ -58,18 +68,20 @@ class MethodOptions(ABC):
     budget_share: float = 0.5
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool = False) -> Self:
+    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
         """Check the keys and values of a speculative configuration (without its `method`).
 
         Args:
             given: the keys and values.
-            on_gpu: whether what is not given is what is best on a GPU, or on a CPU.
+            on_gpu: whether what is not given, or null, is what is best on a GPU, or on a CPU.
 
         Raises:
             ValueError: naming the key, what was given and what is accepted.
 
         """
-        values = {**cls._defaults(given, on_gpu=on_gpu), **given}
+        defaults = cls._defaults(given, on_gpu=on_gpu)
+        missing = {key: value for key, value in defaults.items() if given.get(key) is None}
+        values = {**given, **missing}
         cls._check_keys(values)
         options = cls(**values)
         options.check()
@@ -141,7 +153,7 @@ class TokenRecyclingOptions(MethodOptions):
     seed_from_prompt: bool = True
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool = False) -> Self:
+    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
         """As for all; `num_speculative_tokens`, vLLM's word, cuts the tree as `max_nodes` does."""
         cls._check_keys(given, "num_speculative_tokens")
         values = dict(given)
@@ -262,9 +274,13 @@ class OuroborosOptions(MethodOptions):
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         sizes = GPU_SIZES if on_gpu else CPU_SIZES
-        is_valid = _is_int(given.get("gamma"), 1, MAX_NODES)
-        gamma = given["gamma"] if is_valid else sizes["gamma"]
-        return sizes | {key: min(sizes[key], gamma) for key in ("early_rows", "max_forwards")}
+        # Neither of these is above gamma, whichever of them is given.
+        limited = ("early_rows", "max_forwards")
+        asked: dict[str, int] = {
+            key: given[key] for key in ("gamma", *limited) if _is_int(given.get(key), 1, MAX_NODES)
+        }
+        gamma = asked.get("gamma") or max([sizes["gamma"], *asked.values()])
+        return sizes | {"gamma": gamma} | {key: min(sizes[key], gamma) for key in limited}
 
     def check(self) -> None:
         super().check()

@@ -24,7 +24,7 @@ class OuroborosDrafter(Drafter):
         """Set `proposer`, `state` and `state_file`, from `vllm_config`.
 
         Args:
-            operations: what walks.
+            operations: what walks, and reads and writes the pool.
             device: where the pool lives.
             stops_early: see `OuroborosProposer`.
 

@@ -73,9 +73,10 @@ class TreeScheduler(Scheduler):
         return not opts_out(params)
 
     def _handle_stopped_request(self, request: Any) -> bool:
-        # vLLM drops the tokens of an accepted path that lie behind a stop, and counts them as
-        # computed all the same: the input that comes next in a stream would follow their KV. The
-        # token at the stop has none, as without speculation. Remove with patches/0005.
+        # Scheduling step by step, vLLM drops the tokens of an accepted path that lie behind a stop,
+        # and counts them as computed all the same: the input that comes next in a stream would
+        # follow their KV. The token at the stop has none, as without speculation. Remove with
+        # patches/0005.
         last = request.num_tokens - 1 + request.num_output_placeholders
         request.num_computed_tokens = min(request.num_computed_tokens, last)
         return super()._handle_stopped_request(request)

@@ -125,6 +125,7 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         if self.graphs is not None:
             self.start.clear()  # of what steps that warmed up have left
             self.graphs.capture_rounds(self._run_round)
+            self.__dict__.pop("round", None)  # it is in the graphs' memory
 
     def statistics(self) -> dict[str, int]:
         # A round that is replayed counts nothing.

@@ -14,7 +14,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 NO_SLOT = -1
-# Of so many requests the forwards have rows enough to be worth launching.
+# The rows of more requests keep a device busy for longer than their launches take.
 LARGEST_BATCH = 16
 
 
@@ -59,7 +59,10 @@ class Round:
         return made
 
     def clear(self) -> None:
-        """Make it one of requests that are none: it can be run, and writes nowhere."""
+        """Make it one of requests that are none: it can be run, and writes no keys or values.
+
+        What it teaches the proposer is nonsense; see `TreeWorker.compile_or_warm_up_model`.
+        """
         for field in fields(self):
             getattr(self, field.name).zero_()
         self.num_head.fill_(1)

@@ -148,8 +148,9 @@ class TreeModelRunner(GPUModelRunner):
     def shutdown(self) -> None:
         self.paged_layers = []
         super().shutdown()
-        # Else a draft model's weights would live as long as this does.
-        vars(self.drafter).pop("model", None)
+        # Else a draft model's weights and graphs would live as long as this does.
+        for name in ("model", "graphs", "round"):
+            vars(self.drafter).pop(name, None)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)

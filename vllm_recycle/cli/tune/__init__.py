@@ -24,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_recycle import __version__
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import (
@@ -130,11 +132,7 @@ def _tune(
     if args.method == OUROBOROS:
         from vllm_recycle.cli.tune.ouroboros import search
 
-        ranges = {
-            name: getattr(args, name) or number_range(least)(default)
-            for name, (default, least, _) in RANGES.items()
-        }
-        config = search(plan, state, fixed, ranges)
+        config = search(plan, state, fixed, _ranges(args))
         args.output.write_text(json.dumps(config) + "\n", encoding="utf-8")
         print(f"{args.output} has the configuration, {state.path} what was measured")
         return config
@@ -163,11 +161,20 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
         is_directory = Path(args.draft_model).is_dir()
         model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
         fixed = {"model": model, **fixed}
+    least = {name: min(values) for name, values in _ranges(args).items()}
+    sizes = {**least, "early_rows": 0, "max_forwards": 1} if args.method == OUROBOROS else {}
     try:
-        METHODS[args.method].parse(fixed)
+        METHODS[args.method].parse({**sizes, **fixed}, on_gpu=torch.cuda.is_available())
     except ValueError as error:
         raise UsageError(f"--speculative-config: {error}") from error
     return {"method": args.method, **fixed}
+
+
+def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    return {
+        name: getattr(args, name) or number_range(least)(default)
+        for name, (default, least, _) in RANGES.items()
+    }
 
 
 def _conditions(args: argparse.Namespace, plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:
