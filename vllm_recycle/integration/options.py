@@ -31,7 +31,7 @@ OUROBOROS = "ouroboros"
 # root it makes 16 rows, the height of an AMX tile.
 CPU_MAX_NODES = 15
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
-# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest by
+# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest in
 # the benchmark in the README.
 GPU_SIZES = {
     "gamma": 12,
