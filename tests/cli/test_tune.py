@@ -151,6 +151,13 @@ def test_what_is_beyond_the_paper_is_at_most_gamma(passes, tmp_path):
     assert sizes == forwards + rows + forms
 
 
+def test_fixed_keys_need_not_go_with_sizes_that_are_not_searched(passes, tmp_path):
+    ranges = ["--gamma=2", "--window=4", "--phrase-length=4", "--early-rows=0", "--max-forwards=1"]
+    # With the early rows that are the default it would be too many.
+    branches = '--speculative-config={"branches": 30}'
+    assert main(tune("ouroboros", tmp_path / "ouroboros.json", *ranges, branches)) == 0
+
+
 @pytest.mark.parametrize("kept", [1, 14, 30, TIMED_PASSES - 1])
 def test_an_interrupted_search_goes_on_where_it_was(kept, passes, monkeypatch, tmp_path, capsys):
     output = tmp_path / "ouroboros.json"

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration import engine_config
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.options import CPU_SIZES, GPU_SIZES, OuroborosOptions
 from vllm_recycle.integration.row_budget import (
     MAX_DRAFT_ROWS,
     MAX_TREE_ROWS,
@@ -70,6 +70,22 @@ def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
     for given, forwards in (({}, 4), ({"max_forwards": 7}, 7), ({"gamma": 2}, 2)):
         options = make(OUROBOROS | given).additional_config["vllm_recycle"]
         assert options["max_forwards"] == forwards
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "expected"),
+    [
+        ({}, True, GPU_SIZES),
+        ({}, False, CPU_SIZES),
+        ({"window": None, "max_forwards": None}, False, CPU_SIZES),
+        ({"gamma": 1}, False, CPU_SIZES | {"gamma": 1, "early_rows": 1}),
+        ({"early_rows": 4}, False, CPU_SIZES | {"gamma": 4, "early_rows": 4}),
+        ({"max_forwards": 14}, True, GPU_SIZES | {"gamma": 14, "max_forwards": 14}),
+    ],
+)
+def test_sizes_that_are_not_given_are_the_device_s_and_fit_the_others(given, on_gpu, expected):
+    options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=on_gpu)
+    assert {key: getattr(options, key) for key in GPU_SIZES} == expected
 
 
 def test_ouroboros_drafts_for_as_many_requests_as_a_forward_has_rows_for():
