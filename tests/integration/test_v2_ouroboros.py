@@ -1,6 +1,7 @@
 """Ouroboros on Model Runner V2: its output, its drafts, and what its draft model's cache holds.
 
-With steps scheduled ahead or one at a time, and with a pool that requests share or one of each.
+With steps scheduled ahead or one at a time, with a pool that requests share or one of each, and
+with rounds that are launched or replayed.
 
 In Triton's interpreter, in a process of its own that this file is the script of; `test_v2_runner`
 says what that leaves out.
@@ -42,8 +43,8 @@ BATCHES = {
     "crowded": [((i, i + 61), {**GREEDY, "max_tokens": 12 - 2 * i}) for i in range(3)],
     "same prompt": [ALONE, ((0, 40), {**SEEDED, "max_tokens": 16})],
 }
-# Engines with speculation: what differs from the default, of the method or the engine, and batches.
 REPLAYED = "rounds of one request replayed"
+# Engines with speculation: what differs from the default, of the method or the engine, and batches.
 ENGINES = {
     "ahead": ({}, {}, ["alone", "two", "one opted out", "crowded"]),
     "step by step": ({}, {"async_scheduling": False}, ["same prompt", "one opted out", "crowded"]),

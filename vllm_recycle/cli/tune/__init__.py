@@ -150,7 +150,7 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
         for option in options if method != args.method else ():
             if getattr(args, option) is not None:
                 raise UsageError(f"--{option.replace('_', '-')} belongs to --method {method}")
-    fixed = json_object(args.speculative_config, "--speculative-config")
+    fixed, sizes = json_object(args.speculative_config, "--speculative-config"), {}
     if refused := REFUSED_KEYS & fixed.keys():
         raise UsageError(
             f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
@@ -161,8 +161,9 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
         is_directory = Path(args.draft_model).is_dir()
         model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
         fixed = {"model": model, **fixed}
-    least = {name: min(values) for name, values in _ranges(args).items()}
-    sizes = {**least, "early_rows": 0, "max_forwards": 1} if args.method == OUROBOROS else {}
+        # With what asks for the fewest rows: which candidates have too many is seen in the search.
+        sizes = {name: min(values) for name, values in _ranges(args).items()}
+        sizes |= {"early_rows": 0, "max_forwards": 1}
     try:
         METHODS[args.method].parse({**sizes, **fixed}, on_gpu=torch.cuda.is_available())
     except ValueError as error:
