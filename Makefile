@@ -1,7 +1,9 @@
 # The CPU environment of the project, and what runs in it.
 #
 #   make setup         .venv with the locked packages, vLLM's alias and this package (editable)
-#   make demo          a comparison with plain decoding, on the models that come with the package
+#   make demo          a real model's answers, streamed, and a comparison with plain decoding
+#   make model         examples/models/smollm2-135m-instruct, which the demo and benchmarks run
+#   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
 #   make test          the test suite; PYTEST_ARGS="tests/core -x" narrows it
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
@@ -13,6 +15,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 LOCK := patches/cpu/requirements.lock
+SUFFIX_LOCK := patches/cpu/suffix.lock
 ALIAS := patches/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -20,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test lint format format-check types
+.PHONY: setup demo model suffix test lint format format-check types
 
 setup: $(STAMP)
 
@@ -32,8 +35,17 @@ $(STAMP): $(LOCK) pyproject.toml $(ALIAS)/pyproject.toml
 	$(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@
 
+# Without the model it runs the embedded one, and says so.
 demo: setup
+	-@$(MAKE) --no-print-directory model
 	$(BIN)/vllm-recycle demo
+
+model: setup
+	$(BIN)/python examples/models/get_smollm2.py
+
+suffix: setup
+	$(PIP_INSTALL) $(filter-out arctic-inference%,$(shell grep '==' $(SUFFIX_LOCK)))
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --requirement $(SUFFIX_LOCK)
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

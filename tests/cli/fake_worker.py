@@ -14,6 +14,7 @@ from pathlib import Path
 
 # In the paper's form the number of forwards follows gamma.
 WEIGHTS = {"gamma": 2}
+COUNTS = {"tokens": 10, "steps": 5, "draft_tokens": 50, "accepted_tokens": 5, "seconds": 1.0}
 
 
 def load(request):
@@ -39,6 +40,7 @@ def run(config, request):
         "draft_rounds": 5 * prompts if config.get("method") == "ouroboros" else 0,
         "draft_forwards": 15 * prompts,
         "others_cpu_share": 0.0,
+        "prompts": [COUNTS] * prompts,
         "outputs": [[1]] * prompts,
         "parts_ms": {},
     }

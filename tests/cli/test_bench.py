@@ -1,4 +1,4 @@
-"""`vllm-recycle bench`: a real run of vLLM's own methods, refused arguments, children that fail."""
+"""`vllm-recycle bench`: real runs, what is measured and compared, children that fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 from vllm_recycle.cli import RunError, main
 from vllm_recycle.cli.bench import ablation, driver, methods
-from vllm_recycle.cli.bench.arguments import read_prompts
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
 
@@ -22,11 +21,9 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/target"
 DRAFT_MODEL = ROOT / "examples/models/draft"
 PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
-SPEC_BENCH = ROOT / "examples/prompts/spec_bench.jsonl"
 FAKE_WORKER = (str(Path(__file__).with_name("fake_worker.py")),)
 EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
 OUROBOROS_OF_6 = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 6}}'
-NO_GAMMA = OUROBOROS_OF_6.replace("6}", "0}")
 RESULT_KEYS = {
     "method",
     "concurrency",
@@ -68,7 +65,7 @@ def test_methods_are_measured_side_by_side(tmp_path):
         assert 0 < row["outside_forward_share"] < 1
     assert none["speedup"] == none["mean_accepted_tokens"] == 1
     assert none["steps"] == 2 * 7  # the prompt's step gives the first token
-    assert ngram["draft_tokens_per_step"] > none["draft_tokens_per_step"] == 0
+    assert ngram["rows_per_step"] > none["rows_per_step"] == 1
 
 
 def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
@@ -113,6 +110,7 @@ def test_an_ablation_compares_each_line_with_the_one_before(monkeypatch, tmp_pat
         "without-trunk-harvest": "with-history",
         "without-branch-harvest": "with-history",
     }
+    # The stand-in is as fast in every pass, so that the median of ratios is that of medians.
     for row in rows.values():
         if row["gain_over"]:
             gain = row["tokens_per_s"] / rows[row["gain_over"]]["tokens_per_s"]
@@ -145,6 +143,7 @@ def test_the_ablation_switches_one_component_on_or_off_a_line():
 
 def test_every_number_of_draft_tokens_is_a_method(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
+    monkeypatch.setattr(methods, "find_spec", lambda name: None)  # no suffix
     file = tmp_path / "result.json"
     arguments = bench("--draft-model", str(DRAFT_MODEL), "--draft-tokens=4,8", "--json", str(file))
     assert main([*arguments, "--num-prompts=2", "--speculative-config", OUROBOROS_OF_6]) == 0
@@ -171,83 +170,6 @@ def test_passes_share_the_prompts_out_when_they_are_to_be_fresh():
 def test_no_more_engines_are_alive_than_asked_for():
     plan = Plan("m", PROMPTS, ("a",), dict.fromkeys("abcde"), max_engines=2)
     assert [list(part.methods) for part in driver.parts(plan)] == [["a", "b"], ["c", "d"], ["e"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods=none,medusa"], "unknown method 'medusa', expected of none, ngram"),
-        (["--methods=none,none"], "twice"),
-        (["--methods=none", "--tree=paper-80"], "token_recycling, which is not run"),
-        (["--methods=token_recycling", "--tree=missing.json"], "missing.json: no such file"),
-        (["--methods=none", "--concurrency=1,zero"], "got '1,zero', expected"),
-        (["--methods=none", "--concurrency=0"], "got '0', expected"),
-        (["--methods=none", "--repeats=-1"], "got '-1', expected an integer of at least 1"),
-        (["--methods=none", "--num-prompts=9999"], "--num-prompts is 9999, but"),
-        (["--methods=none", "--dtype=float8"], "float8"),
-        (["--methods=none", "--engine-args=[]"], "--engine-args: expected a JSON object, got []"),
-        (["--methods=none", "--json=/nowhere/x.json"], "no directory /nowhere"),
-        (["--methods=none", "--speculative-config=x={}"], "x is not among --methods none"),
-        (["--methods=x", "--speculative-config=x={"], "--speculative-config x: not JSON"),
-        (["--methods=none", "--speculative-config=none={}"], "expected NAME=JSON"),
-        (["--methods=ouroboros"], "ouroboros needs --draft-model DIR"),
-        (["--methods=none,draft_model"], "draft_model needs --draft-model DIR"),
-        (["--draft-tokens=4"], "--draft-tokens needs --draft-model"),
-        (["--draft-model=/nowhere"], "--draft-model /nowhere: no config.json there"),
-        (["--methods=none", f"--draft-model={DRAFT_MODEL}"], "of which none is run"),
-        (["--ablation"], "--ablation needs --draft-model DIR"),
-        (["--ablation", "--methods=none"], "--ablation does not go with --methods"),
-        (["--ablation", "--speculative-config=x={}"], "expected the name ouroboros"),
-        (["--ablation", "--speculative-config", NO_GAMMA], "gamma is 0"),
-        (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),
-    ],
-)
-def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
-    assert refused(bench(*arguments), capsys).count(message) == 1
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
-        ('\n{"text": "a"}\n', "line 2: neither `prompt` nor `turns`"),
-        ('{"turns": []}\n', "line 1: `prompt` must be a string"),
-        ('{"prompt": 1}\n', "line 1: `prompt` must be a string"),
-        ("\n", "has no prompts"),
-        (None, "cannot be read"),
-    ],
-)
-def test_bad_prompt_files_are_refused_in_one_line(lines, message, tmp_path, capsys):
-    path = tmp_path / "prompts.jsonl"
-    if lines is not None:
-        path.write_text(lines)
-    assert message in refused(bench("--methods=none", prompts=path), capsys)
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"vocab_size": 4095}')
-    line = refused(bench(f"--draft-model={tmp_path}"), capsys)
-    assert f"{tmp_path}: a vocabulary of 4095, expected the 4096 of --model {MODEL}" in line
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
-    assert "no config.json" in refused(bench("--methods=none", model=tmp_path), capsys)
-
-
-@pytest.mark.parametrize("package", ["arctic_inference", "matplotlib"])
-def test_a_missing_optional_package_is_named_with_its_command(package, monkeypatch, capsys):
-    for module in ("plan", "methods"):
-        monkeypatch.setattr(f"vllm_recycle.cli.bench.{module}.find_spec", lambda name: None)
-    arguments = {
-        "arctic_inference": ["--methods=suffix"],
-        "matplotlib": ["--methods=none", "--plot=x.png"],
-    }[package]
-    assert "pip install " + package.replace("_", "-") in refused(bench(*arguments), capsys)
-
-
-def test_the_first_turn_is_the_prompt():
-    first = json.loads(SPEC_BENCH.read_text().splitlines()[0])
-    assert read_prompts(SPEC_BENCH)[0] == first["turns"][0]
 
 
 def test_only_the_plugins_methods_load_the_plugin(monkeypatch):
@@ -337,16 +259,3 @@ def test_own_time_is_without_the_methods_that_are_overridden(monkeypatch):
     _time_own(Own(), timer)
     assert Own().sample() == "sampled and other"
     assert timer.seconds == {"own": 2, "overridden": 1}  # `other` is not overridden: it is own
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a call that ends with status 2, before vLLM is imported."""
-    try:
-        status = main(arguments)
-    except SystemExit as error:
-        status = error.code
-    line = capsys.readouterr().err
-    assert status == 2
-    assert line.count("\n") == 1
-    assert line.startswith("vllm-recycle bench: error: ")
-    return line

@@ -1,55 +1,82 @@
-"""`vllm-recycle demo`: the same prompts through vLLM without and with Token Recycling.
+"""`vllm-recycle demo`: a model's answers, streamed by Token Recycling, beside plain decoding.
 
     vllm-recycle demo
     vllm-recycle demo --model DIR --prompts FILE --num-prompts 4
 
 Greedy, one prompt at a time, in float32: there the two outputs have to be equal token for token,
-and the command fails where they are not. By default it runs the embedded pair of the repository.
-It shows what the method does; `vllm-recycle bench` measures, and lends its driver and worker.
+and the command fails where they are not. Each prompt is answered without and then with the method,
+whose text is shown as it comes; on a terminal, tokens that one step gave together share a colour.
+By default it runs the chat model that `make model` fetches, else the embedded target. It shows what
+the method does; `vllm-recycle bench` measures, and lends its driver and worker.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import vllm_recycle
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.arguments import positive, read_prompts
+from vllm_recycle.cli.bench.arguments import positive
 from vllm_recycle.cli.bench.methods import METHODS
 from vllm_recycle.cli.bench.plan import Plan
+from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
+from vllm_recycle.cli.bench.table import DISTURBED
 
 EXAMPLES = Path(vllm_recycle.__file__).parents[1] / "examples"
-MODEL = Path("models/target")
-PROMPTS = (Path("prompts/gsm8k.jsonl"), Path("prompts/humaneval.jsonl"))
+CHAT_MODEL = Path("models/smollm2-135m-instruct")
+CHAT_PROMPTS = (Path("prompts/spec_bench.jsonl"),)
+EMBEDDED_MODEL = Path("models/target")
+EMBEDDED_PROMPTS = (Path("prompts/gsm8k.jsonl"), Path("prompts/humaneval.jsonl"))
 PLAIN, RECYCLING = "none", "token_recycling"
 TITLES = {PLAIN: "plain decoding", RECYCLING: "token recycling"}
 NUM_PROMPTS = 8
 WARM_UP_TOKENS = 16
-SHOWN_PROMPTS, SHOWN_LINES, SHOWN_COLUMNS = 3, 4, 96
-DISTURBED = 0.05  # share of the CPUs that others used, above which the demo says so
+SHOWN_COLUMNS = 96
+COLOURS = (32, 33, 35, 36)  # of steps with several tokens, in turn; that of others is the text's
+COUNTED = ("tokens", "wall_s", "steps", "accepted_tokens")
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a method gave over all prompts."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    others_cpu_share: float = 0.0
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def add(self, reply: driver.Reply) -> None:
+        self.counts.update({name: reply[name] for name in COUNTED})
+        self.others_cpu_share = max(self.others_cpu_share, reply["others_cpu_share"])
+        self.outputs += reply["outputs"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `demo` to the command."""
     parser = subparsers.add_parser(
-        "demo", help="the same prompts without and with token recycling, side by side"
+        "demo", help="answers streamed by token recycling, compared with plain decoding"
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help=f"default: the repository's examples/{MODEL}"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help=f"default: the repository's examples/{CHAT_MODEL}, which `make model` fetches, else "
+        f"examples/{EMBEDDED_MODEL}",
     )
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines with `prompt` or `turns`; default: the repository's "
-        + " and ".join(path.name for path in PROMPTS),
+        help="JSON lines with `prompt` or `turns`; default: the repository's, that suit the model",
     )
     parser.add_argument("--num-prompts", type=positive, help=f"default: {NUM_PROMPTS}, or all")
-    parser.add_argument("--max-tokens", type=positive, default=128, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=positive, default=96, help="default: %(default)s")
     parser.set_defaults(func=run)
 
 
@@ -61,16 +88,10 @@ def run(args: argparse.Namespace) -> int:
         "one prompt at a time,\nfloat32, in which the outputs can be compared token for token",
         flush=True,
     )
-    replies = generate(plan)
-    print("\n".join(["", *format_texts(plan, replies)]))
-    differing = [
-        number
-        for number, (ours, theirs) in enumerate(
-            zip(replies[RECYCLING]["outputs"], replies[PLAIN]["outputs"], strict=True), start=1
-        )
-        if ours != theirs
-    ]
-    print("\n".join(format_table(replies, identical=not differing)))
+    totals = generate(plan)
+    pairs = zip(totals[PLAIN].outputs, totals[RECYCLING].outputs, strict=True)
+    differing = [number for number, (one, other) in enumerate(pairs, start=1) if one != other]
+    print("\n".join(format_table(totals, identical=not differing)))
     if differing:
         print(f"outputs differ in prompts {', '.join(map(str, differing))}")
     return 1 if differing else 0
@@ -82,89 +103,105 @@ def make_plan(args: argparse.Namespace) -> Plan:
     Raises:
         UsageError: for what is missing or cannot be accepted.
     """
-    model = args.model or EXAMPLES / MODEL
-    files = [args.prompts] if args.prompts else [EXAMPLES / path for path in PROMPTS]
-    for option, given, paths in (
-        ("--model", args.model, [model]),
-        ("--prompts", args.prompts, files),
-    ):
-        for path in paths:
-            if given is None and not path.exists():
-                raise UsageError(
-                    f"no {path}: the embedded model and prompts come with the repository, not "
-                    f"with an installed package; name your own with {option}"
-                )
+    model = args.model or EXAMPLES / CHAT_MODEL
+    if not args.model and not (model / "config.json").is_file():
+        print(f"no {model} (`make model` fetches it): the small embedded model instead")
+        model = EXAMPLES / EMBEDDED_MODEL
+    if not args.model and not model.exists():
+        raise UsageError(
+            f"no {model}: the embedded model comes with the repository, not with an installed "
+            "package; name your own with --model"
+        )
     if not (model / "config.json").is_file():
         raise UsageError(f"--model {model}: no config.json there, expected a model directory")
-    # Of several files one prompt each in turn.
-    mixed = itertools.chain(*itertools.zip_longest(*map(read_prompts, files)))
-    prompts = tuple(prompt for prompt in mixed if prompt is not None)
+    chat = has_chat_template(str(model))
+    prompts = _prompts(args.prompts, chat=chat)
     if args.num_prompts and args.num_prompts > len(prompts):
         raise UsageError(f"--num-prompts is {args.num_prompts}, but there are {len(prompts)}")
     return Plan(
         model=str(model),
-        prompts_path=files[0],
+        prompts_path=args.prompts or EXAMPLES / "prompts",
         prompts=prompts[: args.num_prompts or NUM_PROMPTS],
+        chat=chat,
         methods={name: METHODS[name] for name in TITLES},
         max_tokens=args.max_tokens,
         dtype="float32",
     )
 
 
-def generate(plan: Plan) -> dict[str, driver.Reply]:
-    """Each method's pass over the prompts, in a process of its own.
+def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
+    """The first turns of the prompts given, or of the repository's, of all kinds in turn."""
+    if given:
+        return read_prompts(given)
+    files = [EXAMPLES / path for path in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]
+    for path in files:
+        if not path.exists():
+            raise UsageError(
+                f"no {path}: the prompts come with the repository, not with an installed package; "
+                "name your own with --prompts"
+            )
+    kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
+    for path in files:
+        for prompt in read_prompts(path):
+            kinds.setdefault((path, prompt.category), []).append(prompt)
+    mixed = itertools.chain(*itertools.zip_longest(*kinds.values()))
+    return tuple(prompt for prompt in mixed if prompt)
+
+
+def generate(plan: Plan) -> dict[str, Totals]:
+    """Each prompt by each method, in a process of its own; the text is shown.
 
     The warm-up is short, so that the adjacency matrix has seen next to nothing of the prompts
-    when the timed pass begins.
+    when the first one is timed.
     """
+    totals = {name: Totals() for name in plan.methods}
     arguments = driver.pass_arguments(plan, 1, 0)
-    tokens = min(WARM_UP_TOKENS, plan.max_tokens)
-    replies: dict[str, driver.Reply] = {}
+    warm_up = arguments | {"stop": 1, "max_tokens": min(WARM_UP_TOKENS, plan.max_tokens)}
     with driver.children(plan) as running:
         for name, config in plan.methods.items():
             print(f"starting vLLM: {TITLES[name]} ...", flush=True)
             driver.load(plan, running[name], config)
-            running[name].ask("run", **arguments | {"stop": 1, "max_tokens": tokens})
-        for name, child in running.items():
-            print(f"generating: {TITLES[name]} ...", flush=True)
-            replies[name] = child.ask("run", **arguments)
-    return replies
+            running[name].ask("run", **warm_up)
+        for index, prompt in enumerate(plan.prompts):
+            arguments |= {"start": index, "stop": index + 1}
+            print(f"\n[{index + 1}/{len(plan.prompts)}] {_line(prompt)}\n", flush=True)
+            plain = running[PLAIN].ask("run", **arguments)
+            recycled = show(running[RECYCLING].follow("stream", **arguments))
+            for name, reply in ((PLAIN, plain), (RECYCLING, recycled)):
+                totals[name].add(reply)
+                speed = reply["tokens"] / reply["wall_s"]
+                steps = reply["steps"] + reply["requests"]  # with that of the prompt
+                print(f"  {TITLES[name]:16}{steps:4} steps, {speed:6.1f} tokens/s")
+    print()
+    return totals
 
 
-def format_texts(plan: Plan, replies: dict[str, driver.Reply]) -> Iterator[str]:
-    """The first lines of the first prompts' outputs; both outputs where they differ."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    outputs = {name: reply["outputs"][:SHOWN_PROMPTS] for name, reply in replies.items()}
-    for index, prompt in enumerate(plan.prompts[:SHOWN_PROMPTS]):
-        yield f"prompt {index + 1}: {_line(' '.join(prompt.split()))}"
-        texts = {
-            name: tokenizer.decode(tokens[index], skip_special_tokens=True)
-            for name, tokens in outputs.items()
-        }
-        if outputs[PLAIN][index] == outputs[RECYCLING][index]:
-            texts = {"both": texts[PLAIN]}
-        for name, text in texts.items():
-            yield f"  {TITLES.get(name, name)}:"
-            lines = [line for line in text.splitlines() if line.strip()]
-            yield from (f"  | {_line(line)}" for line in lines[:SHOWN_LINES])
-        yield ""
+def show(replies: Iterable[driver.Reply]) -> driver.Reply:
+    """Print the text of a stream as it comes; returns its last reply, what the pass gave."""
+    colours, coloured = itertools.cycle(COLOURS), sys.stdout.isatty()
+    for reply in replies:
+        if "event" in reply:
+            text = reply["text"]
+            if coloured and reply["tokens"] > 1:
+                text = f"\x1b[{next(colours)}m{text}\x1b[0m"
+            print(text, end="", flush=True)
+    print("\n")
+    return reply
 
 
-def format_table(replies: dict[str, driver.Reply], *, identical: bool) -> Iterator[str]:
+def format_table(totals: dict[str, Totals], *, identical: bool) -> Iterator[str]:
     """The comparison, and what its columns mean."""
     head = ("", "tokens/s", "speed-up", "accepted", "steps", "outputs identical")
-    speeds = {name: reply["tokens"] / reply["wall_s"] for name, reply in replies.items()}
+    speeds = {name: one.counts["tokens"] / one.counts["wall_s"] for name, one in totals.items()}
     rows: list[Sequence[str]] = [head]
-    for name, reply in replies.items():
-        steps = reply["steps"]
+    for name, one in totals.items():
+        steps = one.counts["steps"]
         rows.append(
             (
                 TITLES[name],
                 f"{speeds[name]:.1f}",
                 f"{speeds[name] / speeds[PLAIN]:.2f}",
-                f"{1 + reply['accepted_tokens'] / steps:.2f}" if steps else "-",
+                f"{1 + one.counts['accepted_tokens'] / steps:.2f}" if steps else "-",
                 str(steps),
                 "" if name == PLAIN else "yes" if identical else "NO",
             )
@@ -173,12 +210,14 @@ def format_table(replies: dict[str, driver.Reply], *, identical: bool) -> Iterat
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
-    yield "accepted: mean number of tokens that a step gives; the timed pass is the first one over"
-    yield f"the prompts, after a warm-up of {WARM_UP_TOKENS} tokens"
-    others_share = max(reply["others_cpu_share"] for reply in replies.values())
+    yield "accepted: mean number of tokens that a step gives, without the prompts' steps; nothing"
+    yield f"but a warm-up of {WARM_UP_TOKENS} tokens was seen before"
+    others_share = max(one.others_cpu_share for one in totals.values())
     if others_share > DISTURBED:
         yield f"disturbed: other processes used up to {others_share:.0%} of the CPUs meanwhile"
 
 
-def _line(text: str) -> str:
+def _line(prompt: Prompt) -> str:
+    kind = f"{prompt.category}: " if prompt.category else ""
+    text = kind + " ".join(prompt.turns[0].split())
     return text if len(text) <= SHOWN_COLUMNS else text[: SHOWN_COLUMNS - 3] + "..."

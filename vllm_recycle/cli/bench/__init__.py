@@ -7,10 +7,10 @@ Every method runs in a process of its own, all of them alive at once and one at 
 repeats are interleaved, so that a machine that slows down slows every method. With a draft model
 the methods that need one are there too, and `--ablation` takes Ouroboros apart.
 
-`arguments`, `methods` and `ablation` check the command line, `plan` is what comes of it; `driver`
-leads the processes, `worker` is such a process, `profile` says where a step's time goes, `walks`
-which nodes of a tree are accepted; `report` writes table, JSON and plot. Nothing but the worker
-imports vLLM: bad arguments are refused at once.
+`arguments`, `prompts`, `methods` and `ablation` check the command line, `plan` is what comes of it;
+`driver` leads the processes and `progress` says where it is, `worker` is such a process, `profile`
+says where a step's time goes, `walks` which nodes of a tree are accepted; `report` is the JSON,
+`table` and `plot` show it. Nothing but the worker imports vLLM: bad arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--methods",
         help=f"from {', '.join(METHODS)}, with --draft-model draft_model and ouroboros, and the "
         f"names given by --speculative-config; default: {DEFAULT_METHODS}, with --draft-model "
-        f"{DEFAULT_METHODS_WITH_DRAFT_MODEL}",
+        f"{DEFAULT_METHODS_WITH_DRAFT_MODEL}; suffix only where its package is installed",
     )
     parser.add_argument(
         "--draft-tokens",
@@ -79,8 +79,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--no-profile", action="store_true", help="leave out the passes that time parts of a step"
     )
+    parser.add_argument(
+        "--by-category",
+        action="store_true",
+        help="report each `category` of the prompt file as well as all prompts",
+    )
     parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--plot", type=Path, help="draw speed-up over concurrency to this file")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        help="draw speed-up over concurrency, with --by-category by category, to this file (SVG, "
+        "PNG or PDF)",
+    )
     parser.set_defaults(func=run)
 
 
@@ -88,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure, report."""
     plan = make_plan(args)
     from vllm_recycle.cli.bench.driver import measure
-    from vllm_recycle.cli.bench.report import format_table, make_report, plot
+    from vllm_recycle.cli.bench.plot import plot
+    from vllm_recycle.cli.bench.report import make_report
+    from vllm_recycle.cli.bench.table import format_table
 
     report = make_report(plan, measure(plan))
     line = json.dumps(report)

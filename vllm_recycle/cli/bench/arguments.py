@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError
+from vllm_recycle.cli.bench.prompts import has_chat_template, read_prompts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -26,7 +27,14 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         required=True,
         type=Path,
-        help="JSON lines with `prompt` (a string) or `turns` (a list, its first entry is used)",
+        help="JSON lines with `prompt` (a string) or `turns` (a list, of which the first is used "
+        "but with --chat), and perhaps `category`",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="put each prompt into the model's chat template; several `turns` are run one after "
+        "the other, each answer going into the next",
     )
     parser.add_argument("--num-prompts", type=positive, help="only the first N prompts")
     parser.add_argument("--max-tokens", type=positive, default=128, help="default: %(default)s")
@@ -57,7 +65,12 @@ def read_workload(args: argparse.Namespace) -> dict[str, Any]:
     if args.draft_model is not None:
         _check_model(args.draft_model, "--draft-model")
         _check_vocabularies(args.model, args.draft_model)
-    prompts = read_prompts(args.prompts)
+    prompts = read_prompts(args.prompts, chat=args.chat)
+    if args.chat and not has_chat_template(args.model):
+        raise UsageError(
+            f"--chat: the tokenizer of {args.model} has no chat template, expected a chat model; "
+            "leave out --chat for a model that continues texts"
+        )
     if args.num_prompts and args.num_prompts > len(prompts):
         raise UsageError(
             f"--num-prompts is {args.num_prompts}, but {args.prompts} has {len(prompts)} prompts"
@@ -66,31 +79,12 @@ def read_workload(args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model,
         "prompts_path": args.prompts,
         "prompts": prompts[: args.num_prompts],
+        "chat": args.chat,
         "max_tokens": args.max_tokens,
         "dtype": args.dtype,
         "engine_args": json_object(args.engine_args, "--engine-args"),
         "max_engines": args.max_engines,
     }
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """The prompts of a JSON lines file, in file order; blank lines are skipped.
-
-    Raises:
-        UsageError: naming the line that is not a prompt.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {path} cannot be read: {error}") from error
-    prompts = tuple(
-        _prompt(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    )
-    if not prompts:
-        raise UsageError(f"{path} has no prompts, expected one JSON object a line")
-    return prompts
 
 
 def positive(text: str) -> int:
@@ -145,28 +139,6 @@ def check_writable(path: Path | None) -> None:
     """Refuse a file in a directory that does not exist."""
     if path and not path.resolve().parent.is_dir():
         raise UsageError(f"{path} cannot be written: no directory {path.resolve().parent}")
-
-
-def _prompt(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: not JSON ({error.msg})") from error
-    if not isinstance(row, dict) or not {"prompt", "turns"} & row.keys():
-        raise UsageError(f"{where}: neither `prompt` nor `turns`, expected one of them")
-    turns = row.get("turns")
-    prompt = (
-        row["prompt"]
-        if "prompt" in row
-        else turns[0]
-        if isinstance(turns, list) and turns
-        else None
-    )
-    if not isinstance(prompt, str) or not prompt:
-        raise UsageError(
-            f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
-        )
-    return prompt
 
 
 def _check_model(model: str, option: str) -> None:

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from tqdm import tqdm
-
 from vllm_recycle.cli import RunError
 from vllm_recycle.cli.bench.methods import SpeculativeConfig, needs_plugin
 from vllm_recycle.cli.bench.plan import Plan
+from vllm_recycle.cli.bench.progress import Progress
 
 Reply = dict[str, Any]
 WORKER = ("-m", "vllm_recycle.cli.bench.worker")
@@ -68,9 +67,19 @@ class Child:
         assert self._process.stdout is not None
         self._requests = self._process.stdin
         self._replies = self._process.stdout
+        self._received = b""  # of a line that is not whole yet, and of those behind it
 
     def ask(self, op: str, **arguments: Any) -> Reply:
         """Send one request and wait for its reply.
+
+        Raises:
+            RunError: when the child reports an error or dies.
+        """
+        *_, reply = self.follow(op, **arguments)
+        return reply
+
+    def follow(self, op: str, **arguments: Any) -> Iterator[Reply]:
+        """Send one request, yield what the child tells meanwhile, and last its reply.
 
         Raises:
             RunError: when the child reports an error or dies.
@@ -80,17 +89,26 @@ class Child:
             self._requests.flush()
         except BrokenPipeError:
             raise self._failure("died") from None
-        # A grandchild may hold the pipe open, so that the end of the process is looked for as well.
-        while not select.select([self._replies], [], [], 0.5)[0]:
-            if self._process.poll() is not None:
+        while True:
+            reply = json.loads(self._read_line())
+            if "error" in reply:
+                raise self._failure(f"failed: {reply['error']}")
+            yield reply
+            if "event" not in reply:
+                return
+
+    def _read_line(self) -> bytes:
+        while b"\n" not in self._received:
+            # A grandchild may hold the pipe open: the end of the process is looked for as well.
+            if select.select([self._replies], [], [], 0.5)[0]:
+                received = os.read(self._replies.fileno(), 2**16)
+                if not received:
+                    raise self._failure("died")
+                self._received += received
+            elif self._process.poll() is not None:
                 raise self._failure("died")
-        line = self._replies.readline()
-        if not line.endswith(b"\n"):
-            raise self._failure("died")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise self._failure(f"failed: {reply['error']}")
-        return reply
+        line, _, self._received = self._received.partition(b"\n")
+        return line
 
     def leave(self) -> None:
         """Ask the process to end."""
@@ -161,7 +179,7 @@ def measure(plan: Plan) -> Measurement:
     """Run all methods of a plan: load, first pass, timed repeats, profile."""
     measurement = Measurement()
     steps = 2 + len(plan.concurrency) * (plan.repeats + plan.profile)
-    with tqdm(total=len(plan.methods) * steps, disable=None, unit="pass", leave=False) as progress:
+    with Progress(len(plan.methods) * steps, unit="parts") as progress:
         for part in parts(plan):
             with children(part) as running:
                 _measure(part, running, measurement, progress)
@@ -177,37 +195,37 @@ def parts(plan: Plan) -> Iterator[Plan]:
 
 
 def _measure(
-    plan: Plan, running: dict[str, Child], measurement: Measurement, progress: tqdm
+    plan: Plan, running: dict[str, Child], measurement: Measurement, progress: Progress
 ) -> None:
     for name, config in plan.methods.items():  # one after another: they share caches on disk
-        progress.set_description(f"load {name}")
+        progress.begin(f"load {name}")
         measurement.engines[name] = load(plan, running[name], config)
-        progress.update()
+        progress.finish()
     for name, child in running.items():
-        progress.set_description(f"first pass {name}")
+        progress.begin(f"first pass {name}")
         measurement.first_passes[name] = first_pass(plan, child)
-        progress.update()
-    number = 0
+        progress.finish()
     for turn in range(plan.repeats):
         for concurrency in plan.concurrency:
-            number += 1
+            number = plan.pass_number(turn, concurrency)
             for name in rotate(list(running), turn):
-                progress.set_description(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
+                progress.begin(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
                 reply = running[name].ask("run", **pass_arguments(plan, concurrency, number))
                 measurement.passes.setdefault((name, concurrency), []).append(reply)
-                progress.update()
+                progress.finish()
     for name, child in running.items() if plan.profile else ():
         for concurrency in plan.concurrency:
-            progress.set_description(f"profile {name} x{concurrency}")
+            progress.begin(f"profile {name} x{concurrency}")
             reply = child.ask("profile", **pass_arguments(plan, concurrency, 0))
             measurement.profiles[name, concurrency] = reply
-            progress.update()
+            progress.finish()
 
 
 def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:
     """Make a child's engine."""
     engine = engine_arguments(plan, config)
-    return child.ask("load", engine=engine, prompts=plan.prompts)
+    prompts = [prompt.turns for prompt in plan.prompts]
+    return child.ask("load", engine=engine, prompts=prompts, chat=plan.chat)
 
 
 def first_pass(plan: Plan, child: Child) -> Reply:
@@ -231,7 +249,8 @@ def engine_arguments(plan: Plan, config: SpeculativeConfig) -> dict[str, Any]:
         "max_num_seqs": max(plan.concurrency),
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "enable_prefix_caching": False,
-        "disable_log_stats": False,
+        # What each request drafted and accepted; refused where nothing is.
+        **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         "speculative_config": config,
         **plan.engine_args,
     }

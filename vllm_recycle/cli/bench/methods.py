@@ -27,9 +27,15 @@ METHODS: Methods = {
     },
     "suffix": {"method": "suffix"},
     "token_recycling": {"method": "token_recycling"},
+    "paper-80": {  # Token Recycling as published
+        "method": "token_recycling",
+        "tree": "paper-80",
+        "scope": "shared",
+        "seed_from_prompt": False,
+    },
 }
-DEFAULT_METHODS = "none,ngram,token_recycling"
-DEFAULT_METHODS_WITH_DRAFT_MODEL = "none,ngram,draft_model,token_recycling,ouroboros"
+DEFAULT_METHODS = "none,ngram,suffix,token_recycling"
+DEFAULT_METHODS_WITH_DRAFT_MODEL = "none,ngram,suffix,draft_model,token_recycling,ouroboros"
 DEFAULT_DRAFT_TOKENS = 4
 A_DRAFT_MODEL = "--draft-model DIR, a smaller model with the same vocabulary"
 
@@ -50,6 +56,8 @@ def choose_methods(args: argparse.Namespace) -> Methods:
     known |= drafting | given
     default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
     names = [name.strip() for name in (args.methods or default).split(",")]
+    if not args.methods and not _has_suffix():
+        names.remove("suffix")
     if DRAFT_MODEL not in known:
         sizes = [name for name in drafting if name != OUROBOROS]
         names = [one for name in names for one in (name == DRAFT_MODEL and sizes) or [name]]
@@ -73,8 +81,12 @@ def choose_methods(args: argparse.Namespace) -> Methods:
             f"--draft-model belongs to the methods {', '.join(drafting)}, of which none is run"
         )
     methods = {name: known[name] for name in names}
-    if any(config and config.get("method") == "suffix" for config in methods.values()):
-        _check_suffix()
+    uses_suffix = any(one and one.get("method") == "suffix" for one in methods.values())
+    if uses_suffix and not _has_suffix():
+        raise UsageError(
+            "the method suffix needs vLLM's optional package, of which there is no wheel: "
+            "`make suffix` in a checkout, or pip install arctic-inference==0.1.1"
+        )
     return methods
 
 
@@ -107,11 +119,8 @@ def _tree_options(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key in ("tree", "scope") if (value := getattr(args, key)) is not None}
 
 
-def _check_suffix() -> None:
-    if not find_spec("arctic_inference"):
-        raise UsageError(
-            "the method suffix needs vLLM's optional package: pip install arctic-inference==0.1.1"
-        )
+def _has_suffix() -> bool:
+    return find_spec("arctic_inference") is not None
 
 
 def _named_config(text: str) -> tuple[str, dict[str, Any]]:

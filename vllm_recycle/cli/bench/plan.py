@@ -13,6 +13,7 @@ from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.ablation import choose_ablation
 from vllm_recycle.cli.bench.arguments import check_writable, read_workload
 from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
+from vllm_recycle.cli.bench.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +23,28 @@ class Plan:
     Attributes:
         model, prompts, methods, dtype, max_tokens, ignore_eos, engine_args: what engines run.
         prompts_path: where the prompts are from.
+        chat: whether they are put into the model's chat template.
         gain_over: of some methods the one that each is compared with.
         concurrency: requests in flight, each of these numbers in turn.
         repeats: timed passes a method and number.
         fresh_prompts: whether each pass has prompts of its own; else all have all.
         max_engines: alive at once, None for all.
         profile: whether to find out where the time of a step goes.
+        by_category: whether to report each category of the prompts too.
         json_path, plot_path: what to write.
 
     Raises:
-        UsageError: there are fewer prompts than passes that need their own.
+        UsageError: there are fewer prompts than passes that need their own, or prompts without a
+            category where each is reported.
     """
 
     model: str
     prompts_path: Path
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
     methods: Mapping[str, SpeculativeConfig]
     gain_over: Mapping[str, str] = field(default_factory=dict)
     concurrency: tuple[int, ...] = (1,)
+    chat: bool = False
     repeats: int = 1
     fresh_prompts: bool = False
     max_tokens: int = 128
@@ -48,6 +53,7 @@ class Plan:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     max_engines: int | None = None
     profile: bool = False
+    by_category: bool = False
     json_path: Path | None = None
     plot_path: Path | None = None
 
@@ -57,10 +63,19 @@ class Plan:
                 f"got {len(self.prompts)} prompts, expected at least {self.num_passes}: each of "
                 "the repeats and the first pass needs prompts of its own"
             )
+        if self.by_category and not all(prompt.category for prompt in self.prompts):
+            raise UsageError(
+                f"--by-category: {self.prompts_path} has prompts without a category, expected "
+                "`category` in every line"
+            )
 
     @property
     def first_pass_concurrency(self) -> int:
         return min(self.concurrency)
+
+    def pass_number(self, turn: int, concurrency: int) -> int:
+        """The number of a timed pass, of the turn-th repeat at one of the concurrencies."""
+        return 1 + turn * len(self.concurrency) + self.concurrency.index(concurrency)
 
     @property
     def num_passes(self) -> int:
@@ -96,6 +111,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         fresh_prompts=args.fresh_prompts or args.ablation,
         ignore_eos=args.ignore_eos,
         profile=not (args.no_profile or args.ablation),
+        by_category=args.by_category,
         json_path=args.json,
         plot_path=args.plot,
     )

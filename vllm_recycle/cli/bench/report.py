@@ -1,4 +1,4 @@
-"""What a benchmark run reports: one JSON object, a table for people, a plot."""
+"""What a benchmark run reports: one JSON object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,25 @@ from vllm_recycle.cli.bench.profile import FORWARD, OWN, TREE_ATTENTION
 
 Row = dict[str, Any]
 BASELINE = "none"
-DISTURBED = 0.05  # share of the CPUs that others used, above which the table says so
 THREAD_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LD_PRELOAD")
 DEFINITIONS = {
     "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps included; "
     "median over the repeats, as every figure here unless it says otherwise",
-    "speedup": "tokens_per_s / tokens_per_s of the method none at the same concurrency",
+    "speedup": "tokens_per_s / tokens_per_s of the method none in the same repeat and at the same "
+    "concurrency; the median of these ratios",
     "mean_accepted_tokens": "1 + accepted draft tokens / steps, tokens a target call, as the "
     "papers count: the free token of a step is in, and so are tokens behind an end of text or "
     "--max-tokens; a step is one request in one engine step, without the step that ends its prompt",
     "mean_accepted_tokens_first_pass": "the same in the first pass of the process over the prompts "
     "(first_pass.concurrency in flight), which nothing precedes and which is not timed",
     "step_ms": "median time of the engine steps that hold no prompt",
-    "draft_tokens_per_step": "draft tokens verified / steps, as vLLM counts them",
+    "rows_per_step": "1 + draft tokens verified / steps, as vLLM counts them: rows of the target's "
+    "forward for a request",
+    "categories": "the same for the prompts of a category, over all repeats together; the time of "
+    "a prompt is what it was in flight / concurrency",
     "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
     "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
-    "gain": "tokens_per_s / tokens_per_s of the method gain_over at the same concurrency",
+    "gain": "as speedup, over the method gain_over",
     "fresh_prompts": "whether each pass has prompts of its own, so that nothing has seen them",
     "own_share": "of the time of these steps, in this package's runner, scheduler and worker, "
     "without attention; from a further pass with timers, as all shares",
@@ -51,91 +55,25 @@ DEFINITIONS = {
     "parts_ms": "mean time of these steps by part; the timers themselves cost a little",
     "outputs_equal": "all token ids equal those of none at the same concurrency, in every pass; "
     "certain only in float32, elsewhere near-ties fall either way",
-    "equal_share": "the share of requests whose token ids are equal",
+    "equal_share": "the share of prompts whose token ids, of all turns, are equal",
 }
-COLUMNS = (
-    ("in flight", "concurrency", "d", 1),
-    ("method", "method", "s", 1),
-    ("tokens/s", "tokens_per_s", ".1f", 1),
-    ("speed-up", "speedup", ".2f", 1),
-    ("accepted", "mean_accepted_tokens", ".3f", 1),
-    ("first pass", "mean_accepted_tokens_first_pass", ".3f", 1),
-    ("steps", "steps", "d", 1),
-    ("step ms", "step_ms", ".2f", 1),
-    ("draft forwards", "draft_forwards_per_round", ".2f", 1),
-    ("own %", "own_share", ".1f", 100),
-    ("outside forward %", "outside_forward_share", ".1f", 100),
-    ("equal %", "equal_share", ".1f", 100),
-    ("gain", "gain", ".2f", 1),
-    ("over", "gain_over", "s", 1),
-)
 
 
 def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     """The JSON object: conditions, then one result a concurrency and method."""
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
-    rows = [_row(plan, measurement, name, level) for name, level in keys]
-    speeds = {(row["method"], row["concurrency"]): row["tokens_per_s"] for row in rows}
-    for row in rows:
+    rows = {key: _row(plan, measurement, *key) for key in keys}
+    for (name, level), row in rows.items():
+        passes = measurement.passes[name, level]
         for key, other in (("speedup", BASELINE), ("gain", row["gain_over"])):
-            base = speeds.get((other, row["concurrency"]))
-            row[key] = row["tokens_per_s"] / base if base else None
-    return {"conditions": _conditions(plan, measurement), "results": rows}
-
-
-def format_table(report: dict[str, Any]) -> str:
-    """A few lines of conditions and the results, one line each; columns without any value go."""
-    conditions = report["conditions"]
-    lines = [
-        f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}, "
-        f"{conditions['max_tokens']} new tokens at most, greedy, {conditions['dtype']}, "
-        f"median of {conditions['repeats']}"
-        + (", prompts of its own for each pass" if conditions["fresh_prompts"] else ""),
-        ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
-        "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"])
-        + f", {conditions['threads']['torch']} threads",
-        "",
-    ]
-    rows = report["results"]
-    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
-    cells = [[title for title, *_ in columns]]
-    for row in rows:
-        values = [(row[key], form, scale) for _, key, form, scale in columns]
-        cells.append(["-" if v is None else format(v * scale, form) for v, form, scale in values])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        lines.append("  ".join(padded))
-    timed = max(max(row["others_cpu_share"]) for row in rows)
-    profiled = max(row["others_cpu_share_profile"] or 0.0 for row in rows)
-    for share, what in ((timed, "timed passes"), (profiled, "passes behind the own and outside %")):
-        if share > DISTURBED:
-            lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the {what}")
-    return "\n".join(lines)
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the speed-up (without a baseline: tokens/s) over the requests in flight."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = report["results"]
-    quantity = "speedup" if rows[0]["speedup"] is not None else "tokens_per_s"
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name in dict.fromkeys(row["method"] for row in rows):
-        points = [(row["concurrency"], row[quantity]) for row in rows if row["method"] == name]
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    levels = sorted({row["concurrency"] for row in rows})
-    axes.set_xticks(levels, labels=map(str, levels))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("requests in flight")
-    axes.set_ylabel("speed-up over none" if quantity == "speedup" else "tokens/s")
-    axes.set_title("{model}, {dtype}".format_map(report["conditions"]))
-    axes.legend()
-    figure.savefig(path, dpi=150)
+            if others := measurement.passes.get((other, level)):
+                pairs = zip(passes, others, strict=True)
+                row[key] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
+        for category, figures in row["categories"].items():
+            if base := rows.get((BASELINE, level)):
+                other_speed = base["categories"][category]["tokens_per_s"]
+                figures["speedup"] = figures["tokens_per_s"] / other_speed
+    return {"conditions": _conditions(plan, measurement), "results": list(rows.values())}
 
 
 def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Row:
@@ -147,7 +85,7 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
     return {
         "method": name,
         "concurrency": concurrency,
-        "tokens_per_s": statistics.median(one["tokens"] / one["wall_s"] for one in passes),
+        "tokens_per_s": statistics.median(map(_speed, passes)),
         "speedup": None,
         "gain": None,
         "gain_over": plan.gain_over.get(name),
@@ -158,14 +96,13 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "steps": statistics.median_low(one["steps"] for one in passes),
         "engine_steps": statistics.median_low(one["engine_steps"] for one in passes),
         "step_ms": _median(one["step_ms"] for one in passes),
-        "draft_tokens_per_step": _median(
-            one["draft_tokens"] / one["steps"] if one["steps"] else None for one in passes
-        ),
+        "rows_per_step": _median(map(_rows_per_step, passes)),
         "draft_forwards_per_round": _draft_forwards(plan.methods[name], passes),
         **_shares(parts),
         "parts_ms": parts,
         "outputs_equal": None if equal is None else equal == 1,
         "equal_share": equal,
+        "categories": _categories(plan, passes, concurrency) if plan.by_category else {},
         "wall_s": [one["wall_s"] for one in passes],
         "others_cpu_share": [one["others_cpu_share"] for one in passes],
         "others_cpu_share_profile": profile.get("others_cpu_share"),
@@ -176,7 +113,38 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
     }
 
 
-def _mean_accepted(one: Reply) -> float | None:
+def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Row]:
+    """The figures of each category over all passes, in the order of the prompts."""
+    names: dict[str, None] = dict.fromkeys(str(prompt.category) for prompt in plan.prompts)
+    sums: dict[str, Counter[str]] = {name: Counter() for name in names}
+    for turn, one in enumerate(passes):
+        start, stop = plan.prompts_of(plan.pass_number(turn, concurrency))
+        for prompt, counts in zip(plan.prompts[start:stop], one["prompts"], strict=True):
+            sums[str(prompt.category)].update(counts)
+            sums[str(prompt.category)]["prompts"] += 1
+    return {
+        name: {
+            "prompts": total["prompts"],
+            "tokens": total["tokens"],
+            "tokens_per_s": total["tokens"] / (total["seconds"] / concurrency),
+            "speedup": None,
+            "mean_accepted_tokens": _mean_accepted(total),
+            "rows_per_step": _rows_per_step(total),
+        }
+        for name, total in sums.items()
+        if total["prompts"]
+    }
+
+
+def _speed(one: Reply) -> float:
+    return one["tokens"] / one["wall_s"]
+
+
+def _rows_per_step(one: Mapping[str, Any]) -> float | None:
+    return 1 + one["draft_tokens"] / one["steps"] if one["steps"] else None
+
+
+def _mean_accepted(one: Mapping[str, Any]) -> float | None:
     return 1 + one["accepted_tokens"] / one["steps"] if one["steps"] else None
 
 
@@ -232,6 +200,7 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "model": plan.model,
         "prompts": str(plan.prompts_path),
         "num_prompts": len(plan.prompts),
+        "chat": plan.chat,
         "max_tokens": plan.max_tokens,
         "ignore_eos": plan.ignore_eos,
         "sampling": "greedy",

@@ -1,8 +1,11 @@
 """A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
 
-    {"op": "load", "engine": {...}, "prompts": [...]}                   -> what the engine runs with
+    {"op": "load", "engine": {...}, "prompts": [[turn, ...], ...], "chat": B}
+                                            -> what the engine runs with
     {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B}
                                             -> one pass over the prompts from I to J, J excluded
+    {"op": "stream", ...the same...}     -> the same, and before it for each step of each request
+                                    {"event": "text", "prompt": I, "text": "...", "tokens": N}
     {"op": "acceptance", ...the same...}    -> the same, with how often each node was accepted
     {"op": "profile", ...the same...}    -> the same, with the time of a step by part; ask it last
 
@@ -21,32 +24,62 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli.bench import profile, walks
+
+Events = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(slots=True)
+class PromptCounts:
+    """What one prompt counts, over all its turns."""
+
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0  # decode steps
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    seconds: float = 0.0  # in flight
+
+
+@dataclasses.dataclass(slots=True)
+class Conversation:
+    """A prompt under way: the turns to come, what was said, and the answer that is being made."""
+
+    index: int
+    turns: Iterator[str]
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    answer: list[int] = dataclasses.field(default_factory=list)  # token ids
+    since: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
 class PassCounts:
     """What one pass over the prompts counts."""
 
-    outputs: list[list[int]]  # token ids by prompt
-    steps: int = 0  # decode steps, counted once for each request that took part
+    outputs: list[list[int]]  # token ids by prompt, of all its turns
+    prompts: list[PromptCounts]
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
     parts_ms: dict[str, float] = dataclasses.field(default_factory=dict)  # of these steps, summed
 
 
 class Worker:
-    """One engine and the prompts that it runs."""
+    """One engine and the prompts that it runs; `events` is told of each step of a stream."""
 
-    def __init__(self, engine: dict[str, Any], prompts: list[str]) -> None:
+    def __init__(
+        self, engine: dict[str, Any], prompts: list[list[str]], chat: bool, *, events: Events
+    ) -> None:
         from vllm import LLM
 
         self.llm = LLM(**engine)
         self.engine = self.llm.llm_engine
-        self.prompts = self.engine.renderer.render_cmpl([{"prompt": text} for text in prompts])
+        self.prompts = prompts
+        self.chat = chat
+        self.events = events
         self.method = (engine.get("speculative_config") or {}).get("method")
         self.timer: profile.ExclusiveTimer | None = None
         self.request_ids = map(str, itertools.count())
@@ -79,28 +112,50 @@ class Worker:
         }
 
     def run(
-        self, *, start: int, stop: int, concurrency: int, max_tokens: int, ignore_eos: bool
+        self,
+        *,
+        start: int,
+        stop: int,
+        concurrency: int,
+        max_tokens: int,
+        ignore_eos: bool,
+        stream: bool = False,
     ) -> dict[str, Any]:
         """One pass over these prompts in file order, `concurrency` of them in flight."""
-        before, busy, begin = self._totals(), others_cpu_seconds(), time.perf_counter()
-        counts = self._generate(self.prompts[start:stop], concurrency, max_tokens, ignore_eos)
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
+        counts = self._generate(self.prompts[start:stop], concurrency, params, stream=stream)
         wall = time.perf_counter() - begin
-        totals = {name: total - before[name] for name, total in self._totals().items()}
-        num_cpus = os.cpu_count() or 1
+        after = self._draft_counts()
+        prompts = [dataclasses.asdict(one) for one in counts.prompts]
+        sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
         return {
             "wall_s": wall,
-            "requests": len(counts.outputs),
-            "tokens": sum(map(len, counts.outputs)),
-            "steps": counts.steps,
+            **{key: sum(one[key] for one in prompts) for key in sums},
             "engine_steps": counts.engine_steps,
             "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
-            **totals,
-            "others_cpu_share": max(0.0, (others_cpu_seconds() - busy) / (wall * num_cpus)),
+            **{name: count - before[name] for name, count in after.items()},
+            "others_cpu_share": max(
+                0.0, (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
+            ),
+            "prompts": prompts,
             "outputs": counts.outputs,
             "parts_ms": {
                 name: value / len(counts.decode_ms) for name, value in counts.parts_ms.items()
             },
         }
+
+    def stream(self, **arguments: Any) -> dict[str, Any]:
+        """A pass that tells of each step of a request as it comes."""
+        return self.run(**arguments, stream=True)
 
     def profile(self, **arguments: Any) -> dict[str, Any]:
         """A pass with timers; they stay, so that no plain pass may follow."""
@@ -123,31 +178,49 @@ class Worker:
             }
 
     def _generate(
-        self, prompts: list[Any], concurrency: int, max_tokens: int, ignore_eos: bool
+        self, prompts: list[list[str]], concurrency: int, params: Any, *, stream: bool
     ) -> PassCounts:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        counts = PassCounts(outputs=[[] for _ in prompts])
-        waiting = iter(enumerate(prompts))
-        flying: dict[str, list[int]] = {}  # request id -> its output
+        counts = PassCounts([[] for _ in prompts], [PromptCounts() for _ in prompts])
+        waiting = (Conversation(index, iter(turns)) for index, turns in enumerate(prompts))
+        flying: dict[str, Conversation] = {}
         while True:
-            for index, prompt in itertools.islice(waiting, concurrency - len(flying)):
-                request_id = next(self.request_ids)
-                self.engine.add_request(request_id, prompt, params, arrival_time=time.time())
-                flying[request_id] = counts.outputs[index]
+            for conversation in itertools.islice(waiting, concurrency - len(flying)):
+                self._ask_next(conversation, flying, counts, params)
             if not flying:
                 return counts
-            self._step(flying, counts)
+            for conversation in self._step(flying, counts, stream=stream):
+                self._ask_next(conversation, flying, counts, params)
 
-    def _step(self, flying: dict[str, list[int]], counts: PassCounts) -> None:
-        decode_only = all(flying.values())
+    def _ask_next(
+        self,
+        conversation: Conversation,
+        flying: dict[str, Conversation],
+        counts: PassCounts,
+        params: Any,
+    ) -> None:
+        """Send the next turn of a conversation to the engine, if there is one."""
+        turn = next(conversation.turns, None)
+        if turn is None:
+            return
+        conversation.since = time.perf_counter()
+        prompt: dict[str, Any] = {"prompt": turn}
+        if self.chat:
+            conversation.messages.append({"role": "user", "content": turn})
+            token_ids = self.llm.get_tokenizer().apply_chat_template(
+                conversation.messages, add_generation_prompt=True, return_dict=False
+            )
+            prompt = {"prompt_token_ids": token_ids}
+        (rendered,) = self.engine.renderer.render_cmpl([prompt])
+        request_id = next(self.request_ids)
+        self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
+        counts.prompts[conversation.index].requests += 1
+        flying[request_id] = conversation
+
+    def _step(
+        self, flying: dict[str, Conversation], counts: PassCounts, *, stream: bool
+    ) -> list[Conversation]:
+        """One step of the engine; the conversations that it brought an answer to."""
+        decode_only = all(conversation.answer for conversation in flying.values())
         start = time.perf_counter()
         if self.timer:
             self.timer.seconds.clear()
@@ -161,31 +234,44 @@ class Worker:
             counts.decode_ms.append(step_ms)
             for name, seconds in self.timer.seconds.items() if self.timer else ():
                 counts.parts_ms[name] = counts.parts_ms.get(name, 0.0) + 1000 * seconds
+        answered = []
         for result in results:
-            output = flying[result.request_id]
-            tokens = result.outputs[0].token_ids
-            counts.steps += bool(output and tokens)
-            output.extend(tokens)
+            conversation, (output,) = flying[result.request_id], result.outputs
+            count = counts.prompts[conversation.index]
+            count.steps += bool(conversation.answer and output.token_ids)
+            count.tokens += len(output.token_ids)
+            conversation.answer.extend(output.token_ids)
+            if stream:
+                told = {"prompt": conversation.index, "tokens": len(output.token_ids)}
+                self.events({"event": "text", "text": output.text, **told})
             if result.finished:
-                del flying[result.request_id]
+                self._finish(conversation, count, output.spec_decode_metrics)
+                counts.outputs[conversation.index].extend(conversation.answer)
+                conversation.answer = []
+                answered.append(flying.pop(result.request_id))
+        return answered
 
-    def _totals(self) -> dict[str, int]:
-        """Counters of speculation since the start: vLLM's, and draft forwards where we count them.
+    def _finish(self, conversation: Conversation, count: PromptCounts, metrics: Any) -> None:
+        """Count an answer, and put it into the conversation."""
+        count.seconds += time.perf_counter() - conversation.since
+        if metrics:
+            count.draft_tokens += metrics.num_draft_tokens
+            count.accepted_tokens += sum(
+                accepted * steps for accepted, steps in enumerate(metrics.histogram)
+            )
+        if self.chat:
+            answer = self.llm.get_tokenizer().decode(conversation.answer, skip_special_tokens=True)
+            conversation.messages.append({"role": "assistant", "content": answer})
+
+    def _draft_counts(self) -> dict[str, int]:
+        """Draft forwards and rounds since the start, where we count them.
 
         All ranks draft together, so that the first one speaks for all.
         """
-        totals = {
-            name: sum(
-                metric.value
-                for metric in self.llm.get_metrics()
-                if metric.name == f"vllm:spec_decode_num_{name}"
-            )
-            for name in ("draft_tokens", "accepted_tokens")
-        }
-        if self.method == "ouroboros":
-            statistics = self.llm.collective_rpc("draft_statistics")[0]
-            totals |= {f"draft_{name}": number for name, number in statistics.items()}
-        return totals
+        if self.method != "ouroboros":
+            return {}
+        statistics = self.llm.collective_rpc("draft_statistics")[0]
+        return {f"draft_{name}": number for name, number in statistics.items()}
 
 
 def others_cpu_seconds() -> float:
@@ -206,22 +292,24 @@ def main() -> None:
     os.dup2(2, 1)
     import vllm  # noqa: F401 - slow, and not worth waiting for the first request
 
+    def reply(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=replies, flush=True)
+
     worker: Worker | None = None
     for line in sys.stdin:
         request = json.loads(line)
         op = request.pop("op")
         try:
             if op == "load":
-                worker = Worker(**request)
-                reply = worker.describe()
+                worker = Worker(**request, events=reply)
+                reply(worker.describe())
             else:
                 assert worker is not None
-                passes = (worker.run, worker.profile, worker.acceptance)
-                reply = {one.__name__: one for one in passes}[op](**request)
+                passes = (worker.run, worker.stream, worker.profile, worker.acceptance)
+                reply({one.__name__: one for one in passes}[op](**request))
         except Exception as error:  # reported to the driver, which ends this process
             traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
-        print(json.dumps(reply), file=replies, flush=True)
+            reply({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})
 
 
 if __name__ == "__main__":

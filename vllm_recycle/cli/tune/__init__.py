@@ -182,12 +182,14 @@ def _conditions(args: argparse.Namespace, plan: Plan, fixed: dict[str, Any]) -> 
     """What measurements must share to be compared."""
     from vllm_recycle.cli.bench.report import hardware
 
+    prompts = [prompt.turns for prompt in plan.prompts]
     return {
         "model": plan.model,
         "speculative_config": fixed,
         "prompts": str(plan.prompts_path),
         "num_prompts": len(plan.prompts),
-        "prompts_sha256": hashlib.sha256(json.dumps(plan.prompts).encode()).hexdigest(),
+        "chat": plan.chat,
+        "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "max_tokens": plan.max_tokens,
         "dtype": plan.dtype,
         "repeats": plan.repeats,

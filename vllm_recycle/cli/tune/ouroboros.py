@@ -21,13 +21,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.ablation import ouroboros_options
 from vllm_recycle.cli.bench.plan import Plan
-from vllm_recycle.cli.bench.report import DISTURBED
+from vllm_recycle.cli.bench.progress import Progress
+from vllm_recycle.cli.bench.table import DISTURBED
 from vllm_recycle.cli.tune.state import State
 
 Config = dict[str, Any]
@@ -84,7 +83,7 @@ def _stage(
     names = sorted(configs, key=lambda name: _speed(found[name]), reverse=True)
     best = {next(name for name in names if name in one): one for one in candidates}
     for name, totals in found.items():
-        tqdm.write(f"{name}: {_describe(totals)}{', best' if name in best else ''}")
+        print(f"{name}: {_describe(totals)}{', best' if name in best else ''}")
     return [best[name][name] for name in names if name in best]
 
 
@@ -105,7 +104,7 @@ def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Si
             ouroboros_options(config)
         except ValueError as error:
             refusal = str(error)
-            tqdm.write(f"left out: {refusal}")
+            print(f"left out: {refusal}")
             continue
         legal.setdefault(", ".join(f"{name} {value}" for name, value in shown.items()), sizes)
     if not legal:
@@ -117,17 +116,12 @@ def _measure(plan: Plan, state: State, stage: str) -> None:
     """Measure what the state lacks of the methods of a plan."""
     done = {name: len(state.of(stage=stage, config=plan.methods[name])) for name in plan.methods}
     missing = {name: config for name, config in plan.methods.items() if done[name] < plan.repeats}
-    with tqdm(
-        total=len(done) * plan.repeats,
-        initial=sum(done.values()),
-        disable=None,
-        unit="pass",
-        leave=False,
-    ) as progress:
+    total, before_now = len(done) * plan.repeats, sum(done.values())
+    with Progress(total, unit="passes", done=before_now) as progress:
         for part in driver.parts(dataclasses.replace(plan, methods=missing)):
             with driver.children(part) as running:
                 for name, child in running.items():
-                    progress.set_description(f"load {name}")
+                    progress.begin(f"load {name}")
                     driver.load(plan, child, plan.methods[name])
                     # Those of the passes that are done already too: the pool is to have seen them.
                     before = driver.pass_arguments(plan, 1, done[name])
@@ -136,11 +130,11 @@ def _measure(plan: Plan, state: State, stage: str) -> None:
                     for name in driver.rotate(list(running), turn):
                         if turn < done[name]:
                             continue
-                        progress.set_description(f"{name}, {turn + 1}/{plan.repeats}")
+                        progress.begin(f"{name}, {turn + 1}/{plan.repeats}")
                         reply = running[name].ask("run", **driver.pass_arguments(plan, 1, turn + 1))
                         figures = {key: reply[key] for key in (*COUNTS, "others_cpu_share")}
                         state.add(stage=stage, config=plan.methods[name], **figures)
-                        progress.update()
+                        progress.finish()
 
 
 def _totals(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -15,11 +15,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from vllm_recycle.cli import RunError
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.plan import Plan
+from vllm_recycle.cli.bench.progress import Progress
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, from_rank_paths
 from vllm_recycle.integration.options import (
@@ -106,7 +105,7 @@ def _measure(plan: Plan, state: State, fixed: dict[str, Any], candidates: TreeTe
     if done == count:
         return
     with (
-        tqdm(total=count, initial=done, disable=None, unit="prompt", leave=False) as progress,
+        Progress(count, unit="prompts", done=done) as progress,
         tempfile.TemporaryDirectory() as folder,
     ):
         candidates.save(Path(folder) / "candidates.json")
@@ -114,13 +113,15 @@ def _measure(plan: Plan, state: State, fixed: dict[str, Any], candidates: TreeTe
         plan = dataclasses.replace(plan, methods={TOKEN_RECYCLING: config})
         with driver.children(plan) as running:
             child = running[TOKEN_RECYCLING]
+            progress.begin("load the engine")
             engine = driver.load(plan, child, config)
             about = {key: engine[key] for key in ("device", "dtype")}
             arguments = driver.pass_arguments(plan, 1, 0)
             for prompt in range(done, count):
+                progress.begin(f"prompt {prompt + 1}")
                 reply = child.ask("acceptance", **arguments | {"start": prompt, "stop": prompt + 1})
                 state.add(trees=reply["trees"], passed=reply["passed"], **about)
-                progress.update()
+                progress.finish()
 
 
 def _rank_path(tree: TreeTemplate, row: int) -> RankPath:

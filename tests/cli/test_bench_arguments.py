@@ -1,0 +1,108 @@
+"""`vllm-recycle bench`: arguments and prompt files that are refused, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_recycle.cli import main
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples/models/target"
+DRAFT_MODEL = ROOT / "examples/models/draft"
+PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
+NO_GAMMA = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 0}}'
+
+
+def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list[str]:
+    return ["bench", "--model", str(model), "--prompts", str(prompts), *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods=none,medusa"], "unknown method 'medusa', expected of none, ngram"),
+        (["--methods=none,none"], "twice"),
+        (["--methods=none", "--tree=paper-80"], "token_recycling, which is not run"),
+        (["--methods=token_recycling", "--tree=missing.json"], "missing.json: no such file"),
+        (["--methods=none", "--concurrency=1,zero"], "got '1,zero', expected"),
+        (["--methods=none", "--concurrency=0"], "got '0', expected"),
+        (["--methods=none", "--repeats=-1"], "got '-1', expected an integer of at least 1"),
+        (["--methods=none", "--num-prompts=9999"], "--num-prompts is 9999, but"),
+        (["--methods=none", "--dtype=float8"], "float8"),
+        (["--methods=none", "--engine-args=[]"], "--engine-args: expected a JSON object, got []"),
+        (["--methods=none", "--json=/nowhere/x.json"], "no directory /nowhere"),
+        (["--methods=none", "--speculative-config=x={}"], "x is not among --methods none"),
+        (["--methods=x", "--speculative-config=x={"], "--speculative-config x: not JSON"),
+        (["--methods=none", "--speculative-config=none={}"], "expected NAME=JSON"),
+        (["--methods=ouroboros"], "ouroboros needs --draft-model DIR"),
+        (["--methods=none,draft_model"], "draft_model needs --draft-model DIR"),
+        (["--draft-tokens=4"], "--draft-tokens needs --draft-model"),
+        (["--draft-model=/nowhere"], "--draft-model /nowhere: no config.json there"),
+        (["--methods=none", f"--draft-model={DRAFT_MODEL}"], "of which none is run"),
+        (["--ablation"], "--ablation needs --draft-model DIR"),
+        (["--ablation", "--methods=none"], "--ablation does not go with --methods"),
+        (["--ablation", "--speculative-config=x={}"], "expected the name ouroboros"),
+        (["--ablation", "--speculative-config", NO_GAMMA], "gamma is 0"),
+        (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),
+        (["--methods=none", "--by-category"], "gsm8k.jsonl has prompts without a category"),
+        (["--methods=none", "--chat"], "models/target has no chat template"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
+    assert refused(bench(*arguments), capsys).count(message) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
+        ('\n{"text": "a"}\n', "line 2: neither `prompt` nor `turns`"),
+        ('{"turns": []}\n', "line 1: `prompt` must be a string"),
+        ('{"prompt": 1}\n', "line 1: `prompt` must be a string"),
+        ('{"turns": ["a", 2]}\n', "line 1: `prompt` must be a string, `turns` a list of strings"),
+        ('{"prompt": "a", "category": 3}\n', "line 1: `category` must be a string, got 3"),
+        ("\n", "has no prompts"),
+        (None, "cannot be read"),
+    ],
+)
+def test_bad_prompt_files_are_refused_in_one_line(lines, message, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    assert message in refused(bench("--methods=none", prompts=path), capsys)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"vocab_size": 4095}')
+    line = refused(bench(f"--draft-model={tmp_path}"), capsys)
+    assert f"{tmp_path}: a vocabulary of 4095, expected the 4096 of --model {MODEL}" in line
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
+    assert "no config.json" in refused(bench("--methods=none", model=tmp_path), capsys)
+
+
+@pytest.mark.parametrize("package", ["arctic_inference", "matplotlib"])
+def test_a_missing_optional_package_is_named_with_its_command(package, monkeypatch, capsys):
+    for module in ("plan", "methods"):
+        monkeypatch.setattr(f"vllm_recycle.cli.bench.{module}.find_spec", lambda name: None)
+    arguments = {
+        "arctic_inference": ["--methods=suffix"],
+        "matplotlib": ["--methods=none", "--plot=x.png"],
+    }[package]
+    assert "pip install " + package.replace("_", "-") in refused(bench(*arguments), capsys)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a call that ends with status 2, before vLLM is imported."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    line = capsys.readouterr().err
+    assert status == 2
+    assert line.count("\n") == 1
+    assert line.startswith("vllm-recycle bench: error: ")
+    return line

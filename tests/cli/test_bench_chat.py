@@ -1,0 +1,140 @@
+"""`vllm-recycle bench --chat --by-category`: conversations turn by turn, counted by category."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from vllm_recycle.cli import main
+from vllm_recycle.cli.bench import driver
+from vllm_recycle.cli.bench.plan import Plan
+from vllm_recycle.cli.bench.prompts import Prompt, read_prompts
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+PROMPTS = (
+    Prompt(("Tom has 3 apples and buys 4. How many has he?", "And if he eats two?"), "sums"),
+    Prompt(("def add(a, b):",), "code"),
+    Prompt(("Anna runs 5 miles a day. How many in a week?",), "sums"),
+    Prompt(("class Stack:",), "code"),
+)
+EAGER = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> Path:
+    """The embedded target, whose tokenizer is given a chat template."""
+    folder = tmp_path_factory.mktemp("chat-model")
+    for file in (EXAMPLES / "models/target").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [json.dumps({"category": one.category, "turns": one.turns}) for one in PROMPTS]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_the_answers_go_into_the_next_turn(chat_model):
+    plan = Plan(
+        str(chat_model),
+        Path("prompts.jsonl"),
+        PROMPTS,
+        {"none": None},
+        chat=True,
+        max_tokens=12,
+        dtype="float32",
+        engine_args=EAGER,
+    )
+    with driver.children(plan) as running:
+        driver.load(plan, running["none"], None)
+        reply = running["none"].ask("run", **driver.pass_arguments(plan, 1, 0))
+        together = running["none"].ask("run", **driver.pass_arguments(plan, 4, 0))
+        *events, streamed = running["none"].follow("stream", **driver.pass_arguments(plan, 1, 0))
+    expected, texts = _chat(str(chat_model))
+    assert reply["outputs"] == together["outputs"] == streamed["outputs"] == expected
+    assert [one["requests"] for one in reply["prompts"]] == [2, 1, 1, 1]
+    assert [one["tokens"] for one in reply["prompts"]] == list(map(len, expected))
+    assert 0 < sum(one["seconds"] for one in reply["prompts"]) <= reply["wall_s"]
+    told = ["".join(e["text"] for e in events if e["prompt"] == i) for i in range(len(PROMPTS))]
+    assert told == texts
+    assert sum(event["tokens"] for event in events) == reply["tokens"]
+
+
+def _chat(model: str) -> tuple[list[list[int]], list[str]]:
+    """Token ids and text of each conversation's answers, by vLLM's own `LLM.chat`."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, dtype="float32", seed=0, enable_prefix_caching=False, **EAGER)
+    outputs, texts = [], []
+    try:
+        for prompt in PROMPTS:
+            messages, token_ids, text = [], [], ""
+            for turn in prompt.turns:
+                messages.append({"role": "user", "content": turn})
+                params = SamplingParams(temperature=0, max_tokens=12)
+                (result,) = llm.chat(messages, params, use_tqdm=False)
+                messages.append({"role": "assistant", "content": result.outputs[0].text})
+                token_ids += result.outputs[0].token_ids
+                text += result.outputs[0].text
+            outputs.append(token_ids)
+            texts.append(text)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    return outputs, texts
+
+
+def test_categories_are_reported_and_drawn(chat_model, prompts_file, tmp_path, capsys):
+    files = [f"--json={tmp_path}/result.json", f"--plot={tmp_path}/result.svg"]
+    arguments = ["bench", f"--model={chat_model}", f"--prompts={prompts_file}", *files]
+    arguments += ["--chat", "--by-category", "--methods=none,token_recycling", "--no-profile"]
+    arguments += ["--max-tokens=12", "--repeats=2", "--concurrency=1,2", "--dtype=float32"]
+    assert main([*arguments, f"--engine-args={json.dumps(EAGER)}"]) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["conditions"]["chat"] is True
+    rows = report["results"]
+    assert [(row["method"], row["concurrency"]) for row in rows] == [
+        ("none", 1),
+        ("token_recycling", 1),
+        ("none", 2),
+        ("token_recycling", 2),
+    ]
+    for row in rows:
+        assert row["outputs_equal"] is True
+        assert row["requests"] == 5
+        assert list(row["categories"]) == ["sums", "code"]
+        figures = row["categories"].values()
+        assert [one["prompts"] for one in figures] == [4, 4]  # two prompts in two repeats
+        assert sum(one["tokens"] for one in figures) == 2 * row["tokens"]
+        for one in figures:
+            assert one["tokens_per_s"] > 0
+        if row["method"] == "none":
+            assert {(one["speedup"], one["mean_accepted_tokens"]) for one in figures} == {(1, 1)}
+            assert row["rows_per_step"] == 1
+        else:
+            assert row["rows_per_step"] > row["mean_accepted_tokens"] > 1
+    table = capsys.readouterr().out.splitlines()
+    for level in (1, 2):
+        start = table.index(f"speedup (accepted) with {level} in flight")
+        heads, *lines = (line.split() for line in table[start + 1 : start + 5])
+        assert heads == ["prompts", "none", "token_recycling"]
+        assert [line[:2] for line in lines] == [["sums", "4"], ["code", "4"], ["all", "8"]]
+    texts = " ".join(ElementTree.parse(tmp_path / "result.svg").getroot().itertext())
+    for text in ("sums", "code", "all", "2 in flight", "token_recycling", "speed-up over none"):
+        assert text in texts
+
+
+def test_only_a_chat_has_more_turns_than_one(prompts_file):
+    assert read_prompts(prompts_file, chat=True) == PROMPTS
+    first = read_prompts(prompts_file)[0]
+    assert first == Prompt(PROMPTS[0].turns[:1], "sums")

@@ -1,0 +1,65 @@
+"""Where a long run is: a bar on a terminal, elsewhere a line at least every half minute."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+LINE_SECONDS = 30.0
+
+
+class Progress:
+    """Counts the parts of a run, as a context manager; writes to stderr.
+
+    Args:
+        total: parts of the run.
+        unit: what parts are called.
+        done: parts that an earlier run did.
+    """
+
+    def __init__(self, total: int, *, unit: str, done: int = 0) -> None:
+        self._bar = tqdm(total=total, initial=done, disable=None, unit=unit, leave=False)
+        self._total, self._done, self._unit = total, done, unit
+        self._what = ""
+        self._start = self._since = time.monotonic()
+        self._ended = threading.Event()
+        self._ticks = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> Progress:
+        if self._bar.disable:
+            self._ticks.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._bar.close()
+
+    def begin(self, what: str) -> None:
+        """The next part begins."""
+        self._what, self._since = what, time.monotonic()
+        self._bar.set_description(what)
+        self._write(what)
+
+    def finish(self) -> None:
+        """It is done."""
+        self._done += 1
+        self._bar.update()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(LINE_SECONDS):
+            self._write(f"still at {self._what}, {time.monotonic() - self._since:.0f} s")
+
+    def _write(self, what: str) -> None:
+        if self._bar.disable:
+            minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+            done = f"{self._done}/{self._total} {self._unit}, {minutes}:{seconds:02d}"
+            print(f"[{done}] {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,80 @@
+"""Prompt files: JSON lines, each a text or the user's turns of a conversation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_recycle.cli import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked, turn by turn: each answer precedes the next turn.
+
+    Attributes:
+        turns: at least one; more than one only where they are put into a chat template.
+        category: what the file calls its kind, if anything.
+    """
+
+    turns: tuple[str, ...]
+    category: str | None = None
+
+
+def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
+    """The prompts of a JSON lines file, in file order; blank lines are skipped.
+
+    Args:
+        path: of the file.
+        chat: whether to keep the turns behind the first, which answers have to precede.
+
+    Raises:
+        UsageError: naming the line that is not a prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {path} cannot be read: {error}") from error
+    prompts = tuple(
+        _prompt(line, f"{path}, line {number}", chat=chat)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    )
+    if not prompts:
+        raise UsageError(f"{path} has no prompts, expected one JSON object a line")
+    return prompts
+
+
+def has_chat_template(model: str) -> bool:
+    """Whether a model's tokenizer has one.
+
+    Raises:
+        UsageError: the tokenizer cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model).chat_template is not None
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the tokenizer of {model} cannot be read: {reason}") from error
+
+
+def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON ({error.msg})") from error
+    if not isinstance(row, dict) or not {"prompt", "turns"} & row.keys():
+        raise UsageError(f"{where}: neither `prompt` nor `turns`, expected one of them")
+    turns: Any = [row["prompt"]] if "prompt" in row else row["turns"]
+    if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
+        raise UsageError(
+            f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
+        )
+    category = row.get("category")
+    if category is not None and not isinstance(category, str):
+        raise UsageError(f"{where}: `category` must be a string, got {json.dumps(category)}")
+    return Prompt(tuple(turns if chat else turns[:1]), category)

@@ -1,0 +1,84 @@
+"""A benchmark's report as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+DISTURBED = 0.05  # share of the CPUs that others used, above which the table says so
+COLUMNS = (
+    ("in flight", "concurrency", "d", 1),
+    ("method", "method", "s", 1),
+    ("tokens/s", "tokens_per_s", ".1f", 1),
+    ("speed-up", "speedup", ".2f", 1),
+    ("accepted", "mean_accepted_tokens", ".3f", 1),
+    ("first pass", "mean_accepted_tokens_first_pass", ".3f", 1),
+    ("rows", "rows_per_step", ".2f", 1),
+    ("steps", "steps", "d", 1),
+    ("step ms", "step_ms", ".2f", 1),
+    ("draft forwards", "draft_forwards_per_round", ".2f", 1),
+    ("own %", "own_share", ".1f", 100),
+    ("outside forward %", "outside_forward_share", ".1f", 100),
+    ("equal %", "equal_share", ".1f", 100),
+    ("gain", "gain", ".2f", 1),
+    ("over", "gain_over", "s", 1),
+)
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """A few lines of conditions and the results, one line each; columns without any value go."""
+    conditions, rows = report["conditions"], report["results"]
+    lines = [
+        f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}"
+        + (", in the chat template" if conditions["chat"] else "")
+        + f", {conditions['max_tokens']} new tokens at most, greedy, {conditions['dtype']}, "
+        f"median of {conditions['repeats']}"
+        + (", prompts of its own for each pass" if conditions["fresh_prompts"] else ""),
+        ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
+        "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"])
+        + f", {conditions['threads']['torch']} threads",
+        "",
+    ]
+    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
+    cells = [[title for title, *_ in columns]]
+    for row in rows:
+        values = [(row[key], form, scale) for _, key, form, scale in columns]
+        cells.append(["-" if v is None else format(v * scale, form) for v, form, scale in values])
+    lines += align(cells)
+    for level in conditions["concurrency"]:
+        results = [row for row in rows if row["concurrency"] == level and row["categories"]]
+        lines += _category_lines(results, level) if results else ()
+    timed = max(max(row["others_cpu_share"]) for row in rows)
+    profiled = max(row["others_cpu_share_profile"] or 0.0 for row in rows)
+    for share, what in ((timed, "timed passes"), (profiled, "passes behind the own and outside %")):
+        if share > DISTURBED:
+            lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the {what}")
+    return "\n".join(lines)
+
+
+def align(cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table, all columns to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+
+
+def _category_lines(results: Sequence[dict[str, Any]], concurrency: int) -> Iterator[str]:
+    """Speed-up, or tokens/s where there is no baseline, and accepted tokens of each category."""
+    quantity = "speedup" if results[0]["speedup"] is not None else "tokens_per_s"
+    yield ""
+    yield f"{quantity.replace('_per_', '/')} (accepted) with {concurrency} in flight"
+    cells = [["", "prompts", *(row["method"] for row in results)]]
+    for name, first in results[0]["categories"].items():
+        figures = [row["categories"].get(name) for row in results]
+        cells.append([name, str(first["prompts"]), *(_figure(one, quantity) for one in figures)])
+    prompts = sum(one["prompts"] for one in results[0]["categories"].values())
+    cells.append(["all", str(prompts), *(_figure(row, quantity) for row in results)])
+    yield from align(cells)
+
+
+def _figure(figures: dict[str, Any] | None, quantity: str) -> str:
+    if figures is None:
+        return "-"
+    accepted = figures["mean_accepted_tokens"]
+    return f"{figures[quantity]:.2f}" + ("" if accepted is None else f" ({accepted:.2f})")
