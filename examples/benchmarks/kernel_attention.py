@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.kernels import paged_tree_attention
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
-from vllm_recycle.kernels.triton_tree_attention import tree_attention
+from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 BLOCK_SIZE = 16
 # Of a row's output: keys, values and weights have 8 bits, and weights are summed over thousands.

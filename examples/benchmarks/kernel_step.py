@@ -18,9 +18,9 @@ from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure,
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix, WalkResult, load_tree
 from vllm_recycle.kernels import paged_kv_cache, tree_inputs
 from vllm_recycle.kernels.paged_kv_cache import PagedLayers
-from vllm_recycle.kernels.triton_kv_cache import compact_path
-from vllm_recycle.kernels.triton_recycling import OPERATIONS
-from vllm_recycle.kernels.triton_tree_inputs import place_tree_rows
+from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.recycling import OPERATIONS
+from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 CONTEXT = 5  # before the rows, so that they do not begin with a block
 MOVED_ROWS = 4  # at most, of a path

@@ -28,10 +28,10 @@ def forbidden_imports(statements: str, *, path: Path = ROOT) -> set[str]:
 
 
 def test_core_and_cpu_kernels_import_neither_vllm_nor_triton():
-    files = [*PACKAGE.glob("core/*.py"), *PACKAGE.glob("kernels/cpu_*.py")]
+    files = [*PACKAGE.glob("core/*.py"), *PACKAGE.glob("kernels/cpu/*.py")]
     modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     assert "vllm_recycle.core.tree" in modules
-    assert "vllm_recycle.kernels.cpu_kv_cache" in modules
+    assert "vllm_recycle.kernels.cpu.kv_cache" in modules
     statements = "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
     assert forbidden_imports(statements) == set()
 

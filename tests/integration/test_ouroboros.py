@@ -24,8 +24,8 @@ from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-from vllm_recycle.integration.v1_draft_model import OuroborosV1Drafter
-from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values
+from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
+from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
 PROMPTS = [

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_recycle.core import load_tree
-from vllm_recycle.integration.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 
 TREE = load_tree("paper-80").prefix(30)
 # No deadline: the first example pays for lazy imports, and test machines are shared.

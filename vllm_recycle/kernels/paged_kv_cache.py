@@ -4,7 +4,7 @@ The cache of a layer is [blocks, kv_heads, block_size, 2 * head_size] with any s
 (vLLM stores it by heads or by tokens); the last dimension holds a token's keys and then its
 values. Slot s is the token s % block_size of block s // block_size.
 
-Here are what all layers of a group have in common and the reference; `triton_kv_cache` moves in
+Here are what all layers of a group have in common and the reference; `triton.kv_cache` moves in
 all layers in one launch.
 """
 

@@ -8,8 +8,8 @@ context, to its ancestors and to itself.
 Where the rows have no slots, theirs are those of the forward itself (`own`), and the cache has the
 context's alone. A layer that shares another layer's cache has none of its own.
 
-`tree_attention` is plain and slow, and defines what `triton_tree_attention.tree_attention` does on
-a GPU. It is not for CPU steps either: vLLM's CPU cache has another layout (`cpu_tree_attention`).
+`tree_attention` is plain and slow, and defines what `triton.tree_attention` does on
+a GPU. It is not for CPU steps either: vLLM's CPU cache has another layout (`cpu.tree_attention`).
 
 Names of dimensions, beside those of `vllm_recycle.core.tree`:
 

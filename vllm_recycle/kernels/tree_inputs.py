@@ -1,6 +1,6 @@
 """Turning the inputs of a step, which vLLM prepares for chains, into those of its trees.
 
-This is the reference; `triton_tree_inputs` does it in one launch.
+This is the reference; `triton.tree_inputs` does it in one launch.
 """
 
 from __future__ import annotations

@@ -36,17 +36,17 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
+from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.drafter import TreeDrafter
 from vllm_recycle.integration.engine_config import get_options, opts_out
-from vllm_recycle.integration.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
-from vllm_recycle.integration.v2_draft_model import OuroborosSpeculator
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.paged_kv_cache import PagedLayers
-from vllm_recycle.kernels.triton_kv_cache import compact_path
-from vllm_recycle.kernels.triton_recycling import OPERATIONS
-from vllm_recycle.kernels.triton_tree_inputs import place_tree_rows
+from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.recycling import OPERATIONS
+from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 
 class TreeSpeculator(BaseSpeculator):

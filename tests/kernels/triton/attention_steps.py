@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.kernels import paged_tree_attention as reference
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
-from vllm_recycle.kernels.triton_attention_tiles import Tile
-from vllm_recycle.kernels.triton_tree_attention import tree_attention
+from vllm_recycle.kernels.triton.attention_tiles import Tile
+from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = -7.0

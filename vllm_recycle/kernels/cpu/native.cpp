@@ -1,7 +1,7 @@
-// The CPU kernels of a tree step, twins of the torch functions that cpu_native.py names.
+// The CPU kernels of a tree step, twins of the torch functions that native.py names.
 //
 // Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled
-// on the machine that runs it (cpu_native.py). No -ffast-math: it would change the floating-point
+// on the machine that runs it (native.py). No -ffast-math: it would change the floating-point
 // mode of the whole process.
 
 #include <algorithm>

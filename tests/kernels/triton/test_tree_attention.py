@@ -13,8 +13,8 @@ from strategies import BRIEF, trees
 from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.kernels.triton_attention_tiles import WAVES, Tile, choose_num_splits, choose_tile
-from vllm_recycle.kernels.triton_tree_attention import (
+from vllm_recycle.kernels.triton.attention_tiles import WAVES, Tile, choose_num_splits, choose_tile
+from vllm_recycle.kernels.triton.tree_attention import (
     COMBINED_SPLITS,
     LEAST_SHARE,
 )

@@ -1,6 +1,6 @@
 """What the CPU runner does with the rows of trees, before the forward and after the walk.
 
-`tree_batch` says where the rows are and `cpu_backend` attends from them; here the step's inputs
+`tree_batch` says where the rows are and `backend` attends from them; here the step's inputs
 are changed from chains to trees, and the KV of the accepted path is moved to where a chain's is.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from vllm_recycle.core import TreeTemplate
-from vllm_recycle.integration.tree_batch import TreeBatch
-from vllm_recycle.kernels.cpu_kv_cache import move_slots
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
 
 def prepare_trees(

@@ -24,7 +24,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_recycle.core import TreeTemplate, WalkResult, step_down
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 
 
 def rows_are_independent(metadata: SamplingMetadata) -> bool:

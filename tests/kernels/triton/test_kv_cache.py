@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.kernels import paged_kv_cache, triton_kv_cache
+from vllm_recycle.kernels import paged_kv_cache
 from vllm_recycle.kernels.paged_kv_cache import PagedLayers
+from vllm_recycle.kernels.triton import kv_cache as triton_kv_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = [paged_kv_cache.compact_path, triton_kv_cache.compact_path]

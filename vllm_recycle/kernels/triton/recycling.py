@@ -17,7 +17,7 @@ from vllm_recycle.core.adjacency import TableLayout
 from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.kernels.triton_phrase_pool import insert_phrases, newest_phrases
+from vllm_recycle.kernels.triton.phrase_pool import insert_phrases, newest_phrases
 
 # Logits that one program of the first launch of `update_from_logits` looks at.
 CHUNK = 8192

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from strategies import trees
 
 from vllm_recycle.core import TreeTemplate
-from vllm_recycle.kernels import tree_inputs, triton_tree_inputs
+from vllm_recycle.kernels import tree_inputs
+from vllm_recycle.kernels.triton import tree_inputs as triton_tree_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = [tree_inputs.place_tree_rows, triton_tree_inputs.place_tree_rows]

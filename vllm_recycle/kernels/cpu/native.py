@@ -1,4 +1,4 @@
-"""The C++ kernels of `cpu_native.cpp`: building, calling, and the set of operations they make.
+"""The C++ kernels of `native.cpp`: building, calling, and the set of operations they make.
 
 They are compiled at first use for the machine's own instruction set (vLLM's default compile mode
 needs the same compiler) and kept in a cache directory. Without a compiler the torch functions
@@ -25,8 +25,8 @@ from vllm_recycle.core.adjacency import TableLayout
 from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.kernels import cpu_tree_attention
-from vllm_recycle.kernels.cpu_tree_attention import TreeRows
+from vllm_recycle.kernels.cpu import tree_attention as torch_attention
+from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
 logger = logging.getLogger("vllm.recycle")
 
@@ -236,7 +236,7 @@ def tree_attention(
     isa: str,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """See `vllm_recycle.kernels.cpu_tree_attention.tree_attention`, which serves what this cannot.
+    """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`, which serves what this cannot.
 
     That is float16, head sizes that are no multiple of 16, and the AMX layout on a machine
     without AVX512-BF16.
@@ -249,7 +249,7 @@ def tree_attention(
         or head_size % LANES
         or (isa == "amx" and not library.reads_amx_layout())
     ):
-        cpu_tree_attention.tree_attention(
+        torch_attention.tree_attention(
             query, kv_cache, output, trees=trees, scale=scale, isa=isa, own=own
         )
         return

@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration.gpu_backend import TreeFlashAttentionBackend
-from vllm_recycle.integration.v2_runner import TreeModelRunner
+from vllm_recycle.integration.cuda.backend import TreeFlashAttentionBackend
+from vllm_recycle.integration.cuda.runner import TreeModelRunner
 from vllm_recycle.integration.worker import TreeWorker
 
 

@@ -9,10 +9,10 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_recycle.integration.cpu_backend import TreeCPUAttentionBackend
-from vllm_recycle.integration.v1_runner import TreeCPUModelRunner
+from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
+from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
 from vllm_recycle.integration.worker import TreeWorker
-from vllm_recycle.kernels.cpu_kv_cache import ISAS
+from vllm_recycle.kernels.cpu.kv_cache import ISAS
 
 
 class TreeCPUWorker(TreeWorker, CPUWorker):

@@ -20,9 +20,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.attention_override import refuse_layer
-from vllm_recycle.integration.tree_batch import TreeBatch
-from vllm_recycle.kernels.cpu_native import tree_attention
-from vllm_recycle.kernels.cpu_tree_attention import TreeRows
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.kernels.cpu.native import tree_attention
+from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
 
 @dataclass(frozen=True, slots=True)

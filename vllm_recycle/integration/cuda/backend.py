@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
-from vllm_recycle.kernels.triton_tree_attention import tree_attention
+from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for

@@ -21,11 +21,11 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.drafter import Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import Texts, V1Drafter
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.tree_rows import prepare_trees
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
-from vllm_recycle.integration.tree_batch import TreeBatch
-from vllm_recycle.integration.tree_rows import prepare_trees
-from vllm_recycle.kernels.cpu_native import native_operations
+from vllm_recycle.kernels.cpu.native import native_operations
 
 
 class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):

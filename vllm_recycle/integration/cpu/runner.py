@@ -18,19 +18,19 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import SequenceNumbers
-from vllm_recycle.integration.drafter import Texts, TreeDrafter
+from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
+from vllm_recycle.integration.cpu.drafter import Texts, TreeV1Drafter
+from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
 from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OUROBOROS
-from vllm_recycle.integration.sampling import rows_are_independent, walk_by_depth
-from vllm_recycle.integration.tree_batch import TreeBatch
-from vllm_recycle.integration.tree_rows import compact_kv_cache, prepare_trees
-from vllm_recycle.integration.v1_draft_model import OuroborosV1Drafter
 
 
 class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
-    drafter: TreeDrafter | OuroborosV1Drafter
+    drafter: TreeV1Drafter | OuroborosV1Drafter
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("compile_triton.py")
-ROOT = SCRIPT.parents[2]
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+ROOT = SCRIPT.parents[3]
 
 KB = 1024
 # Of a program: data-centre Hopper and Blackwell; all others that we compile for, of which sm_80
@@ -22,7 +22,7 @@ SHARED_MEMORY = {90: 227 * KB, 100: 227 * KB, 80: 99 * KB, 120: 99 * KB}
 
 @pytest.fixture(scope="module")
 def figures() -> list[dict[str, Any]]:
-    """Of every case; see `compile_triton`."""
+    """Of every case; see `compile_kernels`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     result = subprocess.run(

@@ -1,6 +1,6 @@
 """Compile Triton kernels for GPUs that need not be there, and print what came out as JSON.
 
-    python tests/kernels/compile_triton.py [part of a case's name]
+    python tests/kernels/triton/compile_kernels.py [part of a case's name]
 
 To be run without TRITON_INTERPRET, under which kernels are never compiled and what only the
 compiler refuses goes unseen. `cases` lists what is compiled; another module's kernels are added
@@ -38,14 +38,14 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
 from vllm_recycle.core import TableLayout, load_tree
 from vllm_recycle.core.adjacency import OVERLAY_ROWS
-from vllm_recycle.kernels import (
-    triton_kv_cache,
-    triton_phrase_pool,
-    triton_recycling,
-    triton_tree_attention,
-    triton_tree_inputs,
+from vllm_recycle.kernels.triton import (
+    kv_cache,
+    phrase_pool,
+    recycling,
+    tree_attention,
+    tree_inputs,
 )
-from vllm_recycle.kernels.triton_attention_tiles import Tile, choose_tile
+from vllm_recycle.kernels.triton.attention_tiles import Tile, choose_tile
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def attend_case(
         f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
         + ("" if split else "-unsplit")
         + ("-own" if own else ""),
-        triton_tree_attention.attend_kernel,
+        tree_attention.attend_kernel,
         {
             **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
             **dict.fromkeys(("partial", "partial_lse"), "*fp32:16" if split else f"*{dtype}:16"),
@@ -175,7 +175,7 @@ def attend_case(
 def combine_case(head_size: int) -> Case:
     return Case(
         f"combine-head{head_size}",
-        triton_tree_attention.combine_kernel,
+        tree_attention.combine_kernel,
         {
             **dict.fromkeys(("partial", "partial_lse"), "*fp32:16"),
             "output": "*bf16:16",
@@ -187,11 +187,11 @@ def combine_case(head_size: int) -> Case:
             "num_padding": None,
             "GROUP": 4,
             "HEAD_SIZE": head_size,
-            "BLOCK_M": triton_tree_attention.COMBINED_QUERIES,
+            "BLOCK_M": tree_attention.COMBINED_QUERIES,
             "BLOCK_N": 64,
             "BLOCK_D": triton.next_power_of_2(head_size),
             "LEAST_TILES": 2,
-            "CHUNK": triton_tree_attention.COMBINED_SPLITS,
+            "CHUNK": tree_attention.COMBINED_SPLITS,
         },
     )
 
@@ -205,38 +205,38 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
     ids = dict.fromkeys(("sequences", "token_ids"), "*i64:16")
     yield Case(
         f"fill-{name}",
-        triton_recycling._fill_tree_kernel,
+        recycling._fill_tree_kernel,
         {
             "table": "*i32:16",
             **dict.fromkeys(("drafts", "sequences", "last_token_ids"), "*i64:16"),
             **dict.fromkeys(("paths", "ranks"), "*i64:16"),
         },
         {**shape, **table, "WIDTH": 1 + layout.k, "READS_SHARED": True},
-        {"num_warps": triton_recycling._warps(lanes)},
+        {"num_warps": recycling._warps(lanes)},
     )
     yield Case(
         f"walk-{name}",
-        triton_recycling._walk_kernel,
+        recycling._walk_kernel,
         {
             **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
             **{"lengths": "*i32:16", "row_starts": "*i32", "paths": "*i64:16"},
         },
         {**shape, "PLACES": triton.next_power_of_2(tree.depth + 1)},
-        {"num_warps": triton_recycling._warps(lanes)},
+        {"num_warps": recycling._warps(lanes)},
     )
-    group = triton_recycling.group_size(vocab, layout.k)
+    group = recycling.group_size(vocab, layout.k)
     rows = {**ids, "maxima": "*fp32:16", "logits": f"*{dtype}:16", "row_stride": "i32:16"}
-    sizes = {"VOCAB": vocab, "GROUP": group, "LATER": triton_recycling.LATER}
+    sizes = {"VOCAB": vocab, "GROUP": group, "LATER": recycling.LATER}
     yield Case(
         f"maxima-{name}",
-        triton_recycling._group_maxima_kernel,
+        recycling._group_maxima_kernel,
         {**rows, "num_rows": "i32"},
-        {**sizes, "GROUPS": triton_recycling.CHUNK // group},
+        {**sizes, "GROUPS": recycling.CHUNK // group},
         {"num_warps": 8},
     )
     yield Case(
         f"write-{name}",
-        triton_recycling._write_rows_kernel,
+        recycling._write_rows_kernel,
         {**rows, "num_rows": "i32", "table": "*i32:16"},
         {
             **{**sizes, **table, "K": layout.k, "KEPT": layout.k, "WRITES_SHARED": True},
@@ -252,7 +252,7 @@ def pool_cases() -> Iterator[Case]:
     pointers = {"rows": "*i32:16", "token_ids": "*i64:16"}
     yield Case(
         "newest",
-        triton_phrase_pool._newest_phrases_kernel,
+        phrase_pool._newest_phrases_kernel,
         {**pointers, "newest": "*i64:16"},
         {**sizes, "COUNT": 3, "PLACES": 4},
         {"num_warps": 1},
@@ -261,10 +261,10 @@ def pool_cases() -> Iterator[Case]:
         phrases = {"phrases": "*i64:16", **({"replaced": "*i64:16"} if replaces else {})}
         yield Case(
             "insert" + ("-replacing" if replaces else ""),
-            triton_phrase_pool._insert_phrases_kernel,
+            phrase_pool._insert_phrases_kernel,
             {**pointers, **phrases, "num_phrases": "i32"},
             {
-                **{**sizes, "PLACES": 32, "PHRASES": triton_phrase_pool.PHRASES},
+                **{**sizes, "PLACES": 32, "PHRASES": phrase_pool.PHRASES},
                 **({} if replaces else {"replaced": None}),
             },
             {"num_warps": 1},
@@ -275,13 +275,13 @@ def place_case() -> Case:
     pointers = ("row_token_ids", "positions", "token_rows", "shifts")
     return Case(
         "place",
-        triton_tree_inputs._place_tree_rows_kernel,
+        tree_inputs._place_tree_rows_kernel,
         {
             **dict.fromkeys(pointers, "*i64:16"),
             **dict.fromkeys(("input_ids", "tree_rows"), "*i32:16"),
             "num_rows": "i32",
         },
-        {"ROWS": triton_tree_inputs.ROWS},
+        {"ROWS": tree_inputs.ROWS},
         {"num_warps": 4},
     )
 
@@ -290,7 +290,7 @@ def compact_case() -> Case:
     """Llama-3-8B's cache in 16 bits."""
     return Case(
         "compact",
-        triton_kv_cache._compact_path_kernel,
+        kv_cache._compact_path_kernel,
         {
             **dict.fromkeys(("pointers", "slot_mapping", "token_rows", "path"), "*i64:16"),
             "row_starts": "*i32",
@@ -298,8 +298,8 @@ def compact_case() -> Case:
         },
         {
             **{"PATH": load_tree("default").depth + 1, "BLOCK_SIZE": 16, "HEADS": 8, "WIDTH": 64},
-            **{"INTEGER": tl.int64, "ELEMENTS": triton_kv_cache.ELEMENTS},
-            "PLACES": triton_kv_cache.PLACES,
+            **{"INTEGER": tl.int64, "ELEMENTS": kv_cache.ELEMENTS},
+            "PLACES": kv_cache.PLACES,
         },
         {"num_warps": 4},
     )

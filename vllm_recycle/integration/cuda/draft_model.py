@@ -30,11 +30,11 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.cuda.draft_rounds import NO_SLOT, DraftGraphs, Round
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
-from vllm_recycle.integration.v2_draft_rounds import NO_SLOT, DraftGraphs, Round
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
-from vllm_recycle.kernels.triton_recycling import OPERATIONS
+from vllm_recycle.kernels.triton.recycling import OPERATIONS
 
 
 def draft_forward_template(shape: DraftShape) -> TreeTemplate:

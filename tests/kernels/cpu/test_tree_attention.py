@@ -7,24 +7,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_cpu_kv_cache import KV_HEADS, Layout, every_layout, halves, write
+from cache_layouts import KV_HEADS, Layout, every_layout, halves, write
+from tolerance import is_within_tolerance
 from vllm import _custom_ops as ops
 
 from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.kernels import cpu_native, cpu_tree_attention
-from vllm_recycle.kernels.cpu_tree_attention import TreeRows
+from vllm_recycle.kernels.cpu import native, tree_attention
+from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
 HEADS = 6  # three queries a key: grouped-query attention
 UNTOUCHED = -7.0
 # What block tables hold behind the context where the rows are not in the cache.
 NO_BLOCK = 2**30
-
-# Outputs are averages of standard normal values, hence below 4 in magnitude: a rounding is off by
-# 2^-7 or 2^-10 at most, and results differ by a few (of outputs, and of weights before the sum). In
-# float32 sums over some hundred terms are what differs, by several times 2^-22.
-TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-18}
 
 
 @dataclass(frozen=True)
@@ -50,9 +46,9 @@ STEP = [
 Attention = Callable[..., None]
 
 
-@pytest.fixture(scope="module", params=[cpu_tree_attention, cpu_native], ids=["torch", "c++"])
+@pytest.fixture(scope="module", params=[tree_attention, native], ids=["torch", "c++"])
 def attention(request) -> Attention:
-    if request.param is cpu_native and cpu_native.load_library() is None:
+    if request.param is native and native.load_library() is None:
         pytest.skip("no C++ compiler")
     return request.param.tree_attention
 
@@ -156,14 +152,6 @@ class Step:
                 weights = scores.softmax(dim=0)[:, :, None]
                 output[sequence.first + row] = (weights * values[seen]).sum(dim=0)
         return output
-
-
-def largest_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((output.double() - reference.double()).abs().max())
-
-
-def is_within_tolerance(output: torch.Tensor, reference: torch.Tensor) -> bool:
-    return largest_error(output, reference) <= TOLERANCE[output.dtype]
 
 
 DEEP_END = ((9, 0), (9, 1), (21, 0), (23, 0), (24, 1))

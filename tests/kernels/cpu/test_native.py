@@ -1,27 +1,27 @@
 """The C++ kernels give what the torch functions give that they are twins of, bit for bit.
 
-Attention gives it within a tolerance, that of `test_cpu_tree_attention`, which has more of it.
+Attention gives it within a tolerance, that of `test_tree_attention`, which has more of it.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from cache_layouts import STALE, skip_reason
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trees
-from test_cpu_kv_cache import STALE, skip_reason
-from test_cpu_tree_attention import is_within_tolerance
+from tolerance import is_within_tolerance
 
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix
-from vllm_recycle.kernels import cpu_native, cpu_tree_attention
-from vllm_recycle.kernels.cpu_kv_cache import slot_elements
-from vllm_recycle.kernels.cpu_tree_attention import TreeRows
+from vllm_recycle.kernels.cpu import native, tree_attention
+from vllm_recycle.kernels.cpu.kv_cache import slot_elements
+from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
 VOCAB, K, SEQUENCES = 40, 4, 3
 
 pytestmark = pytest.mark.skipif(
-    cpu_native.load_library() is None, reason="no C++ compiler on this machine"
+    native.load_library() is None, reason="no C++ compiler on this machine"
 )
 
 
@@ -49,7 +49,7 @@ def test_update_equals_torch(matrix, seed, bf16):
     logits = logits.to(torch.bfloat16 if bf16 else torch.float32)
     expected, got = matrix.table.clone(), matrix.table.clone()
     REFERENCE.update_from_logits(expected, sequences, token_ids, logits, layout=matrix.layout)
-    cpu_native.update_from_logits(got, sequences, token_ids, logits, layout=matrix.layout)
+    native.update_from_logits(got, sequences, token_ids, logits, layout=matrix.layout)
     expected[matrix.layout.dump_address] = got[matrix.layout.dump_address]
     assert torch.equal(got, expected)
 
@@ -62,7 +62,7 @@ def test_fill_and_walk_equal_torch(tree, matrix, seed):
     last, who = torch.randint(VOCAB, (5,)), torch.randint(SEQUENCES, (5,))
     arguments = (matrix.table, who, last)
     drafts = REFERENCE.fill_tree(*arguments, tree=tree, layout=matrix.layout)
-    assert torch.equal(cpu_native.fill_tree(*arguments, tree=tree, layout=matrix.layout), drafts)
+    assert torch.equal(native.fill_tree(*arguments, tree=tree, layout=matrix.layout), drafts)
     # Agree often, so that paths are deep.
     first_child = tree.children[:, 0].clamp(min=1) - 1
     sampled = torch.where(torch.rand(5, tree.num_nodes + 1) < 0.7, drafts[:, first_child], 7)
@@ -71,7 +71,7 @@ def test_fill_and_walk_equal_torch(tree, matrix, seed):
     flat = torch.cat([rows[:count] for rows, count in zip(sampled, num_rows, strict=True)])
     starts = torch.nn.functional.pad(num_rows.cumsum(0), (1, 0)).to(torch.int32)
     expected, got = (
-        walk(flat, drafts, starts, tree=tree) for walk in (REFERENCE.walk, cpu_native.walk)
+        walk(flat, drafts, starts, tree=tree) for walk in (REFERENCE.walk, native.walk)
     )
     assert torch.equal(got.path, expected.path)
     assert torch.equal(got.token_ids, expected.token_ids)
@@ -111,7 +111,7 @@ def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa)
     query = torch.randn(tokens, KV_HEADS * group, HEAD_SIZE).to(dtype)
     own = torch.randn(tokens, 2, KV_HEADS, HEAD_SIZE).to(dtype).unbind(1)
     expected, got = torch.empty_like(query), torch.empty_like(query)
-    for twin, output in ((cpu_tree_attention, expected), (cpu_native, got)):
+    for twin, output in ((tree_attention, expected), (native, got)):
         twin.tree_attention(query, kv_cache, output, trees=trees, scale=0.2, isa=isa, own=own)
     assert expected.isfinite().all()
     assert is_within_tolerance(got, expected)
@@ -120,9 +120,7 @@ def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa)
 def test_equal_logits_are_taken_in_order():
     matrix = AdjacencyMatrix(VOCAB, K, scope="shared")
     row = torch.zeros(1, dtype=torch.int64)
-    cpu_native.update_from_logits(
-        matrix.table, row, row, torch.ones(1, VOCAB), layout=matrix.layout
-    )
+    native.update_from_logits(matrix.table, row, row, torch.ones(1, VOCAB), layout=matrix.layout)
     assert matrix.shared[0].tolist() == [0, 1, 2, 3]
 
 
@@ -130,17 +128,17 @@ def test_logits_of_other_types_and_strides_are_taken():
     matrix = AdjacencyMatrix(VOCAB, K, scope="shared")
     row = torch.zeros(1, dtype=torch.int64)
     logits = torch.arange(VOCAB).to(torch.float16)[:, None].T
-    cpu_native.update_from_logits(matrix.table, row, row, logits, layout=matrix.layout)
+    native.update_from_logits(matrix.table, row, row, logits, layout=matrix.layout)
     assert matrix.shared[0].tolist() == [39, 38, 37, 36]
 
 
 def test_without_a_compiler_torch_does_the_work(monkeypatch, caplog):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(cpu_native.shutil, "which", lambda _: None)
-    cpu_native.load_library.cache_clear()
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    native.load_library.cache_clear()
     try:
         with caplog.at_level("WARNING"):
-            assert cpu_native.native_operations() is REFERENCE
+            assert native.native_operations() is REFERENCE
         assert "no g++ found" in caplog.text
     finally:
-        cpu_native.load_library.cache_clear()
+        native.load_library.cache_clear()

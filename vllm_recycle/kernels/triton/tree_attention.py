@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows
-from vllm_recycle.kernels.triton_attention_splits import (
+from vllm_recycle.kernels.triton.attention_splits import (
     COMBINED_QUERIES,
     COMBINED_SPLITS,
     combine_kernel,
     rows_of_request,
     share_of_context,
 )
-from vllm_recycle.kernels.triton_attention_tiles import (
+from vllm_recycle.kernels.triton.attention_tiles import (
     Tile,
     choose_num_splits,
     choose_tile,
