@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import torch_twins
 
 from vllm_recycle.core import TreeTemplate
-from vllm_recycle.kernels import paged_tree_attention as reference
-from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton.attention_tiles import Tile
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,7 +163,7 @@ class Step:
 
     def attend_in_torch(self) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
-        reference.tree_attention(
+        torch_twins.tree_attention(
             self.query, self.kv_cache, output, rows=self.rows, scale=self.scale, own=self.own
         )
         return output

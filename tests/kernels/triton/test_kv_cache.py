@@ -1,4 +1,4 @@
-"""Moving accepted paths in a paged cache: against a plain loop, by the reference and in Triton."""
+"""Moving accepted paths in a paged cache: against a plain loop, in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.kernels import paged_kv_cache
-from vllm_recycle.kernels.paged_kv_cache import PagedLayers
-from vllm_recycle.kernels.triton import kv_cache as triton_kv_cache
+from vllm_recycle.kernels.triton import kv_cache
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FUNCTIONS = [paged_kv_cache.compact_path, triton_kv_cache.compact_path]
+FUNCTIONS = [torch_twins.compact_path, kv_cache.compact_path]
 BLOCK_SIZE, NUM_BLOCKS = 8, 16
 NUM_SLOTS = BLOCK_SIZE * NUM_BLOCKS
 STORAGES = ["by heads", "by tokens", "layers within blocks"]

@@ -1,4 +1,4 @@
-"""Tree attention in Triton: against the torch reference, and what a tree is to it."""
+"""Tree attention in Triton: against its torch twin, and what a tree is to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PADDED = (Request(29, 150, padding=3), Request(0, 0, padding=2), Request(9, 37),
 
 @pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
 @pytest.mark.parametrize(("tree", "requests"), [(PAPER, STEP), (CHAINED, PADDED)])
-def test_the_reference_is_a_softmax_over_context_and_ancestors(tree, requests, own):
+def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own):
     step = Step.make(tree, requests, own=own)
     output = step.attend_in_torch()
     for index, request in enumerate(requests):

@@ -1,19 +1,19 @@
-"""The inputs of a step's trees: what a plain loop makes of them, by the reference and in Triton."""
+"""The inputs of a step's trees: what a plain loop makes of them, in torch and in Triton."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trees
 
 from vllm_recycle.core import TreeTemplate
-from vllm_recycle.kernels import tree_inputs
-from vllm_recycle.kernels.triton import tree_inputs as triton_tree_inputs
+from vllm_recycle.kernels.triton import tree_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FUNCTIONS = [tree_inputs.place_tree_rows, triton_tree_inputs.place_tree_rows]
+FUNCTIONS = [torch_twins.place_tree_rows, tree_inputs.place_tree_rows]
 
 either = pytest.mark.parametrize("place_tree_rows", FUNCTIONS, ids=["torch", "triton"])
 

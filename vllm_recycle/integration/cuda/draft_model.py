@@ -33,7 +33,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_rounds import NO_SLOT, DraftGraphs, Round
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
-from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
 from vllm_recycle.kernels.triton.recycling import OPERATIONS
 
 

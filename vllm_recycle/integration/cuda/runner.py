@@ -43,8 +43,8 @@ from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
-from vllm_recycle.kernels.paged_kv_cache import PagedLayers
 from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.recycling import OPERATIONS
 from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 

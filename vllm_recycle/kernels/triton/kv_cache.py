@@ -1,4 +1,4 @@
-"""Moving an accepted path in all layers in one launch; the twin of `kernels.paged_kv_cache`."""
+"""Moving an accepted path in the KV cache, in all layers in one launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.paged_kv_cache import PagedLayers
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 
 # What one program holds of a token at a time, and of how many tokens.
 ELEMENTS = 256
@@ -23,7 +23,17 @@ def compact_path(
     row_starts: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
-    """See `vllm_recycle.kernels.paged_kv_cache.compact_path`."""
+    """Move the KV of each accepted path to the first slots of its sequence's rows.
+
+    Args:
+        layers: of one KV cache group, changed in place.
+        slot_mapping: int64 [tokens], block * block_size + token in the block.
+        token_rows: int64 [logit rows], where each logit row is among the tokens.
+        row_starts: integer [batch + 1], where the logit rows of each sequence begin, and the end.
+        path: int64 [batch, path], the accepted rows of each tree from the root (row 0) down,
+            ascending, padded with -1.
+
+    """
     kv_cache = layers.kv_caches[0]
     _, heads, block_size, width = kv_cache.shape
     block_stride, head_stride, token_stride, _ = (

@@ -1,9 +1,9 @@
 """Tree attention over vLLM's paged KV cache on CUDA: split-KV flash attention under bit masks.
 
-The Triton twin of `paged_tree_attention`, whose names of dimensions it shares. One program serves
-a tile of queries, the rows of a tree times the heads that share a key, so that keys and values are
-read once for all of them. Long contexts are split over programs, and a second kernel combines what
-these found.
+`paged_rows` says what a row attends to, and names the dimensions. One program serves a tile of
+queries, the rows of a tree times the heads that share a key, so that keys and values are read once
+for all of them. Long contexts are split over programs, and a second kernel combines what these
+found.
 
 Launches depend on shapes alone: nothing is read from the device, and a captured CUDA graph stays
 valid when lengths, block tables and the rows of requests change.
@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows
 from vllm_recycle.kernels.triton.attention_splits import (
     COMBINED_QUERIES,
     COMBINED_SPLITS,
@@ -31,6 +30,7 @@ from vllm_recycle.kernels.triton.attention_tiles import (
     choose_tile,
     processors_and_capability,
 )
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
 
 LOG2_E = math.log2(math.e)
 
@@ -50,16 +50,20 @@ def tree_attention(
     num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """See `vllm_recycle.kernels.paged_tree_attention.tree_attention`.
+    """Attend from every tree row to its context and its ancestors; their KV is written already.
 
     Args:
-        query: float16, bfloat16 or float32 [tokens, heads, head_size]; its last dimension, and
-            those of the other two, contiguous.
-        kv_cache: of the same type.
-        output: of any floating type.
+        query: float16, bfloat16 or float32 [tokens, heads, head_size], of any row and head stride;
+            its last dimension, and those of the other two, contiguous.
+        kv_cache: [blocks, kv_heads, block_size, 2 * head_size] of the same type, keys before
+            values, of any strides but the last.
+        output: [tokens, heads, head_size] of any floating type, written at the rows of the trees
+            and nowhere else.
         rows: the requests, their blocks and the mask.
         scale: of the scores, positive.
-        own: keys and values of the forward's rows, of the cache's type.
+        own: keys and values of the forward's rows, of the cache's type, each
+            [tokens, kv_heads, head_size], of any token stride. Where given, the trees' rows have
+            theirs from here, and nothing behind the context is read from the cache.
         num_splits: shares of each context, chosen from the shapes where none is given.
         tile: likewise.
 

@@ -1,11 +1,8 @@
-"""vLLM's paged KV cache on CUDA: the layers of a group, and moving an accepted path in them.
+"""vLLM's paged KV cache on CUDA: what all layers of a group have in common.
 
 The cache of a layer is [blocks, kv_heads, block_size, 2 * head_size] with any strides but the last
 (vLLM stores it by heads or by tokens); the last dimension holds a token's keys and then its
 values. Slot s is the token s % block_size of block s // block_size.
-
-Here are what all layers of a group have in common and the reference; `triton.kv_cache` moves in
-all layers in one launch.
 """
 
 from __future__ import annotations
@@ -60,41 +57,6 @@ class PagedLayers:
         size = kv_caches[0].element_size()
         steps = [size * length for length in (*kv_caches[0].stride()[:3], kv_caches[0].shape[3])]
         return cls(tuple(distinct.values()), pointers, math.gcd(8, *distinct, *steps))
-
-    @property
-    def block_size(self) -> int:
-        return self.kv_caches[0].shape[2]
-
-
-def compact_path(
-    layers: PagedLayers,
-    slot_mapping: torch.Tensor,
-    token_rows: torch.Tensor,
-    row_starts: torch.Tensor,
-    path: torch.Tensor,
-) -> None:
-    """Move the KV of each accepted path to the first slots of its sequence's rows.
-
-    Args:
-        layers: of one KV cache group, changed in place.
-        slot_mapping: int64 [tokens], block * block_size + token in the block.
-        token_rows: int64 [logit rows], where each logit row is among the tokens.
-        row_starts: integer [batch + 1], where the logit rows of each sequence begin, and the end.
-        path: int64 [batch, path], the accepted rows of each tree from the root (row 0) down,
-            ascending, padded with -1.
-
-    """
-    sequence, place = torch.nonzero(
-        path > torch.arange(path.shape[1], device=path.device), as_tuple=True
-    )
-    first = row_starts[sequence].long()
-    source = slot_mapping[token_rows[first + path[sequence, place]]]
-    target = slot_mapping[token_rows[first + place]]
-    size = layers.block_size
-    for kv_cache in layers.kv_caches:
-        # The right side is a copy: all sources are read before a target is written.
-        moved = kv_cache[source // size, :, source % size]
-        kv_cache[target // size, :, target % size] = moved
 
 
 def _describe(kv_cache: torch.Tensor) -> str:
