@@ -52,7 +52,7 @@ class StepInputs:
         num_rows = batch * rows
         self.tree = load_tree("default").prefix(rows - 1).to(DEVICE)
         self.matrix = AdjacencyMatrix(
-            vocab, case.k, scope="sequence", num_sequences=case.sequences, device=DEVICE
+            vocab, case.k, scope="sequence", max_num_reqs=case.sequences, device=DEVICE
         )
         learned = 2 * vocab  # which fills seven of eight rows
         sequences, tokens = random_ids(case.sequences, learned), random_ids(vocab, learned)

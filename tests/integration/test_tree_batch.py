@@ -69,14 +69,14 @@ def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
         unscheduled = TREE.num_nodes - size
         assert trees.num_nodes[index] == size
         assert trees.first_token_row[index] == root
-        assert trees.row_starts[index] == logit_row
+        assert trees.cu_num_logits[index] == logit_row
         assert trees.drafts[index].tolist() == request.logit_tokens[1:] + [-1] * unscheduled
         if size:
             tree_token_rows += range(root, root + size + 1)
             tree_rows += range(size + 1)
         token_row += len(request.tokens)
         logit_row += size + 1
-    assert trees.row_starts[-1] == logit_row
+    assert trees.cu_num_logits[-1] == logit_row
     assert trees.tree_token_rows.tolist() == tree_token_rows
     assert trees.tree_rows.tolist() == tree_rows
     assert trees.row_token_ids.tolist() == [

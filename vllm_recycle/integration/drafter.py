@@ -120,7 +120,7 @@ class TreeDrafter(Drafter):
             vllm_config.model_config.get_vocab_size(),
             options.k,
             scope=options.scope,  # type: ignore[arg-type]
-            num_sequences=vllm_config.scheduler_config.max_num_seqs,
+            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
             hot_start=options.hot_start,
             device=device,
         )

@@ -18,7 +18,7 @@ from vllm_recycle.kernels.cpu import native, tree_attention
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
-VOCAB, K, SEQUENCES = 40, 4, 3
+VOCAB, K, MAX_NUM_REQS = 40, 4, 3
 
 pytestmark = pytest.mark.skipif(
     native.load_library() is None, reason="no C++ compiler on this machine"
@@ -29,27 +29,27 @@ pytestmark = pytest.mark.skipif(
 def matrices(draw):
     scope = draw(st.sampled_from(["sequence", "shared", "isolated"]))
     hot_start = scope == "shared" or draw(st.booleans())
-    options = {"scope": scope, "hot_start": hot_start, "num_sequences": SEQUENCES}
+    options = {"scope": scope, "hot_start": hot_start, "max_num_reqs": MAX_NUM_REQS}
     return AdjacencyMatrix(VOCAB, K, overlay_rows=8, **options)
 
 
 def rows(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sequences = torch.randint(SEQUENCES, (count,), generator=generator)
+    idx_mapping = torch.randint(MAX_NUM_REQS, (count,), generator=generator)
     token_ids = torch.randint(-1, VOCAB, (count,), generator=generator)
     # Distinct logits: torch says nothing about the order of equal ones.
     logits = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(count)])
-    return sequences, token_ids, logits
+    return idx_mapping, token_ids, logits
 
 
 @settings(max_examples=60, deadline=None)
 @given(matrix=matrices(), seed=st.integers(0, 10**6), bf16=st.booleans())
 def test_update_equals_torch(matrix, seed, bf16):
-    sequences, token_ids, logits = rows(seed, 25)
+    idx_mapping, token_ids, logits = rows(seed, 25)
     logits = logits.to(torch.bfloat16 if bf16 else torch.float32)
     expected, got = matrix.table.clone(), matrix.table.clone()
-    REFERENCE.update_from_logits(expected, sequences, token_ids, logits, layout=matrix.layout)
-    native.update_from_logits(got, sequences, token_ids, logits, layout=matrix.layout)
+    REFERENCE.update_from_logits(expected, idx_mapping, token_ids, logits, layout=matrix.layout)
+    native.update_from_logits(got, idx_mapping, token_ids, logits, layout=matrix.layout)
     expected[matrix.layout.dump_address] = got[matrix.layout.dump_address]
     assert torch.equal(got, expected)
 
@@ -57,9 +57,9 @@ def test_update_equals_torch(matrix, seed, bf16):
 @settings(max_examples=60, deadline=None)
 @given(tree=trees(k=K), matrix=matrices(), seed=st.integers(0, 10**6))
 def test_fill_and_walk_equal_torch(tree, matrix, seed):
-    sequences, token_ids, logits = rows(seed, 60)
-    matrix.update(sequences, token_ids, logits.topk(K).indices)
-    last, who = torch.randint(VOCAB, (5,)), torch.randint(SEQUENCES, (5,))
+    idx_mapping, token_ids, logits = rows(seed, 60)
+    matrix.update(idx_mapping, token_ids, logits.topk(K).indices)
+    last, who = torch.randint(VOCAB, (5,)), torch.randint(MAX_NUM_REQS, (5,))
     arguments = (matrix.table, who, last)
     drafts = REFERENCE.fill_tree(*arguments, tree=tree, layout=matrix.layout)
     assert torch.equal(native.fill_tree(*arguments, tree=tree, layout=matrix.layout), drafts)

@@ -202,13 +202,13 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
     name, lanes = f"{dtype}-vocab{vocab}", triton.next_power_of_2(tree.num_nodes)
     shape = {"NODES": tree.num_nodes, "PATH": tree.depth + 1, "LANES": lanes}
     table = {"FIRST_OVERLAY": layout.first_overlay, "OVERLAY_ROWS": layout.overlay_rows}
-    ids = dict.fromkeys(("sequences", "token_ids"), "*i64:16")
+    ids = dict.fromkeys(("expanded_idx_mapping", "token_ids"), "*i64:16")
     yield Case(
         f"fill-{name}",
         recycling._fill_tree_kernel,
         {
             "table": "*i32:16",
-            **dict.fromkeys(("drafts", "sequences", "last_token_ids"), "*i64:16"),
+            **dict.fromkeys(("drafts", "idx_mapping", "last_token_ids"), "*i64:16"),
             **dict.fromkeys(("paths", "ranks"), "*i64:16"),
         },
         {**shape, **table, "WIDTH": 1 + layout.k, "READS_SHARED": True},
@@ -219,7 +219,7 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
         recycling._walk_kernel,
         {
             **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
-            **{"lengths": "*i32:16", "row_starts": "*i32", "paths": "*i64:16"},
+            **{"lengths": "*i32:16", "cu_num_logits": "*i32", "paths": "*i64:16"},
         },
         {**shape, "PLACES": triton.next_power_of_2(tree.depth + 1)},
         {"num_warps": recycling._warps(lanes)},
@@ -272,13 +272,13 @@ def pool_cases() -> Iterator[Case]:
 
 
 def place_case() -> Case:
-    pointers = ("row_token_ids", "positions", "token_rows", "shifts")
+    pointers = ("row_token_ids", "positions", "logits_indices", "shifts")
     return Case(
         "place",
         tree_inputs._place_tree_rows_kernel,
         {
             **dict.fromkeys(pointers, "*i64:16"),
-            **dict.fromkeys(("input_ids", "tree_rows"), "*i32:16"),
+            **dict.fromkeys(("input_ids", "expanded_local_pos"), "*i32:16"),
             "num_rows": "i32",
         },
         {"ROWS": tree_inputs.ROWS},
@@ -292,8 +292,8 @@ def compact_case() -> Case:
         "compact",
         kv_cache._compact_path_kernel,
         {
-            **dict.fromkeys(("pointers", "slot_mapping", "token_rows", "path"), "*i64:16"),
-            "row_starts": "*i32",
+            **dict.fromkeys(("pointers", "slot_mapping", "logits_indices", "path"), "*i64:16"),
+            "cu_num_logits": "*i32",
             **dict.fromkeys(("block_stride", "head_stride", "token_stride"), "i32:16"),
         },
         {

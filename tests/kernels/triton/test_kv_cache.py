@@ -45,20 +45,20 @@ class Step:
     """Which slots a step's rows have, and the paths that were accepted."""
 
     slot_mapping: list[int]
-    token_rows: list[int]
-    row_starts: list[int]
+    logits_indices: list[int]
+    cu_num_logits: list[int]
     path: list[list[int]]
 
     def tensors(self, starts_type: torch.dtype = torch.int32) -> list[torch.Tensor]:
-        lists = (self.slot_mapping, self.token_rows, self.row_starts, self.path)
+        lists = (self.slot_mapping, self.logits_indices, self.cu_num_logits, self.path)
         slots, rows, starts, path = (torch.tensor(values, device=DEVICE) for values in lists)
         return [slots, rows, starts.to(starts_type), path]
 
     def moves(self) -> list[tuple[int, int]]:
         """Slots to read and to write."""
         return [
-            tuple(self.slot_mapping[self.token_rows[start + row]] for row in (source, target))
-            for start, rows in zip(self.row_starts[:-1], self.path, strict=True)
+            tuple(self.slot_mapping[self.logits_indices[start + row]] for row in (source, target))
+            for start, rows in zip(self.cu_num_logits[:-1], self.path, strict=True)
             for target, source in enumerate(rows)
             if source > target
         ]
@@ -84,8 +84,8 @@ def steps(draw) -> Step:
     num_tokens = sum(num_rows) + draw(st.integers(0, 10))
     return Step(
         slot_mapping=draw(st.permutations(range(NUM_SLOTS)))[:num_tokens],
-        token_rows=draw(st.permutations(range(num_tokens)))[: sum(num_rows)],
-        row_starts=[sum(num_rows[:index]) for index in range(len(num_rows) + 1)],
+        logits_indices=draw(st.permutations(range(num_tokens)))[: sum(num_rows)],
+        cu_num_logits=[sum(num_rows[:index]) for index in range(len(num_rows) + 1)],
         path=[[*rows, *[-1] * (width - len(rows))] for rows in path],
     )
 
@@ -132,8 +132,8 @@ def test_a_path_of_the_first_rows_moves_nothing(compact_path):
     step = Step(
         # Slots that do not exist: nothing is read or written through them.
         slot_mapping=[10**9] * 6,
-        token_rows=list(range(6)),
-        row_starts=[0, 1, 6],
+        logits_indices=list(range(6)),
+        cu_num_logits=[0, 1, 6],
         path=[[0, -1, -1, -1], [0, 1, 2, -1]],
     )
     (kv_cache,) = make_caches(1, 2, 16, torch.bfloat16)

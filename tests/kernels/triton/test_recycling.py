@@ -14,7 +14,7 @@ from vllm_recycle.kernels.triton.recycling import OPERATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 90
-SEQUENCES = 3
+MAX_NUM_REQS = 3
 OVERLAY_ROWS = 4
 KINDS = [("sequence", True), ("sequence", False), ("shared", True), ("isolated", True)]
 HALF_TYPES = [torch.bfloat16, torch.float16]
@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize(("scope", "hot_start"), KINDS)
 
 
 def make_matrix(scope="sequence", hot_start=True, *, vocab_size=VOCAB, k=K) -> AdjacencyMatrix:
-    options = {"scope": scope, "hot_start": hot_start, "num_sequences": SEQUENCES}
+    options = {"scope": scope, "hot_start": hot_start, "max_num_reqs": MAX_NUM_REQS}
     return AdjacencyMatrix(vocab_size, k, overlay_rows=OVERLAY_ROWS, device=DEVICE, **options)
 
 
@@ -33,11 +33,11 @@ def on_device(*lists: list) -> list[torch.Tensor]:
 
 # Drafting.
 
-sequence_numbers = st.integers(0, SEQUENCES - 1)
+req_state_indices = st.integers(0, MAX_NUM_REQS - 1)
 # Few tokens, so that rows are found where tokens point.
 few_tokens = st.integers(0, 11)
 rows_of_few = st.tuples(
-    sequence_numbers, few_tokens, st.lists(few_tokens, min_size=K, max_size=K, unique=True)
+    req_state_indices, few_tokens, st.lists(few_tokens, min_size=K, max_size=K, unique=True)
 )
 
 
@@ -46,15 +46,15 @@ rows_of_few = st.tuples(
 @given(
     tree=trees(),
     rows=st.lists(rows_of_few, min_size=8, max_size=40),
-    batch=st.lists(st.tuples(sequence_numbers, few_tokens | st.just(-1)), min_size=1, max_size=4),
+    batch=st.lists(st.tuples(req_state_indices, few_tokens | st.just(-1)), min_size=1, max_size=4),
 )
 def test_fill_equals_torch(scope, hot_start, tree, rows, batch):
     tree, matrix = tree.to(DEVICE), make_matrix(scope, hot_start)
     matrix.update(*on_device(*zip(*rows, strict=True)))
-    sequences, last = on_device(*zip(*batch, strict=True))
+    idx_mapping, last = on_device(*zip(*batch, strict=True))
     arguments = {"tree": tree, "layout": matrix.layout}
-    expected = REFERENCE.fill_tree(matrix.table, sequences, last, **arguments)
-    got = OPERATIONS.fill_tree(matrix.table, sequences, last, **arguments)
+    expected = REFERENCE.fill_tree(matrix.table, idx_mapping, last, **arguments)
+    got = OPERATIONS.fill_tree(matrix.table, idx_mapping, last, **arguments)
     assert got.dtype == torch.int64
     assert got.equal(expected)
 
@@ -77,7 +77,7 @@ def test_a_chain_of_any_depth_is_filled(depth):
 
 @st.composite
 def ragged_steps(draw):
-    """A tree; of one to four sequences the drafts of all nodes, and tokens of a prefix of rows."""
+    """A tree; of one to four requests the drafts of all nodes, and tokens of a prefix of rows."""
     tree = draw(trees(max_nodes=30))
     drafted, sampled = [], []
     for _ in range(draw(st.integers(1, 4))):
@@ -154,7 +154,7 @@ def learned(matrix: AdjacencyMatrix, logits: torch.Tensor) -> list[list[int]]:
     return matrix.shared[: len(logits)].tolist()
 
 
-learned_rows = st.lists(st.tuples(sequence_numbers, st.integers(-1, 9)), min_size=1, max_size=14)
+learned_rows = st.lists(st.tuples(req_state_indices, st.integers(-1, 9)), min_size=1, max_size=14)
 
 
 @every_kind
@@ -169,9 +169,9 @@ learned_rows = st.lists(st.tuples(sequence_numbers, st.integers(-1, 9)), min_siz
 )
 def test_update_equals_torch(scope, hot_start, rows, seed, dtype, later, chunk):
     matrix = make_matrix(scope, hot_start)
-    sequences, tokens = on_device(*zip(*rows, strict=True))
+    idx_mapping, tokens = on_device(*zip(*rows, strict=True))
     logits = distinct_logits(seed, len(rows), VOCAB, dtype)
-    arguments = (sequences, tokens, logits)
+    arguments = (idx_mapping, tokens, logits)
     # What was there before stays where nothing is written.
     matrix.update(*on_device([0, 1, 2, 2], [0, 5, 6, 2]), distinct_logits(seed, 4, K, torch.int64))
     with pytest.MonkeyPatch.context() as patch:
@@ -200,9 +200,9 @@ def test_a_token_that_comes_again_far_behind_is_written_once():
     tokens = torch.full((300,), 3, device=DEVICE)
     tokens[[7, 150]] = 4
     tokens[[8, 299]] = 5
-    sequences = torch.arange(300, device=DEVICE) % 2
+    idx_mapping = torch.arange(300, device=DEVICE) % 2
     logits = distinct_logits(1, 300, VOCAB, torch.float32)
-    arguments = (sequences, tokens, logits)
+    arguments = (idx_mapping, tokens, logits)
     got = updated(matrix, OPERATIONS.update_from_logits, *arguments)
     assert got.equal(updated(matrix, REFERENCE.update_from_logits, *arguments))
 
@@ -284,7 +284,7 @@ def test_logits_of_any_strides_are_read(dtype):
 def test_a_proposer_drafts_the_same_with_either_set_of_operations(scope):
     tree = TreeTemplate(((0, 0), (0, 1), (1, 0), (1, 2), (3, 1), (2, 0))).to(DEVICE)
     generator = torch.Generator().manual_seed(4)
-    sequences = torch.tensor([0, 0, 0, 1, 1, 2], device=DEVICE)
+    idx_mapping = torch.tensor([0, 0, 0, 1, 1, 2], device=DEVICE)
     proposers = [
         TokenRecyclingProposer(make_matrix(scope), tree, operations=operations)
         for operations in (REFERENCE, OPERATIONS)
@@ -295,7 +295,7 @@ def test_a_proposer_drafts_the_same_with_either_set_of_operations(scope):
         # The successors are among the tokens of the steps, so that there are deep drafts.
         logits[:, 12:] -= VOCAB
         for proposer in proposers:
-            proposer.observe(sequences, tokens, logits, torch.arange(7, device=DEVICE))
-        expected, got = (proposer.propose(sequences, tokens) for proposer in proposers)
+            proposer.observe(idx_mapping, tokens, logits, torch.arange(7, device=DEVICE))
+        expected, got = (proposer.propose(idx_mapping, tokens) for proposer in proposers)
         assert got.equal(expected)
     assert int((got[:, 4] >= 0).sum()) > 1

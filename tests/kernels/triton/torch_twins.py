@@ -16,32 +16,32 @@ from vllm_recycle.kernels.triton.paged_rows import WORD_BITS, PagedTreeRows
 def place_tree_rows(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
-    token_rows: torch.Tensor,
-    tree_rows: torch.Tensor,
+    logits_indices: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> torch.Tensor:
     """See `vllm_recycle.kernels.triton.tree_inputs.place_tree_rows`."""
-    token_ids = input_ids[token_rows]
-    positions[token_rows] += tree.shifts[tree_rows]
-    input_ids[token_rows] = token_ids.clamp(min=0)
+    token_ids = input_ids[logits_indices]
+    positions[logits_indices] += tree.shifts[expanded_local_pos]
+    input_ids[logits_indices] = token_ids.clamp(min=0)
     return token_ids.long()
 
 
 def compact_path(
     layers: PagedLayers,
     slot_mapping: torch.Tensor,
-    token_rows: torch.Tensor,
-    row_starts: torch.Tensor,
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
     """See `vllm_recycle.kernels.triton.kv_cache.compact_path`."""
-    sequence, place = torch.nonzero(
+    request, place = torch.nonzero(
         path > torch.arange(path.shape[1], device=path.device), as_tuple=True
     )
-    first = row_starts[sequence].long()
-    source = slot_mapping[token_rows[first + path[sequence, place]]]
-    target = slot_mapping[token_rows[first + place]]
+    first = cu_num_logits[request].long()
+    source = slot_mapping[logits_indices[first + path[request, place]]]
+    target = slot_mapping[logits_indices[first + place]]
     for kv_cache in layers.kv_caches:
         size = kv_cache.shape[2]
         # The right side is a copy: all sources are read before a target is written.

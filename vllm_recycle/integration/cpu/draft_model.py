@@ -32,22 +32,22 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
     Attributes:
-        num_cached: int64 [sequences], tokens of each text whose keys and values the draft has.
-        trunks: int64 [sequences, gamma], those of them that were drafted in the last round, from
-            `round_starts`, int64 [sequences], on; padded with -1.
-        index: int64 [sequences], place in the batch of the step.
-        ends: int64 [sequences], tokens of each text that were taken in or are in the runner's.
+        num_cached: int64 [max_num_reqs], tokens of each text whose keys and values the draft has.
+        trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
+            `round_starts`, int64 [max_num_reqs], on; padded with -1.
+        index: int64 [max_num_reqs], place in the batch of the step.
+        ends: int64 [max_num_reqs], tokens of each text that were taken in or are in the runner's.
 
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         DraftModelProposer.__init__(self, vllm_config, device, runner)
         self.make_proposer(native_operations(), device, stops_early=True)
-        num_sequences = vllm_config.scheduler_config.max_num_seqs
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.num_cached, self.round_starts, self.index, self.ends = np.zeros(
-            (4, num_sequences), dtype=np.int64
+            (4, max_num_reqs), dtype=np.int64
         )
-        self.trunks = np.full((num_sequences, self.proposer.shape.gamma), NO_TOKEN)
+        self.trunks = np.full((max_num_reqs, self.proposer.shape.gamma), NO_TOKEN)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
@@ -72,81 +72,81 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
     def attention_layers(self) -> Set[str]:
         return self._draft_attn_layer_names
 
-    def begin(self, number: int, token_ids: torch.Tensor, num_computed: int) -> None:
-        super().begin(number, token_ids, num_computed)
-        self.num_cached[number] = num_computed
-        self.trunks[number] = NO_TOKEN
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        super().begin(req_state_idx, token_ids, num_computed_tokens)
+        self.num_cached[req_state_idx] = num_computed_tokens
+        self.trunks[req_state_idx] = NO_TOKEN
 
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
         """As for all; and take in what the target has computed of every text, drafted for or not.
 
         The step's requests are kept for `forward`, which the proposer calls back.
         """
-        sequences, num_computed = texts.sequences.numpy(), texts.num_computed
-        batch = len(sequences)
+        idx_mapping, num_computed_tokens = texts.idx_mapping.numpy(), texts.num_computed_tokens
+        batch = len(idx_mapping)
         table = block_tables[self.kv_cache_gid]
         self.block_table, self.texts = table.get_device_tensor(batch), texts
-        self.index[sequences], self.ends[sequences] = np.arange(batch), num_computed
+        self.index[idx_mapping], self.ends[idx_mapping] = np.arange(batch), num_computed_tokens
         slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
         # The width is the context's, which vLLM may shorten to what fits the KV cache.
-        room = np.minimum(slots, texts.token_ids.shape[1]) - num_computed - 1
+        room = np.minimum(slots, texts.token_ids.shape[1]) - num_computed_tokens - 1
         chosen = np.nonzero(texts.wants_draft & (room >= 0))[0]
-        self._forget_rejected(sequences, num_computed)
-        self._catch_up(sequences, len(chosen))
-        self.round_starts[sequences], self.trunks[sequences] = num_computed + 1, NO_TOKEN
+        self._forget_rejected(idx_mapping, num_computed_tokens)
+        self._catch_up(idx_mapping, len(chosen))
+        self.round_starts[idx_mapping], self.trunks[idx_mapping] = num_computed_tokens + 1, NO_TOKEN
         drafts = torch.full((batch, self.proposer.tree.num_nodes), NO_TOKEN)
         if len(chosen):
             drafts[chosen] = self.proposer.propose(
-                texts.sequences[chosen],
+                texts.idx_mapping[chosen],
                 texts.last_token_ids(chosen),
                 room=torch.from_numpy(room[chosen]),
             )
         return drafts
 
-    def _forget_rejected(self, sequences: np.ndarray, num_computed: np.ndarray) -> None:
+    def _forget_rejected(self, idx_mapping: np.ndarray, num_computed_tokens: np.ndarray) -> None:
         """Count each cache back to where the text is no more what was drafted."""
-        trunks = self.trunks[sequences]
-        place = self.round_starts[sequences][:, None] + np.arange(trunks.shape[1])
-        index = np.arange(len(sequences))[:, None]
+        trunks = self.trunks[idx_mapping]
+        place = self.round_starts[idx_mapping][:, None] + np.arange(trunks.shape[1])
+        index = np.arange(len(idx_mapping))[:, None]
         text = self.texts.token_ids[index, place.clip(max=self.texts.token_ids.shape[1] - 1)]
-        agrees = (text == trunks) & (place < num_computed[:, None])
-        kept = self.round_starts[sequences] + np.cumprod(agrees, axis=1).sum(axis=1)
+        agrees = (text == trunks) & (place < num_computed_tokens[:, None])
+        kept = self.round_starts[idx_mapping] + np.cumprod(agrees, axis=1).sum(axis=1)
         was_drafted = trunks[:, 0] != NO_TOKEN
-        cached = np.where(was_drafted, kept, self.num_cached[sequences])
-        self.num_cached[sequences] = np.minimum(cached, num_computed)
+        cached = np.where(was_drafted, kept, self.num_cached[idx_mapping])
+        self.num_cached[idx_mapping] = np.minimum(cached, num_computed_tokens)
 
-    def _catch_up(self, sequences: np.ndarray, num_drafting: int) -> None:
+    def _catch_up(self, idx_mapping: np.ndarray, num_drafting: int) -> None:
         """Take in what cannot wait for the first draft forward, or does not fit into it.
 
         In one forward, since a request may already read what another one writes in this step.
         """
-        behind = self.ends[sequences] - self.num_cached[sequences]
+        behind = self.ends[idx_mapping] - self.num_cached[idx_mapping]
         rows = behind.sum() + num_drafting * (1 + self.proposer.lookahead.num_nodes)
-        if num_drafting < len(sequences) or rows > self.max_num_tokens:
-            chosen = sequences[behind > 0]
+        if num_drafting < len(idx_mapping) or rows > self.max_num_tokens:
+            chosen = idx_mapping[behind > 0]
             if len(chosen):
-                self._run(chosen, [self._unseen(sequence) for sequence in chosen])
+                self._run(chosen, [self._unseen(req_state_idx) for req_state_idx in chosen])
 
-    def _unseen(self, sequence: int) -> np.ndarray:
+    def _unseen(self, req_state_idx: int) -> np.ndarray:
         """What the draft's cache lacks of a text."""
-        unseen = slice(self.num_cached[sequence], self.ends[sequence])
-        return self.texts.token_ids[self.index[sequence], unseen]
+        unseen = slice(self.num_cached[req_state_idx], self.ends[req_state_idx])
+        return self.texts.token_ids[self.index[req_state_idx], unseen]
 
     def forward(
-        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
     ) -> torch.Tensor:
         """See `vllm_recycle.core.ouroboros.DraftModel`."""
         rows = row_token_ids.numpy()
         # Rows behind the last one that is filled would be computed for nothing.
         num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1)
         heads = []
-        for sequence, new in zip(sequences.tolist(), new_token_ids.numpy(), strict=True):
+        for req_state_idx, new in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
             new = new[new >= 0]
-            heads.append(np.concatenate((self._unseen(sequence), new)))
-            start = self.ends[sequence] - self.round_starts[sequence]
+            heads.append(np.concatenate((self._unseen(req_state_idx), new)))
+            start = self.ends[req_state_idx] - self.round_starts[req_state_idx]
             if start >= 0:
-                self.trunks[sequence, start : start + len(new)] = new
-            self.ends[sequence] += len(new)
+                self.trunks[req_state_idx, start : start + len(new)] = new
+            self.ends[req_state_idx] += len(new)
         outputs = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.int64)
         num_tokens = num_rows + [len(head) for head in heads]
         first = 0
@@ -154,7 +154,7 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
             fitting = np.searchsorted(num_tokens[first:].cumsum(), self.max_num_tokens, "right")
             chunk = slice(first, first + max(1, int(fitting)))
             found = self._run(
-                sequences[chunk].numpy(),
+                idx_mapping[chunk].numpy(),
                 heads[chunk],
                 [row[:count] for row, count in zip(rows[chunk], num_rows[chunk], strict=True)],
             )
@@ -166,33 +166,33 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
 
     def _run(
         self,
-        sequences: np.ndarray,
+        idx_mapping: np.ndarray,
         heads: list[np.ndarray],
         rows: list[np.ndarray] | None = None,
     ) -> torch.Tensor | None:
         """One forward of the model.
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             heads: of each, the next tokens that its cache lacks, at least one.
             rows: of each, those of `lookahead` below the last of these; None to take in alone.
 
         Returns:
             int64 [n], the most probable next token at the last token of each head and at its rows,
-            one sequence after the other; None without rows.
+            one request after the other; None without rows.
 
         """
-        batch, looks_ahead = len(sequences), rows is not None
+        batch, looks_ahead = len(idx_mapping), rows is not None
         rows = rows or [np.empty(0, dtype=np.int64)] * batch
         num_heads, num_rows = np.array([[*map(len, heads)], [*map(len, rows)]])
         lengths = num_heads + num_rows
         starts = np.concatenate(([0], lengths.cumsum()))
         owner = np.repeat(np.arange(batch), lengths)
         offset = np.arange(starts[-1]) - starts[owner]
-        first = self.num_cached[sequences]
+        first = self.num_cached[idx_mapping]
         position = first[owner] + offset
         is_head = offset < num_heads[owner]
-        block_table = self.block_table[torch.from_numpy(self.index[sequences])]
+        block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
         block = (position // self.block_size).clip(max=block_table.shape[1] - 1)
         slots = block_table.numpy()[owner, block] * self.block_size + position % self.block_size
 
@@ -231,7 +231,7 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
             slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
         )
         hidden = self._run_model(n, common)
-        self.num_cached[sequences] += num_heads
+        self.num_cached[idx_mapping] += num_heads
         if not looks_ahead:
             return None
         return self.model.compute_logits(hidden[logit_rows]).max(dim=1).indices

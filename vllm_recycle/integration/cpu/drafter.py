@@ -22,21 +22,21 @@ class Texts:
     """The requests of a step, after it, in batch order.
 
     Attributes:
-        sequences: int64 [batch], sequence numbers.
+        idx_mapping: int64 [batch].
         token_ids: int32 [max_num_seqs, max_model_len], prompt and output of each request.
-        num_computed: int64 [batch], tokens of each that the target has computed.
+        num_computed_tokens: int64 [batch], tokens of each that the target has computed.
         wants_draft: bool [batch]; these have one more token, which the target sampled.
 
     """
 
-    sequences: torch.Tensor
+    idx_mapping: torch.Tensor
     token_ids: np.ndarray
-    num_computed: np.ndarray
+    num_computed_tokens: np.ndarray
     wants_draft: np.ndarray
 
     def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
         """int64 [n], of those requests that want a draft."""
-        last = self.token_ids[chosen, self.num_computed[chosen]]
+        last = self.token_ids[chosen, self.num_computed_tokens[chosen]]
         return torch.from_numpy(last.astype(np.int64))
 
 
@@ -48,16 +48,16 @@ class V1Drafter(Drafter):
         """Names of attention layers that are not the target's."""
         return frozenset()
 
-    def begin(self, number: int, token_ids: torch.Tensor, num_computed: int) -> None:
-        """A sequence starts.
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        """A request starts.
 
         Args:
-            number: of the sequence.
+            req_state_idx: of the request.
             token_ids: int64 [length], its text.
-            num_computed: tokens of it that are in the KV cache.
+            num_computed_tokens: tokens of it that are in the KV cache.
 
         """
-        self.proposer.begin(torch.full_like(token_ids, number), token_ids)
+        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
 
     @abstractmethod
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
@@ -87,5 +87,5 @@ class TreeV1Drafter(TreeDrafter, V1Drafter):
         chosen = np.nonzero(texts.wants_draft)[0]
         if len(chosen):
             last = texts.last_token_ids(chosen)
-            drafts[chosen] = self.proposer.propose(texts.sequences[chosen], last)
+            drafts[chosen] = self.proposer.propose(texts.idx_mapping[chosen], last)
         return drafts

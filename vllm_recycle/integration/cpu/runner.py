@@ -17,7 +17,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_recycle.core import SequenceNumbers
+from vllm_recycle.core import ReqStateIndices
 from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.drafter import Texts, TreeV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
@@ -40,7 +40,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             # which was made before it, refuses this.
             self.speculative_config.disable_padded_drafter_batch = True
         self.tree = self.drafter.proposer.tree
-        self.sequences = SequenceNumbers(vllm_config.scheduler_config.max_num_seqs)
+        self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).
         self.input_batch.logitsprocs = LogitsProcessors(
@@ -63,15 +63,15 @@ class TreeCPUModelRunner(CPUModelRunner):
         ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
         # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
         # streamed comes as a new one again and again.
-        numbers = self.sequences.free(sorted(ended.union(resumed, new)))
-        if numbers:
-            self.drafter.proposer.release(numbers)
+        freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
+        if freed:
+            self.drafter.proposer.release(freed)
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
             known = torch.tensor([*request.prompt_token_ids, *request.output_token_ids])
-            number = self.sequences.assign(request_id)
-            self.drafter.begin(number, known, request.num_computed_tokens)
+            req_state_idx = self.req_state_indices.assign(request_id)
+            self.drafter.begin(req_state_idx, known, request.num_computed_tokens)
         return result
 
     # Before the forward: positions, and what attention needs to know.
@@ -86,8 +86,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
             row_token_ids=self.input_ids.gpu[logits_indices].long(),
         )
-        self.batch_sequences = torch.tensor(
-            [self.sequences[request_id] for request_id in self.input_batch.req_ids]
+        self.idx_mapping = torch.tensor(
+            [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
         )
         prepare_trees(
             trees,
@@ -104,10 +104,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         if (state := self.execute_model_state) is not None:
             # Here the logits are raw; the grammar and the sampler change them in place.
             self.drafter.proposer.observe(
-                self.batch_sequences[self.trees.request_of_logit_row],
+                self.idx_mapping[self.trees.request_of_logit_row],
                 self.trees.row_token_ids,
                 state.logits,
-                self.trees.row_starts,
+                self.trees.cu_num_logits,
             )
         return super().sample_tokens(grammar_output)
 
@@ -117,7 +117,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         if rows_are_independent(sampling_metadata):
             sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
             result = self.drafter.proposer.operations.walk(
-                sampled, self.trees.drafts, self.trees.row_starts, tree=self.tree
+                sampled, self.trees.drafts, self.trees.cu_num_logits, tree=self.tree
             )
             logprobs = None
         else:
@@ -170,10 +170,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         goes_on = np.array([bool(token_ids) for token_ids in sampled_token_ids])
         computed = batch.num_computed_tokens_cpu[: batch.num_reqs] + scheduled
         texts = Texts(
-            sequences=self.batch_sequences,
+            idx_mapping=self.idx_mapping,
             token_ids=batch.token_ids_cpu,
             # Of those that were sampled for, without the draft tokens that were not accepted.
-            num_computed=np.where(
+            num_computed_tokens=np.where(
                 goes_on, batch.num_tokens_no_spec[: batch.num_reqs] - 1, computed
             ),
             wants_draft=goes_on

@@ -84,7 +84,7 @@ def walk_by_depth(
             row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
             visiting = (row >= 0).tolist()
             output = sampler(
-                logits=logits[trees.row_starts[:-1] + row.clamp(min=0)],
+                logits=logits[trees.cu_num_logits[:-1] + row.clamp(min=0)],
                 sampling_metadata=replace(
                     sampling_metadata,
                     generators={

@@ -23,7 +23,7 @@ class TreeBatch:
     Attributes:
         num_nodes: int64 [batch], scheduled nodes of each request.
         first_token_row: int64 [batch], token row of each root.
-        row_starts: int64 [batch + 1], logit row of each root, and the number of logit rows.
+        cu_num_logits: int64 [batch + 1], logit row of each root, and the number of logit rows.
         row_token_ids: int64 [logit rows], input token of each logit row, -1 where not filled.
         drafts: int64 [batch, nodes], -1 where not filled or not scheduled.
         request_of_logit_row: int64 [logit rows], the request that each logit row belongs to.
@@ -34,7 +34,7 @@ class TreeBatch:
 
     num_nodes: torch.Tensor
     first_token_row: torch.Tensor
-    row_starts: torch.Tensor
+    cu_num_logits: torch.Tensor
     row_token_ids: torch.Tensor
     drafts: torch.Tensor
     request_of_logit_row: torch.Tensor
@@ -60,17 +60,17 @@ class TreeBatch:
 
         """
         nodes = num_nodes.numpy()
-        row_starts = np.concatenate(([0], np.cumsum(nodes + 1)))
+        cu_num_logits = np.concatenate(([0], np.cumsum(nodes + 1)))
         first_token_row = last_token_row.numpy() - nodes
         row = np.arange(tree.num_nodes + 1)
         column = nodes[:, None]
-        node_rows = row_starts[:-1, None] + np.minimum(row[1:], column)
+        node_rows = cu_num_logits[:-1, None] + np.minimum(row[1:], column)
         drafts = np.where(row[1:] <= column, row_token_ids.numpy()[node_rows], -1)
         in_tree = (row <= column) & (column > 0)
         tree_token_rows = (first_token_row[:, None] + row)[in_tree]
         arrays = {
             "first_token_row": first_token_row,
-            "row_starts": row_starts,
+            "cu_num_logits": cu_num_logits,
             "drafts": drafts,
             "request_of_logit_row": np.repeat(np.arange(len(nodes)), nodes + 1),
             "tree_token_rows": tree_token_rows,

@@ -25,12 +25,13 @@ import torch
 from torch.nn.functional import pad
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cuda.draft_rounds import NO_SLOT, DraftGraphs, Round
+from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
 from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
@@ -51,8 +52,7 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
     Args:
         vllm_config: of the engine.
         device: where the draft model is.
-        may_speculate: bool [max_num_reqs], on the host, requests by the index of their state; kept
-            by the runner.
+        may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
 
     Attributes:
         template: the rows of a request in a forward.
@@ -163,7 +163,7 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         shape = (num_reqs, self.num_speculative_steps)
         drafts = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
         if dummy_run:
-            # Its requests are none: they have the numbers of others, and no slots.
+            # Its requests are none: they have the states of others, and no KV slots.
             if skip_attn_for_dummy_run:
                 self._run_largest_forwards()
             return drafts
@@ -191,7 +191,7 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
 
     def _drafts_of_round(self, start: Round) -> torch.Tensor:
         """int64 [batch, nodes]."""
-        batch = len(start.sequences)
+        batch = len(start.idx_mapping)
         self.num_rounds += batch
         self.start.first(batch).copy_(start)
         if self.graphs is None or not self.graphs.replay(batch):
@@ -201,7 +201,9 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
     def _run_round(self, batch: int) -> None:
         """From `start` to `drafts`; on the device alone, and the same whatever they hold."""
         self.round = self.start.first(batch)
-        self.drafts[:batch] = self.proposer.propose(self.round.sequences, self.round.last_token_ids)
+        self.drafts[:batch] = self.proposer.propose(
+            self.round.idx_mapping, self.round.last_token_ids
+        )
 
     def _take_in_plain_rows(self, input_batch: Any, attn_metadata: Any, slot_mappings: Any) -> None:
         """The rows of requests without a tree, which come behind those with one."""
@@ -252,27 +254,27 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
         # How far behind the root each row will be when the newest token is the last one.
         behind = place[:-1] - (self.head_length - 1 - num_head)[:, None]
         slot_mapping = slot_mappings[next(iter(self.draft_attn_layer_names))]
-        slots = slot_mapping[roots[:, None] + behind.clamp(min=0)].where(behind >= 0, NO_SLOT)
+        slots = slot_mapping[roots[:, None] + behind.clamp(min=0)].where(behind >= 0, PAD_SLOT_ID)
         # And how far it is now.
         behind = place - (self.head_length - num_head)[:, None]
-        sequences = input_batch.idx_mapping[index]
+        idx_mapping = input_batch.idx_mapping[index]
         return Round(
-            sequences=sequences,
-            last_token_ids=last_sampled[sequences, 0],
+            idx_mapping=idx_mapping,
+            last_token_ids=last_sampled[idx_mapping, 0],
             heads=tokens.gather(1, behind.clamp(min=0, max=tokens.shape[1] - 1)),
             num_head=num_head,
             num_cached=input_batch.positions[roots],
             block_table=self.block_tables.input_block_tables[self.kv_cache_group][index],
-            slots=slots,
+            slot_mapping=slots,
         )
 
     # A forward.
 
     def forward(
-        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
     ) -> torch.Tensor:
         """See `vllm_recycle.core.ouroboros.DraftModel`."""
-        return self._outputs(self._take_in(new_token_ids, row_token_ids), len(sequences))
+        return self._outputs(self._take_in(new_token_ids, row_token_ids), len(idx_mapping))
 
     def _take_in(
         self, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor | None = None
@@ -308,8 +310,9 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             num_padding=num_padding.to(torch.int32),
         )
         slot_mappings = {}
-        if now.slots is not None:
-            slots = pad(now.slots, (0, num_rows - now.slots.shape[1]), value=NO_SLOT)
+        if now.slot_mapping is not None:
+            missing = num_rows - now.slot_mapping.shape[1]
+            slots = pad(now.slot_mapping, (0, missing), value=PAD_SLOT_ID)
             slot_mappings = dict.fromkeys(self.draft_attn_layer_names, slots.flatten())
         hidden_states = self._run_model(
             token_ids.clamp(min=0).flatten().to(torch.int32),
@@ -319,9 +322,9 @@ class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
             slot_mappings,
             None,
         )
-        if now.slots is not None:
+        if now.slot_mapping is not None:
             now.num_cached = now.num_cached + now.num_head - 1
-            now.num_head, now.slots = torch.ones_like(now.num_head), None
+            now.num_head, now.slot_mapping = torch.ones_like(now.num_head), None
         return hidden_states
 
     def _outputs(self, hidden_states: torch.Tensor, batch: int) -> torch.Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-NO_SLOT = -1
 # The rows of more requests keep a device busy for longer than their launches take.
 LARGEST_BATCH = 16
 
@@ -23,37 +23,37 @@ class Round:
     """Where the requests of a round stand.
 
     Attributes:
-        sequences: int64 [batch].
+        idx_mapping: int64 [batch].
         last_token_ids: int64 [batch].
         heads: int64 [batch, head], what the draft's cache lacks, at the end of each row.
         num_head: int64 [batch], how many tokens these are.
         num_cached: int64 [batch], the tokens before them.
         block_table: int32 [batch, n].
-        slots: int64 [batch, head - 1], where the first of the head are to be written, -1 for
+        slot_mapping: int64 [batch, head - 1], where the first of the head are to be written, -1 for
             nowhere; None where none are.
 
     """
 
-    sequences: torch.Tensor
+    idx_mapping: torch.Tensor
     last_token_ids: torch.Tensor
     heads: torch.Tensor
     num_head: torch.Tensor
     num_cached: torch.Tensor
     block_table: torch.Tensor
-    slots: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
 
     @classmethod
     def make(cls, batch: int, head: int, num_blocks: int, device: torch.device) -> Round:
         """See `clear`."""
         number = torch.empty(batch, dtype=torch.int64, device=device)
         made = cls(
-            sequences=number,
+            idx_mapping=number,
             last_token_ids=torch.empty_like(number),
             heads=number.new_empty(batch, head),
             num_head=torch.empty_like(number),
             num_cached=torch.empty_like(number),
             block_table=number.new_empty(batch, num_blocks, dtype=torch.int32),
-            slots=number.new_empty(batch, head - 1),
+            slot_mapping=number.new_empty(batch, head - 1),
         )
         made.clear()
         return made
@@ -66,7 +66,7 @@ class Round:
         for field in fields(self):
             getattr(self, field.name).zero_()
         self.num_head.fill_(1)
-        self.slots.fill_(NO_SLOT)  # type: ignore[union-attr]
+        self.slot_mapping.fill_(PAD_SLOT_ID)  # type: ignore[union-attr]
 
     def first(self, batch: int) -> Round:
         """Of the first requests; views."""

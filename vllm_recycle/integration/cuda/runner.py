@@ -10,8 +10,8 @@ is that without speculation. No step waits for the device.
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
 such requests no drafts, as those that follow a grammar.
 
-The speculator of vLLM's host method is replaced by ours. A request's sequence number is the index
-of its state in the runner. In V2's batch order requests with a draft come first.
+The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with a draft
+come first.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class TreeSpeculator(BaseSpeculator):
 
         A request in the middle of its prompt gets drafts too, which are never scheduled.
         """
-        sequences = input_batch.idx_mapping
-        return self.drafter.proposer.propose(sequences, last_sampled[sequences, 0])
+        idx_mapping = input_batch.idx_mapping
+        return self.drafter.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
 
 
 class TreeModelRunner(GPUModelRunner):
@@ -93,7 +93,7 @@ class TreeModelRunner(GPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        # Whether the scheduler will take a draft for a request, by the index of its state.
+        # Whether the scheduler will take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
         if get_options(vllm_config).method == OUROBOROS:
             self.drafter = self.speculator = OuroborosSpeculator(
@@ -166,19 +166,20 @@ class TreeModelRunner(GPUModelRunner):
         super().add_requests(scheduler_output)
         new = scheduler_output.scheduled_new_reqs
         if new:
-            index = [self.req_states.req_id_to_index[request.req_id] for request in new]
+            indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             lengths = [len(request.prefill_token_ids) for request in new]
             texts = self.req_states.all_token_ids.gpu
-            prompts = [texts[i, :length] for i, length in zip(index, lengths, strict=True)]
-            sequences = async_tensor_h2d(np.repeat(index, lengths), device=self.device)
-            self.drafter.proposer.begin(sequences, torch.cat(prompts).to(torch.int64))
-            self.may_speculate[index] = [_may_speculate(request.sampling_params) for request in new]
+            prompts = [texts[i, :length] for i, length in zip(indices, lengths, strict=True)]
+            expanded_idx_mapping = async_tensor_h2d(np.repeat(indices, lengths), device=self.device)
+            self.drafter.proposer.begin(expanded_idx_mapping, torch.cat(prompts).to(torch.int64))
+            may_speculate = [_may_speculate(request.sampling_params) for request in new]
+            self.may_speculate[indices] = may_speculate
 
     def _remove_request(self, req_id: str) -> bool:
-        index = self.req_states.req_id_to_index.get(req_id)
+        req_state_idx = self.req_states.req_id_to_index.get(req_id)
         removed = super()._remove_request(req_id)
         if removed:
-            self.drafter.proposer.release([index])
+            self.drafter.proposer.release([req_state_idx])
         return removed
 
     # Before the forward: positions, and what attention needs to know.
@@ -232,19 +233,21 @@ class TreeModelRunner(GPUModelRunner):
     def _sample_trees(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         sampled, scores = self._sample_rows(logits, input_batch)
-        row_starts = input_batch.cu_num_logits
+        cu_num_logits = input_batch.cu_num_logits
         result = self.drafter.proposer.operations.walk(
             sampled,
             self.req_states.draft_tokens[input_batch.idx_mapping],
-            row_starts,
+            cu_num_logits,
             tree=self.tree,
         )
         for layers, slot_mapping in zip(self.paged_layers, self.slot_mappings, strict=True):
-            compact_path(layers, slot_mapping, input_batch.logits_indices, row_starts, result.path)
+            compact_path(
+                layers, slot_mapping, input_batch.logits_indices, cu_num_logits, result.path
+            )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             result.lengths,
             input_batch.seq_lens,
-            row_starts,
+            cu_num_logits,
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )

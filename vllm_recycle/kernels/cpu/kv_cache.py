@@ -25,11 +25,11 @@ ISAS = ("amx", "vec", "vec16")
 def gather_keys_values(
     kv_cache: torch.Tensor, block_table: torch.Tensor, *, isa: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the blocks of each sequence out into dense keys and values.
+    """Copy the blocks of each request out into dense keys and values.
 
     Args:
         kv_cache: [blocks, kv_heads, block_size, 2 * head_size].
-        block_table: integer [batch, n], the blocks of each sequence in order.
+        block_table: integer [batch, n], the blocks of each request in order.
         isa: one of `ISAS`.
 
     Returns:

@@ -69,7 +69,7 @@ template <typename T>
 struct Cache {
   const T* base;
   int64_t block_stride, block_size, dim;
-  const int32_t* blocks;  // of the sequence
+  const int32_t* blocks;  // of the request
 
   const T* keys(int64_t token) const {
     return base + blocks[token / block_size] * block_stride;
@@ -149,7 +149,7 @@ void weigh_lanes_amx(const bf16* const* weights, const Segment<bf16>& part, int6
     for (int64_t token = begin; token < end; token += 2, values += 2 * LANES) {
       __m512bh value = pairs(values);
       if (token + 1 == tokens) {
-        // The other half is a slot that was never written for this sequence: 0 * NaN is NaN.
+        // The other half is a slot that was never written for this request: 0 * NaN is NaN.
         value = (__m512bh)_mm512_and_si512((__m512i)value, _mm512_set1_epi32(0xffff));
       }
       for (int64_t i = 0; i < N; i++) {
@@ -208,14 +208,14 @@ struct Attention {
 
 // The own keys and values of a tree's rows as a cache of one block, made in `buffer`.
 template <typename T>
-Cache<T> pack_own(const Attention& a, int64_t sequence, int64_t kv_head, std::vector<T>& buffer) {
+Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vector<T>& buffer) {
   static constexpr int32_t ONLY_BLOCK = 0;
-  const int64_t rows = a.num_rows[sequence], size = whole_lanes(rows), dim = a.dim;
+  const int64_t rows = a.num_rows[request], size = whole_lanes(rows), dim = a.dim;
   buffer.resize(2 * size * dim);
   T* keys = buffer.data();
   T* values = keys + size * dim;
   for (int64_t t = 0; t < rows; t++) {
-    const int64_t row = a.first[sequence] + t;
+    const int64_t row = a.first[request] + t;
     const T* key = static_cast<const T*>(a.own_keys) + row * a.own_key_stride + kv_head * dim;
     const T* value =
         static_cast<const T*>(a.own_values) + row * a.own_value_stride + kv_head * dim;
@@ -233,10 +233,10 @@ Cache<T> pack_own(const Attention& a, int64_t sequence, int64_t kv_head, std::ve
 }
 
 template <int64_t N, typename T>
-void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t sequence,
+void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
                  int64_t kv_head, int64_t begin, std::vector<float>& buffer,
                  std::vector<bf16>& rounded) {
-  const int64_t group = a.heads / a.kv_heads, context = a.num_context[sequence];
+  const int64_t group = a.heads / a.kv_heads, context = a.num_context[request];
   const int64_t rows = (begin + N - 1) / group + 1;  // None of the tile sees further than its last.
   const int64_t first = own.base ? whole_lanes(context) : context;
   const int64_t padded = whole_lanes(first + rows);
@@ -250,7 +250,7 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   for (int64_t i = 0; i < N; i++) {
     row[i] = (begin + i) / group;
     const int64_t head = kv_head * group + (begin + i) % group;
-    const int64_t token = a.first[sequence] + row[i];
+    const int64_t token = a.first[request] + row[i];
     q[i] = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
     out[i] = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
     scores[i] = buffer.data() + i * padded;
@@ -308,21 +308,21 @@ void attend(const Attention& a, int64_t batch, int64_t threads) {
     std::vector<bf16> rounded;
     std::vector<T> packed;
 #pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t sequence = 0; sequence < batch; sequence++) {
+    for (int64_t request = 0; request < batch; request++) {
       for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
         const int64_t head_size = a.block_size * 2 * a.dim;
         const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
                                 a.kv_heads * head_size, a.block_size, a.dim,
-                                a.block_table + sequence * a.table_stride};
+                                a.block_table + request * a.table_stride};
         Cache<T> own = {};
-        if (a.own_keys) own = pack_own(a, sequence, kv_head, packed);
-        const int64_t queries = a.num_rows[sequence] * (a.heads / a.kv_heads);
+        if (a.own_keys) own = pack_own(a, request, kv_head, packed);
+        const int64_t queries = a.num_rows[request] * (a.heads / a.kv_heads);
         int64_t begin = 0;
         for (; begin + TILE <= queries; begin += TILE) {
-          attend_tile<TILE, T>(a, cache, own, sequence, kv_head, begin, buffer, rounded);
+          attend_tile<TILE, T>(a, cache, own, request, kv_head, begin, buffer, rounded);
         }
         for (; begin < queries; begin++) {
-          attend_tile<1, T>(a, cache, own, sequence, kv_head, begin, buffer, rounded);
+          attend_tile<1, T>(a, cache, own, request, kv_head, begin, buffer, rounded);
         }
       }
     }
@@ -388,14 +388,14 @@ void tree_attention(const void* query, void* output, const void* kv_cache, const
 }
 
 // Parents come before their children, so one pass over the nodes fills the tree.
-void fill_tree(const int32_t* table, const int64_t* sequences, const int64_t* last_token_ids,
+void fill_tree(const int32_t* table, const int64_t* idx_mapping, const int64_t* last_token_ids,
                const int64_t* parents, const int64_t* ranks, int64_t batch, int64_t rows,
                int64_t vocab, int64_t width, int64_t overlay_rows, int64_t reads_shared,
                int64_t* filled) {
   for (int64_t b = 0; b < batch; b++) {
     int64_t* tokens = filled + b * rows;
     tokens[0] = last_token_ids[b];
-    const int32_t* overlay = table + (vocab + 2 + sequences[b] * overlay_rows) * width;
+    const int32_t* overlay = table + (vocab + 2 + idx_mapping[b] * overlay_rows) * width;
     for (int64_t row = 1; row < rows; row++) {
       const int64_t token = tokens[parents[row]];
       const int32_t* found = table + (reads_shared ? token + 1 : 0) * width;
@@ -408,13 +408,13 @@ void fill_tree(const int32_t* table, const int64_t* sequences, const int64_t* la
   }
 }
 
-void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* row_starts,
+void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* cu_num_logits,
           const int64_t* parents, const int64_t* depths, int64_t batch, int64_t nodes,
           int64_t length, int64_t* path, int64_t* token_ids, int32_t* lengths) {
   std::vector<uint8_t> reached(nodes + 1);
   for (int64_t b = 0; b < batch; b++) {
-    const int64_t* produced = sampled + row_starts[b];
-    const int64_t rows = row_starts[b + 1] - row_starts[b];
+    const int64_t* produced = sampled + cu_num_logits[b];
+    const int64_t rows = cu_num_logits[b + 1] - cu_num_logits[b];
     int64_t deepest = 0;
     reached[0] = 1;
     for (int64_t row = 1; row < rows; row++) {
@@ -434,10 +434,11 @@ void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* row_star
 }
 
 // Rows are written in order, so of several for one place the last stays.
-void update_from_logits(int32_t* table, const int64_t* sequences, const int64_t* token_ids,
-                        const void* logits, int64_t count, int64_t logits_stride, int64_t vocab,
-                        int64_t num_logits, int64_t k, int64_t overlay_rows,
-                        int64_t writes_shared, int64_t is_bf16, int64_t threads) {
+void update_from_logits(int32_t* table, const int64_t* expanded_idx_mapping,
+                        const int64_t* token_ids, const void* logits, int64_t count,
+                        int64_t logits_stride, int64_t vocab, int64_t num_logits, int64_t k,
+                        int64_t overlay_rows, int64_t writes_shared, int64_t is_bf16,
+                        int64_t threads) {
   const int64_t width = k + 1;
   std::vector<int32_t> best(count * width);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -457,7 +458,7 @@ void update_from_logits(int32_t* table, const int64_t* sequences, const int64_t*
     const int32_t* found = best.data() + row * width;
     if (writes_shared) std::copy(found, found + width, table + (token + 1) * width);
     if (overlay_rows) {
-      const int64_t slot = sequences[row] * overlay_rows + (token & (overlay_rows - 1));
+      const int64_t slot = expanded_idx_mapping[row] * overlay_rows + (token & (overlay_rows - 1));
       std::copy(found, found + width, table + (vocab + 2 + slot) * width);
     }
   }

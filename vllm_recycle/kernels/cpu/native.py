@@ -101,7 +101,7 @@ def native_operations() -> Operations:
 
 def fill_tree(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    idx_mapping: torch.Tensor,
     last_token_ids: torch.Tensor,
     *,
     tree: TreeTemplate,
@@ -110,10 +110,10 @@ def fill_tree(
     """See `vllm_recycle.core.adjacency.fill_tree`."""
     batch, rows = last_token_ids.shape[0], tree.num_nodes + 1
     filled = torch.empty(batch, rows, dtype=torch.int64)
-    sequences, last_token_ids = sequences.contiguous(), last_token_ids.contiguous()
+    idx_mapping, last_token_ids = idx_mapping.contiguous(), last_token_ids.contiguous()
     load_library().fill_tree(  # type: ignore[union-attr]
         _pointer(table, torch.int32),
-        _pointer(sequences),
+        _pointer(idx_mapping),
         _pointer(last_token_ids),
         _pointer(tree.parents),
         _pointer(tree.ranks),
@@ -130,7 +130,7 @@ def fill_tree(
 
 def update_from_logits(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
     token_ids: torch.Tensor,
     logits: torch.Tensor,
     *,
@@ -139,10 +139,10 @@ def update_from_logits(
     """See `vllm_recycle.core.adjacency.update_from_logits`."""
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         logits = logits.float().contiguous()
-    sequences, token_ids = sequences.contiguous(), token_ids.contiguous()
+    expanded_idx_mapping, token_ids = expanded_idx_mapping.contiguous(), token_ids.contiguous()
     load_library().update_from_logits(  # type: ignore[union-attr]
         _pointer(table, torch.int32),
-        _pointer(sequences),
+        _pointer(expanded_idx_mapping),
         _pointer(token_ids),
         logits.data_ptr(),
         token_ids.shape[0],
@@ -160,7 +160,7 @@ def update_from_logits(
 def walk(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
-    row_starts: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> WalkResult:
@@ -170,11 +170,11 @@ def walk(
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32)
     sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
-    row_starts = row_starts.long()
+    cu_num_logits = cu_num_logits.long()
     load_library().walk(  # type: ignore[union-attr]
         _pointer(sampled),
         _pointer(draft_token_ids),
-        _pointer(row_starts),
+        _pointer(cu_num_logits),
         _pointer(tree.parents),
         _pointer(tree.depths),
         batch,

@@ -26,11 +26,11 @@ class TreeRows:
     """The rows of a step that are trees; what all layers of a step share.
 
     Attributes:
-        tree: the template; each sequence has a prefix of its rows.
+        tree: the template; each request has a prefix of its rows.
         first: int64 [batch], the flat row of each tree's root.
         num_rows: int64 [batch], rows of each tree, the root included.
         num_context: int64 [batch], tokens before the root.
-        block_table: int32 [batch, n], the blocks of each sequence, enough for context and rows; for
+        block_table: int32 [batch, n], the blocks of each request, enough for context and rows; for
             the context, and anything behind it, where the rows' keys and values are given.
         block_size: tokens a block.
 
@@ -44,7 +44,7 @@ class TreeRows:
     block_size: int
 
     def select(self, chosen: torch.Tensor) -> TreeRows:
-        """Only the sequences where `chosen`, bool [batch], is true."""
+        """Only the requests where `chosen`, bool [batch], is true."""
         names = ("first", "num_rows", "num_context", "block_table")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
@@ -56,7 +56,7 @@ class TreeRows:
 
     @cached_property
     def used_blocks(self) -> torch.Tensor:
-        """int64 [batch, blocks], without the blocks that no sequence has reached."""
+        """int64 [batch, blocks], without the blocks that no request has reached."""
         num_blocks = -(-int((self.num_context + self.num_rows).max()) // self.block_size)
         return self.block_table[:, :num_blocks].long()
 

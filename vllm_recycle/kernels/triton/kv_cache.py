@@ -19,17 +19,17 @@ INTEGERS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 def compact_path(
     layers: PagedLayers,
     slot_mapping: torch.Tensor,
-    token_rows: torch.Tensor,
-    row_starts: torch.Tensor,
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
-    """Move the KV of each accepted path to the first slots of its sequence's rows.
+    """Move the KV of each accepted path to the first slots of its request's rows.
 
     Args:
         layers: of one KV cache group, changed in place.
         slot_mapping: int64 [tokens], block * block_size + token in the block.
-        token_rows: int64 [logit rows], where each logit row is among the tokens.
-        row_starts: integer [batch + 1], where the logit rows of each sequence begin, and the end.
+        logits_indices: int64 [logit rows], where each logit row is among the tokens.
+        cu_num_logits: integer [batch + 1], where the logit rows of each request begin, and the end.
         path: int64 [batch, path], the accepted rows of each tree from the root (row 0) down,
             ascending, padded with -1.
 
@@ -45,8 +45,8 @@ def compact_path(
     _compact_path_kernel[programs](
         layers.pointers,
         slot_mapping.contiguous(),
-        token_rows.contiguous(),
-        row_starts.contiguous(),
+        logits_indices.contiguous(),
+        cu_num_logits.contiguous(),
         path.contiguous(),
         block_stride,
         head_stride,
@@ -66,8 +66,8 @@ def compact_path(
 def _compact_path_kernel(
     pointers: tl.tensor,
     slot_mapping: tl.tensor,
-    token_rows: tl.tensor,
-    row_starts: tl.tensor,
+    logits_indices: tl.tensor,
+    cu_num_logits: tl.tensor,
     path: tl.tensor,
     block_stride: int,
     head_stride: int,
@@ -80,13 +80,13 @@ def _compact_path_kernel(
     ELEMENTS: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """A program for a sequence, a layer and a part of a token's elements."""
+    """A program for a request, a layer and a part of a token's elements."""
     index = tl.program_id(0).to(tl.int64)
     element = tl.program_id(2) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = (element < HEADS * WIDTH)[None, :]
     kv_cache = tl.load(pointers + tl.program_id(1)).to(tl.pointer_type(INTEGER))
     elements = kv_cache + (element // WIDTH).to(tl.int64) * head_stride + element % WIDTH
-    first = token_rows + tl.load(row_starts + index)
+    first = logits_indices + tl.load(cu_num_logits + index)
     for start in range(0, PATH, PLACES):
         place = start + tl.arange(0, PLACES)
         row = tl.load(path + index * PATH + place, mask=place < PATH, other=-1)

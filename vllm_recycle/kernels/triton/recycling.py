@@ -27,7 +27,7 @@ LATER = 128
 
 def fill_tree(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    idx_mapping: torch.Tensor,
     last_token_ids: torch.Tensor,
     *,
     tree: TreeTemplate,
@@ -41,7 +41,7 @@ def fill_tree(
     _fill_tree_kernel[(batch,)](
         drafts,
         table,
-        sequences.contiguous(),
+        idx_mapping.contiguous(),
         last_token_ids.contiguous(),
         tree.paths,
         tree.ranks,
@@ -60,7 +60,7 @@ def fill_tree(
 def walk(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
-    row_starts: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> WalkResult:
@@ -77,7 +77,7 @@ def walk(
         lengths,
         sampled.contiguous(),
         draft_token_ids.contiguous(),
-        row_starts.contiguous(),
+        cu_num_logits.contiguous(),
         tree.paths,
         NODES=nodes,
         PATH=path.shape[1],
@@ -90,7 +90,7 @@ def walk(
 
 def update_from_logits(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
     token_ids: torch.Tensor,
     logits: torch.Tensor,
     *,
@@ -104,14 +104,14 @@ def update_from_logits(
     assert table.is_contiguous()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    sequences, token_ids = sequences.contiguous(), token_ids.contiguous()
+    expanded_idx_mapping, token_ids = expanded_idx_mapping.contiguous(), token_ids.contiguous()
     group = group_size(vocab_size, layout.k)
     num_groups = triton.cdiv(vocab_size, group)
     chunk = max(group, min(CHUNK, triton.next_power_of_2(vocab_size)))
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
     _group_maxima_kernel[(num_rows, triton.cdiv(vocab_size, chunk))](
         maxima,
-        sequences,
+        expanded_idx_mapping,
         token_ids,
         logits,
         logits.stride(0),
@@ -127,7 +127,7 @@ def update_from_logits(
     _write_rows_kernel[(num_rows,)](
         table,
         maxima,
-        sequences,
+        expanded_idx_mapping,
         token_ids,
         logits,
         logits.stride(0),
@@ -166,7 +166,7 @@ def _warps(lanes: int) -> int:
 def _fill_tree_kernel(
     drafts: tl.tensor,
     table: tl.tensor,
-    sequences: tl.tensor,
+    idx_mapping: tl.tensor,
     last_token_ids: tl.tensor,
     paths: tl.tensor,
     ranks: tl.tensor,
@@ -178,14 +178,14 @@ def _fill_tree_kernel(
     OVERLAY_ROWS: tl.constexpr,
     READS_SHARED: tl.constexpr,
 ) -> None:
-    """A program a sequence and a lane a node, which looks up its ancestors again by itself.
+    """A program a request and a lane a node, which looks up its ancestors again by itself.
 
     So lanes need not wait for each other; those below one ancestor read the same words.
     """
     index = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, LANES)
     real = node < NODES
-    overlay = FIRST_OVERLAY + tl.load(sequences + index).to(tl.int64) * OVERLAY_ROWS
+    overlay = FIRST_OVERLAY + tl.load(idx_mapping + index).to(tl.int64) * OVERLAY_ROWS
     token = tl.zeros([LANES], tl.int64) + tl.load(last_token_ids + index)
     for depth in range(1, PATH):
         row = tl.load(paths + (node + 1) * PATH + depth, mask=real, other=-1)
@@ -212,17 +212,17 @@ def _walk_kernel(
     lengths: tl.tensor,
     sampled: tl.tensor,
     draft_token_ids: tl.tensor,
-    row_starts: tl.tensor,
+    cu_num_logits: tl.tensor,
     paths: tl.tensor,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     LANES: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """A program a sequence and a lane a node: whether its whole path agrees, then the deepest."""
+    """A program a request and a lane a node: whether its whole path agrees, then the deepest."""
     index = tl.program_id(0).to(tl.int64)
-    start = tl.load(row_starts + index).to(tl.int64)
-    num_rows = tl.load(row_starts + index + 1).to(tl.int64) - start
+    start = tl.load(cu_num_logits + index).to(tl.int64)
+    num_rows = tl.load(cu_num_logits + index + 1).to(tl.int64) - start
     node = tl.arange(0, LANES)
     # Parents come first: where a node is scheduled, so are its ancestors.
     scheduled = (node < NODES) & (node + 1 < num_rows)
@@ -260,7 +260,7 @@ def _walk_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_maxima_kernel(
     maxima: tl.tensor,
-    sequences: tl.tensor,
+    expanded_idx_mapping: tl.tensor,
     token_ids: tl.tensor,
     logits: tl.tensor,
     row_stride: int,
@@ -276,13 +276,13 @@ def _group_maxima_kernel(
     token = tl.load(token_ids + row)
     if token < 0:
         return
-    # The rows of a sequence lie together, and a tree often has a token several times.
+    # The rows of a request lie together, and a tree often has a token several times.
     later = row + 1 + tl.arange(0, LATER)
     same_token = tl.load(token_ids + later, mask=later < num_rows, other=-1) == token
-    same_sequence = tl.load(sequences + later, mask=same_token, other=-1) == tl.load(
-        sequences + row
+    same_request = tl.load(expanded_idx_mapping + later, mask=same_token, other=-1) == tl.load(
+        expanded_idx_mapping + row
     )
-    if tl.max((same_token & same_sequence).to(tl.int32), axis=0) > 0:
+    if tl.max((same_token & same_request).to(tl.int32), axis=0) > 0:
         return
     group = chunk * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -302,7 +302,7 @@ def _group_maxima_kernel(
 def _write_rows_kernel(
     table: tl.tensor,
     maxima: tl.tensor,
-    sequences: tl.tensor,
+    expanded_idx_mapping: tl.tensor,
     token_ids: tl.tensor,
     logits: tl.tensor,
     row_stride: int,
@@ -323,7 +323,7 @@ def _write_rows_kernel(
     token = tl.load(token_ids + row).to(tl.int64)
     if token < 0:
         return
-    sequence = tl.load(sequences + row).to(tl.int64)
+    req_state_idx = tl.load(expanded_idx_mapping + row).to(tl.int64)
     slot = token & (OVERLAY_ROWS - 1)
     same_token = tl.zeros([LATER], tl.int32)
     same_slot = tl.zeros([LATER], tl.int32)
@@ -333,8 +333,8 @@ def _write_rows_kernel(
         same_token |= (other == token).to(tl.int32)
         if OVERLAY_ROWS:
             collides = (other >= 0) & ((other & (OVERLAY_ROWS - 1)) == slot)
-            whose = tl.load(sequences + later, mask=collides, other=-1)
-            same_slot |= (collides & (whose == sequence)).to(tl.int32)
+            whose = tl.load(expanded_idx_mapping + later, mask=collides, other=-1)
+            same_slot |= (collides & (whose == req_state_idx)).to(tl.int32)
     to_shared = (tl.max(same_token, axis=0) == 0) & WRITES_SHARED
     to_overlay = (tl.max(same_slot, axis=0) == 0) & (OVERLAY_ROWS > 0)
     if (to_shared | to_overlay) == 0:
@@ -358,7 +358,7 @@ def _write_rows_kernel(
         tl.store(shared, token.to(tl.int32))
         tl.store(shared + 1 + rank, successors, mask=rank < K)
     if to_overlay:
-        own = table + (FIRST_OVERLAY + sequence * OVERLAY_ROWS + slot) * (1 + K)
+        own = table + (FIRST_OVERLAY + req_state_idx * OVERLAY_ROWS + slot) * (1 + K)
         tl.store(own, token.to(tl.int32))
         tl.store(own + 1 + rank, successors, mask=rank < K)
 

@@ -14,8 +14,8 @@ ROWS = 128  # of one program
 def place_tree_rows(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
-    token_rows: torch.Tensor,
-    tree_rows: torch.Tensor,
+    logits_indices: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> torch.Tensor:
@@ -27,15 +27,15 @@ def place_tree_rows(
     Args:
         input_ids: int32 [tokens], -1 where a node was not filled; changed in place to 0 there.
         positions: int64 [tokens], of chains; changed in place to prefix + depth.
-        token_rows: int64 [logit rows], where each logit row is among the tokens, each once.
-        tree_rows: int32 [logit rows], the row of the template that each is, 0 for a root.
+        logits_indices: int64 [logit rows], where each logit row is among the tokens, each once.
+        expanded_local_pos: int32 [logit rows], the row of the template that each is, 0 for a root.
         tree: the template, its tables on the device of the others.
 
     Returns:
         int64 [logit rows], the token of each row, -1 where it was not filled.
 
     """
-    num_rows = token_rows.shape[0]
+    num_rows = logits_indices.shape[0]
     assert input_ids.is_contiguous()
     assert positions.is_contiguous()
     row_token_ids = torch.empty(num_rows, dtype=torch.int64, device=input_ids.device)
@@ -43,8 +43,8 @@ def place_tree_rows(
         row_token_ids,
         input_ids,
         positions,
-        token_rows.contiguous(),
-        tree_rows.contiguous(),
+        logits_indices.contiguous(),
+        expanded_local_pos.contiguous(),
         tree.shifts,
         num_rows,
         ROWS=ROWS,
@@ -58,16 +58,18 @@ def _place_tree_rows_kernel(
     row_token_ids: tl.tensor,
     input_ids: tl.tensor,
     positions: tl.tensor,
-    token_rows: tl.tensor,
-    tree_rows: tl.tensor,
+    logits_indices: tl.tensor,
+    expanded_local_pos: tl.tensor,
     shifts: tl.tensor,
     num_rows: int,
     ROWS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
-    token_row = tl.load(token_rows + row, mask=real, other=0)
-    shift = tl.load(shifts + tl.load(tree_rows + row, mask=real, other=0), mask=real, other=0)
+    token_row = tl.load(logits_indices + row, mask=real, other=0)
+    shift = tl.load(
+        shifts + tl.load(expanded_local_pos + row, mask=real, other=0), mask=real, other=0
+    )
     token_id = tl.load(input_ids + token_row, mask=real, other=0)
     position = tl.load(positions + token_row, mask=real, other=0)
     tl.store(row_token_ids + row, token_id.to(tl.int64), mask=real)
