@@ -19,8 +19,8 @@ from torch_twins import place_tree_rows as torch_place_tree_rows
 
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix, WalkResult, load_tree
 from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.recycling import OPERATIONS
 from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 CONTEXT = 5  # before the rows, so that they do not begin with a block

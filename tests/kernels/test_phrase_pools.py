@@ -11,7 +11,7 @@ from vllm_recycle.core import REFERENCE, Operations
 from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.kernels.cpu import native
 from vllm_recycle.kernels.triton import phrase_pool
-from vllm_recycle.kernels.triton.recycling import OPERATIONS as TRITON
+from vllm_recycle.kernels.triton.operations import OPERATIONS as TRITON
 
 CPU, CUDA = "cpu", "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 4

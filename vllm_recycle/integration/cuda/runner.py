@@ -44,8 +44,8 @@ from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.recycling import OPERATIONS
 from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 

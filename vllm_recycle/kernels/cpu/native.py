@@ -1,4 +1,4 @@
-"""The C++ kernels of `native.cpp`: building, calling, and the set of operations they make.
+"""The C++ kernels: building, calling, and the set of operations they make.
 
 They are compiled at first use for the machine's own instruction set (vLLM's default compile mode
 needs the same compiler) and kept in a cache directory. Without a compiler the torch functions
@@ -30,7 +30,10 @@ from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
 logger = logging.getLogger("vllm.recycle")
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "operations.cpp", FOLDER / "tree_attention.cpp")
+HEADERS = (FOLDER / "lanes.h",)
+# Not -ffast-math, which would change the floating-point mode of the whole process.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing")
 DTYPES = (torch.float32, torch.bfloat16)
 LANES = 16
@@ -67,18 +70,19 @@ def _build(compiler: str) -> Path:
     """Compile once for each source, compiler, flags and CPU; safe against other processes."""
     cpu = Path("/proc/cpuinfo")
     flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1]
-    identity = repr((SOURCE.read_text(), compiler, FLAGS, platform.machine(), flags))
+    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
+    identity = repr((texts, compiler, FLAGS, platform.machine(), flags))
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_recycle"
     path = root / f"cpu_native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:
             built = Path(folder) / path.name
-            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(built)]
+            command = [compiler, *FLAGS, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(built)]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
                 raise RuntimeError(
-                    f"{compiler} cannot compile {SOURCE.name}; set CXX to a compiler with C++17:\n"
+                    f"{compiler} cannot compile the kernels; set CXX to a compiler with C++17:\n"
                     f"{result.stderr}"
                 )
             built.replace(path)

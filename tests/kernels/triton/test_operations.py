@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from strategies import K, drafts, samples, trees
 
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix, TokenRecyclingProposer, TreeTemplate
-from vllm_recycle.kernels.triton import recycling
-from vllm_recycle.kernels.triton.recycling import OPERATIONS
+from vllm_recycle.kernels.triton import learning
+from vllm_recycle.kernels.triton.operations import OPERATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 90
@@ -175,8 +175,8 @@ def test_update_equals_torch(scope, hot_start, rows, seed, dtype, later, chunk):
     # What was there before stays where nothing is written.
     matrix.update(*on_device([0, 1, 2, 2], [0, 5, 6, 2]), distinct_logits(seed, 4, K, torch.int64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recycling, "LATER", later)
-        patch.setattr(recycling, "CHUNK", chunk)
+        patch.setattr(learning, "LATER", later)
+        patch.setattr(learning, "CHUNK", chunk)
         got = updated(matrix, OPERATIONS.update_from_logits, *arguments)
     assert got.equal(updated(matrix, REFERENCE.update_from_logits, *arguments))
 
