@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from kernel_timing import DEVICE, DTYPE, HAS_GPU, Call, Peaks, count, host_us, measure, random
 from torch.nn import functional as F
+from torch_twins import tree_attention as torch_tree_attention
 
 from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.kernels import paged_tree_attention
-from vllm_recycle.kernels.paged_tree_attention import PagedTreeRows, ancestor_bits
-from vllm_recycle.kernels.triton_tree_attention import tree_attention
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 BLOCK_SIZE = 16
 # Of a row's output: keys, values and weights have 8 bits, and weights are summed over thousands.
@@ -152,7 +152,7 @@ def check_attention(name: str, inputs: AttentionInputs, tree: TreeTemplate, call
     else:  # SDPA's [batch, kv_heads, rows * group, head_size]
         output = output.unflatten(2, (inputs.case.rows, -1)).transpose(1, 2).reshape(expected.shape)
     arguments, rows = (inputs.query, inputs.kv_cache, expected), inputs.rows(tree)
-    paged_tree_attention.tree_attention(*arguments, rows=rows, scale=inputs.case.scale)
+    torch_tree_attention(*arguments, rows=rows, scale=inputs.case.scale)
     errors = (output.float() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     if not (error := errors.max().item()) <= TOLERANCE:  # NaN is none either
         sys.exit(f"wrong: {name}: a row is off by {error:.3g}, more than {TOLERANCE}")

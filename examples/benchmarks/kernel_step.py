@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from kernel_attention import BLOCK_SIZE
 from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure, random, random_ids
+from torch_twins import compact_path as torch_compact_path
+from torch_twins import place_tree_rows as torch_place_tree_rows
 
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix, WalkResult, load_tree
-from vllm_recycle.kernels import paged_kv_cache, tree_inputs
-from vllm_recycle.kernels.paged_kv_cache import PagedLayers
-from vllm_recycle.kernels.triton_kv_cache import compact_path
-from vllm_recycle.kernels.triton_recycling import OPERATIONS
-from vllm_recycle.kernels.triton_tree_inputs import place_tree_rows
+from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.operations import OPERATIONS
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
+from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 CONTEXT = 5  # before the rows, so that they do not begin with a block
 MOVED_ROWS = 4  # at most, of a path
@@ -51,7 +52,7 @@ class StepInputs:
         num_rows = batch * rows
         self.tree = load_tree("default").prefix(rows - 1).to(DEVICE)
         self.matrix = AdjacencyMatrix(
-            vocab, case.k, scope="sequence", num_sequences=case.sequences, device=DEVICE
+            vocab, case.k, scope="sequence", max_num_reqs=case.sequences, device=DEVICE
         )
         learned = 2 * vocab  # which fills seven of eight rows
         sequences, tokens = random_ids(case.sequences, learned), random_ids(vocab, learned)
@@ -100,8 +101,8 @@ class StepInputs:
 def step_calls(inputs: StepInputs, *, kernels: bool) -> dict[str, Call]:
     """The launches of a step in their order, by the kernels or by their torch twins."""
     operations = OPERATIONS if kernels else REFERENCE
-    place = place_tree_rows if kernels else tree_inputs.place_tree_rows
-    compact = compact_path if kernels else paged_kv_cache.compact_path
+    place = place_tree_rows if kernels else torch_place_tree_rows
+    compact = compact_path if kernels else torch_compact_path
     table, layout, tree = inputs.matrix.table, inputs.matrix.layout, inputs.tree
     ids, token_rows, starts = inputs.token_ids, inputs.token_rows, inputs.row_starts
     placed = (inputs.input_ids, inputs.positions, token_rows, inputs.tree_rows)

@@ -30,7 +30,9 @@ MAX_CALLS = 500  # of one graph
 L2_BYTES = torch.cuda.get_device_properties(0).L2_cache_size if HAS_GPU else 0
 COPIED_BYTES, PRODUCT_SIZE = (2**31, 8192) if HAS_GPU else (2**20, 128)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package need not be installed
+ROOT = Path(__file__).resolve().parents[2]
+# The package need not be installed, and the torch twins are not part of it.
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels" / "triton")]
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # it is read when kernels are imported
 

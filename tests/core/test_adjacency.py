@@ -17,13 +17,13 @@ from vllm_recycle.core.adjacency import fill_tree
 
 VOCAB = 11
 OVERLAY_ROWS = 4  # fewer than tokens, so that tokens of one slot push each other out
-SEQUENCES = 3
+MAX_NUM_REQS = 3
 FINGERPRINT = "model-a"
 KINDS = [
     (scope, hot) for scope in SCOPES for hot in (True, False) if (scope, hot) != ("shared", False)
 ]
 
-Row = tuple[int, int, list[int]]  # sequence, token, successors
+Row = tuple[int, int, list[int]]  # req_state_idx, token, successors
 
 
 @dataclass
@@ -36,58 +36,60 @@ class Model:
     overlays: dict[tuple[int, int], tuple[int, list[int]]] = field(default_factory=dict)
 
     def update(self, rows: list[Row]) -> None:
-        for sequence, token, successors in rows:
+        for req_state_idx, token, successors in rows:
             if token < 0:
                 continue
             if self.scope != "isolated":
                 self.shared[token] = successors
             if self.scope != "shared":
-                self.overlays[sequence, token % OVERLAY_ROWS] = (token, successors)
+                self.overlays[req_state_idx, token % OVERLAY_ROWS] = (token, successors)
 
-    def clear_overlays(self, sequences: list[int]) -> None:
-        self.overlays = {at: row for at, row in self.overlays.items() if at[0] not in sequences}
+    def clear_overlays(self, req_state_indices: list[int]) -> None:
+        self.overlays = {
+            at: row for at, row in self.overlays.items() if at[0] not in req_state_indices
+        }
 
-    def row(self, sequence: int, token: int) -> list[int]:
+    def row(self, req_state_idx: int, token: int) -> list[int]:
         nothing = [-1] * K
         if token < 0:
             return nothing
-        tag, successors = self.overlays.get((sequence, token % OVERLAY_ROWS), (-1, nothing))
+        tag, successors = self.overlays.get((req_state_idx, token % OVERLAY_ROWS), (-1, nothing))
         if tag == token:
             return successors
         return self.shared.get(token, nothing) if self.hot_start else nothing
 
-    def fill(self, tree: TreeTemplate, sequence: int, last_token: int) -> list[int]:
+    def fill(self, tree: TreeTemplate, req_state_idx: int, last_token: int) -> list[int]:
         filled = [last_token]
         for parent, rank in tree.nodes:
-            filled.append(self.row(sequence, filled[parent])[rank])
+            filled.append(self.row(req_state_idx, filled[parent])[rank])
         return filled[1:]
 
 
 def make_matrix(scope="sequence", *, vocab_size=VOCAB, k=K, **options) -> AdjacencyMatrix:
-    options = {"num_sequences": SEQUENCES, "overlay_rows": OVERLAY_ROWS, **options}
+    options = {"max_num_reqs": MAX_NUM_REQS, "overlay_rows": OVERLAY_ROWS, **options}
     return AdjacencyMatrix(vocab_size, k, scope=scope, **options)
 
 
 def update(matrix: AdjacencyMatrix, rows: list[Row]) -> None:
-    sequences, tokens, successors = zip(*rows, strict=True)
-    matrix.update(torch.tensor(sequences), torch.tensor(tokens), torch.tensor(successors))
+    idx_mapping, tokens, successors = zip(*rows, strict=True)
+    matrix.update(torch.tensor(idx_mapping), torch.tensor(tokens), torch.tensor(successors))
 
 
 def fill(
-    matrix: AdjacencyMatrix, sequences: torch.Tensor, last: torch.Tensor, tree: TreeTemplate
+    matrix: AdjacencyMatrix, idx_mapping: torch.Tensor, last: torch.Tensor, tree: TreeTemplate
 ) -> list[list[int]]:
-    return fill_tree(matrix.table, sequences, last, tree=tree, layout=matrix.layout).tolist()
+    return fill_tree(matrix.table, idx_mapping, last, tree=tree, layout=matrix.layout).tolist()
 
 
-def rows_seen(matrix: AdjacencyMatrix, sequence: int) -> list[list[int]]:
-    """The successors that a sequence sees for each token of the vocabulary."""
+def rows_seen(matrix: AdjacencyMatrix, req_state_idx: int) -> list[list[int]]:
+    """The successors that a request sees for each token of the vocabulary."""
     tokens = torch.arange(VOCAB)
-    return matrix.rows_of(torch.full_like(tokens, sequence), tokens).tolist()
+    return matrix.rows_of(torch.full_like(tokens, req_state_idx), tokens).tolist()
 
 
 token_ids = st.integers(0, VOCAB - 1)
 row = st.tuples(
-    st.integers(0, SEQUENCES - 1),
+    st.integers(0, MAX_NUM_REQS - 1),
     token_ids | st.just(-1),
     st.lists(token_ids, min_size=K, max_size=K),
 )
@@ -96,7 +98,7 @@ batches = st.lists(st.lists(row, min_size=1, max_size=12), min_size=1, max_size=
 
 @pytest.mark.parametrize(("scope", "hot_start"), KINDS)
 @THOROUGH
-@given(batches=batches, ended=st.lists(st.integers(0, SEQUENCES - 1), max_size=2))
+@given(batches=batches, ended=st.lists(st.integers(0, MAX_NUM_REQS - 1), max_size=2))
 def test_update_equals_writing_the_rows_in_order(scope, hot_start, batches, ended):
     model = Model(scope, hot_start)
     matrix = make_matrix(scope, hot_start=hot_start)
@@ -106,9 +108,9 @@ def test_update_equals_writing_the_rows_in_order(scope, hot_start, batches, ende
             matrix.clear_overlays(ended)
         model.update(rows)
         update(matrix, rows)
-        for sequence in range(SEQUENCES):
-            expected = [model.row(sequence, token) for token in range(VOCAB)]
-            assert rows_seen(matrix, sequence) == expected
+        for req_state_idx in range(MAX_NUM_REQS):
+            expected = [model.row(req_state_idx, token) for token in range(VOCAB)]
+            assert rows_seen(matrix, req_state_idx) == expected
         assert matrix.num_written == len(model.shared)
 
 
@@ -120,10 +122,10 @@ def test_fill_equals_filling_node_by_node(scope, hot_start, rows, tree, data):
     matrix = make_matrix(scope, hot_start=hot_start)
     model.update(rows)
     update(matrix, rows)
-    batch = data.draw(st.lists(st.tuples(st.integers(0, SEQUENCES - 1), token_ids), max_size=4))
-    sequences, last = torch.tensor([*batch, (0, 0)]).T
+    batch = data.draw(st.lists(st.tuples(st.integers(0, MAX_NUM_REQS - 1), token_ids), max_size=4))
+    idx_mapping, last = torch.tensor([*batch, (0, 0)]).T
     expected = [model.fill(tree, *pair) for pair in [*batch, (0, 0)]]
-    assert fill(matrix, sequences, last, tree) == expected
+    assert fill(matrix, idx_mapping, last, tree) == expected
 
 
 def test_an_unfilled_node_keeps_its_place_and_its_subtree_stays_unfilled():
@@ -152,7 +154,7 @@ def test_clearing_overlays_forgets_these_sequences_alone(scope):
     matrix = make_matrix(scope, hot_start=False)
     update(matrix, [(0, 1, [2] * K), (1, 1, [3] * K), (2, 1, [4] * K)])
     matrix.clear_overlays([0, 2])
-    seen = [rows_seen(matrix, sequence)[1][0] for sequence in range(SEQUENCES)]
+    seen = [rows_seen(matrix, req_state_idx)[1][0] for req_state_idx in range(MAX_NUM_REQS)]
     assert seen == [-1, 3, -1]
 
 
@@ -200,7 +202,7 @@ def test_a_saved_matrix_is_loaded_as_it_was(tmp_path, written, scope):
     loaded.load(path, fingerprint=FINGERPRINT)
     assert loaded.shared.equal(written.shared)
     assert loaded.num_written == written.num_written == 2
-    # What a sequence wrote into its overlay stays before the file's rows; shared rows do not.
+    # What a request wrote into its overlay stays before the file's rows; shared rows do not.
     expected = written.shared.tolist()
     assert rows_seen(loaded, 1) == expected
     if scope != "shared":
@@ -266,8 +268,8 @@ def test_the_table_holds_the_shared_matrix_and_an_overlay_a_sequence():
     row_bytes = 4 * (1 + 8)
     shared_bytes = (VOCAB + 2) * row_bytes
     for scope, overlays in (("shared", 0), ("sequence", 2), ("isolated", 2)):
-        matrix = AdjacencyMatrix(VOCAB, 8, scope=scope, num_sequences=2)
-        # 4,096 rows, 147 KB, a sequence.
+        matrix = AdjacencyMatrix(VOCAB, 8, scope=scope, max_num_reqs=2)
+        # 4,096 rows, 147 KB, a request.
         assert matrix.num_bytes == shared_bytes + overlays * 147_456
 
 

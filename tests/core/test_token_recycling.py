@@ -1,4 +1,4 @@
-"""Token Recycling: what it learns from logits and prompts, and how sequences are numbered."""
+"""Token Recycling: what it learns from logits and prompts, and how requests are numbered."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import THOROUGH, K
 
-from vllm_recycle.core import AdjacencyMatrix, SequenceNumbers, TokenRecyclingProposer, TreeTemplate
+from vllm_recycle.core import AdjacencyMatrix, ReqStateIndices, TokenRecyclingProposer, TreeTemplate
 
 VOCAB = 9
 TREE = TreeTemplate(((0, 0), (1, K - 1)))
-SEQUENCES = 2
+MAX_NUM_REQS = 2
 STARTS = torch.tensor([0, 1])  # of no account here
 
 
 def make_proposer(*, seed_from_prompt=True, **options) -> TokenRecyclingProposer:
-    matrix = AdjacencyMatrix(VOCAB, K, num_sequences=SEQUENCES, **options)
+    matrix = AdjacencyMatrix(VOCAB, K, max_num_reqs=MAX_NUM_REQS, **options)
     return TokenRecyclingProposer(matrix, TREE, seed_from_prompt=seed_from_prompt)
 
 
 def begin(proposer: TokenRecyclingProposer, prompts: dict[int, list[int]]) -> None:
-    sequences = [sequence for sequence, prompt in prompts.items() for _ in prompt]
+    idx_mapping = [req_state_idx for req_state_idx, prompt in prompts.items() for _ in prompt]
     tokens = [token for prompt in prompts.values() for token in prompt]
     proposer.begin(
-        torch.tensor(sequences, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)
+        torch.tensor(idx_mapping, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)
     )
 
 
-def rows_seen(proposer: TokenRecyclingProposer, sequence: int) -> list[list[int]]:
+def rows_seen(proposer: TokenRecyclingProposer, req_state_idx: int) -> list[list[int]]:
     tokens = torch.arange(VOCAB)
-    return proposer.matrix.rows_of(torch.full_like(tokens, sequence), tokens).tolist()
+    return proposer.matrix.rows_of(torch.full_like(tokens, req_state_idx), tokens).tolist()
 
 
 def seed_by_hand(known: list[list[int]], prompt: list[int]) -> list[list[int]]:
@@ -77,10 +77,10 @@ def test_propose_drafts_from_what_was_observed():
 def test_begin_enters_the_bigrams_of_the_prompt_one_by_one(scope, prompts, data):
     proposer = make_proposer(scope=scope)
     for prompt in prompts:
-        sequence = data.draw(st.integers(0, SEQUENCES - 1))
-        expected = seed_by_hand(rows_seen(proposer, sequence), prompt)
-        begin(proposer, {sequence: prompt})
-        assert rows_seen(proposer, sequence) == expected
+        req_state_idx = data.draw(st.integers(0, MAX_NUM_REQS - 1))
+        expected = seed_by_hand(rows_seen(proposer, req_state_idx), prompt)
+        begin(proposer, {req_state_idx: prompt})
+        assert rows_seen(proposer, req_state_idx) == expected
 
 
 @THOROUGH
@@ -88,10 +88,10 @@ def test_begin_enters_the_bigrams_of_the_prompt_one_by_one(scope, prompts, data)
 def test_sequences_that_begin_together_do_not_mix(prompts):
     together, apart = make_proposer(scope="isolated"), make_proposer(scope="isolated")
     begin(together, dict(enumerate(prompts)))
-    for sequence, prompt in enumerate(prompts):
-        begin(apart, {sequence: prompt})
-    for sequence in range(SEQUENCES):
-        assert rows_seen(together, sequence) == rows_seen(apart, sequence)
+    for req_state_idx, prompt in enumerate(prompts):
+        begin(apart, {req_state_idx: prompt})
+    for req_state_idx in range(MAX_NUM_REQS):
+        assert rows_seen(together, req_state_idx) == rows_seen(apart, req_state_idx)
 
 
 def test_begin_leaves_the_matrix_alone_unless_asked_to_seed():
@@ -103,7 +103,7 @@ def test_begin_leaves_the_matrix_alone_unless_asked_to_seed():
 
 def test_release_forgets_what_the_sequence_saw_and_no_other():
     proposer = make_proposer(scope="isolated")
-    begin(proposer, {sequence: [1, 2] for sequence in range(SEQUENCES)})
+    begin(proposer, {req_state_idx: [1, 2] for req_state_idx in range(MAX_NUM_REQS)})
     proposer.release([0])
     assert rows_seen(proposer, 0)[1] == [-1] * K
     assert rows_seen(proposer, 1)[1] == [2, *[-1] * (K - 1)]
@@ -115,7 +115,7 @@ def test_a_tree_with_ranks_that_the_matrix_lacks_is_refused():
         TokenRecyclingProposer(AdjacencyMatrix(VOCAB, K - 1), TREE)
 
 
-# Sequence numbers.
+# Numbers of requests' states.
 
 
 @THOROUGH
@@ -123,7 +123,7 @@ def test_a_tree_with_ranks_that_the_matrix_lacks_is_refused():
 def test_each_request_gets_the_lowest_number_that_is_free(events):
     """Each event names requests: those running end, then the others start, in order."""
     capacity = 6
-    numbers = SequenceNumbers(capacity)
+    numbers = ReqStateIndices(capacity)
     expected: dict[str, int] = {}
     for event in map(sorted, events):
         starting = [request for request in event if request not in expected]
@@ -139,7 +139,7 @@ def test_each_request_gets_the_lowest_number_that_is_free(events):
 
 
 def test_unknown_requests_have_no_number_to_take_back():
-    numbers = SequenceNumbers(2)
+    numbers = ReqStateIndices(2)
     numbers.assign("a")
     assert numbers.free(["b", "a", "a"]) == [0]
     assert numbers.free(["a"]) == []

@@ -40,7 +40,7 @@ def make(config: dict, **flags) -> EngineArgs:
 
 def test_the_host_method_and_our_classes():
     made = rewrite()
-    assert made.worker_cls == "vllm_recycle.integration.gpu_worker.TreeGPUWorker"
+    assert made.worker_cls == "vllm_recycle.integration.cuda.worker.TreeGPUWorker"
     assert made.speculative_config["method"] == "ngram_gpu"
     assert made.async_scheduling is None  # as vLLM likes
     assert made.attention_config.backend is AttentionBackendEnum.FLASH_ATTN

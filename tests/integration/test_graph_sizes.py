@@ -10,7 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_recycle.integration.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
 
 NODES = 80

@@ -7,8 +7,8 @@ import torch
 from engines import TOKEN_RECYCLING, core, engine, read_prompts, runner
 from vllm import SamplingParams
 
-from vllm_recycle.integration import tree_rows
-from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values, slot_elements
+from vllm_recycle.integration.cpu import tree_rows
+from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values, slot_elements
 
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 NUM_TOKENS = 60

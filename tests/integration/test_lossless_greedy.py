@@ -86,7 +86,7 @@ def test_output_equals_vllm_under_preemption(expected, method):
         assert generate(llm, PROMPTS, GREEDY) == expected
         assert counter(llm, "num_preemptions") > 0
         generate(llm, PROMPTS[:1], GREEDY)  # what ended is released with the next step
-        assert len(runner(llm).sequences) == 1
+        assert len(runner(llm).req_state_indices) == 1
 
 
 @both_methods

@@ -12,11 +12,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "vllm_recycle"
 MODULES = [
-    *sorted(PACKAGE.glob("kernels/triton_*.py")),
-    PACKAGE / "integration" / "v2_runner.py",
-    PACKAGE / "integration" / "v2_draft_model.py",
-    PACKAGE / "integration" / "v2_draft_rounds.py",
-    PACKAGE / "integration" / "gpu_backend.py",
+    *sorted(PACKAGE.glob("kernels/triton/*.py")),
+    PACKAGE / "integration" / "cuda" / "runner.py",
+    PACKAGE / "integration" / "cuda" / "draft_model.py",
+    PACKAGE / "integration" / "cuda" / "draft_rounds.py",
+    PACKAGE / "integration" / "cuda" / "backend.py",
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.
 WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "synchronize"}

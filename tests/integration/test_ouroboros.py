@@ -24,8 +24,8 @@ from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-from vllm_recycle.integration.v1_draft_model import OuroborosV1Drafter
-from vllm_recycle.kernels.cpu_kv_cache import gather_keys_values
+from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
+from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
 PROMPTS = [
@@ -148,7 +148,7 @@ class TestDraftCache:
     def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
         """Between the cache and a fresh computation, over the tokens of a request's text."""
         drafter = runner(llm).drafter
-        known = int(drafter.num_cached[runner(llm).sequences[request.request_id]])
+        known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
         text = list(request.all_token_ids)[:known]
         (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
         layers = runner(llm).compilation_config.static_forward_context
@@ -190,8 +190,8 @@ class TestDraftCache:
         assert max(found) < self.TOLERANCE
 
     def test_a_cache_that_lags_is_seen(self, monkeypatch):
-        def lag(self, sequences, num_drafting):
-            self.num_cached[sequences] = self.ends[sequences]
+        def lag(self, idx_mapping, num_drafting):
+            self.num_cached[idx_mapping] = self.ends[idx_mapping]
 
         monkeypatch.setattr(OuroborosV1Drafter, "_catch_up", lag)
         assert max(self.differences(10)) > 10 * self.TOLERANCE

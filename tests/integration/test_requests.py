@@ -134,14 +134,14 @@ def test_nothing_is_left_of_requests_that_end_or_are_aborted(method):
             llm.llm_engine.add_request(str(number), prompt, GREEDY)
         for _ in range(4):
             llm.llm_engine.step()
-        assert len(runner(llm).sequences) == 8
+        assert len(runner(llm).req_state_indices) == 8
         llm.llm_engine.abort_request(["1", "4"])
         finished = set()
         while llm.llm_engine.has_unfinished_requests():
             finished |= {out.request_id for out in llm.llm_engine.step() if out.finished}
         assert finished == {"0", "2", "3", "5", "6", "7"}
         generate(llm, prompts[:1], GREEDY)
-        assert len(runner(llm).sequences) == 1  # freed when the next step is scheduled
+        assert len(runner(llm).req_state_indices) == 1  # freed when the next step is scheduled
 
 
 def test_counters_count_nodes_and_depths(monkeypatch):

@@ -13,7 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from vllm_recycle.core import AdjacencyMatrix
-from vllm_recycle.integration import drafter, engine_config, versions
+from vllm_recycle.integration import engine_config, versions
+from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
 from vllm_recycle.integration.plugin import register
 
 
@@ -263,7 +264,7 @@ def test_registering_again_changes_nothing():
 def test_matrix_file_of_another_model(tmp_path):
     path = tmp_path / "matrix.safetensors"
     AdjacencyMatrix(4096, 8).save(path, fingerprint="of another model")
-    holder = drafter.TreeDrafter(make_config({"matrix_file": str(path)}))
+    holder = TreeV1Drafter(make_config({"matrix_file": str(path)}))
     with pytest.raises(ValueError, match="fingerprint is of another model, expected"):
         holder.reset()
 

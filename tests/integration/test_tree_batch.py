@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_recycle.core import load_tree
-from vllm_recycle.integration.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 
 TREE = load_tree("paper-80").prefix(30)
 # No deadline: the first example pays for lazy imports, and test machines are shared.
@@ -69,14 +69,14 @@ def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
         unscheduled = TREE.num_nodes - size
         assert trees.num_nodes[index] == size
         assert trees.first_token_row[index] == root
-        assert trees.row_starts[index] == logit_row
+        assert trees.cu_num_logits[index] == logit_row
         assert trees.drafts[index].tolist() == request.logit_tokens[1:] + [-1] * unscheduled
         if size:
             tree_token_rows += range(root, root + size + 1)
             tree_rows += range(size + 1)
         token_row += len(request.tokens)
         logit_row += size + 1
-    assert trees.row_starts[-1] == logit_row
+    assert trees.cu_num_logits[-1] == logit_row
     assert trees.tree_token_rows.tolist() == tree_token_rows
     assert trees.tree_rows.tolist() == tree_rows
     assert trees.row_token_ids.tolist() == [

@@ -152,7 +152,7 @@ class Watch:
     def __init__(self, llm: Any) -> None:
         from engines import core, runner
 
-        from vllm_recycle.integration import v2_runner
+        from vllm_recycle.integration.cuda import runner as v2_runner
 
         self.runner, self.scheduler = runner(llm), core(llm).scheduler
         self.waits, self.seen, self.draft = Waits(), Counter(), load(DRAFT)
@@ -175,7 +175,7 @@ class Watch:
         return output
 
     def watched_compact(self, layers: Any, slots: Any, rows: Any, starts: Any, path: Any) -> None:
-        from vllm_recycle.kernels.triton_kv_cache import compact_path
+        from vllm_recycle.kernels.triton.kv_cache import compact_path
 
         self.seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
         compact_path(layers, slots, rows, starts, path)
@@ -232,9 +232,9 @@ def capture_rounds_of_one(speculator: Any) -> None:
     """As the start of an engine does on a GPU; rounds of more requests are launched."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_recycle.integration import v2_draft_rounds
+    from vllm_recycle.integration.cuda import draft_rounds
 
-    v2_draft_rounds.LARGEST_BATCH = 1
+    draft_rounds.LARGEST_BATCH = 1
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
     speculator.capture()
     speculator.reset()

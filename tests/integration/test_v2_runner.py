@@ -205,7 +205,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     """In the process with the engines: count what the steps are like."""
     from engines import core, runner
 
-    from vllm_recycle.integration import v2_runner
+    from vllm_recycle.integration.cuda import runner as v2_runner
 
     model_runner, scheduler = runner(llm), core(llm).scheduler
     prepare_attn, propose = model_runner.prepare_attn, model_runner.speculator.propose

@@ -153,8 +153,8 @@ def _bring_our_worker() -> None:
 
 def _attend_to_trees_in_few_programs() -> None:
     """The same kernel, with larger tiles than float32 has on a GPU, and contexts left whole."""
-    from vllm_recycle.kernels import triton_tree_attention
+    from vllm_recycle.kernels.triton import tree_attention
 
-    tile = triton_tree_attention.Tile(queries=64, tokens=64, warps=4)
-    triton_tree_attention.choose_tile = lambda *args, **kwargs: tile
-    triton_tree_attention.choose_num_splits = lambda programs, slots: 1
+    tile = tree_attention.Tile(queries=64, tokens=64, warps=4)
+    tree_attention.choose_tile = lambda *args, **kwargs: tile
+    tree_attention.choose_num_splits = lambda programs, slots: 1

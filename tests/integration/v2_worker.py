@@ -11,8 +11,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_recycle.integration.gpu_backend import TreeAttentionImpl, TreeMetadataBuilder
-from vllm_recycle.integration.v2_runner import TreeModelRunner
+from vllm_recycle.integration.cuda.backend import TreeAttentionImpl, TreeMetadataBuilder
+from vllm_recycle.integration.cuda.runner import TreeModelRunner
 from vllm_recycle.integration.worker import TreeWorker
 
 

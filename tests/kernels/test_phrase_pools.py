@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_recycle.core import REFERENCE, Operations
 from vllm_recycle.core.phrase_pool import PhrasePool
-from vllm_recycle.kernels import cpu_native, triton_phrase_pool
-from vllm_recycle.kernels.triton_recycling import OPERATIONS as TRITON
+from vllm_recycle.kernels.cpu import native
+from vllm_recycle.kernels.triton import phrase_pool
+from vllm_recycle.kernels.triton.operations import OPERATIONS as TRITON
 
 CPU, CUDA = "cpu", "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 4
@@ -19,10 +20,10 @@ pools = pytest.mark.parametrize(
     ("operations", "device"),
     [
         pytest.param(
-            cpu_native.native_operations(),
+            native.native_operations(),
             CPU,
             id="c++",
-            marks=pytest.mark.skipif(cpu_native.load_library() is None, reason="no C++ compiler"),
+            marks=pytest.mark.skipif(native.load_library() is None, reason="no C++ compiler"),
         ),
         pytest.param(TRITON, CUDA, id="triton"),
     ],
@@ -69,7 +70,7 @@ def test_any_batches_leave_the_same_pool(operations: Operations, device, steps):
 def test_phrases_of_one_token_far_apart_are_inserted_in_order(
     operations: Operations, device, monkeypatch
 ):
-    monkeypatch.setattr(triton_phrase_pool, "PHRASES", 16)
+    monkeypatch.setattr(phrase_pool, "PHRASES", 16)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(-1, VOCAB, (100,), generator=generator).to(device)
     # As they come from a window: not contiguous.

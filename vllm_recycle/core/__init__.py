@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Scope, TableLayout
 from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.proposer import Proposer, SequenceNumbers
+from vllm_recycle.core.proposer import Proposer, ReqStateIndices
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.tree import TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.verification import WalkResult, step_down, walk
@@ -15,8 +15,8 @@ __all__ = [
     "AdjacencyMatrix",
     "Operations",
     "Proposer",
+    "ReqStateIndices",
     "Scope",
-    "SequenceNumbers",
     "TableLayout",
     "TokenRecyclingProposer",
     "TreeTemplate",

@@ -76,7 +76,7 @@ class AdjacencyMatrix:
         scope: `sequence`: every step is written to its sequence's overlay and to the shared
             matrix; `shared`: to the shared matrix alone, and there are no overlays; `isolated`:
             to the overlay alone, so that no sequence sees another's tokens.
-        num_sequences: most sequences at a time; sequences are numbered from 0.
+        max_num_reqs: most sequences at a time; each has a `req_state_idx` below it.
         hot_start: whether a sequence reads the shared matrix, and so inherits what was there
             before it.
         overlay_rows: rows of one overlay, a power of two.
@@ -93,7 +93,7 @@ class AdjacencyMatrix:
         k: int,
         *,
         scope: Scope = "sequence",
-        num_sequences: int = 1,
+        max_num_reqs: int = 1,
         hot_start: bool = True,
         overlay_rows: int = OVERLAY_ROWS,
         device: torch.device | str = "cpu",
@@ -115,7 +115,7 @@ class AdjacencyMatrix:
             reads_shared=hot_start,
             writes_shared=scope != "isolated",
         )
-        rows = self.layout.first_overlay + num_sequences * self.layout.overlay_rows
+        rows = self.layout.first_overlay + max_num_reqs * self.layout.overlay_rows
         self.table = torch.empty(rows, 1 + k, dtype=torch.int32, device=device)
         self.clear()
 
@@ -146,30 +146,31 @@ class AdjacencyMatrix:
         self.table.fill_(UNWRITTEN)
         self.table[:, 0] = EMPTY_TAG
 
-    def clear_overlays(self, sequences: Sequence[int]) -> None:
+    def clear_overlays(self, req_state_indices: Sequence[int]) -> None:
         """Forget what these sequences wrote into their overlays."""
         rows = self.layout.overlay_rows
         if rows:
             overlays = self.table[self.layout.first_overlay :].view(-1, rows, 1 + self.k)
-            for sequence in sequences:
-                overlays[sequence, :, 0] = EMPTY_TAG
+            for req_state_idx in req_state_indices:
+                overlays[req_state_idx, :, 0] = EMPTY_TAG
 
-    def rows_of(self, sequences: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, expanded_idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 [n, k], the successors that each sequence sees for each token, -1 where none."""
-        return self.table[_row_address(self.table, sequences, token_ids, self.layout), 1:]
+        address = _row_address(self.table, expanded_idx_mapping, token_ids, self.layout)
+        return self.table[address, 1:]
 
     def update(
-        self, sequences: torch.Tensor, token_ids: torch.Tensor, successors: torch.Tensor
+        self, expanded_idx_mapping: torch.Tensor, token_ids: torch.Tensor, successors: torch.Tensor
     ) -> None:
         """Write rows; of rows for the same place, the last one given stays.
 
         Args:
-            sequences: int64 [n], the sequence of each row.
+            expanded_idx_mapping: int64 [n], of each row.
             token_ids: int64 [n], the token of each row, -1 for a row to ignore.
             successors: integer [n, k], best first.
 
         """
-        _write_rows(self.table, sequences, token_ids, successors, self.layout)
+        _write_rows(self.table, expanded_idx_mapping, token_ids, successors, self.layout)
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the shared matrix as safetensors, with what `load` checks."""
@@ -194,7 +195,7 @@ class AdjacencyMatrix:
 
 def fill_tree(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    idx_mapping: torch.Tensor,
     last_token_ids: torch.Tensor,
     *,
     tree: TreeTemplate,
@@ -204,7 +205,7 @@ def fill_tree(
 
     Args:
         table: int32 [addresses, 1 + k].
-        sequences: int64 [batch].
+        idx_mapping: int64 [batch].
         last_token_ids: int64 [batch].
         tree: the template to fill.
         layout: of the table.
@@ -217,14 +218,14 @@ def fill_tree(
     filled[:, 0] = last_token_ids
     for level in tree.levels:
         parents = filled[:, tree.parents[level]]
-        address = _row_address(table, sequences[:, None], parents, layout)
+        address = _row_address(table, idx_mapping[:, None], parents, layout)
         filled[:, level] = table[address, 1 + tree.ranks[level]].to(filled.dtype)
     return filled[:, 1:]
 
 
 def update_from_logits(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
     token_ids: torch.Tensor,
     logits: torch.Tensor,
     *,
@@ -236,37 +237,37 @@ def update_from_logits(
 
     Args:
         table: int32 [addresses, 1 + k], written in place.
-        sequences: int64 [n], the sequence of each row.
+        expanded_idx_mapping: int64 [n], of each row.
         token_ids: int64 [n], the token of each row, -1 for a row to ignore.
         logits: floating [n, vocab].
         layout: of the table.
 
     """
     successors = logits.topk(layout.k, dim=-1).indices
-    _write_rows(table, sequences, token_ids, successors, layout)
+    _write_rows(table, expanded_idx_mapping, token_ids, successors, layout)
 
 
 def _row_address(
-    table: torch.Tensor, sequences: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
+    table: torch.Tensor, idx_mapping: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
 ) -> torch.Tensor:
     """int64, the address of the row that answers for each token, seen from its sequence."""
     shared = token_ids + 1 if layout.reads_shared else torch.zeros_like(token_ids)
     if not layout.overlay_rows:
         return shared
-    own = _overlay_address(sequences, token_ids, layout)
+    own = _overlay_address(idx_mapping, token_ids, layout)
     return torch.where(table[own, 0] == token_ids, own, shared)
 
 
 def _overlay_address(
-    sequences: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
+    idx_mapping: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
 ) -> torch.Tensor:
     slot = token_ids & (layout.overlay_rows - 1)
-    return layout.first_overlay + sequences * layout.overlay_rows + slot
+    return layout.first_overlay + idx_mapping * layout.overlay_rows + slot
 
 
 def _write_rows(
     table: torch.Tensor,
-    sequences: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
     token_ids: torch.Tensor,
     successors: torch.Tensor,
     layout: TableLayout,
@@ -274,7 +275,7 @@ def _write_rows(
     rows = torch.cat((token_ids[:, None], successors), dim=1).to(torch.int32)
     places = [token_ids + 1] if layout.writes_shared else []
     if layout.overlay_rows:
-        places.append(_overlay_address(sequences, token_ids, layout))
+        places.append(_overlay_address(expanded_idx_mapping, token_ids, layout))
     # A scatter with repeated addresses has no order of its own: all but the last row for an
     # address, and rows to ignore, are redirected to the row that nobody reads.
     address = torch.cat([place.masked_fill(token_ids < 0, layout.dump_address) for place in places])

@@ -28,12 +28,12 @@ class DraftModel(Protocol):
     """The draft model and its KV cache."""
 
     def forward(
-        self, sequences: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
     ) -> torch.Tensor:
         """One forward, which takes in what is new of each text and looks ahead of it.
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             new_token_ids: int64 [batch, n], the text behind what the last forward of this round
                 took in, at least one token, padded with -1; in the first forward of a round the
                 last token alone, before which the model may have more to take in.
@@ -54,12 +54,12 @@ class OuroborosProposer:
         draft_model: what drafts.
         shape: sizes of a draft.
         vocab_size: number of token ids.
-        num_sequences: sequence numbers are below this.
+        max_num_reqs: every `req_state_idx` is below this.
         max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
             is shorter then is filled up with the newest phrases.
         stops_early: whether a round ends when all trunks are whole, which waits for the device.
         harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
-        shares_pool: whether all sequences share a pool that is never cleared (section 3.4); else
+        shares_pool: whether all requests share a pool that is never cleared (section 3.4); else
             each has its own, which ends with it.
         operations: what walks, and reads and writes the pool.
         device: where all of this lives.
@@ -67,8 +67,8 @@ class OuroborosProposer:
     Attributes:
         tree: what the target verifies.
         lookahead: the rows of a draft forward.
-        num_rounds: drafts made so far, counted once for each sequence.
-        num_forwards: draft forwards so far, counted once for each sequence that took part.
+        num_rounds: drafts made so far, counted once for each request.
+        num_forwards: draft forwards so far, counted once for each request that took part.
 
     """
 
@@ -78,7 +78,7 @@ class OuroborosProposer:
         shape: DraftShape,
         *,
         vocab_size: int,
-        num_sequences: int,
+        max_num_reqs: int,
         max_forwards: int | None = None,
         stops_early: bool = True,
         harvest_trunk: bool = True,
@@ -92,10 +92,10 @@ class OuroborosProposer:
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
         self.stops_early = stops_early
         self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
-        # Rows of the pool between the same token of two sequences.
+        # Rows of the pool between the same token of two requests.
         self.pool_stride = 0 if shares_pool else vocab_size
         self.pool = PhrasePool(
-            vocab_size if shares_pool else vocab_size * num_sequences,
+            vocab_size if shares_pool else vocab_size * max_num_reqs,
             per_token=max(shape.guesses, shape.branches, 1),
             length=shape.length,
             device=device,
@@ -103,20 +103,21 @@ class OuroborosProposer:
         # An index that is on the device already: a list would be copied there, and waited for.
         self.branch_rows = torch.tensor(shape.branch_rows, device=device)
         self.windows = torch.zeros(
-            num_sequences, shape.levels, shape.window, dtype=torch.int64, device=device
+            max_num_reqs, shape.levels, shape.window, dtype=torch.int64, device=device
         )
-        self.num_filled = torch.ones(num_sequences, dtype=torch.int64, device=device)
+        self.num_filled = torch.ones(max_num_reqs, dtype=torch.int64, device=device)
         generator = torch.Generator().manual_seed(WINDOW_SEED)
         self.window_draw = torch.rand(shape.window, generator=generator).to(device)
         self.num_rounds = self.num_forwards = 0
 
-    def begin(self, sequences: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
+    def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
         """Level 0 of each window: tokens drawn from the prompt, as if for every prompt anew."""
-        num_tokens = len(sequences)
-        ones, index = torch.ones_like(sequences), torch.arange(num_tokens, device=sequences.device)
-        lengths = torch.zeros_like(self.num_filled).index_add_(0, sequences, ones)
+        num_tokens = len(expanded_idx_mapping)
+        ones = torch.ones_like(expanded_idx_mapping)
+        index = torch.arange(num_tokens, device=ones.device)
+        lengths = torch.zeros_like(self.num_filled).index_add_(0, expanded_idx_mapping, ones)
         first = torch.zeros_like(lengths).scatter_reduce_(
-            0, sequences, index, "amin", include_self=False
+            0, expanded_idx_mapping, index, "amin", include_self=False
         )
         drawn = (self.window_draw * lengths[:, None]).long().minimum(lengths[:, None] - 1)
         place = (first[:, None] + drawn).clamp(min=0)
@@ -124,21 +125,21 @@ class OuroborosProposer:
         self.windows[:, 0] = prompt_token_ids[place].where(begins[:, None], self.windows[:, 0])
         self.num_filled.masked_fill_(begins, 1)
 
-    def release(self, sequences: Sequence[int]) -> None:
-        for sequence in sequences if self.pool_stride else ():
-            self.pool.forget(sequence * self.pool_stride, self.pool_stride)
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        for req_state_idx in req_state_indices if self.pool_stride else ():
+            self.pool.forget(req_state_idx * self.pool_stride, self.pool_stride)
 
     def propose(
         self,
-        sequences: torch.Tensor,
+        idx_mapping: torch.Tensor,
         last_token_ids: torch.Tensor,
         *,
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draft below the last token of each sequence (sections 3.1 and 3.2).
+        """Draft below the last token of each request (sections 3.1 and 3.2).
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
             room: int64 [batch], tokens of a trunk that the draft model has room to take in; below 0
                 where it has none for the last token. None where there is always enough.
@@ -146,10 +147,10 @@ class OuroborosProposer:
         """
         gamma, length = self.shape.gamma, self.shape.length
         # As wide as the last forward may make it.
-        trunk = last_token_ids.new_full((len(sequences), gamma + length + 1), NO_TOKEN)
-        count = torch.zeros_like(sequences)
+        trunk = last_token_ids.new_full((len(idx_mapping), gamma + length + 1), NO_TOKEN)
+        count = torch.zeros_like(idx_mapping)
         room = torch.full_like(count, gamma) if room is None else room
-        active = torch.arange(len(sequences), device=sequences.device)
+        active = torch.arange(len(idx_mapping), device=idx_mapping.device)
         last, new_token_ids = last_token_ids, last_token_ids[:, None]
         for _ in range(self.max_forwards):
             goes_on = (count[active] < gamma) & (count[active] <= room[active])
@@ -158,7 +159,7 @@ class OuroborosProposer:
                 goes_on = goes_on[goes_on]
                 if not len(active):
                     break
-            new_token_ids, num_new = self._draft(sequences[active], new_token_ids, last, goes_on)
+            new_token_ids, num_new = self._draft(idx_mapping[active], new_token_ids, last, goes_on)
             # What is beyond gamma is of no account.
             start = count[active].clamp(max=gamma)[:, None]
             place = start + torch.arange(length + 1, device=start.device)
@@ -167,37 +168,37 @@ class OuroborosProposer:
             last = newest.where(goes_on, last)
             count[active] += num_new
             self.num_forwards += len(active)
-        self.num_rounds += len(sequences)
+        self.num_rounds += len(idx_mapping)
         trunk = trunk[:, :gamma]
         if self.max_forwards < gamma:
-            trunk = self._filled_up(sequences, trunk, count)
-        return torch.cat((trunk, self._branches(sequences, last_token_ids, trunk)), dim=1)
+            trunk = self._filled_up(idx_mapping, trunk, count)
+        return torch.cat((trunk, self._branches(idx_mapping, last_token_ids, trunk)), dim=1)
 
     def observe(
         self,
-        sequences: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
-        row_starts: torch.Tensor,
+        cu_num_logits: torch.Tensor,
     ) -> None:
         # Phrases are what the target finds most probable, however its tokens are sampled.
-        batch = len(row_starts) - 1
+        batch = len(cu_num_logits) - 1
         if len(token_ids) == batch:  # no drafts
             return
         gamma = self.shape.gamma
         row = torch.arange(self.tree.num_nodes + 1, device=token_ids.device)
-        num_rows = row_starts.diff()[:, None]
-        rows = row_starts[:-1, None] + row.minimum(num_rows - 1)
+        num_rows = cu_num_logits.diff()[:, None]
+        rows = cu_num_logits[:-1, None] + row.minimum(num_rows - 1)
         is_there = row < num_rows
         drafts = token_ids[rows].where(is_there, NO_TOKEN)
         sampled = logits.max(dim=1).indices[rows].where(is_there, NO_TOKEN)
-        sequences = sequences[row_starts[:-1]]
+        idx_mapping = expanded_idx_mapping[cu_num_logits[:-1]]
         trunk, sampled_trunk = drafts[:, : gamma + 1], sampled[:, : gamma + 1]
         if self.harvest_trunk and gamma >= self.shape.length - 1:
             owners, phrases = phrases_of_trunk(
                 trunk, sampled_trunk, num_rows.flatten(), length=self.shape.length
             )
-            self._insert(sequences, owners, phrases)
+            self._insert(idx_mapping, owners, phrases)
         if self.harvest_branches and self.shape.branches:
             starts = self.branch_rows
             shape = (batch * len(starts), self.shape.branches, self.shape.length)
@@ -211,12 +212,12 @@ class OuroborosProposer:
                 sampled[:, gamma + 1 :].reshape(shape).flip(1),
                 torch.nn.functional.pad(agrees, (1, 0), value=1)[:, starts].flatten() > 0,
             )
-            sequences = sequences.repeat_interleave(len(starts))
-            self._insert(sequences, owners, phrases, replaced=tried)
+            idx_mapping = idx_mapping.repeat_interleave(len(starts))
+            self._insert(idx_mapping, owners, phrases, replaced=tried)
 
     def _draft(
         self,
-        sequences: torch.Tensor,
+        idx_mapping: torch.Tensor,
         new_token_ids: torch.Tensor,
         last_token_ids: torch.Tensor,
         goes_on: torch.Tensor,
@@ -224,7 +225,7 @@ class OuroborosProposer:
         """One draft forward.
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             new_token_ids: int64 [batch, n], see `DraftModel.forward`.
             last_token_ids: int64 [batch], the last one of these.
             goes_on: bool [batch], false for those that have drafted enough.
@@ -235,25 +236,25 @@ class OuroborosProposer:
 
         """
         shape = self.shape
-        batch = len(sequences)
-        window, num_filled = self.windows[sequences], self.num_filled[sequences]
-        level = torch.arange(shape.levels, device=sequences.device)
+        batch = len(idx_mapping)
+        window, num_filled = self.windows[idx_mapping], self.num_filled[idx_mapping]
+        level = torch.arange(shape.levels, device=idx_mapping.device)
         is_filled = (level < num_filled[:, None])[:, :, None]
-        guesses = self._newest(sequences, last_token_ids, shape.guesses).flatten(1)
+        guesses = self._newest(idx_mapping, last_token_ids, shape.guesses).flatten(1)
         in_window = window.where(is_filled, NO_TOKEN).flatten(1)
         outputs = self.draft_model.forward(
-            sequences, new_token_ids, torch.cat((in_window, guesses), dim=1)
+            idx_mapping, new_token_ids, torch.cat((in_window, guesses), dim=1)
         )
         if shape.window:
             outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
             step = advance_window(window, num_filled, outputs_in_window, last_token_ids)
-            self.windows[sequences] = step.window.where(goes_on[:, None, None], window)
-            self.num_filled[sequences] = step.num_filled.where(goes_on, num_filled)
+            self.windows[idx_mapping] = step.window.where(goes_on[:, None, None], window)
+            self.num_filled[idx_mapping] = step.num_filled.where(goes_on, num_filled)
             owners = step.owners.where(goes_on[:, None], NO_TOKEN)
-            self._insert(sequences, owners, step.phrases)
+            self._insert(idx_mapping, owners, step.phrases)
         # What follows is the longest guess that the draft agrees with, and the draft's next token.
         rows = self.lookahead.num_nodes + 1
-        starts = torch.arange(0, batch * rows + 1, rows, device=sequences.device)
+        starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)
         drafts = torch.cat((torch.full_like(in_window, NO_TOKEN), guesses), dim=1)
         result = self.operations.walk(outputs.flatten(), drafts, starts, tree=self.lookahead)
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
@@ -261,23 +262,23 @@ class OuroborosProposer:
         return drafted, result.lengths.where(goes_on, 0).long()
 
     def _filled_up(
-        self, sequences: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
+        self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
         """Trunks that have few tokens, with the newest phrases behind them.
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             trunk: int64 [batch, gamma], padded with -1.
             count: int64 [batch], tokens of each.
 
         """
         gamma, length = self.shape.gamma, self.shape.length
-        place = torch.arange(length, device=sequences.device)
+        place = torch.arange(length, device=idx_mapping.device)
         trunk = torch.nn.functional.pad(trunk, (0, length))
         count = count.clamp(max=gamma)
         for _ in range(-(-(gamma - self.max_forwards) // length)):
             last = trunk.gather(1, (count[:, None] - 1).clamp(min=0)).flatten()
-            phrase = self._newest(sequences, last, 1)[:, 0]
+            phrase = self._newest(idx_mapping, last, 1)[:, 0]
             goes_on = (count > 0) & (count < gamma) & (phrase[:, 0] >= 0)
             at = count[:, None] + place
             trunk.scatter_(1, at, phrase.where(goes_on[:, None], trunk.gather(1, at)))
@@ -285,12 +286,12 @@ class OuroborosProposer:
         return trunk[:, :gamma]
 
     def _branches(
-        self, sequences: torch.Tensor, last_token_ids: torch.Tensor, trunk: torch.Tensor
+        self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor, trunk: torch.Tensor
     ) -> torch.Tensor:
         """Phrases below the rows that have some (section 3.2).
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
             trunk: int64 [batch, gamma], padded with -1.
 
@@ -300,15 +301,17 @@ class OuroborosProposer:
         """
         text = torch.cat((last_token_ids[:, None], trunk), dim=1)
         owners = text[:, self.branch_rows]
-        return self._newest(sequences[:, None], owners, self.shape.branches).flatten(1)
+        return self._newest(idx_mapping[:, None], owners, self.shape.branches).flatten(1)
 
-    def _newest(self, sequences: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-        owners = self._owners(sequences, token_ids)
+    def _newest(
+        self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        owners = self._owners(idx_mapping, token_ids)
         return self.operations.newest_phrases(self.pool.table, owners, count)
 
     def _insert(
         self,
-        sequences: torch.Tensor,
+        idx_mapping: torch.Tensor,
         owners: torch.Tensor,
         phrases: torch.Tensor,
         *,
@@ -317,12 +320,12 @@ class OuroborosProposer:
         """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
         if replaced is not None:
             replaced = replaced.flatten(0, 1)
-        owners = self._owners(sequences[:, None], owners).flatten()
+        owners = self._owners(idx_mapping[:, None], owners).flatten()
         phrases = phrases.flatten(0, 1)
         self.operations.insert_phrases(self.pool.table, owners, phrases, replaced=replaced)
 
-    def _owners(self, sequences: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""
         if not self.pool_stride:
             return token_ids
-        return (sequences * self.pool_stride + token_ids).where(token_ids >= 0, NO_TOKEN)
+        return (idx_mapping * self.pool_stride + token_ids).where(token_ids >= 0, NO_TOKEN)

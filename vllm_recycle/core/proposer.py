@@ -1,7 +1,19 @@
 """What a runner asks of a drafting method, whatever the method and whatever the runner.
 
-Sequences are numbered by the runner: a number belongs to one running request at a time, and the
-runner says when that ends. A proposer knows neither requests nor runners.
+A runner numbers the states of its running requests, and says when a request ends; the number may
+then be another's. A proposer knows nothing else of a request.
+
+What is vLLM's has the names of its Model Runner V2 (`vllm.v1.worker.gpu`), throughout the package:
+
+    req_state_idx          the number of a request's state
+    idx_mapping            [batch], the req_state_idx of each request of a batch
+    expanded_idx_mapping   [n], the req_state_idx of each row, or of each token
+    cu_num_logits          [batch + 1], where the logit rows of each request begin, and the end
+    logits_indices         [logit rows], where each logit row is among the rows of the forward
+    expanded_local_pos     [logit rows], where each is among those of its request
+
+and so have `query_start_loc`, `seq_lens`, `block_table`, `slot_mapping`, `num_computed_tokens` and
+`max_num_reqs`. Rows, nodes, trees and paths are ours (`core.tree`).
 """
 
 from __future__ import annotations
@@ -16,16 +28,16 @@ from vllm_recycle.core.tree import TreeTemplate
 
 
 class Proposer(Protocol):
-    """Drafts trees, learns from every verified row, and forgets sequences that ended."""
+    """Drafts trees, learns from every verified row, and forgets requests that ended."""
 
     tree: TreeTemplate
     operations: Operations
 
-    def propose(self, sequences: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
-        """Draft below the last token of each sequence.
+    def propose(self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
+        """Draft below the last token of each request.
 
         Args:
-            sequences: int64 [batch].
+            idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
 
         Returns:
@@ -35,38 +47,38 @@ class Proposer(Protocol):
 
     def observe(
         self,
-        sequences: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
-        row_starts: torch.Tensor,
+        cu_num_logits: torch.Tensor,
     ) -> None:
         """Take in what the target computed, accepted or not.
 
         Args:
-            sequences: int64 [logit rows], the sequence of each row.
+            expanded_idx_mapping: int64 [logit rows].
             token_ids: int64 [logit rows], the token that each row was computed for, -1 to ignore a
                 row.
             logits: [logit rows, vocab], raw: before penalties, temperature and grammar.
-            row_starts: integer [batch + 1], where the rows of each sequence begin, and the end; of
-                each the root, and then the nodes of `tree` that were scheduled.
+            cu_num_logits: integer [batch + 1]; the rows of a request are the root, and then the
+                nodes of `tree` that were scheduled.
 
         """
 
-    def begin(self, sequences: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
-        """Some sequences start.
+    def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
+        """Some requests start.
 
         Args:
-            sequences: int64 [n], whose each token is; the tokens of a prompt lie together.
+            expanded_idx_mapping: int64 [n], of each token; the tokens of a prompt lie together.
             prompt_token_ids: int64 [n].
 
         """
 
-    def release(self, sequences: Sequence[int]) -> None:
-        """These sequences ended: finished, aborted or preempted. Their numbers may come again."""
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        """These requests ended: finished, aborted or preempted. Their numbers may come again."""
 
 
-class SequenceNumbers:
-    """Gives each running request the lowest free sequence number, for runners that have none."""
+class ReqStateIndices:
+    """Gives each running request the lowest free one, for runners that have none."""
 
     def __init__(self, capacity: int) -> None:
         self._free = list(range(capacity - 1, -1, -1))
@@ -89,6 +101,6 @@ class SequenceNumbers:
 
     def free(self, request_ids: Sequence[str]) -> list[int]:
         """Take back the numbers of those requests that have one, and return them."""
-        numbers = [self._of.pop(request_id) for request_id in request_ids if request_id in self._of]
-        self._free = sorted((*self._free, *numbers), reverse=True)
-        return numbers
+        freed = [self._of.pop(request_id) for request_id in request_ids if request_id in self._of]
+        self._free = sorted((*self._free, *freed), reverse=True)
+        return freed

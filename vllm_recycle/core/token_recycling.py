@@ -41,57 +41,60 @@ class TokenRecyclingProposer:
         self.tree = tree
         self.seed_from_prompt = seed_from_prompt
 
-    def propose(self, sequences: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
+    def propose(self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
         matrix = self.matrix
         return self.operations.fill_tree(
-            matrix.table, sequences, last_token_ids, tree=self.tree, layout=matrix.layout
+            matrix.table, idx_mapping, last_token_ids, tree=self.tree, layout=matrix.layout
         )
 
     def observe(
         self,
-        sequences: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
-        row_starts: torch.Tensor,
+        cu_num_logits: torch.Tensor,
     ) -> None:
         # Every row updates the matrix; the rejected ones are the point (section 3.1).
         matrix = self.matrix
         self.operations.update_from_logits(
-            matrix.table, sequences, token_ids, logits, layout=matrix.layout
+            matrix.table, expanded_idx_mapping, token_ids, logits, layout=matrix.layout
         )
 
-    def begin(self, sequences: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
+    def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
         if not self.seed_from_prompt or prompt_token_ids.numel() < 2:
             return
-        owners, tokens, followers = recent_followers(sequences, prompt_token_ids, self.matrix.k)
+        owners, tokens, followers = recent_followers(
+            expanded_idx_mapping, prompt_token_ids, self.matrix.k
+        )
         known = self.matrix.rows_of(owners, tokens).to(followers.dtype)
         self.matrix.update(owners, tokens, merge_rows(followers, known))
 
-    def release(self, sequences: Sequence[int]) -> None:
-        self.matrix.clear_overlays(sequences)
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        self.matrix.clear_overlays(req_state_indices)
 
 
 def recent_followers(
-    sequences: torch.Tensor, token_ids: torch.Tensor, k: int
+    expanded_idx_mapping: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each token of some texts, the distinct tokens that followed it, the latest first.
 
     No shape depends on a value, so that nothing waits for the device.
 
     Args:
-        sequences: int64 [length], whose each token is; those of a text lie together.
+        expanded_idx_mapping: int64 [length], of each token; the tokens of a text lie together.
         token_ids: int64 [length], length at least 2.
         k: at most this many followers a token.
 
     Returns:
-        Each sequence's distinct tokens with a follower: the sequences, int64 [length - 1], the
+        Each request's distinct tokens with a follower: whose they are, int64 [length - 1], the
         tokens, int64 [length - 1], padded with -1, and their followers, int64 [length - 1, k],
         padded with -1.
 
     """
-    # A sequence and its token in one number, -1 where the next token is another's.
-    key = sequences << 32 | token_ids
-    first = key[:-1].where(sequences[1:] == sequences[:-1], -1).flip(0)  # the latest pair first
+    # A request and its token in one number, -1 where the next token is another's.
+    key = expanded_idx_mapping << 32 | token_ids
+    is_pair = expanded_idx_mapping[1:] == expanded_idx_mapping[:-1]
+    first = key[:-1].where(is_pair, -1).flip(0)  # the latest pair first
     second = token_ids[1:].flip(0)
     order = second.argsort(stable=True)
     order = order[first[order].argsort(stable=True)]

@@ -6,7 +6,7 @@ j + 1 and means "the rank-th successor of the token at row `parent`".
 
 Names of dimensions, used in shape comments throughout the package:
 
-    batch   sequences in a step                   rows      nodes + 1, the root first
+    batch   requests in a step                    rows      nodes + 1, the root first
     nodes   draft nodes of a template             levels    depths 1 .. depth of the template
     vocab   vocabulary size                       k         successors kept for each token
     path    depth + 1, rows from the root down    children  most children of any row

@@ -29,7 +29,7 @@ class WalkResult:
         path: int64 [batch, path], the visited rows from the root down, padded with -1.
         token_ids: int64 [batch, path], the token produced at each visited row (the last one is
             the free token), padded with -1.
-        lengths: int32 [batch], visited rows of each sequence, the root included.
+        lengths: int32 [batch], visited rows of each request, the root included.
 
     """
 
@@ -41,7 +41,7 @@ class WalkResult:
 def walk(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
-    row_starts: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     *,
     tree: TreeTemplate,
 ) -> WalkResult:
@@ -49,17 +49,17 @@ def walk(
 
     Args:
         sampled: int64 [logit rows], the token that the target produced at each row: of every
-            sequence its root and then its scheduled nodes.
+            request its root and then its scheduled nodes.
         draft_token_ids: int64 [batch, nodes], -1 where a node was not filled; such a node matches
             nothing, as one that is not scheduled. Where siblings are equal, the path is the deepest
             one, of several the first.
-        row_starts: integer [batch + 1], where the rows of each sequence begin, and the end.
+        cu_num_logits: integer [batch + 1], where the rows of each request begin, and the end.
         tree: the template that the drafts are indexed by.
 
     """
     row = torch.arange(tree.num_nodes + 1, device=sampled.device)
-    last = row_starts[1:, None] - 1
-    rows = row_starts[:-1, None] + row
+    last = cu_num_logits[1:, None] - 1
+    rows = cu_num_logits[:-1, None] + row
     produced = sampled[rows.minimum(last)]
     agrees = (produced[:, tree.parents[1:]] == draft_token_ids) & (rows[:, 1:] <= last)
     # A node is reached when it and all its ancestors agree; the root always is.
@@ -84,7 +84,7 @@ def step_down(
     serves for all.
 
     Args:
-        reached: bool [batch, rows], all of one depth; none where a sequence's walk has ended.
+        reached: bool [batch, rows], all of one depth; none where a request's walk has ended.
         sampled: int64 [batch], the token produced at these rows.
         draft_token_ids: int64 [batch, nodes], as for `walk`.
         tree: the template.

@@ -1,19 +1,15 @@
 """The proposer of an engine, made from its configuration, and its life within a worker.
 
-vLLM creates a `custom_class` drafter by name, loads it with the model and asks it for drafts;
-`TreeDrafter` only holds the proposer, since the runner (`v1_runner`, `v2_runner`) does the asking.
+A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it for drafts.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
@@ -21,34 +17,10 @@ from vllm.logger import init_logger
 from vllm_recycle.core import AdjacencyMatrix, Operations, Proposer, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import TokenRecyclingOptions
-from vllm_recycle.kernels.cpu_native import native_operations
 
 logger = init_logger("vllm.recycle")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """The requests of a step of the V1 runner, after it, in batch order.
-
-    Attributes:
-        sequences: int64 [batch], sequence numbers.
-        token_ids: int32 [max_num_seqs, max_model_len], prompt and output of each request.
-        num_computed: int64 [batch], tokens of each that the target has computed.
-        wants_draft: bool [batch]; these have one more token, which the target sampled.
-
-    """
-
-    sequences: torch.Tensor
-    token_ids: np.ndarray
-    num_computed: np.ndarray
-    wants_draft: np.ndarray
-
-    def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
-        """int64 [n], of those requests that want a draft."""
-        last = self.token_ids[chosen, self.num_computed[chosen]]
-        return torch.from_numpy(last.astype(np.int64))
 
 
 class LearntState(Protocol):
@@ -119,45 +91,12 @@ class Drafter(ABC):
         raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
 
 
-class V1Drafter(Drafter):
-    """What the V1 runner asks for besides."""
-
-    @property
-    def attention_layers(self) -> Set[str]:
-        """Names of attention layers that are not the target's."""
-        return frozenset()
-
-    def begin(self, number: int, token_ids: torch.Tensor, num_computed: int) -> None:
-        """A sequence starts.
-
-        Args:
-            number: of the sequence.
-            token_ids: int64 [length], its text.
-            num_computed: tokens of it that are in the KV cache.
-
-        """
-        self.proposer.begin(torch.full_like(token_ids, number), token_ids)
-
-    @abstractmethod
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        """Draft behind each text that wants it; to be called after each step.
-
-        Args:
-            texts: of the step.
-            block_tables: vLLM's, of all KV cache groups.
-
-        Returns:
-            int64 [batch, nodes], -1 where there is no draft.
-
-        """
-
-
-class TreeDrafter(V1Drafter):
+class TreeDrafter(Drafter):
     """Token Recycling.
 
     Args:
         vllm_config: of the engine, as `engine_config.rewrite` left it.
-        operations: what fills, walks and updates; by default for CPU.
+        operations: what fills, walks and updates.
         device: where the matrix lives.
 
     """
@@ -168,8 +107,8 @@ class TreeDrafter(V1Drafter):
         self,
         vllm_config: Any,
         *,
-        operations: Operations | None = None,
-        device: torch.device | str = "cpu",
+        operations: Operations,
+        device: torch.device | str,
     ) -> None:
         self.vllm_config = vllm_config
         options = get_options(vllm_config)
@@ -181,7 +120,7 @@ class TreeDrafter(V1Drafter):
             vllm_config.model_config.get_vocab_size(),
             options.k,
             scope=options.scope,  # type: ignore[arg-type]
-            num_sequences=vllm_config.scheduler_config.max_num_seqs,
+            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
             hot_start=options.hot_start,
             device=device,
         )
@@ -189,19 +128,8 @@ class TreeDrafter(V1Drafter):
             self.state,
             options.load_tree().to(device),
             seed_from_prompt=options.seed_from_prompt,
-            operations=native_operations() if operations is None else operations,
+            operations=operations,
         )
-
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """Nothing; vLLM asks it of every drafter."""
-
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        drafts = torch.full((len(texts.wants_draft), self.proposer.tree.num_nodes), -1)
-        chosen = np.nonzero(texts.wants_draft)[0]
-        if len(chosen):
-            last = texts.last_token_ids(chosen)
-            drafts[chosen] = self.proposer.propose(texts.sequences[chosen], last)
-        return drafts
 
     def describe(self) -> str:
         tree, matrix = self.proposer.tree, self.proposer.matrix

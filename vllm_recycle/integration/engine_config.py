@@ -62,13 +62,13 @@ class Platform:
 
 PLATFORMS = {
     "cpu": Platform(
-        "vllm_recycle.integration.cpu_worker.TreeCPUWorker",
+        "vllm_recycle.integration.cpu.worker.TreeCPUWorker",
         {TOKEN_RECYCLING: "custom_class", OUROBOROS: "draft_model"},
         False,
         None,
     ),
     "cuda": Platform(
-        "vllm_recycle.integration.gpu_worker.TreeGPUWorker",
+        "vllm_recycle.integration.cuda.worker.TreeGPUWorker",
         {TOKEN_RECYCLING: "ngram_gpu", OUROBOROS: "draft_model"},
         True,
         AttentionBackendEnum.FLASH_ATTN,

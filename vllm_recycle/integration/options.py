@@ -203,7 +203,8 @@ class TokenRecyclingOptions(MethodOptions):
         return tree
 
     def host_config(self) -> dict[str, Any]:
-        return {"model": "vllm_recycle.integration.drafter.TreeDrafter"}
+        # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
+        return {"model": "vllm_recycle.integration.cpu.drafter.TreeV1Drafter"}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.load_tree().num_nodes

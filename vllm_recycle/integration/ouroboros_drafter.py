@@ -35,7 +35,7 @@ class OuroborosDrafter(Drafter):
             self,  # type: ignore[arg-type]
             options.shape(),
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
-            num_sequences=self.vllm_config.scheduler_config.max_num_seqs,
+            max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs,
             max_forwards=options.max_forwards,
             stops_early=stops_early,
             harvest_trunk=options.harvest_trunk,

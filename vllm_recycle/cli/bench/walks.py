@@ -25,9 +25,9 @@ def counted(engine: Any) -> Iterator[WalkCounts]:
     proposer = core.model_executor.driver_worker.worker.model_runner.drafter.proposer
     operations, counts = proposer.operations, WalkCounts()
 
-    def walk(sampled: Any, drafts: Any, row_starts: Any, *, tree: Any) -> Any:
-        result = operations.walk(sampled, drafts, row_starts, tree=tree)
-        has_draft = (row_starts.diff() > 1).tolist()
+    def walk(sampled: Any, drafts: Any, cu_num_logits: Any, *, tree: Any) -> Any:
+        result = operations.walk(sampled, drafts, cu_num_logits, tree=tree)
+        has_draft = (cu_num_logits.diff() > 1).tolist()
         for path, counts_here in zip(result.path[:, 1:].tolist(), has_draft, strict=True):
             counts.trees += counts_here
             counts.passed.update(row for row in path if row >= 0)

@@ -1,0 +1,117 @@
+"""The layouts of vLLM's CPU cache, as its own op writes them: reading tokens back, moving them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_layouts import KV_HEADS, Layout, every_layout, write
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values, move_slots, slot_elements
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def read(kv_cache: torch.Tensor, slots: torch.Tensor, isa: str) -> torch.Tensor:
+    """[slots, 2 * kv_heads * head_size], what the layout says lies at each slot."""
+    return kv_cache.view(-1)[slot_elements(slots, shape=kv_cache.shape, isa=isa)]
+
+
+@every_layout
+def test_the_layout_is_one_that_vllm_picks(monkeypatch, layout):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: layout.isa == "amx")
+    assert _get_attn_isa(layout.dtype, layout.block_size, layout.head_size) == layout.isa
+
+
+@every_layout
+def test_gather_returns_what_vllm_wrote_bit_for_bit(layout):
+    block_table = torch.tensor([[4, 1], [2, 5]])
+    slots = (block_table[..., None] * layout.block_size + torch.arange(layout.block_size)).flatten()
+    keys, values = layout.random_keys_values(len(slots))
+    kv_cache = layout.empty_cache()
+    # Out of order: a slot's place depends on nothing but the slot.
+    order = torch.randperm(len(slots))
+    write(kv_cache, keys[order], values[order], slots[order], layout.isa)
+    gathered = gather_keys_values(kv_cache, block_table, isa=layout.isa)
+    for found, written in zip(gathered, (keys, values), strict=True):
+        per_sequence = written.view(2, 2 * layout.block_size, KV_HEADS, layout.head_size)
+        assert found.equal(per_sequence.transpose(1, 2))
+
+
+@every_layout
+def test_the_elements_of_all_slots_are_the_whole_cache_each_once(layout):
+    kv_cache = layout.empty_cache()
+    slots = torch.arange(layout.num_slots)
+    elements = slot_elements(slots, shape=kv_cache.shape, isa=layout.isa)
+    assert elements.flatten().sort().values.equal(torch.arange(kv_cache.numel()))
+
+
+MOVES = {
+    "within a block": ([7, 9, 30], [3, 4, 5]),
+    "across blocks": ([31, 40, 70], [2, 31 + 3, 100]),
+    "overlapping upwards": ([1, 2, 3, 4], [2, 3, 4, 5]),
+    "overlapping downwards": ([34, 33, 32, 31], [33, 32, 31, 30]),
+    "exchanged": ([5, 68], [68, 5]),
+    "one to several": ([6, 6], [1, 90]),
+    "nothing": ([], []),
+}
+
+
+def slots_that_differ_from_a_rewrite(layout: Layout, source, target, move) -> list[int]:
+    """Fill every slot, move, and compare with a cache that vLLM wrote in the final order.
+
+    Returns:
+        The slots that are not bit for bit what they should be, in either of two layers.
+
+    """
+    all_slots = torch.arange(layout.num_slots)
+    origin = all_slots.clone()
+    origin[target] = source
+    layers, expected = [], []
+    for _ in range(2):
+        keys, values = layout.random_keys_values(layout.num_slots)
+        layers.append(layout.empty_cache())
+        write(layers[-1], keys, values, all_slots, layout.isa)
+        expected.append(layout.empty_cache())
+        write(expected[-1], keys[origin], values[origin], all_slots, layout.isa)
+    move(layers, source, target, isa=layout.isa)
+    wrong = [
+        (read(layer, all_slots, layout.isa) != read(right, all_slots, layout.isa)).any(dim=1)
+        for layer, right in zip(layers, expected, strict=True)
+    ]
+    return torch.stack(wrong).any(dim=0).nonzero().flatten().tolist()
+
+
+@every_layout
+@pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
+def test_moved_slots_hold_their_sources_and_all_others_what_they_held(layout, moves):
+    source, target = (torch.tensor(slots, dtype=torch.int64) for slots in moves)
+    assert slots_that_differ_from_a_rewrite(layout, source, target, move_slots) == []
+
+
+@every_layout
+def test_a_move_that_reads_what_it_has_just_written_is_seen(layout):
+    def one_by_one(kv_caches, source, target, *, isa):
+        for index in range(len(source)):
+            move_slots(kv_caches, source[index : index + 1], target[index : index + 1], isa=isa)
+
+    source, target = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
+    assert slots_that_differ_from_a_rewrite(layout, source, target, one_by_one) == [3, 4]
+
+
+@every_layout
+def test_a_move_in_another_layout_is_seen(layout):
+    def other_layout(kv_caches, source, target, *, isa):
+        move_slots(kv_caches, source, target, isa="vec" if isa == "amx" else "amx")
+
+    source, target = torch.tensor([9]), torch.tensor([3])
+    assert 3 in slots_that_differ_from_a_rewrite(layout, source, target, other_layout)
+
+
+def test_an_unknown_isa_is_refused():
+    kv_cache = torch.zeros(1, 1, 32, 64)
+    with pytest.raises(ValueError, match=r"got isa 'neon', expected one of \('amx', 'vec'"):
+        move_slots([kv_cache], torch.tensor([0]), torch.tensor([1]), isa="neon")

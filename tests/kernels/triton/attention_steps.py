@@ -1,0 +1,178 @@
+"""Steps of tree attention for the tests: random tensors, and what no request has written as NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import torch_twins
+
+from vllm_recycle.core import TreeTemplate
+from vllm_recycle.kernels.triton.attention_tiles import Tile
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.tree_attention import tree_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNTOUCHED = -7.0
+# What block tables hold behind a request's last block; no cache is that large.
+NO_BLOCK = 2**30
+# Small, so that a few rows are several tiles and a short context several shares.
+SMALL = Tile(queries=32, tokens=16, warps=4)
+
+
+def below_chain(tree: TreeTemplate, length: int) -> TreeTemplate:
+    """The tree with so many rows above its root."""
+    chain = [(row, 0) for row in range(length)]
+    return TreeTemplate((*chain, *((length + parent, rank) for parent, rank in tree.nodes)))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of a step; one without rows is padding. `padding` are rows before its others."""
+
+    rows: int
+    context: int
+    padding: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.rows + self.context if self.rows else 0
+
+
+# The trees are prefixes of one template; the padding lies between them and behind them.
+STEP = (Request(26, 150), Request(0, 0), Request(9, 37), Request(3, 0), Request(0, 0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a step's tensors."""
+
+    head_size: int = 64
+    group: int = 2
+    kv_heads: int = 2
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    # Whether the tokens of a block are stored before its heads, as vLLM's backends have it.
+    tokens_first: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tensors of a step, and the dense keys and values of each request."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    rows: PagedTreeRows
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    own: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def make(
+        cls,
+        tree: TreeTemplate,
+        requests: tuple[Request, ...] = STEP,
+        shape: Shape | None = None,
+        *,
+        own: bool = False,
+    ) -> Step:
+        """Random keys, values and queries; NaN in every slot that holds no token.
+
+        With `own` no slot holds a tree's row, and all rows that are no tree's are NaN in `own`.
+        """
+        torch.manual_seed(0)
+        shape = shape or Shape()
+        padding = torch.tensor([request.padding for request in requests])
+        lengths = padding + torch.tensor([request.rows for request in requests])
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        needed = [-(-request.length // shape.block_size) for request in requests]
+        # The keys beside others, as with queries; the values of another stride.
+        own_keys = torch.full((int(starts[-1]), 3 * shape.kv_heads, shape.head_size), float("nan"))
+        own_keys = own_keys.to(DEVICE, shape.dtype)[:, shape.kv_heads : 2 * shape.kv_heads]
+        own_values = own_keys.contiguous()
+        kv_cache = empty_cache(sum(needed) + 2, shape)
+        block_table = torch.full((len(requests), max(needed) + 3), NO_BLOCK, dtype=torch.int32)
+        blocks = torch.randperm(len(kv_cache))
+        keys, values = [], []
+        for index, request in enumerate(requests):
+            mine, blocks = blocks[: needed[index]], blocks[needed[index] :]
+            token = torch.arange(request.context if own else request.length)
+            used = -(-len(token) // shape.block_size)
+            block_table[index, :used] = mine[:used]
+            pairs = torch.randn(request.length, shape.kv_heads, 2 * shape.head_size)
+            pairs = pairs.to(shape.dtype)
+            place = (mine[token // shape.block_size], slice(None), token % shape.block_size)
+            kv_cache[place] = pairs[: len(token)]
+            keys.append(pairs[..., : shape.head_size].to(DEVICE))
+            values.append(pairs[..., shape.head_size :].to(DEVICE))
+            flat = slice(starts[index] + request.padding, starts[index + 1])
+            own_keys[flat] = keys[-1][request.context :]
+            own_values[flat] = values[-1][request.context :]
+        rows = PagedTreeRows(
+            ancestor_bits=ancestor_bits(tree).to(DEVICE),
+            query_start_loc=starts.to(DEVICE, torch.int32),
+            seq_lens=torch.tensor(
+                [request.padding + request.length for request in requests],
+                dtype=torch.int32,
+                device=DEVICE,
+            ),
+            block_table=block_table.to(DEVICE)[:, :-1],
+            max_rows=int(lengths.max()),
+            num_padding=padding.to(DEVICE, torch.int32) if padding.any() else None,
+        )
+        # Two rows behind the last tree, and beside each query what a fused projection has there.
+        width = (shape.group + 2) * shape.kv_heads
+        query = torch.randn(int(starts[-1]) + 2, width, shape.head_size).to(DEVICE, shape.dtype)
+        query = query[:, : shape.group * shape.kv_heads]
+        given = (own_keys, own_values) if own else None
+        return cls(query, kv_cache.to(DEVICE), rows, keys, values, given)
+
+    @property
+    def scale(self) -> float:
+        return self.query.shape[2] ** -0.5
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.query_start_loc[-1])
+
+    def rows_of(self, request: int) -> slice:
+        starts, padding = self.rows.query_start_loc.tolist(), self.rows.num_padding
+        first = starts[request] + (0 if padding is None else int(padding[request]))
+        return slice(first, starts[request + 1])
+
+    def slot_of(self, request: int, token: int) -> tuple[int, slice, int]:
+        """Where a token's keys and values lie in the cache."""
+        block_size = self.kv_cache.shape[2]
+        block = int(self.rows.block_table[request, token // block_size])
+        return block, slice(None), token % block_size
+
+    def attend(self, *, tile: Tile | None = SMALL, num_splits: int | None = None) -> torch.Tensor:
+        output = torch.full_like(self.query, UNTOUCHED)
+        tree_attention(
+            self.query,
+            self.kv_cache,
+            output,
+            rows=self.rows,
+            scale=self.scale,
+            own=self.own,
+            tile=tile,
+            num_splits=num_splits,
+        )
+        return output
+
+    def attend_in_torch(self) -> torch.Tensor:
+        output = torch.full_like(self.query, UNTOUCHED)
+        torch_twins.tree_attention(
+            self.query, self.kv_cache, output, rows=self.rows, scale=self.scale, own=self.own
+        )
+        return output
+
+
+def empty_cache(blocks: int, shape: Shape) -> torch.Tensor:
+    """[blocks, kv_heads, block_size, 2 * head_size] of NaN."""
+    sizes = [shape.kv_heads, shape.block_size]
+    if shape.tokens_first:
+        sizes.reverse()
+    cache = torch.full((blocks, *sizes, 2 * shape.head_size), float("nan"), dtype=shape.dtype)
+    return cache.transpose(1, 2) if shape.tokens_first else cache

@@ -1,0 +1,272 @@
+"""Tree attention in Triton: against its torch twin, and what a tree is to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_steps import DEVICE, NO_BLOCK, STEP, UNTOUCHED, Request, Shape, Step, below_chain
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import BRIEF, trees
+
+from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core.lookahead import lookahead_template
+from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.kernels.triton.attention_tiles import WAVES, Tile, choose_num_splits, choose_tile
+from vllm_recycle.kernels.triton.tree_attention import (
+    COMBINED_SPLITS,
+    LEAST_SHARE,
+)
+
+# Outputs are averages of standard normal values, hence below 4 in magnitude: a rounding is off by
+# 2^-7 or 2^-10 at most, and results differ by a few (of outputs, and of weights before the sum). In
+# float32 sums over some hundred terms are what differs, by several times 2^-22.
+TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-18}
+
+PAPER = load_tree("paper-80")
+CHAIN = TreeTemplate(tuple((row, 0) for row in range(40)))
+
+
+LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
+
+
+def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[output.dtype]
+    torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=0)
+
+
+CHAINED = below_chain(PAPER, 4)
+# Each lacks other rows of the chain, or none.
+PADDED = (Request(29, 150, padding=3), Request(0, 0, padding=2), Request(9, 37), Request(3, 0, 4))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+@pytest.mark.parametrize(("tree", "requests"), [(PAPER, STEP), (CHAINED, PADDED)])
+def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own):
+    step = Step.make(tree, requests, own=own)
+    output = step.attend_in_torch()
+    for index, request in enumerate(requests):
+        for row in range(request.rows):
+            seen = [*range(request.context), request.context + row]
+            ancestor = request.padding + row
+            while ancestor > request.padding:
+                ancestor = tree.nodes[ancestor - 1][0]
+                seen.append(request.context + ancestor - request.padding)
+            flat = step.rows_of(index).start + row
+            for head in range(step.query.shape[1]):
+                keys = step.keys[index][seen, head // 2].double()
+                values = step.values[index][seen, head // 2].double()
+                weights = (keys @ step.query[flat, head].double() * step.scale).softmax(dim=0)
+                assert_close(output[flat, head], weights @ values)
+
+
+HEADS = [(64, 4), (80, 1), (96, 7), (128, 8), (256, 2)]
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("head_size", "group"), HEADS)
+def test_head_sizes_and_groups_equal_the_reference(head_size, group, num_splits):
+    shape = Shape(head_size=head_size, group=group)
+    # With a group of 7 a tile ends within row 4, which is the first of its block of tokens.
+    step = Step.make(PAPER, (Request(11, 156), Request(3, 0)), shape)
+    assert_close(step.attend(num_splits=num_splits), step.attend_in_torch())
+
+
+# Tokens of a tile from one block, from several, and from parts of blocks.
+BLOCKS = [(16, 16), (16, 64), (32, 64), (48, 32), (128, 16), (128, 64)]
+
+
+@pytest.mark.parametrize(("block_size", "tokens"), BLOCKS)
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_block_sizes_and_splits_equal_the_reference(block_size, tokens, num_splits, own):
+    step = Step.make(PAPER, shape=Shape(block_size=block_size, group=1), own=own)
+    tile = Tile(queries=32, tokens=tokens, warps=4)
+    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
+
+
+def test_more_shares_than_are_combined_at_once_equal_the_reference():
+    step = Step.make(PAPER, (Request(5, 1300), Request(2, 1), Request(1, 700)))
+    assert (COMBINED_SPLITS + 1) * LEAST_SHARE < 1300
+    assert_close(step.attend(num_splits=12), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens_first", [True, False])
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_sixteen_bits_equal_the_reference(dtype, tokens_first, own):
+    shape = Shape(dtype=dtype, tokens_first=tokens_first, head_size=128)
+    step = Step.make(PAPER, shape=shape, own=own)
+    for num_splits in (1, 2):
+        assert_close(step.attend(num_splits=num_splits), step.attend_in_torch())
+
+
+def test_what_is_chosen_for_the_shapes_equals_the_reference():
+    step = Step.make(PAPER, shape=Shape(dtype=torch.bfloat16))
+    assert_close(step.attend(tile=None), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_trees_may_begin_anywhere_in_a_tile_and_in_a_word(tokens, own):
+    contexts = (0, 1, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129)
+    requests = tuple(Request(36, context) for context in contexts)
+    step = Step.make(PAPER, requests, Shape(group=1, kv_heads=1), own=own)
+    tile = Tile(queries=64, tokens=tokens, warps=4)
+    assert_close(step.attend(num_splits=2, tile=tile), step.attend_in_torch())
+
+
+def test_the_largest_tree_equals_the_reference():
+    # Each node below one of the eight before it: deep, and wide.
+    parents = [max(0, node - node * 5 % 8) for node in range(MAX_NODES)]
+    tree = TreeTemplate(tuple((parent, node % 8) for node, parent in enumerate(parents)))
+    step = Step.make(tree, (Request(MAX_NODES + 1, 83),), Shape(group=1, kv_heads=1))
+    for tile in (Tile(128, 64, warps=8), Tile(64, 32, warps=4)):
+        assert_close(step.attend(num_splits=2, tile=tile), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("tile", [Tile(queries=64, tokens=32, warps=4), None])
+def test_a_draft_forward_equals_the_reference(num_splits, tile):
+    # The first tree's queries fill several tiles, and its columns several of a tile's tokens.
+    requests = (Request(225, 85, padding=5), Request(40, 0), Request(0, 0, 2), Request(1, 32, 9))
+    step = Step.make(LOOKAHEAD, requests, Shape(group=1, kv_heads=1, head_size=80), own=True)
+    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_a_chain_of_rows_may_as_well_be_context(num_splits, own):
+    """And keys and values may as well be given as cached."""
+    rows = Step.make(CHAINED, (Request(33, 150), Request(9, 37)))
+    step = Step.make(CHAINED, (Request(30, 153, padding=3), Request(5, 41, padding=4)), own=own)
+    expected, output = (each.attend(num_splits=num_splits) for each in (rows, step))
+    written = (output != UNTOUCHED).flatten(1).all(dim=1)
+    assert written.nonzero().flatten().tolist() == [*range(3, 33), *range(37, 42)]
+    assert_close(output[written], expected[written])
+
+
+@BRIEF
+@given(tree=trees(), data=st.data())
+def test_any_trees_equal_the_reference(tree, data):
+    rows = st.integers(0, tree.num_nodes + 1)
+    chain = data.draw(st.integers(0, 40))
+    size = st.tuples(rows, st.integers(0, 300), st.integers(0, chain))
+    sizes = data.draw(st.lists(size, min_size=1, max_size=3))
+    requests = tuple(
+        Request(count, context if count else 0, padding) for count, context, padding in sizes
+    )
+    if not any(request.rows for request in requests):
+        requests = (*requests, Request(1, 0))
+    shape = Shape(head_size=16, group=2, kv_heads=1)
+    step = Step.make(below_chain(tree, chain), requests, shape, own=data.draw(st.booleans()))
+    tile = Tile(queries=32, tokens=data.draw(st.sampled_from([16, 32, 64])), warps=4)
+    num_splits = data.draw(st.integers(1, 4))
+    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_only_the_rows_of_the_trees_are_written(num_splits):
+    step = Step.make(PAPER)
+    written = step.attend(num_splits=num_splits) != UNTOUCHED
+    assert written[: step.num_rows].all()
+    assert not written[step.num_rows :].any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_what_no_request_has_written_is_not_seen(num_splits, own):
+    step = Step.make(PAPER, own=own)
+    assert step.kv_cache.isnan().any()
+    assert (step.rows.block_table == NO_BLOCK).any()
+    assert step.attend(num_splits=num_splits).isfinite().all()
+    step.kv_cache[step.slot_of(0, 5)] = float("nan")
+    output = step.attend(num_splits=num_splits)
+    assert output[step.rows_of(0)].isnan().all()
+    assert output[step.rows_of(2)].isfinite().all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("kept_in", ["cache", "own keys", "own values"])
+def test_a_node_is_seen_by_itself_and_its_descendants_alone(num_splits, kept_in):
+    request, shape, own = Request(26, 150), Shape(group=1, kv_heads=1), kept_in != "cache"
+    step = Step.make(PAPER, (request,), shape, own=own)
+    tile = Tile(queries=32, tokens=32, warps=4)
+    before = step.attend(num_splits=num_splits, tile=tile)
+    for row in (0, 1, 2, 11, 25):
+        other = Step.make(PAPER, (request,), shape, own=own)
+        if own:
+            other.own[kept_in == "own values"][row] = 3.0
+        else:
+            other.kv_cache[step.slot_of(0, request.context + row)] = 3.0
+        after = other.attend(num_splits=num_splits, tile=tile)
+        changed = (before != after).flatten(1).any(dim=1)[: request.rows]
+        assert changed.tolist() == PAPER.ancestor_mask[: request.rows, row].tolist()
+
+
+def causal_attention(step: Step, request: int) -> torch.Tensor:
+    """The rows of a request as plain decoding has them: each after the one before it."""
+    keys, values = (side[request].transpose(0, 1) for side in (step.keys, step.values))
+    query = step.query[step.rows_of(request)].transpose(0, 1)
+    rows, length = query.shape[1], keys.shape[1]
+    visible = torch.ones(rows, length, dtype=torch.bool, device=DEVICE).tril(length - rows)
+    return F.scaled_dot_product_attention(
+        query[None], keys[None], values[None], attn_mask=visible, scale=step.scale, enable_gqa=True
+    )[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_chain_is_causal_attention_and_a_tree_is_not(num_splits):
+    for tree, equal in ((CHAIN, True), (PAPER, False)):
+        step = Step.make(tree)
+        output = step.attend(num_splits=num_splits)
+        causal = torch.cat([causal_attention(step, index) for index in (0, 2, 3)])
+        error = (output[: step.num_rows] - causal).abs().max()
+        assert (error <= TOLERANCE[torch.float32]) == equal
+
+
+# Programs of a launch that splits nothing, on a device that runs 132: one Llama-3-8B request of 81
+# rows, eight of them, one on a rank of eight, and more than the device can run.
+@pytest.mark.parametrize(("programs", "splits"), [(24, 5), (192, 2), (3, 40), (133, 2), (5000, 1)])
+def test_contexts_are_split_to_fill_the_device(programs, splits):
+    assert choose_num_splits(programs, 132) == splits
+    assert splits == 1 or splits * programs <= WAVES * 132
+
+
+@pytest.mark.parametrize("capability", [8, 9, 10, 12])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("num_queries", [1, 16, 17, 104, 324, 2056])
+def test_tiles_are_powers_of_two_that_hold_a_small_tree(capability, head_size, num_queries):
+    for itemsize in (2, 4):
+        tile = choose_tile(num_queries, head_size, itemsize=itemsize, capability=capability)
+        for size in (tile.queries, tile.tokens):
+            assert size >= 16
+            assert size & (size - 1) == 0
+        assert tile.queries < max(32, 2 * num_queries)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="captures a CUDA graph")
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+def test_a_captured_graph_follows_what_is_in_the_tensors(own):
+    requests = (Request(26, 4000, padding=2), Request(26, 150))
+    shape = Shape(dtype=torch.bfloat16, head_size=128)
+    step = Step.make(CHAINED, requests, shape, own=own)
+    step.attend(tile=None)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step.attend(tile=None)
+    # The other way round, with fewer rows.
+    requests = (Request(9, 170, padding=1), Request(22, 3900, padding=4))
+    other = Step.make(CHAINED, requests, shape, own=own)
+    step.query[: other.num_rows] = other.query[: other.num_rows]
+    step.kv_cache[: len(other.kv_cache)] = other.kv_cache
+    for mine, theirs in zip(step.own or (), other.own or (), strict=True):
+        mine[: len(theirs)] = theirs
+    for name in ("query_start_loc", "seq_lens", "block_table", "num_padding"):
+        mine, theirs = getattr(step.rows, name), getattr(other.rows, name)
+        mine[..., : theirs.shape[-1]] = theirs
+    graph.replay()
+    expected = other.attend_in_torch()[: other.num_rows]
+    assert_close(output[: other.num_rows], expected)

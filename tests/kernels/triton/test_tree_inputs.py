@@ -1,0 +1,72 @@
+"""The inputs of a step's trees: what a plain loop makes of them, in torch and in Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import trees
+
+from vllm_recycle.core import TreeTemplate
+from vllm_recycle.kernels.triton import tree_inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUNCTIONS = [torch_twins.place_tree_rows, tree_inputs.place_tree_rows]
+
+either = pytest.mark.parametrize("place_tree_rows", FUNCTIONS, ids=["torch", "triton"])
+
+
+@st.composite
+def steps(draw):
+    """A tree, the tokens of a step, and which of them are rows of trees, in any order."""
+    tree = draw(trees(max_nodes=30))
+    num_tokens = draw(st.integers(1, 300))
+    token_ids = draw(st.lists(st.integers(-1, 5), min_size=num_tokens, max_size=num_tokens))
+    logits_indices = draw(st.permutations(range(num_tokens)))[: draw(st.integers(0, num_tokens))]
+    tree_row = st.integers(0, tree.num_nodes)
+    expanded_local_pos = draw(
+        st.lists(tree_row, min_size=len(logits_indices), max_size=len(logits_indices))
+    )
+    return tree, token_ids, logits_indices, expanded_local_pos
+
+
+@either
+@settings(max_examples=40, deadline=None)
+@given(step=steps())
+def test_rows_are_placed_as_a_plain_loop_places_them(place_tree_rows, step):
+    tree, token_ids, logits_indices, expanded_local_pos = step
+    positions = [1000 + 3 * row for row in range(len(token_ids))]
+    input_ids = torch.tensor(token_ids, dtype=torch.int32, device=DEVICE)
+    changed = torch.tensor(positions, device=DEVICE)
+    row_token_ids = place_tree_rows(
+        input_ids,
+        changed,
+        torch.tensor(logits_indices, dtype=torch.int64, device=DEVICE),
+        torch.tensor(expanded_local_pos, dtype=torch.int32, device=DEVICE),
+        tree=tree.to(DEVICE),
+    )
+    assert row_token_ids.dtype == torch.int64
+    assert row_token_ids.tolist() == [token_ids[row] for row in logits_indices]
+    for token_row, tree_row in zip(logits_indices, expanded_local_pos, strict=True):
+        token_ids[token_row] = max(token_ids[token_row], 0)
+        positions[token_row] += int(tree.depths[tree_row]) - tree_row
+    assert input_ids.tolist() == token_ids
+    assert changed.tolist() == positions
+
+
+@either
+def test_a_tree_behind_a_prompt_lies_at_the_positions_of_its_depths(place_tree_rows):
+    tree = TreeTemplate(((0, 0), (0, 1), (1, 0))).to(DEVICE)
+    # Two tokens of a prompt, then a sequence of 100 tokens with a tree.
+    input_ids = torch.tensor([8, 9, 5, 6, -1, 7], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([40, 41, 99, 100, 101, 102], device=DEVICE)
+    logits_indices = torch.tensor([1, 2, 3, 4, 5], device=DEVICE)
+    expanded_local_pos = torch.tensor([0, 0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
+    row_token_ids = place_tree_rows(
+        input_ids, positions, logits_indices, expanded_local_pos, tree=tree
+    )
+    assert row_token_ids.tolist() == [9, 5, 6, -1, 7]
+    assert input_ids.tolist() == [8, 9, 5, 6, 0, 7]
+    assert positions.tolist() == [40, 41, 99, 100, 100, 101]

@@ -1,0 +1,103 @@
+"""The torch twins of the Triton kernels: plain and slow, and what is correct.
+
+They are for tests and benchmarks alone, with the signatures of the kernels, which say what is
+computed. Twins that an engine runs, where it has no compiler, are in the package.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
+from vllm_recycle.kernels.triton.paged_rows import WORD_BITS, PagedTreeRows
+
+
+def place_tree_rows(
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logits_indices: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    *,
+    tree: TreeTemplate,
+) -> torch.Tensor:
+    """See `vllm_recycle.kernels.triton.tree_inputs.place_tree_rows`."""
+    token_ids = input_ids[logits_indices]
+    positions[logits_indices] += tree.shifts[expanded_local_pos]
+    input_ids[logits_indices] = token_ids.clamp(min=0)
+    return token_ids.long()
+
+
+def compact_path(
+    layers: PagedLayers,
+    slot_mapping: torch.Tensor,
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    path: torch.Tensor,
+) -> None:
+    """See `vllm_recycle.kernels.triton.kv_cache.compact_path`."""
+    request, place = torch.nonzero(
+        path > torch.arange(path.shape[1], device=path.device), as_tuple=True
+    )
+    first = cu_num_logits[request].long()
+    source = slot_mapping[logits_indices[first + path[request, place]]]
+    target = slot_mapping[logits_indices[first + place]]
+    for kv_cache in layers.kv_caches:
+        size = kv_cache.shape[2]
+        # The right side is a copy: all sources are read before a target is written.
+        moved = kv_cache[source // size, :, source % size]
+        kv_cache[target // size, :, target % size] = moved
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    rows: PagedTreeRows,
+    scale: float,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """See `vllm_recycle.kernels.triton.tree_attention.tree_attention`."""
+    starts, lengths = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
+    paddings = [0] * rows.batch if rows.num_padding is None else rows.num_padding.tolist()
+    for request, padding in enumerate(paddings):
+        flat = slice(starts[request] + padding, starts[request + 1])
+        num_rows, length = flat.stop - flat.start, lengths[request] - padding
+        if num_rows == 0:
+            continue
+        cached = length if own is None else length - num_rows
+        keys, values = _gather(kv_cache, rows.block_table[request], cached)
+        if own is not None:
+            keys, values = (
+                torch.cat((context, side[flat].float()))
+                for context, side in zip((keys, values), own, strict=True)
+            )
+        visible = _visible(rows.ancestor_bits, padding, num_rows, length)
+        group = query.shape[1] // keys.shape[1]
+        scores = torch.einsum(
+            "rhd,thd->hrt", query[flat].float(), keys.repeat_interleave(group, dim=1)
+        )
+        weights = (scores * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        attended = torch.einsum("hrt,thd->rhd", weights, values.repeat_interleave(group, dim=1))
+        output[flat] = attended.to(output.dtype)
+
+
+def _gather(
+    kv_cache: torch.Tensor, blocks: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a request's tokens, each float32 [length, kv_heads, head_size]."""
+    token = torch.arange(length, device=kv_cache.device)
+    block_size = kv_cache.shape[2]
+    pairs = kv_cache[blocks[token // block_size].long(), :, token % block_size].float()
+    keys, values = pairs.chunk(2, dim=-1)
+    return keys, values
+
+
+def _visible(ancestor_bits: torch.Tensor, first: int, num_rows: int, length: int) -> torch.Tensor:
+    """bool [num_rows, length]: the whole context, and the ancestors of the rows from `first` on."""
+    row = torch.arange(first, first + num_rows, device=ancestor_bits.device)
+    words = ancestor_bits[row[:, None], row // WORD_BITS]
+    visible = torch.ones(num_rows, length, dtype=torch.bool, device=ancestor_bits.device)
+    visible[:, length - num_rows :] = (words >> row % WORD_BITS) & 1 != 0
+    return visible

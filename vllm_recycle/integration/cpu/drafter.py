@@ -1,0 +1,91 @@
+"""What the V1 runner asks a drafter for: drafts behind the texts of a step.
+
+vLLM creates a `custom_class` drafter by name, and loads it with the model.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_recycle.integration.drafter import Drafter, TreeDrafter
+from vllm_recycle.kernels.cpu.native import native_operations
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The requests of a step, after it, in batch order.
+
+    Attributes:
+        idx_mapping: int64 [batch].
+        token_ids: int32 [max_num_seqs, max_model_len], prompt and output of each request.
+        num_computed_tokens: int64 [batch], tokens of each that the target has computed.
+        wants_draft: bool [batch]; these have one more token, which the target sampled.
+
+    """
+
+    idx_mapping: torch.Tensor
+    token_ids: np.ndarray
+    num_computed_tokens: np.ndarray
+    wants_draft: np.ndarray
+
+    def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
+        """int64 [n], of those requests that want a draft."""
+        last = self.token_ids[chosen, self.num_computed_tokens[chosen]]
+        return torch.from_numpy(last.astype(np.int64))
+
+
+class V1Drafter(Drafter):
+    """What the V1 runner asks for besides."""
+
+    @property
+    def attention_layers(self) -> Set[str]:
+        """Names of attention layers that are not the target's."""
+        return frozenset()
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        """A request starts.
+
+        Args:
+            req_state_idx: of the request.
+            token_ids: int64 [length], its text.
+            num_computed_tokens: tokens of it that are in the KV cache.
+
+        """
+        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
+
+    @abstractmethod
+    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+        """Draft behind each text that wants it; to be called after each step.
+
+        Args:
+            texts: of the step.
+            block_tables: vLLM's, of all KV cache groups.
+
+        Returns:
+            int64 [batch, nodes], -1 where there is no draft.
+
+        """
+
+
+class TreeV1Drafter(TreeDrafter, V1Drafter):
+    """Token Recycling on the V1 runner."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config, operations=native_operations(), device="cpu")
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Nothing; vLLM asks it of every drafter."""
+
+    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+        drafts = torch.full((len(texts.wants_draft), self.proposer.tree.num_nodes), -1)
+        chosen = np.nonzero(texts.wants_draft)[0]
+        if len(chosen):
+            last = texts.last_token_ids(chosen)
+            drafts[chosen] = self.proposer.propose(texts.idx_mapping[chosen], last)
+        return drafts

@@ -1,0 +1,194 @@
+"""Trees on vLLM's V1 model runner, which its CPU engine uses.
+
+A step with trees differs from vLLM's in four places, each a short override: the inputs (positions,
+while slots stay linear, and what attention must know), the walk in the place of rejection
+sampling, the KV moves after it, and drafting. What the walk and the proposer do is in `core`,
+where rows lie in `tree_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_recycle.core import ReqStateIndices
+from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
+from vllm_recycle.integration.cpu.drafter import Texts, TreeV1Drafter
+from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
+from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.options import OUROBOROS
+
+
+class TreeCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU model runner, verifying trees instead of chains."""
+
+    drafter: TreeV1Drafter | OuroborosV1Drafter
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        if get_options(vllm_config).method == OUROBOROS:
+            self.drafter = OuroborosV1Drafter(vllm_config, device, self)
+            # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's,
+            # which was made before it, refuses this.
+            self.speculative_config.disable_padded_drafter_batch = True
+        self.tree = self.drafter.proposer.tree
+        self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
+        # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
+        # are. Remove when vLLM asks the method (patches/0003).
+        self.input_batch.logitsprocs = LogitsProcessors(
+            processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
+        )
+
+    def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_metadata_builders(*args, **kwargs)
+        # A step of the target attends in none of a draft model's layers.
+        for groups in self.attn_groups:
+            for group in groups:
+                if self.drafter.attention_layers >= set(group.layer_names):
+                    group.get_metadata_builder().is_idle = True
+
+    # Requests come and go.
+
+    def _update_states(self, scheduler_output: Any) -> Callable | None:
+        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
+        # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
+        # streamed comes as a new one again and again.
+        freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
+        if freed:
+            self.drafter.proposer.release(freed)
+        result = super()._update_states(scheduler_output)
+        for request_id in [*new, *sorted(resumed)]:
+            request = self.requests[request_id]
+            known = torch.tensor([*request.prompt_token_ids, *request.output_token_ids])
+            req_state_idx = self.req_state_indices.assign(request_id)
+            self.drafter.begin(req_state_idx, known, request.num_computed_tokens)
+        return result
+
+    # Before the forward: positions, and what attention needs to know.
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        logits_indices, metadata, _ = prepared
+        num_reqs = self.input_batch.num_reqs
+        trees = self.trees = TreeBatch.make(
+            tree=self.tree,
+            num_nodes=torch.tensor(metadata.num_draft_tokens),
+            last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
+            row_token_ids=self.input_ids.gpu[logits_indices].long(),
+        )
+        self.idx_mapping = torch.tensor(
+            [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
+        )
+        prepare_trees(
+            trees,
+            tree=self.tree,
+            positions=self.positions,
+            input_ids=self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens],
+            attn_groups=self.attn_groups,
+        )
+        return prepared
+
+    # After the forward: learn, walk, move, draft.
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if (state := self.execute_model_state) is not None:
+            # Here the logits are raw; the grammar and the sampler change them in place.
+            self.drafter.proposer.observe(
+                self.idx_mapping[self.trees.request_of_logit_row],
+                self.trees.row_token_ids,
+                state.logits,
+                self.trees.cu_num_logits,
+            )
+        return super().sample_tokens(grammar_output)
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        assert logits is not None
+        sampling_metadata = self.input_batch.sampling_metadata
+        if rows_are_independent(sampling_metadata):
+            sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
+            result = self.drafter.proposer.operations.walk(
+                sampled, self.trees.drafts, self.trees.cu_num_logits, tree=self.tree
+            )
+            logprobs = None
+        else:
+            result, logprobs = walk_by_depth(
+                logits,
+                self.trees,
+                tree=self.tree,
+                sampler=self.sampler,
+                sampling_metadata=sampling_metadata,
+                discarded=self.discard_request_mask.np[: self.input_batch.num_reqs],
+                output_token_ids=[
+                    self.requests[request_id].output_token_ids
+                    for request_id in self.input_batch.req_ids
+                ],
+            )
+        compact_kv_cache(
+            self.trees,
+            result.path,
+            attn_groups=self.attn_groups,
+            slot_mappings=[
+                table.slot_mapping.gpu for table in self.input_batch.block_table.block_tables
+            ],
+            layers=self.compilation_config.static_forward_context,
+            others=self.drafter.attention_layers,
+        )
+        return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw
+        # for these, and CPU generators cannot rewind. Remove with patches/0001.
+        generators = self.input_batch.generators
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        hidden = {int(i): generators.pop(int(i)) for i in discarded if int(i) in generators}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # The scheduler cuts each tree at max_model_len.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        batch = self.input_batch
+        scheduled = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+        # By the size of the batch, from num_speculative_tokens_per_batch_size.
+        num_nodes = scheduler_output.num_spec_tokens_to_schedule
+        goes_on = np.array([bool(token_ids) for token_ids in sampled_token_ids])
+        computed = batch.num_computed_tokens_cpu[: batch.num_reqs] + scheduled
+        texts = Texts(
+            idx_mapping=self.idx_mapping,
+            token_ids=batch.token_ids_cpu,
+            # Of those that were sampled for, without the draft tokens that were not accepted.
+            num_computed_tokens=np.where(
+                goes_on, batch.num_tokens_no_spec[: batch.num_reqs] - 1, computed
+            ),
+            wants_draft=goes_on
+            & [num_nodes > 0 and self._may_speculate(name) for name in batch.req_ids],
+        )
+        drafts = self.drafter.draft(texts, batch.block_table)[:, :num_nodes].tolist()
+        for draft in drafts:
+            # Rows behind the last filled node would be verified for nothing.
+            while draft and draft[-1] < 0:
+                draft.pop()
+        return drafts
+
+    def _may_speculate(self, request_id: str) -> bool:
+        """Whether the scheduler will take a draft for this request, as far as is known here."""
+        request = self.requests[request_id]
+        params = request.sampling_params
+        is_finished = len(request.output_token_ids) >= params.max_tokens
+        return not (is_finished or params.structured_outputs or opts_out(params))

@@ -1,0 +1,117 @@
+"""The tree walk with vLLM's own sampler, so that every sampling parameter means what it does.
+
+Where the token of a row depends on nothing but its logits, all rows are sampled at once. Else the
+walk goes depth by depth: one row a request, sampled with the path so far as its output, and one
+draw of a request's generator for each token that is emitted. So seeded outputs are those of
+decoding without speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_recycle.core import TreeTemplate, WalkResult, step_down
+from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+
+
+def rows_are_independent(metadata: SamplingMetadata) -> bool:
+    """Whether each row's token is the argmax of its own logits, and nothing else is asked for."""
+    return (
+        metadata.all_greedy
+        and metadata.no_penalties
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _is_active(processor: LogitsProcessor) -> bool:
+    """Whether a processor changes logits in this step; of an unknown one we assume it."""
+    if type(processor) is MinTokensLogitsProcessor:
+        return bool(processor.min_toks)
+    if type(processor) is LogitBiasLogitsProcessor:
+        return bool(processor.biases)
+    return True
+
+
+def walk_by_depth(
+    logits: torch.Tensor,
+    trees: TreeBatch,
+    *,
+    tree: TreeTemplate,
+    sampler: Callable[..., Any],
+    sampling_metadata: SamplingMetadata,
+    discarded: np.ndarray,
+    output_token_ids: Sequence[list[int]],
+) -> tuple[WalkResult, LogprobsTensors | None]:
+    """Sample the visited row of every request, go down where a child agrees, and again.
+
+    Args:
+        logits: [logit rows, vocab], not changed.
+        trees: where the rows are.
+        tree: the template.
+        sampler: vLLM's.
+        sampling_metadata: of the batch.
+        discarded: bool [batch], requests in the middle of their prompt: nothing is drawn.
+        output_token_ids: of each request, the live lists that penalties and bad words read;
+            they carry the path during the walk and are as before when it returns.
+
+    Returns:
+        The walk, and the logprobs of [batch * path] rows where they were asked for.
+
+    """
+    reached = torch.zeros(len(discarded), tree.num_nodes + 1, dtype=torch.bool)
+    reached[:, 0] = torch.from_numpy(~discarded)
+    lengths = [len(token_ids) for token_ids in output_token_ids]
+    path, tokens, logprobs = [], [], []
+    try:
+        while True:
+            row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
+            visiting = (row >= 0).tolist()
+            output = sampler(
+                logits=logits[trees.cu_num_logits[:-1] + row.clamp(min=0)],
+                sampling_metadata=replace(
+                    sampling_metadata,
+                    generators={
+                        i: g for i, g in sampling_metadata.generators.items() if visiting[i]
+                    },
+                ),
+            )
+            sampled = output.sampled_token_ids.flatten().long()
+            path.append(row)
+            tokens.append(sampled.where(row >= 0, NO_TOKEN))
+            logprobs.append(output.logprobs_tensors)
+            reached = step_down(reached, sampled, trees.drafts, tree=tree)
+            if not reached.any():
+                break
+            for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):
+                if token != NO_TOKEN:
+                    output_token_ids[i].append(token)
+            for processor in sampling_metadata.logitsprocs.all:
+                processor.update_state(None)
+    finally:
+        for token_ids, length in zip(output_token_ids, lengths, strict=True):
+            del token_ids[length:]
+    visited = torch.stack(path, dim=1)
+    num_visited = (visited >= 0).sum(dim=1, dtype=torch.int32)
+    result = WalkResult(visited, torch.stack(tokens, dim=1), num_visited)
+    if logprobs[0] is None:
+        return result, None
+    fields = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+    stacked = (torch.stack([getattr(at, name) for at in logprobs], dim=1) for name in fields)
+    return result, LogprobsTensors(*(rows.flatten(0, 1) for rows in stacked))

@@ -1,0 +1,37 @@
+"""vLLM's CPU worker with a model runner that verifies trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
+from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
+from vllm_recycle.integration.worker import TreeWorker
+from vllm_recycle.kernels.cpu.kv_cache import ISAS
+
+
+class TreeCPUWorker(TreeWorker, CPUWorker):
+    """The V1 runner and vLLM's CPU attention, with trees."""
+
+    runner_class = TreeCPUModelRunner
+    replaced_backend = AttentionBackendEnum.CPU_ATTN
+    tree_backend = TreeCPUAttentionBackend
+
+    def init_device(self) -> None:
+        super().init_device()
+        # CPUWorker names its runner class in `init_device`, so the runner that it made is
+        # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
+        self.model_runner = self._make_model_runner()
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(*args, **kwargs)
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+            if layer.isa not in ISAS:
+                raise NotImplementedError(
+                    f"layer {name}: KV cache layout {layer.isa!r}, expected one of {ISAS}"
+                )

@@ -1,0 +1,1 @@
+"""Trees on vLLM's Model Runner V2, which its CUDA engine uses."""

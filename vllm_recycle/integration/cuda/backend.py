@@ -1,0 +1,187 @@
+"""Trees on a CUDA attention backend of vLLM: one launch of ours a layer for the tree rows.
+
+In V2's batch order the requests with a draft come first, so the rows of a step are a range of
+trees and a range of others. The others stay with vLLM's kernels. In a batch of trees alone, what
+attention reads (masks, offsets, lengths, block table) lies in buffers that never move, so that the
+step can be captured into a CUDA graph.
+
+A draft forward has no metadata of vLLM's: its rows are trees whose keys and values are its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_recycle.integration.attention_override import refuse_layer
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.tree_attention import tree_attention
+
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
+MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStep:
+    """A step whose first requests are trees.
+
+    Attributes:
+        trees: their rows.
+        num_tree_tokens: how many token rows these are, the first ones.
+        others: vLLM's metadata of the requests behind them; None where there are none.
+
+    """
+
+    trees: PagedTreeRows
+    num_tree_tokens: int
+    others: Any | None
+
+
+class TreeMetadataBuilder(AttentionMetadataBuilder):
+    """To be put before a metadata builder of vLLM; sets `tree_step` on what it builds.
+
+    Attributes:
+        num_trees: how many requests of the step that is built next are trees, set by the runner.
+
+    """
+
+    # vLLM's graphs of uniform batches are for trees of one size; a mixed batch has none.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    # It would give another group's metadata a block table that ours do not follow.
+    supports_update_block_table: bool = False
+
+    num_trees: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        tree = get_options(self.vllm_config).load_tree()
+        self.ancestor_bits = ancestor_bits(tree).to(self.device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        common = common_attn_metadata
+        num_trees, self.num_trees = self.num_trees, 0
+        if not num_trees:
+            return super().build(common_prefix_len, common, fast_build)
+        ends = common.query_start_loc_cpu[: num_trees + 1]
+        trees = PagedTreeRows(
+            ancestor_bits=self.ancestor_bits,
+            query_start_loc=common.query_start_loc[: num_trees + 1],
+            seq_lens=common.seq_lens[:num_trees],
+            block_table=common.block_table_tensor[:num_trees],
+            max_rows=int(ends.diff().max()),
+        )
+        # Without vLLM's schedule for its own kernel, which does not run on these rows.
+        metadata = super().build(0, common, fast_build=True)
+        others = None
+        if num_trees < common.num_reqs:
+            behind = _requests_from(common, num_trees)
+            others = super().build(0, behind, fast_build)
+        metadata.tree_step = TreeStep(trees, int(ends[-1]), others)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        if common_attn_metadata.max_query_len > 1:
+            self.num_trees = common_attn_metadata.num_reqs
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
+
+def _requests_from(common: CommonAttentionMetadata, first: int) -> CommonAttentionMetadata:
+    """The metadata of the requests from `first` on, as if they were a batch of their own."""
+    start = int(common.query_start_loc_cpu[first])
+    query_start_loc_cpu = common.query_start_loc_cpu[first:] - start
+    upper_bound = common.seq_lens_cpu_upper_bound
+    seq_lens_cpu_upper_bound = upper_bound[first:] if upper_bound is not None else None
+    return common.replace(
+        query_start_loc=common.query_start_loc[first:] - start,
+        query_start_loc_cpu=query_start_loc_cpu,
+        seq_lens=common.seq_lens[first:],
+        seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound,
+        num_reqs=common.num_reqs - first,
+        num_actual_tokens=common.num_actual_tokens - start,
+        max_query_len=int(query_start_loc_cpu.diff().max()),
+        block_table_tensor=common.block_table_tensor[first:],
+        slot_mapping=common.slot_mapping[start:],
+    )
+
+
+class TreeAttentionImpl(AttentionImpl):
+    """To be put before an attention implementation of vLLM.
+
+    Raises:
+        NotImplementedError: a kind of layer whose masks or scores the tree path does not have.
+
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        features = {
+            "a sliding window": self.sliding_window != (-1, -1),
+            f"a KV cache in {self.kv_cache_dtype}": self.kv_cache_dtype not in KV_CACHE_DTYPES,
+            f"a head size of {self.head_size}": self.head_size > MAX_HEAD_SIZE,
+        }
+        refuse_layer(self, **features)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if isinstance(attn_metadata, PagedTreeRows):
+            own = (key, value)
+            tree_attention(query, kv_cache, output, rows=attn_metadata, scale=self.scale, own=own)
+            return output
+        step: TreeStep | None = getattr(attn_metadata, "tree_step", None)
+        forward = super().forward
+        scales = (output_scale, output_block_scale)
+        if step is None:
+            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        tree_attention(query, kv_cache, output, rows=step.trees, scale=self.scale)
+        if step.others is not None:
+            rest = slice(step.num_tree_tokens, None)
+            rows = (query[rest], key[rest], value[rest])
+            forward(layer, *rows, kv_cache, step.others, output[rest], *scales)
+        return output
+
+
+class TreeFlashAttentionMetadataBuilder(TreeMetadataBuilder, FlashAttentionMetadataBuilder):
+    """FlashAttention's metadata, and the trees."""
+
+
+class TreeFlashAttentionImpl(TreeAttentionImpl, FlashAttentionImpl):
+    """FlashAttention for all rows that are no tree."""
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeFlashAttentionImpl]:
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
+        return TreeFlashAttentionMetadataBuilder

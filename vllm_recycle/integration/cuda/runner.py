@@ -1,0 +1,330 @@
+"""Trees on vLLM's Model Runner V2, with nothing on the host that the device can do.
+
+A step differs from vLLM's in four places, each a short override: after the slots are known the rows
+of trees get the positions of their depths, and attention learns how many there are; all rows, with
+a draft or without, are sampled by vLLM's sampler and enter the matrix; the walk takes the place of
+rejection sampling, and the accepted KV moves; drafts come from the matrix. V2 keys its noise by
+seed and position, so a row's token does not depend on what was drawn before it, and seeded output
+is that without speculation. No step waits for the device.
+
+Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
+such requests no drafts, as those that follow a grammar.
+
+The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with a draft
+come first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    _iter_request_chunks,
+    get_max_chunk_logits,
+)
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
+from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.drafter import TreeDrafter
+from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.options import OUROBOROS
+from vllm_recycle.integration.scheduler import looks_back
+from vllm_recycle.integration.versions import shrink_grammar_bitmask
+from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.operations import OPERATIONS
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
+from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
+
+
+class TreeSpeculator(BaseSpeculator):
+    """What V2 asks for drafts by Token Recycling, in the place of `ngram_gpu`'s speculator."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, drafter: TreeDrafter) -> None:
+        self.drafter = drafter
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        pass
+
+    def capture(self) -> None:
+        pass
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """int64 [batch, nodes], -1 where there is no draft.
+
+        A request in the middle of its prompt gets drafts too, which are never scheduled.
+        """
+        idx_mapping = input_batch.idx_mapping
+        return self.drafter.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
+
+
+class TreeModelRunner(GPUModelRunner):
+    """vLLM's V2 runner, verifying trees instead of chains."""
+
+    drafter: TreeDrafter | OuroborosSpeculator
+    speculator: TreeSpeculator | OuroborosSpeculator
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        # Whether the scheduler will take a draft for a request, by its req_state_idx.
+        self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
+        if get_options(vllm_config).method == OUROBOROS:
+            self.drafter = self.speculator = OuroborosSpeculator(
+                vllm_config, device, may_speculate=self.may_speculate
+            )
+        else:
+            self.drafter = TreeDrafter(vllm_config, operations=OPERATIONS, device=device)
+            self.speculator = TreeSpeculator(self.drafter)
+            # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
+            # token of `max_model_len` and a request. Ours reads each prompt once.
+            self.req_states.all_token_ids = StagedWriteTensor(
+                (self.max_num_reqs, self.max_model_len),
+                dtype=torch.int32,
+                device=device,
+                uva_instead_of_gpu=True,
+            )
+        self.tree = self.drafter.proposer.tree
+        # Nodes of a tree by the number of requests, and most rows of all trees of a step.
+        self.nodes_of_batch = build_dynamic_sd_schedule_lookup(
+            self.speculative_config.num_speculative_tokens_per_batch_size,
+            self.max_num_reqs,
+            self.num_speculative_steps,
+        )
+        rows = [size * (nodes + 1) for size, nodes in enumerate(self.nodes_of_batch) if nodes]
+        self.max_tree_rows = min(max(rows, default=0), self.max_num_tokens)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        shrink_grammar_bitmask(self.structured_outputs_worker, self.max_num_reqs)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
+        # A cache that vLLM made to measure graphs, and has dropped, must not live on here.
+        self.paged_layers: list[PagedLayers] = []
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        sizes = self.compilation_config.cudagraph_capture_sizes
+        if sizes:
+            graphs = plan_full_graphs(self.nodes_of_batch, sizes)
+            replace_full_graphs(self.cudagraph_manager, graphs)
+        if not is_profiling:
+            layers = self.compilation_config.static_forward_context
+            # A draft model's layers see no trees of the target's.
+            others: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
+            self.paged_layers = [
+                PagedLayers.make(
+                    [layers[name].kv_cache for name in group.layer_names if name not in others]
+                )
+                for group in kv_cache_config.kv_cache_groups
+            ]
+
+    def shutdown(self) -> None:
+        self.paged_layers = []
+        super().shutdown()
+        # Else a draft model's weights and graphs would live as long as this does.
+        for name in ("model", "graphs", "round"):
+            vars(self.drafter).pop(name, None)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        super()._dummy_sampler_run(hidden_states)
+        # vLLM samples one row a request when it measures memory. As many more as trees can have,
+        # and the copy in float32 that sampling parameters need:
+        rows = hidden_states[:1].expand(self.max_num_reqs + self.max_tree_rows, -1)
+        logits = self.model.compute_logits(rows.contiguous())
+        logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
+
+    # Requests come and go.
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        new = scheduler_output.scheduled_new_reqs
+        if new:
+            indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
+            lengths = [len(request.prefill_token_ids) for request in new]
+            texts = self.req_states.all_token_ids.gpu
+            prompts = [texts[i, :length] for i, length in zip(indices, lengths, strict=True)]
+            expanded_idx_mapping = async_tensor_h2d(np.repeat(indices, lengths), device=self.device)
+            self.drafter.proposer.begin(expanded_idx_mapping, torch.cat(prompts).to(torch.int64))
+            may_speculate = [_may_speculate(request.sampling_params) for request in new]
+            self.may_speculate[indices] = may_speculate
+
+    def _remove_request(self, req_id: str) -> bool:
+        req_state_idx = self.req_states.req_id_to_index.get(req_id)
+        removed = super()._remove_request(req_id)
+        if removed:
+            self.drafter.proposer.release([req_state_idx])
+        return removed
+
+    # Before the forward: positions, and what attention needs to know.
+
+    def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        block_tables, self.slot_mappings = super().prepare_attn(input_batch)
+        # After the slots, which stay linear.
+        self.row_token_ids = place_tree_rows(
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            input_batch.expanded_local_pos,
+            tree=self.tree,
+        )
+        num_nodes = input_batch.num_draft_tokens_per_req
+        num_trees = 0 if num_nodes is None else np.count_nonzero(num_nodes)
+        if num_trees == input_batch.num_reqs:
+            # With those that only fill up a CUDA graph, and have no rows.
+            num_trees = input_batch.num_reqs_after_padding
+        for groups in self.attn_groups:
+            for group in groups:
+                group.get_metadata_builder().num_trees = num_trees
+        return block_tables, self.slot_mappings
+
+    # After the forward: learn, walk, move. vLLM then updates its states and asks for drafts.
+
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """In the place of vLLM's: its sampler for every row, and the walk."""
+        logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
+        # Here the logits are raw; the grammar changes them in place.
+        self.drafter.proposer.observe(
+            input_batch.expanded_idx_mapping, self.row_token_ids, logits, input_batch.cu_num_logits
+        )
+        if grammar_output is not None:
+            self.structured_outputs_worker.apply_grammar_bitmask(
+                logits,
+                input_batch,
+                grammar_output.structured_output_request_ids,
+                grammar_output.grammar_bitmask,
+            )
+        if input_batch.num_draft_tokens == 0:
+            output = self.sampler(logits, input_batch)
+        else:
+            output = self._sample_trees(logits, input_batch)
+        # `propose` is not given them.
+        self.speculator.sampled_token_ids = output.sampled_token_ids
+        return output, output.num_sampled, output.num_rejected
+
+    def _sample_trees(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        sampled, scores = self._sample_rows(logits, input_batch)
+        cu_num_logits = input_batch.cu_num_logits
+        result = self.drafter.proposer.operations.walk(
+            sampled,
+            self.req_states.draft_tokens[input_batch.idx_mapping],
+            cu_num_logits,
+            tree=self.tree,
+        )
+        for layers, slot_mapping in zip(self.paged_layers, self.slot_mappings, strict=True):
+            compact_path(
+                layers, slot_mapping, input_batch.logits_indices, cu_num_logits, result.path
+            )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            result.lengths,
+            input_batch.seq_lens,
+            cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=result.token_ids,
+            logprobs_tensors=self._logprobs(scores, input_batch, sampled, result.path),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _sample_rows(
+        self, logits: torch.Tensor, input_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row, in chunks of vLLM's size, and the logits that logprobs are of.
+
+        Returns:
+            int64 [logit rows], and floating [logit rows, vocab].
+
+        """
+        starts = input_batch.cu_num_logits_np
+        positions = input_batch.positions[input_batch.logits_indices]
+        upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
+        wants_processed = (
+            self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+            and self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
+        )
+        sampled, processed = [], []
+        for first, last in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
+            rows = slice(int(starts[first]), int(starts[last]))
+            token_ids, processed_logits = self.sampler.sample(
+                logits[rows],
+                input_batch.expanded_idx_mapping[rows],
+                input_batch.idx_mapping[first:last],
+                input_batch.idx_mapping_np[first:last],
+                positions[rows],
+                self.row_token_ids[rows],
+                input_batch.expanded_local_pos[rows],
+                upper_bounds[first:last],
+                return_logprobs=wants_processed,
+            )
+            sampled.append(token_ids.view(-1))
+            if wants_processed:
+                processed.append(processed_logits)
+        return torch.cat(sampled), torch.cat(processed) if wants_processed else logits
+
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        sampled: torch.Tensor,
+        path: torch.Tensor,
+    ) -> LogprobsTensors | None:
+        """Of the visited rows, where a request asked for them."""
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        if dims is None:
+            return None
+        # Of all rows, since which ones were visited only the device knows; then of each path,
+        # padded to one length.
+        found = compute_topk_scores(
+            logits,
+            dims[0],
+            sampled,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            max_per_req_token_ids=dims[1],
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+        num_reqs, length = path.shape
+        rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
+        return LogprobsTensors(
+            found.logprob_token_ids[rows],
+            found.logprobs[rows],
+            found.selected_token_ranks[rows],
+            list(range(0, num_reqs * length + 1, length)),
+        )
+
+
+def _may_speculate(params: Any) -> bool:
+    return params.structured_outputs is None and not (looks_back(params) or opts_out(params))

@@ -1,0 +1,31 @@
+"""vLLM's GPU worker with a model runner that verifies trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_recycle.integration.cuda.backend import TreeFlashAttentionBackend
+from vllm_recycle.integration.cuda.runner import TreeModelRunner
+from vllm_recycle.integration.worker import TreeWorker
+
+
+class TreeGPUWorker(TreeWorker):
+    """Model Runner V2 and FlashAttention, with trees."""
+
+    runner_class = TreeModelRunner
+    replaced_backend = AttentionBackendEnum.FLASH_ATTN
+    tree_backend = TreeFlashAttentionBackend
+
+    def compile_or_warm_up_model(self) -> Any:
+        # vLLM warms up with as many requests as fit, each with a whole tree: thousands of rows,
+        # which no step has, and for which no memory was left.
+        runner = self.model_runner
+        config, full = runner.scheduler_config, runner.num_speculative_steps
+        max_num_seqs = config.max_num_seqs
+        config.max_num_seqs = max(1, runner.nodes_of_batch.count(full))
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            config.max_num_seqs = max_num_seqs

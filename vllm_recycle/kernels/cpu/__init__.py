@@ -1,0 +1,1 @@
+"""Kernels for CPU: C++, and the torch functions that do the work where there is no compiler."""

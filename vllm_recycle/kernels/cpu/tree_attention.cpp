@@ -1,0 +1,333 @@
+// Tree attention that reads the cache where it is; the twin of the torch function of that name.
+//
+// Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled on
+// the machine that runs it (native.py).
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include "lanes.h"
+
+namespace {
+
+// e^x for x <= 0: 2^n * p(f) with x = (n + f) ln 2, |f| <= 1/2; relative error about 2e-7.
+inline Vec exp_negative(Vec x) {
+  const Vec magic = splat(12582912.0f);
+  Vec scaled = x * 1.44269504088896341f;
+  Vec n = (scaled + magic) - magic;
+  Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec result = p * reinterpret_cast<Vec&>(exponent);
+  IntVec in_range = x > -87.0f;
+  IntVec bits = reinterpret_cast<IntVec&>(result) & in_range;
+  return reinterpret_cast<Vec&>(bits);
+}
+
+// One KV head of one layer: `block(b)` is where that head's keys of block b begin.
+template <typename T>
+struct Cache {
+  const T* base;
+  int64_t block_stride, block_size, dim;
+  const int32_t* blocks;  // of the request
+
+  const T* keys(int64_t token) const {
+    return base + blocks[token / block_size] * block_stride;
+  }
+  const T* values(int64_t token) const { return keys(token) + block_size * dim; }
+};
+
+// Tokens with neighbouring columns of the scores, from `column` on.
+template <typename T>
+struct Segment {
+  Cache<T> cache;
+  int64_t tokens, column;
+};
+
+inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+constexpr int64_t TILE = 8;  // query rows that share each load of a key or value
+
+// scores[i][0..15] = q[i] . keys of tokens token .. token + 15
+template <int64_t N, typename T>
+void score_lanes(const T* const* q, const Cache<T>& cache, int64_t token, Vec* scores) {
+  const T* keys = cache.keys(token) + token % cache.block_size;
+  Vec sum[N] = {};
+  for (int64_t d = 0; d < cache.dim; d++) {
+    Vec key = load(keys + d * cache.block_size);
+    for (int64_t i = 0; i < N; i++) sum[i] += key * to_float(q[i][d]);
+  }
+  for (int64_t i = 0; i < N; i++) scores[i] = sum[i];
+}
+
+// out[i][0..15] += sum over tokens of weights[i][token] * values of dimensions d .. d + 15
+template <int64_t N, typename T>
+void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d, Vec* out) {
+  const auto [cache, tokens, column] = part;
+  Vec sum[N];
+  for (int64_t i = 0; i < N; i++) sum[i] = out[i];
+  for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
+    const T* values = cache.values(begin) + d;
+    const int64_t end = std::min(tokens, begin + cache.block_size);
+    for (int64_t token = begin; token < end; token++, values += cache.dim) {
+      Vec value = load(values);
+      for (int64_t i = 0; i < N; i++) sum[i] += value * weights[i][column + token];
+    }
+  }
+  for (int64_t i = 0; i < N; i++) out[i] = sum[i];
+}
+
+#ifdef __AVX512BF16__
+inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline __m512bh pair(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return (__m512bh)_mm512_set1_epi32(word);
+}
+
+// The same for the tiles of vLLM's AMX layout, which hold neighbouring pairs side by side.
+template <int64_t N>
+void score_lanes_amx(const bf16* const* q, const Cache<bf16>& cache, int64_t token, Vec* scores) {
+  const bf16* keys = cache.keys(token) + (token % cache.block_size) * cache.dim;
+  __m512 sum[N];
+  for (int64_t i = 0; i < N; i++) sum[i] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < cache.dim; d += 2) {
+    __m512bh key = pairs(keys + d * LANES);
+    for (int64_t i = 0; i < N; i++) sum[i] = _mm512_dpbf16_ps(sum[i], key, pair(q[i] + d));
+  }
+  for (int64_t i = 0; i < N; i++) scores[i] = (Vec)sum[i];
+}
+
+template <int64_t N>
+void weigh_lanes_amx(const bf16* const* weights, const Segment<bf16>& part, int64_t d, Vec* out) {
+  const auto [cache, tokens, column] = part;
+  __m512 sum[N];
+  for (int64_t i = 0; i < N; i++) sum[i] = (__m512)out[i];
+  for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
+    const bf16* values = cache.values(begin) + d * cache.block_size;
+    const int64_t end = std::min(tokens, begin + cache.block_size);
+    for (int64_t token = begin; token < end; token += 2, values += 2 * LANES) {
+      __m512bh value = pairs(values);
+      if (token + 1 == tokens) {
+        // The other half is a slot that was never written for this request: 0 * NaN is NaN.
+        value = (__m512bh)_mm512_and_si512((__m512i)value, _mm512_set1_epi32(0xffff));
+      }
+      for (int64_t i = 0; i < N; i++) {
+        sum[i] = _mm512_dpbf16_ps(sum[i], value, pair(weights[i] + column + token));
+      }
+    }
+  }
+  for (int64_t i = 0; i < N; i++) out[i] = (Vec)sum[i];
+}
+#endif
+
+// Masks, scales and exponentiates one row of scores in place; returns 1 / sum. The columns of the
+// tree's rows begin at `first`.
+float softmax_row(float* scores, int64_t context, int64_t first, int64_t rows, int64_t padded,
+                  const uint8_t* visible, float scale) {
+  constexpr float HIDDEN = -1e30f;
+  std::fill(scores + context, scores + first, HIDDEN);
+  for (int64_t r = 0; r < rows; r++) {
+    if (!visible[r]) scores[first + r] = HIDDEN;
+  }
+  std::fill(scores + first + rows, scores + padded, HIDDEN);
+  Vec top = splat(HIDDEN);
+  for (int64_t c = 0; c < padded; c += LANES) {
+    Vec value = load(scores + c);
+    top = value > top ? value : top;
+  }
+  float max = HIDDEN;
+  for (int64_t lane = 0; lane < LANES; lane++) max = std::max(max, top[lane]);
+  Vec sum = {};
+  for (int64_t c = 0; c < padded; c += LANES) {
+    Vec weight = exp_negative((load(scores + c) - max) * scale);
+    *reinterpret_cast<Vec*>(scores + c) = weight;
+    sum += weight;
+  }
+  float total = 0;
+  for (int64_t lane = 0; lane < LANES; lane++) total += sum[lane];
+  return 1.0f / total;
+}
+
+struct Attention {
+  const void* query;
+  void* output;
+  const void* kv_cache;
+  const void* own_keys;  // of the forward's rows; null where the cache has them
+  const void* own_values;
+  const int64_t* first;
+  const int64_t* num_rows;
+  const int64_t* num_context;
+  const int32_t* block_table;
+  const uint8_t* mask;
+  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride, mask_stride;
+  int64_t own_key_stride, own_value_stride;
+  int64_t amx;
+  float scale;
+};
+
+// The own keys and values of a tree's rows as a cache of one block, made in `buffer`.
+template <typename T>
+Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vector<T>& buffer) {
+  static constexpr int32_t ONLY_BLOCK = 0;
+  const int64_t rows = a.num_rows[request], size = whole_lanes(rows), dim = a.dim;
+  buffer.resize(2 * size * dim);
+  T* keys = buffer.data();
+  T* values = keys + size * dim;
+  for (int64_t t = 0; t < rows; t++) {
+    const int64_t row = a.first[request] + t;
+    const T* key = static_cast<const T*>(a.own_keys) + row * a.own_key_stride + kv_head * dim;
+    const T* value =
+        static_cast<const T*>(a.own_values) + row * a.own_value_stride + kv_head * dim;
+    for (int64_t d = 0; d < dim; d++) {
+      if (a.amx) {
+        keys[t / LANES * LANES * dim + d / 2 * 32 + t % LANES * 2 + d % 2] = key[d];
+        values[d / LANES * LANES * size + t / 2 * 32 + d % LANES * 2 + t % 2] = value[d];
+      } else {
+        keys[d * size + t] = key[d];
+        values[t * dim + d] = value[d];
+      }
+    }
+  }
+  return {buffer.data(), 0, size, dim, &ONLY_BLOCK};
+}
+
+template <int64_t N, typename T>
+void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
+                 int64_t kv_head, int64_t begin, std::vector<float>& buffer,
+                 std::vector<bf16>& rounded) {
+  const int64_t group = a.heads / a.kv_heads, context = a.num_context[request];
+  const int64_t rows = (begin + N - 1) / group + 1;  // None of the tile sees further than its last.
+  const int64_t first = own.base ? whole_lanes(context) : context;
+  const int64_t padded = whole_lanes(first + rows);
+  const Segment<T> segments[] = {{cache, own.base ? context : context + rows, 0},
+                                 {own, own.base ? rows : 0, first}};
+  buffer.resize(N * padded);
+  const T* q[N];
+  T* out[N];
+  float* scores[N];
+  int64_t row[N];
+  for (int64_t i = 0; i < N; i++) {
+    row[i] = (begin + i) / group;
+    const int64_t head = kv_head * group + (begin + i) % group;
+    const int64_t token = a.first[request] + row[i];
+    q[i] = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
+    out[i] = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
+    scores[i] = buffer.data() + i * padded;
+  }
+  Vec lanes[N];
+  for (const Segment<T> part : segments) {
+    for (int64_t token = 0; token < part.tokens; token += LANES) {
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(T) == 2) {
+        if (a.amx) score_lanes_amx<N>(q, part.cache, token, lanes);
+        else score_lanes<N>(q, part.cache, token, lanes);
+      } else
+#endif
+        score_lanes<N>(q, part.cache, token, lanes);
+      for (int64_t i = 0; i < N; i++) {
+        *reinterpret_cast<Vec*>(scores[i] + part.column + token) = lanes[i];
+      }
+    }
+  }
+  float inverse[N];
+  for (int64_t i = 0; i < N; i++) {
+    inverse[i] = softmax_row(scores[i], context, first, rows, padded,
+                             a.mask + row[i] * a.mask_stride, a.scale);
+  }
+  const bf16* halves[N] = {};
+  if (a.amx) {
+    rounded.resize(N * padded);
+    for (int64_t j = 0; j < N * padded; j++) store(&rounded[j], buffer[j]);
+    for (int64_t i = 0; i < N; i++) halves[i] = rounded.data() + i * padded;
+  }
+  for (int64_t d = 0; d < a.dim; d += LANES) {
+    for (int64_t i = 0; i < N; i++) lanes[i] = Vec{};
+    for (const Segment<T> part : segments) {
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(T) == 2) {
+        if (a.amx) weigh_lanes_amx<N>(halves, part, d, lanes);
+        else weigh_lanes<N>(scores, part, d, lanes);
+      } else
+#endif
+        weigh_lanes<N>(scores, part, d, lanes);
+    }
+    for (int64_t i = 0; i < N; i++) {
+      for (int64_t lane = 0; lane < LANES; lane++) {
+        store(out[i] + d + lane, lanes[i][lane] * inverse[i]);
+      }
+    }
+  }
+}
+
+template <typename T>
+void attend(const Attention& a, int64_t batch, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> buffer;
+    std::vector<bf16> rounded;
+    std::vector<T> packed;
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t request = 0; request < batch; request++) {
+      for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
+        const int64_t head_size = a.block_size * 2 * a.dim;
+        const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
+                                a.kv_heads * head_size, a.block_size, a.dim,
+                                a.block_table + request * a.table_stride};
+        Cache<T> own = {};
+        if (a.own_keys) own = pack_own(a, request, kv_head, packed);
+        const int64_t queries = a.num_rows[request] * (a.heads / a.kv_heads);
+        int64_t begin = 0;
+        for (; begin + TILE <= queries; begin += TILE) {
+          attend_tile<TILE, T>(a, cache, own, request, kv_head, begin, buffer, rounded);
+        }
+        for (; begin < queries; begin++) {
+          attend_tile<1, T>(a, cache, own, request, kv_head, begin, buffer, rounded);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// 1 where the AMX layout can be read on this machine.
+int64_t reads_amx_layout() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void tree_attention(const void* query, void* output, const void* kv_cache, const void* own_keys,
+                    const void* own_values, const int64_t* first, const int64_t* num_rows,
+                    const int64_t* num_context, const int32_t* block_table, const uint8_t* mask,
+                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t dim,
+                    int64_t block_size, int64_t query_stride, int64_t output_stride,
+                    int64_t table_stride, int64_t mask_stride, int64_t own_key_stride,
+                    int64_t own_value_stride, int64_t amx, int64_t is_bf16, float scale,
+                    int64_t threads) {
+  const Attention a = {query,        output,      kv_cache,       own_keys,         own_values,
+                       first,        num_rows,    num_context,    block_table,      mask,
+                       heads,        kv_heads,    dim,            block_size,       query_stride,
+                       output_stride, table_stride, mask_stride,  own_key_stride,   own_value_stride,
+                       amx,          scale};
+  if (is_bf16) attend<bf16>(a, batch, threads);
+  else attend<float>(a, batch, threads);
+}
+
+}  // extern "C"

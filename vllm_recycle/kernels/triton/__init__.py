@@ -1,0 +1,1 @@
+"""Kernels for CUDA, in Triton; the only modules that import it."""

@@ -1,0 +1,66 @@
+"""vLLM's paged KV cache on CUDA: what all layers of a group have in common.
+
+The cache of a layer is [blocks, kv_heads, block_size, 2 * head_size] with any strides but the last
+(vLLM stores it by heads or by tokens); the last dimension holds a token's keys and then its
+values. Slot s is the token s % block_size of block s // block_size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLayers:
+    """Layers of one shape and layout, on one device; made by `make`.
+
+    Attributes:
+        kv_caches: [blocks, kv_heads, block_size, 2 * head_size] each, no two the same memory.
+        pointers: int64 [layers], on the device, the address of each.
+        grain: bytes of the widest integer, at most 8, whose size divides every address and stride
+            and a token's part in a head: a token can be moved in such integers.
+
+    """
+
+    kv_caches: tuple[torch.Tensor, ...]
+    pointers: torch.Tensor
+    grain: int
+
+    @classmethod
+    def make(cls, kv_caches: Sequence[torch.Tensor]) -> PagedLayers:
+        """The distinct ones of these caches: layers may share one, and it is moved once.
+
+        Raises:
+            ValueError: no cache, or caches that differ in shape, strides, dtype or device, or
+                whose last dimension is not contiguous.
+
+        """
+        if not kv_caches:
+            raise ValueError("KV caches: got none, expected one or more")
+        first = _describe(kv_caches[0])
+        if kv_caches[0].ndim != 4 or kv_caches[0].stride(-1) != 1:
+            raise ValueError(
+                f"KV cache 0: got {first}, expected [blocks, kv_heads, block_size, "
+                "2 * head_size] with a contiguous last dimension"
+            )
+        for index, kv_cache in enumerate(kv_caches):
+            if _describe(kv_cache) != first:
+                raise ValueError(
+                    f"KV cache {index}: got {_describe(kv_cache)}, expected {first} as the first"
+                )
+        distinct = {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}
+        pointers = torch.tensor(list(distinct), dtype=torch.int64, device=kv_caches[0].device)
+        size = kv_caches[0].element_size()
+        steps = [size * length for length in (*kv_caches[0].stride()[:3], kv_caches[0].shape[3])]
+        return cls(tuple(distinct.values()), pointers, math.gcd(8, *distinct, *steps))
+
+
+def _describe(kv_cache: torch.Tensor) -> str:
+    return (
+        f"{kv_cache.dtype} {list(kv_cache.shape)} with strides {list(kv_cache.stride())} on "
+        f"{kv_cache.device}"
+    )
