@@ -26,7 +26,8 @@ def import_triton_kernels() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         # Imported at a first launch otherwise, when the environment no longer says so.
         importlib.import_module("triton.experimental.gluon")
-    for file in sorted((Path(__file__).parents[1] / "vllm_recycle/kernels/triton").glob("[!_]*.py")):
+    folder = Path(__file__).parents[1] / "vllm_recycle" / "kernels" / "triton"
+    for file in sorted(folder.glob("[!_]*.py")):
         importlib.import_module(f"vllm_recycle.kernels.triton.{file.stem}")
     if interpret:
         del os.environ["TRITON_INTERPRET"]

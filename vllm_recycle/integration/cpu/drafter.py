@@ -23,7 +23,7 @@ class Texts:
 
     Attributes:
         idx_mapping: int64 [batch].
-        token_ids: int32 [max_num_seqs, max_model_len], prompt and output of each request.
+        token_ids: int32 [max_num_reqs, max_model_len], prompt and output of each request.
         num_computed_tokens: int64 [batch], tokens of each that the target has computed.
         wants_draft: bool [batch]; these have one more token, which the target sampled.
 
