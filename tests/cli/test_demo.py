@@ -49,12 +49,11 @@ def test_answers_are_streamed_in_colour_and_compared(tmp_path):
     )
     assert [line[:5] for line in lines if line.startswith("[")] == ["[1/2]", "[2/2]"]
     plain_steps = [line.split()[2] for line in lines if line.startswith("  plain decoding ")]
-    assert plain_steps == ["16", "16"]
+    assert plain_steps == ["15", "15"]  # the prompt's step gives the first token
     head, plain, recycling = (
         line.split() for line in lines if line.startswith((" " * 10, "plain ", "token "))
     )
     assert head == ["tokens/s", "speed-up", "accepted", "steps", "outputs", "identical"]
-    # The prompt's step gives the first token of each output.
     assert plain[:2] + plain[3:] == ["plain", "decoding", "1.00", "1.00", str(2 * 15)]
     assert float(recycling[4]) > 1
     assert int(recycling[5]) < 2 * 15

@@ -45,12 +45,23 @@ def test_without_an_index_one_line_says_what_to_do(script):
 
 
 def test_a_model_that_is_there_is_left_alone(script):
-    model = script.parent / NAME / "model.safetensors"
-    model.parent.mkdir()
-    model.write_bytes(b"weights")
+    model = script.parent / NAME
+    model.mkdir()
+    (model / "config.json").write_text("{}")
     done = run(script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert model.read_bytes() == b"weights"
+    assert [file.name for file in model.iterdir()] == ["config.json"]
+
+
+def test_what_is_no_model_is_not_replaced(script):
+    (script.parent / NAME).mkdir()
+    (script.parent / NAME / "pytorch_model.bin").write_bytes(b"weights")
+    done = run(script)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"{script.parent / NAME} has no config.json: remove it, or put a model there\n"
+    )
 
 
 def test_another_file_is_refused(script, tmp_path, monkeypatch):

@@ -4,8 +4,8 @@
     vllm-recycle demo --model DIR --prompts FILE --num-prompts 4
 
 Greedy, one prompt at a time, in float32: there the two outputs have to be equal token for token,
-and the command fails where they are not. Each prompt is answered without and then with the method,
-whose text is shown as it comes; on a terminal, tokens that one step gave together share a colour.
+and the command fails where they are not. Each prompt is answered with the method, whose text is
+shown as it comes, and without; on a terminal, tokens that one step gave together share a colour.
 By default it runs the chat model that `make model` fetches, else the embedded target. It shows what
 the method does; `vllm-recycle bench` measures, and lends its driver and worker.
 """
@@ -105,13 +105,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """
     model = args.model or EXAMPLES / CHAT_MODEL
     if not args.model and not (model / "config.json").is_file():
-        print(f"no {model} (`make model` fetches it): the small embedded model instead")
-        model = EXAMPLES / EMBEDDED_MODEL
-    if not args.model and not model.exists():
-        raise UsageError(
-            f"no {model}: the embedded model comes with the repository, not with an installed "
-            "package; name your own with --model"
-        )
+        missing, model = model, EXAMPLES / EMBEDDED_MODEL
+        if not model.exists():
+            raise UsageError(
+                f"no {model}: the embedded model comes with the repository, not with an installed "
+                "package; name your own with --model"
+            )
+        print(f"no {missing} (`make model` fetches it): the small embedded model instead")
     if not (model / "config.json").is_file():
         raise UsageError(f"--model {model}: no config.json there, expected a model directory")
     chat = has_chat_template(str(model))
@@ -151,8 +151,8 @@ def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
 def generate(plan: Plan) -> dict[str, Totals]:
     """Each prompt by each method, in a process of its own; the text is shown.
 
-    The warm-up is short, so that the adjacency matrix has seen next to nothing of the prompts
-    when the first one is timed.
+    The warm-up is short, so that the adjacency matrix has seen next to nothing when the first
+    prompt is timed.
     """
     totals = {name: Totals() for name in plan.methods}
     arguments = driver.pass_arguments(plan, 1, 0)
@@ -165,13 +165,12 @@ def generate(plan: Plan) -> dict[str, Totals]:
         for index, prompt in enumerate(plan.prompts):
             arguments |= {"start": index, "stop": index + 1}
             print(f"\n[{index + 1}/{len(plan.prompts)}] {_line(prompt)}\n", flush=True)
-            plain = running[PLAIN].ask("run", **arguments)
             recycled = show(running[RECYCLING].follow("stream", **arguments))
+            plain = running[PLAIN].ask("stream", **arguments)
             for name, reply in ((PLAIN, plain), (RECYCLING, recycled)):
                 totals[name].add(reply)
                 speed = reply["tokens"] / reply["wall_s"]
-                steps = reply["steps"] + reply["requests"]  # with that of the prompt
-                print(f"  {TITLES[name]:16}{steps:4} steps, {speed:6.1f} tokens/s")
+                print(f"  {TITLES[name]:16}{reply['steps']:4} steps, {speed:6.1f} tokens/s")
     print()
     return totals
 
@@ -210,8 +209,8 @@ def format_table(totals: dict[str, Totals], *, identical: bool) -> Iterator[str]
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
-    yield "accepted: mean number of tokens that a step gives, without the prompts' steps; nothing"
-    yield f"but a warm-up of {WARM_UP_TOKENS} tokens was seen before"
+    yield "accepted: mean number of tokens that a step gives; the step that ends a prompt is no such"
+    yield "step; what earlier prompts left is used"
     others_share = max(one.others_cpu_share for one in totals.values())
     if others_share > DISTURBED:
         yield f"disturbed: other processes used up to {others_share:.0%} of the CPUs meanwhile"

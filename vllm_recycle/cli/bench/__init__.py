@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     line = json.dumps(report)
     if plan.json_path:
         plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
-    if plan.plot_path:
-        plot(report, plan.plot_path)
     print(format_table(report))
     print(line)
+    if plan.plot_path:
+        plot(report, plan.plot_path)
     return 0

@@ -27,8 +27,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         required=True,
         type=Path,
-        help="JSON lines with `prompt` (a string) or `turns` (a list, of which the first is used "
-        "but with --chat), and perhaps `category`",
+        help="JSON lines with `prompt` (a string) or `turns` (a list; without --chat only the "
+        "first), and perhaps `category`",
     )
     parser.add_argument(
         "--chat",

@@ -56,7 +56,7 @@ def choose_methods(args: argparse.Namespace) -> Methods:
     known |= drafting | given
     default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
     names = [name.strip() for name in (args.methods or default).split(",")]
-    if not args.methods and not _has_suffix():
+    if not args.methods and "suffix" not in given and not _has_suffix():
         names.remove("suffix")
     if DRAFT_MODEL not in known:
         sizes = [name for name in drafting if name != OUROBOROS]

@@ -15,6 +15,8 @@ from vllm_recycle.cli.bench.arguments import check_writable, read_workload
 from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt
 
+PLOT_FORMATS = (".svg", ".png", ".pdf")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -99,6 +101,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     workload = read_workload(args)
     for path in (args.json, args.plot):
         check_writable(path)
+    if args.plot and args.plot.suffix not in PLOT_FORMATS:
+        raise UsageError(
+            f"--plot {args.plot}: expected a name that ends in {', '.join(PLOT_FORMATS)}"
+        )
     if args.plot and not find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     methods, gain_over = choose_ablation(args) if args.ablation else (choose_methods(args), {})

@@ -55,6 +55,8 @@ def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, lab
     for level, axes in zip(levels, panels[:, 0], strict=True):
         results = [row for row in rows if row["concurrency"] == level]
         names = list(results[0]["categories"])
+        labels = [f"{name} ({one['runs']})" for name, one in results[0]["categories"].items()]
+        labels.append("all")
         width = 0.8 / len(results)
         for number, row in enumerate(results):
             figures = [*(row["categories"][name] for name in names), row]
@@ -62,7 +64,7 @@ def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, lab
                 group + (number - (len(results) - 1) / 2) * width for group in range(len(figures))
             ]
             axes.bar(places, [one[quantity] for one in figures], width, label=row["method"])
-        axes.set_xticks(range(len(names) + 1), labels=[*names, "all"], rotation=30, ha="right")
+        axes.set_xticks(range(len(names) + 1), labels=labels, rotation=30, ha="right")
         axes.axvline(len(names) - 0.5, color="0.8", linewidth=0.8)
         if quantity == "speedup":
             axes.axhline(1, color="0.5", linewidth=0.8)

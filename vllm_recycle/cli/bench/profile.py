@@ -94,7 +94,6 @@ def attach(engine: Any, timer: ExclusiveTimer) -> bool:
     for name in ("sampler", "rejection_sampler"):
         _time(getattr(runner, name, None), {"forward": "sampling"}, timer)
     _time(engine.output_processor, {"process_outputs": "outputs"}, timer)
-    _time(engine.logger_manager, {"record": "statistics"}, timer)
     for layer in runner.compilation_config.static_forward_context.values():
         implementation = getattr(layer, "impl", None)
         _time(implementation, {"forward": TREE_ATTENTION}, timer, own=True)

@@ -58,7 +58,7 @@ def has_chat_template(model: str) -> bool:
     try:
         return AutoTokenizer.from_pretrained(model).chat_template is not None
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"the tokenizer of {model} cannot be read: {reason}") from error
 
 

@@ -24,7 +24,8 @@ Row = dict[str, Any]
 BASELINE = "none"
 THREAD_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LD_PRELOAD")
 DEFINITIONS = {
-    "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps included; "
+    "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps and the "
+    "rendering of turns behind the first included; "
     "median over the repeats, as every figure here unless it says otherwise",
     "speedup": "tokens_per_s / tokens_per_s of the method none in the same repeat and at the same "
     "concurrency; the median of these ratios",
@@ -36,8 +37,9 @@ DEFINITIONS = {
     "step_ms": "median time of the engine steps that hold no prompt",
     "rows_per_step": "1 + draft tokens verified / steps, as vLLM counts them: rows of the target's "
     "forward for a request",
-    "categories": "the same for the prompts of a category, over all repeats together; the time of "
-    "a prompt is what it was in flight / concurrency",
+    "categories": "the same for the prompts of a category, over all repeats together; a prompt has "
+    "an equal share of the time of each engine step that it is in flight in, so that at more than "
+    "one in flight all categories are slowed by each other; runs: prompts, in all repeats",
     "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
     "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
     "gain": "as speedup, over the method gain_over",
@@ -121,18 +123,18 @@ def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[s
         start, stop = plan.prompts_of(plan.pass_number(turn, concurrency))
         for prompt, counts in zip(plan.prompts[start:stop], one["prompts"], strict=True):
             sums[str(prompt.category)].update(counts)
-            sums[str(prompt.category)]["prompts"] += 1
+            sums[str(prompt.category)]["runs"] += 1
     return {
         name: {
-            "prompts": total["prompts"],
+            "runs": int(total["runs"]),
             "tokens": total["tokens"],
-            "tokens_per_s": total["tokens"] / (total["seconds"] / concurrency),
+            "tokens_per_s": total["tokens"] / total["seconds"],
             "speedup": None,
             "mean_accepted_tokens": _mean_accepted(total),
             "rows_per_step": _rows_per_step(total),
         }
         for name, total in sums.items()
-        if total["prompts"]
+        if total["runs"]
     }
 
 

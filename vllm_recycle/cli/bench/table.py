@@ -30,10 +30,14 @@ def format_table(report: dict[str, Any]) -> str:
     conditions, rows = report["conditions"], report["results"]
     lines = [
         f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}"
-        + (", in the chat template" if conditions["chat"] else "")
+        + (", in the chat template" if conditions["chat"] else ", as plain text")
         + f", {conditions['max_tokens']} new tokens at most, greedy, {conditions['dtype']}, "
         f"median of {conditions['repeats']}"
-        + (", prompts of its own for each pass" if conditions["fresh_prompts"] else ""),
+        + (
+            ", prompts of its own for each pass"
+            if conditions["fresh_prompts"]
+            else ", the same prompts in every pass: methods that remember have seen them"
+        ),
         ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
         "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"])
         + f", {conditions['threads']['torch']} threads",
@@ -68,12 +72,12 @@ def _category_lines(results: Sequence[dict[str, Any]], concurrency: int) -> Iter
     quantity = "speedup" if results[0]["speedup"] is not None else "tokens_per_s"
     yield ""
     yield f"{quantity.replace('_per_', '/')} (accepted) with {concurrency} in flight"
-    cells = [["", "prompts", *(row["method"] for row in results)]]
+    cells = [["", "runs", *(row["method"] for row in results)]]
     for name, first in results[0]["categories"].items():
         figures = [row["categories"].get(name) for row in results]
-        cells.append([name, str(first["prompts"]), *(_figure(one, quantity) for one in figures)])
-    prompts = sum(one["prompts"] for one in results[0]["categories"].values())
-    cells.append(["all", str(prompts), *(_figure(row, quantity) for row in results)])
+        cells.append([name, str(first["runs"]), *(_figure(one, quantity) for one in figures)])
+    runs = sum(one["runs"] for one in results[0]["categories"].values())
+    cells.append(["all", str(runs), *(_figure(row, quantity) for row in results)])
     yield from align(cells)
 
 

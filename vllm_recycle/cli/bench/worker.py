@@ -42,7 +42,7 @@ class PromptCounts:
     steps: int = 0  # decode steps
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    seconds: float = 0.0  # in flight
+    seconds: float = 0.0  # its share of the engine steps that it was in flight in
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,15 +53,14 @@ class Conversation:
     turns: Iterator[str]
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answer: list[int] = dataclasses.field(default_factory=list)  # token ids
-    since: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
 class PassCounts:
     """What one pass over the prompts counts."""
 
-    outputs: list[list[int]]  # token ids by prompt, of all its turns
-    prompts: list[PromptCounts]
+    outputs: dict[int, list[int]]  # token ids by prompt, of all its turns
+    prompts: dict[int, PromptCounts]
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
     parts_ms: dict[str, float] = dataclasses.field(default_factory=dict)  # of these steps, summed
@@ -79,6 +78,8 @@ class Worker:
         self.engine = self.llm.llm_engine
         self.prompts = prompts
         self.chat = chat
+        # In advance, so that what is too long is refused before anything is measured.
+        self.first_turns = [self._render([_said(turns[0])], i) for i, turns in enumerate(prompts)]
         self.events = events
         self.method = (engine.get("speculative_config") or {}).get("method")
         self.timer: profile.ExclusiveTimer | None = None
@@ -132,10 +133,10 @@ class Worker:
             output_kind=RequestOutputKind.DELTA,
         )
         before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
-        counts = self._generate(self.prompts[start:stop], concurrency, params, stream=stream)
+        counts = self._generate(range(start, stop), concurrency, params, stream=stream)
         wall = time.perf_counter() - begin
         after = self._draft_counts()
-        prompts = [dataclasses.asdict(one) for one in counts.prompts]
+        prompts = [dataclasses.asdict(one) for one in counts.prompts.values()]
         sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
         return {
             "wall_s": wall,
@@ -147,7 +148,7 @@ class Worker:
                 0.0, (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
             ),
             "prompts": prompts,
-            "outputs": counts.outputs,
+            "outputs": list(counts.outputs.values()),
             "parts_ms": {
                 name: value / len(counts.decode_ms) for name, value in counts.parts_ms.items()
             },
@@ -178,10 +179,10 @@ class Worker:
             }
 
     def _generate(
-        self, prompts: list[list[str]], concurrency: int, params: Any, *, stream: bool
+        self, chosen: range, concurrency: int, params: Any, *, stream: bool
     ) -> PassCounts:
-        counts = PassCounts([[] for _ in prompts], [PromptCounts() for _ in prompts])
-        waiting = (Conversation(index, iter(turns)) for index, turns in enumerate(prompts))
+        counts = PassCounts({i: [] for i in chosen}, {i: PromptCounts() for i in chosen})
+        waiting = (Conversation(index, iter(self.prompts[index])) for index in chosen)
         flying: dict[str, Conversation] = {}
         while True:
             for conversation in itertools.islice(waiting, concurrency - len(flying)):
@@ -202,19 +203,32 @@ class Worker:
         turn = next(conversation.turns, None)
         if turn is None:
             return
-        conversation.since = time.perf_counter()
-        prompt: dict[str, Any] = {"prompt": turn}
-        if self.chat:
-            conversation.messages.append({"role": "user", "content": turn})
-            token_ids = self.llm.get_tokenizer().apply_chat_template(
-                conversation.messages, add_generation_prompt=True, return_dict=False
-            )
-            prompt = {"prompt_token_ids": token_ids}
-        (rendered,) = self.engine.renderer.render_cmpl([prompt])
+        is_first = not conversation.messages
+        conversation.messages.append(_said(turn))
+        rendered = (
+            self.first_turns[conversation.index]
+            if is_first
+            else self._render(conversation.messages, conversation.index)
+        )
         request_id = next(self.request_ids)
         self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
         counts.prompts[conversation.index].requests += 1
         flying[request_id] = conversation
+
+    def _render(self, messages: list[dict[str, str]], index: int) -> Any:
+        """What the engine takes for a conversation, or without a template for its only turn."""
+        prompt: dict[str, Any] = {"prompt": messages[0]["content"]}
+        if self.chat:
+            token_ids = self.llm.get_tokenizer().apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            prompt = {"prompt_token_ids": token_ids}
+        try:
+            (rendered,) = self.engine.renderer.render_cmpl([prompt])
+        except ValueError as error:
+            turn = (len(messages) + 1) // 2
+            raise ValueError(f"prompt {index + 1}, turn {turn}: {error}") from error
+        return rendered
 
     def _step(
         self, flying: dict[str, Conversation], counts: PassCounts, *, stream: bool
@@ -228,12 +242,14 @@ class Worker:
         results = self.engine.step()
         if self.timer:
             self.timer.leave()
-        step_ms = 1000 * (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        for conversation in flying.values():
+            counts.prompts[conversation.index].seconds += seconds / len(flying)
         counts.engine_steps += 1
         if decode_only and results:
-            counts.decode_ms.append(step_ms)
-            for name, seconds in self.timer.seconds.items() if self.timer else ():
-                counts.parts_ms[name] = counts.parts_ms.get(name, 0.0) + 1000 * seconds
+            counts.decode_ms.append(1000 * seconds)
+            for name, part in self.timer.seconds.items() if self.timer else ():
+                counts.parts_ms[name] = counts.parts_ms.get(name, 0.0) + 1000 * part
         answered = []
         for result in results:
             conversation, (output,) = flying[result.request_id], result.outputs
@@ -253,8 +269,7 @@ class Worker:
 
     def _finish(self, conversation: Conversation, count: PromptCounts, metrics: Any) -> None:
         """Count an answer, and put it into the conversation."""
-        count.seconds += time.perf_counter() - conversation.since
-        if metrics:
+        if self.method:
             count.draft_tokens += metrics.num_draft_tokens
             count.accepted_tokens += sum(
                 accepted * steps for accepted, steps in enumerate(metrics.histogram)
@@ -272,6 +287,10 @@ class Worker:
             return {}
         statistics = self.llm.collective_rpc("draft_statistics")[0]
         return {f"draft_{name}": number for name, number in statistics.items()}
+
+
+def _said(turn: str) -> dict[str, str]:
+    return {"role": "user", "content": turn}
 
 
 def others_cpu_seconds() -> float:
