@@ -209,8 +209,8 @@ def format_table(totals: dict[str, Totals], *, identical: bool) -> Iterator[str]
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
-    yield "accepted: mean number of tokens that a step gives; the step that ends a prompt is no such"
-    yield "step; what earlier prompts left is used"
+    yield "accepted: mean number of tokens that a step gives, without the steps that end a prompt;"
+    yield "what earlier prompts left is used"
     others_share = max(one.others_cpu_share for one in totals.values())
     if others_share > DISTURBED:
         yield f"disturbed: other processes used up to {others_share:.0%} of the CPUs meanwhile"
