@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+import triton_interpreter
 
 # The engine in the test's own process; tests of servers and of several ranks say otherwise.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -26,6 +27,7 @@ def import_triton_kernels() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         # Imported at a first launch otherwise, when the environment no longer says so.
         importlib.import_module("triton.experimental.gluon")
+        triton_interpreter.speed_up()
     for file in sorted((Path(__file__).parents[1] / "vllm_recycle/kernels/triton").glob("*.py")):
         importlib.import_module(f"vllm_recycle.kernels.triton.{file.stem}")
     if interpret:

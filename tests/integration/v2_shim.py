@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton_interpreter
 
 
 def install() -> None:
@@ -36,31 +37,13 @@ def install() -> None:
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
-    _patch_triton_once()
+    triton_interpreter.speed_up()
     _schedule_asynchronously()
     _attend_to_a_cache_of_a_gpu()
     _mask_grammars_in_torch()
     _reduce_without_shared_memory()
     _bring_our_worker()
     _attend_to_trees_in_few_programs()
-
-
-def _patch_triton_once() -> None:
-    """Triton's language for a module of kernels; else it is at each call, for a third of the time.
-
-    It stays patched, since nothing is compiled in this process.
-    """
-    from triton.runtime import interpreter
-
-    patch_lang, patched = interpreter._patch_lang, set()
-
-    def patch_once(function: Any) -> Any:
-        if function.__module__ not in patched:
-            patched.add(function.__module__)
-            patch_lang(function)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch_once
 
 
 def _schedule_asynchronously() -> None:
