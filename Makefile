@@ -2,7 +2,7 @@
 #
 #   make setup         .venv with the locked packages, vLLM's alias and this package (editable)
 #   make demo          a comparison with plain decoding, on the models that come with the package
-#   make test          the test suite; PYTEST_ARGS="tests/core -x" narrows it
+#   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
 #
@@ -35,8 +35,9 @@ $(STAMP): $(LOCK) pyproject.toml $(ALIAS)/pyproject.toml
 demo: setup
 	$(BIN)/vllm-recycle demo
 
+# A file's tests share engines and what those have said, so a file stays with one process.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

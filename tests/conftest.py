@@ -6,8 +6,14 @@ import importlib
 import os
 from pathlib import Path
 
-import torch
-import triton_interpreter
+# Before torch is imported, and for the children of tests too. The processes of a run are as many as
+# the cores: more threads wait for each other, and where they spin on a core meanwhile, as they do
+# by default, everything takes several times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
+import triton_interpreter  # noqa: E402
 
 # The engine in the test's own process; tests of servers and of several ranks say otherwise.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
