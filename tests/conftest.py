@@ -12,8 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
-import triton_interpreter  # noqa: E402
+import torch
+import triton_interpreter
 
 # The engine in the test's own process; tests of servers and of several ranks say otherwise.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
