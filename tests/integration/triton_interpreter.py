@@ -6,6 +6,7 @@ What it does for each element, call or type, is done for all at once: the result
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ def speed_up() -> None:
 
     _patch_language_once(interpreter)
     _find_types_once(interpreter)
+    _share_shapes(interpreter.tl)
     interpreter.ReduceOps.generic_reduce = _reduce_pairs
 
 
@@ -34,14 +36,28 @@ def _patch_language_once(interpreter: Any) -> None:
 
 def _find_types_once(interpreter: Any) -> None:
     """NumPy's type for one of Triton's; else a dictionary of all is made at each call."""
-    find = interpreter._get_np_dtype
+    find, dtype = interpreter._get_np_dtype, interpreter.tl.dtype
     find_once = cache(find)
 
     def found(given: Any) -> Any:
-        # Others, as of pointers, cannot be hashed.
-        return find_once(given.scalar) if type(given.scalar) is interpreter.tl.dtype else find(given)
+        # Those of pointers cannot be hashed.
+        return find_once(given.scalar) if type(given.scalar) is dtype else find(given)
 
     interpreter._get_np_dtype = found
+
+
+def _share_shapes(tl: Any) -> None:
+    """The sizes of tensors of one shape; else they are objects of each tensor."""
+
+    @cache
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes(tuple(type.shape) if type.is_block() else ())
+
+    tl.tensor.__init__ = make
 
 
 def _reduce_pairs(self: Any, given: tuple) -> list:
