@@ -58,8 +58,10 @@ def spare_later_engines() -> None:
 
 
 @contextmanager
-def engine(speculative_config: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Any]:
-    """An `LLM` on the embedded target; small, eager and shut down at the end."""
+def engine(
+    speculative_config: dict[str, Any] | None = None, *, model: str = TARGET, **overrides: Any
+) -> Iterator[Any]:
+    """An `LLM`, on the embedded target unless told; small, eager and shut down at the end."""
     from vllm import LLM
 
     spare_later_engines()
@@ -72,7 +74,7 @@ def engine(speculative_config: dict[str, Any] | None = None, **overrides: Any) -
         "disable_log_stats": False,
         "seed": 0,
     }
-    llm = LLM(TARGET, **(settings | overrides), speculative_config=speculative_config)
+    llm = LLM(model, **(settings | overrides), speculative_config=speculative_config)
     try:
         yield llm
     finally:
