@@ -4,7 +4,7 @@
 #   make demo          a real model's answers, streamed, and a comparison with plain decoding
 #   make model         examples/models/smollm2-135m-instruct, which the demo and benchmarks run
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
-#   make test          the test suite; PYTEST_ARGS="tests/core -x" narrows it
+#   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
 #
@@ -47,8 +47,9 @@ suffix: setup
 	$(PIP_INSTALL) $(filter-out arctic-inference%,$(shell grep '==' $(SUFFIX_LOCK)))
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --requirement $(SUFFIX_LOCK)
 
+# A file's tests share engines and what those have said, so a file stays with one process.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,14 @@ import importlib
 import os
 from pathlib import Path
 
+# Before torch is imported, and for the children of tests too. The processes of a run are as many as
+# the cores: more threads wait for each other, and where they spin on a core meanwhile, as they do
+# by default, everything takes several times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
+import triton_interpreter
 
 # The engine in the test's own process; tests of servers and of several ranks say otherwise.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -26,6 +33,7 @@ def import_triton_kernels() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         # Imported at a first launch otherwise, when the environment no longer says so.
         importlib.import_module("triton.experimental.gluon")
+        triton_interpreter.speed_up()
     folder = Path(__file__).parents[1] / "vllm_recycle" / "kernels" / "triton"
     for file in sorted(folder.glob("[!_]*.py")):
         importlib.import_module(f"vllm_recycle.kernels.triton.{file.stem}")

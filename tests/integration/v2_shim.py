@@ -21,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton_interpreter
+from engines import spare_later_engines
 
 
 def install() -> None:
@@ -36,31 +38,15 @@ def install() -> None:
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
-    _patch_triton_once()
+    triton_interpreter.speed_up()
     _schedule_asynchronously()
     _attend_to_a_cache_of_a_gpu()
     _mask_grammars_in_torch()
     _reduce_without_shared_memory()
     _bring_our_worker()
     _attend_to_trees_in_few_programs()
-
-
-def _patch_triton_once() -> None:
-    """Triton's language for a module of kernels; else it is at each call, for a third of the time.
-
-    It stays patched, since nothing is compiled in this process.
-    """
-    from triton.runtime import interpreter
-
-    patch_lang, patched = interpreter._patch_lang, set()
-
-    def patch_once(function: Any) -> Any:
-        if function.__module__ not in patched:
-            patched.add(function.__module__)
-            patch_lang(function)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch_once
+    _sample_in_few_programs()
+    spare_later_engines()
 
 
 def _schedule_asynchronously() -> None:
@@ -155,6 +141,16 @@ def _attend_to_trees_in_few_programs() -> None:
     """The same kernel, with larger tiles than float32 has on a GPU, and contexts left whole."""
     from vllm_recycle.kernels.triton import tree_attention
 
-    tile = tree_attention.Tile(queries=64, tokens=64, warps=4)
+    tile = tree_attention.Tile(queries=64, tokens=128, warps=4)
     tree_attention.choose_tile = lambda *args, **kwargs: tile
     tree_attention.choose_num_splits = lambda programs, slots: 1
+
+
+def _sample_in_few_programs() -> None:
+    """vLLM's kernel, with all of our vocabulary in one block."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    code = gumbel_sample.__code__
+    assert code.co_consts.count(1024) == 1, "expected one block size"
+    sizes = tuple(4096 if value == 1024 else value for value in code.co_consts)
+    gumbel_sample.__code__ = code.replace(co_consts=sizes)

@@ -1,0 +1,89 @@
+"""Triton's interpreter at several times its speed, for tests alone.
+
+What it does for each element, call or type, is done for all at once: the results are the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+
+def speed_up() -> None:
+    """To be called where kernels are interpreted, and nothing is compiled in the same process."""
+    from triton.runtime import interpreter
+
+    _patch_language_once(interpreter)
+    _find_types_once(interpreter)
+    _share_shapes(interpreter.tl)
+    interpreter.ReduceOps.generic_reduce = _reduce_pairs
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """Triton's language, for a module of kernels; else it is at each call, and set back."""
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch_lang(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
+
+
+def _find_types_once(interpreter: Any) -> None:
+    """NumPy's type for one of Triton's; else a dictionary of all is made at each call."""
+    find, dtype = interpreter._get_np_dtype, interpreter.tl.dtype
+    find_once = cache(find)
+
+    def found(given: Any) -> Any:
+        # Those of pointers cannot be hashed.
+        return find_once(given.scalar) if type(given.scalar) is dtype else find(given)
+
+    interpreter._get_np_dtype = found
+
+
+def _share_shapes(tl: Any) -> None:
+    """The sizes of tensors of one shape; else they are objects of each tensor."""
+
+    @cache
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes(tuple(type.shape) if type.is_block() else ())
+
+    tl.tensor.__init__ = make
+
+
+def _reduce_pairs(self: Any, given: tuple) -> list:
+    """Reduce by an associative function: neighbours with each other, as often as that takes.
+
+    In the place of one element with the next; axes are as long as a power of two.
+    """
+    given, axis = self.unravel(given, self.axis)
+    types = [tensor.dtype for tensor in given]
+    parts = [tensor.handle.data for tensor in given]
+    num_axes = parts[0].ndim
+    before = (slice(None),) * axis
+    while parts[0].shape[axis] > 1:
+        pairs = [
+            self.to_tensor(part[(*before, slice(first, None, 2))], dtype)
+            for first in (0, 1)
+            for part, dtype in zip(parts, types, strict=True)
+        ]
+        combined = self.combine_fn.fn(*pairs)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        parts = [
+            tensor.handle.data.astype(part.dtype)
+            for tensor, part in zip(combined, parts, strict=True)
+        ]
+    if not self.keep_dims:
+        parts = [part.squeeze(axis) for part in parts]
+    elif self.axis is None:
+        parts = [part.reshape((1,) * num_axes) for part in parts]
+    return [self.to_tensor(part, dtype) for part, dtype in zip(parts, types, strict=True)]
