@@ -11,6 +11,9 @@ from pathlib import Path
 # by default, everything takes several times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Compiling a model takes longer than all that a test makes of it. The tests of examples switch it
+# on, so that each method is run compiled too.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import torch
 import triton_interpreter
