@@ -70,5 +70,6 @@ def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, lab
             axes.axhline(1, color="0.5", linewidth=0.8)
         axes.set_ylabel(label)
         axes.set_title(f"{level} in flight", fontsize="medium")
-    panels[0, 0].legend(ncols=len(rows) // len(levels), fontsize="small")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
     return figure
