@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core import TreeTemplate
+from vllm_recycle.core import BatchTrees, TreeTemplate
 
 K = 4
 
@@ -25,6 +28,12 @@ def trees(draw, *, max_nodes=40, k=K) -> TreeTemplate:
     for back, rank in draw(st.lists(node, min_size=size, max_size=size)):
         nodes.setdefault((max(0, len(nodes) - back), rank))
     return TreeTemplate(tuple(nodes))
+
+
+def batch_trees(templates: Sequence[TreeTemplate]) -> BatchTrees:
+    """Each of these trees for one request; rows behind the last one of a tree have parent 0."""
+    rows = [template.parents for template in templates]
+    return BatchTrees.from_parents(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
 
 @st.composite

@@ -276,8 +276,8 @@ def test_the_table_holds_the_shared_matrix_and_an_overlay_a_sequence():
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(12, 4, dtype=torch.int32), r"got torch.int32 \[12, 4\], expected"),
-        (torch.zeros(11, 4), r"got torch.float32 \[11, 4\], expected torch.int32"),
+        (torch.zeros(12, 4, dtype=torch.int32), r"matrix is torch.int32 \[12, 4\], expected"),
+        (torch.zeros(11, 4), r"matrix is torch.float32 \[11, 4\], expected torch.int32"),
         (torch.full((11, 4), 99, dtype=torch.int32), "it has numbers that are no token ids"),
     ],
 )

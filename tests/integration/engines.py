@@ -14,6 +14,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = str(EXAMPLES / "models" / "target")
 PROMPT_KINDS = ("gsm8k", "humaneval", "spec_bench")
 TOKEN_RECYCLING = {"method": "token_recycling"}
+# Trees of one size whatever they are worth, so that what is slow to draft is drafted.
+GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
+PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
 # The paper's form with few rows, for tests that make many steps.
 SMALL_OUROBOROS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import TARGET, TOKEN_RECYCLING, core, counter, engine, generate, read_prompts
+from engines import PAPER, TARGET, TOKEN_RECYCLING, core, counter, engine, generate, read_prompts
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import SamplingParams
@@ -32,7 +32,6 @@ STANDARD_DEVIATION = 0.035
 PROMPTS = read_prompts(4, max_words=30)
 MAX_MODEL_LEN = 256
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 # Less than two prompts, or two trees.
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import TOKEN_RECYCLING, core, engine, read_prompts, runner
+from engines import PAPER, core, engine, read_prompts, runner
 from vllm import SamplingParams
 
 from vllm_recycle.integration.cpu import tree_rows
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values, slot_elements
 
-PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 NUM_TOKENS = 60
 # The same products in GEMMs of other shapes; keys and values are of order one to ten.
 TOLERANCE = 2e-3

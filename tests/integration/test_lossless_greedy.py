@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from engines import (
+    GROWN,
     OUROBOROS,
+    PAPER,
     SMALL_OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
@@ -21,6 +26,7 @@ from engines import (
 )
 from vllm import SamplingParams
 
+from vllm_recycle.core.dynamic import Growth, StepTimes
 from vllm_recycle.integration.options import GPU_SIZES
 
 PROMPTS = read_prompts(40)
@@ -28,7 +34,6 @@ PROMPTS = read_prompts(40)
 FEW, MAX_NUM_SEQS = 16, 8
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
-PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 
 
@@ -58,8 +63,13 @@ def test_output_equals_vllm(expected, method):
         pytest.param({**PAPER, "scope": "shared"}, {}, id="scope shared"),
         pytest.param({**PAPER, "scope": "isolated"}, {}, id="scope isolated"),
         pytest.param({**PAPER, "seed_from_prompt": False}, {}, id="no seed from prompt"),
-        pytest.param(PAPER, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
-        pytest.param(PAPER, {"block_size": 32}, id="blocks of 32"),
+        pytest.param(GROWN, {}, id="grown, no price"),
+        pytest.param({**GROWN, "contexts": [1], "k": 3}, {}, id="grown, one token of context"),
+        pytest.param({**TOKEN_RECYCLING, "row_cost": 0.1}, {}, id="grown, a price by hand"),
+        pytest.param({**GROWN, "scope": "isolated"}, {}, id="grown, scope isolated"),
+        pytest.param({**GROWN, "context_mib": 1}, {}, id="grown, a small table"),
+        pytest.param(GROWN, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
+        pytest.param(GROWN, {"block_size": 32}, id="blocks of 32"),
         pytest.param(
             {**OUROBOROS, **GPU_SIZES}, {"max_num_seqs": 4}, id="ouroboros, the paper's sizes"
         ),
@@ -75,7 +85,7 @@ def test_output_equals_vllm_with_other_settings(expected, method, settings):
 
 
 both_methods = pytest.mark.parametrize(
-    "method", [pytest.param(PAPER, id="paper-80"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
+    "method", [pytest.param(GROWN, id="grown"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
 )
 
 
@@ -118,11 +128,44 @@ def test_output_equals_vllm_up_to_max_model_len(method):
         assert generate(llm, prompts, tokens) == expected
 
 
+def test_output_equals_vllm_whatever_is_drafted():
+    """Random topologies and sizes in each step, preemption, prefix hits, and the end of context."""
+    random = torch.Generator().manual_seed(0)
+    tokens = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    settings = {"max_model_len": 192, "max_num_seqs": MAX_NUM_SEQS, "block_size": 32}
+    with engine(None, **settings) as llm:
+        prompts = [p for p in PROMPTS if len(llm.get_tokenizer().encode(p)) < 150][:FEW]
+        expected = generate(llm, prompts, tokens)
+    crowded = {"enable_prefix_caching": True, "num_gpu_blocks_override": 24}
+    with engine(GROWN, **settings, **crowded) as llm:
+        proposer, sizes = runner(llm).drafter.proposer, set()
+        operations = proposer.dynamic_operations
+
+        def grow(table: torch.Tensor, rates: torch.Tensor, **options: Any) -> Growth:
+            # Any rates and any time of a step: so any tree, and any number of nodes.
+            rates = torch.rand(rates.shape, dtype=rates.dtype, generator=random)
+            times = torch.rand(len(options["times"]), dtype=rates.dtype, generator=random)
+            steps = StepTimes({0: 1 + times.cumsum(0).numpy() / 20})
+            options |= {"times": steps.times[0], "slopes": steps.slopes[0]}
+            growth = operations.grow(table, rates, **options)
+            sizes.update(growth.num_nodes.tolist())
+            return growth
+
+        proposer.dynamic_operations = replace(operations, grow=grow)
+        assert generate(llm, prompts, tokens) == expected
+        for _ in range(2):  # so few leave room for what others may hit
+            assert generate(llm, prompts[:2], tokens) == expected[:2]
+        assert counter(llm, "num_preemptions") > 0
+        assert counter(llm, "prefix_cache_hits") > 0
+        assert {0, 80} <= sizes
+        assert len(sizes) > 20
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(PAPER, id="paper-80"),
+        pytest.param(TOKEN_RECYCLING, id="default"),
         # The target drafts for itself: the heads of the small draft model are three.
         pytest.param({**SMALL_OUROBOROS, "model": TARGET}, id="ouroboros"),
     ],

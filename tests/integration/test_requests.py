@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from engines import (
+    GROWN,
+    PAPER,
     SMALL_OUROBOROS,
     TOKEN_RECYCLING,
     core,
@@ -16,15 +19,24 @@ from engines import (
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
+from vllm_recycle.core.dynamic import DynamicState
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(
-    "method", [pytest.param(PAPER, id="paper-80"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
+    "method", [pytest.param(GROWN, id="grown"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
 )
 
 
 def draft_tokens(llm) -> int:
     return counter(llm, "spec_decode_num_draft_tokens")
+
+
+def learnt(llm) -> list[torch.Tensor]:
+    """What requests share of it."""
+    state = runner(llm).drafter.state
+    if isinstance(state, DynamicState):
+        return [state.rows.shared_rows(), state.acceptance.counts.clone()]
+    return [state.shared.clone()]
 
 
 def schedules(llm, monkeypatch):
@@ -40,7 +52,7 @@ def schedules(llm, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("method", "share"), [(PAPER, 0.5), (PAPER, 1.0), (SMALL_OUROBOROS, 1.0)])
+@pytest.mark.parametrize(("method", "share"), [(PAPER, 0.5), (GROWN, 1.0), (SMALL_OUROBOROS, 1.0)])
 def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, share, method):
     prompts = read_prompts(64 - 24, max_words=20) + read_prompts(24, max_words=10)
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}
@@ -144,8 +156,9 @@ def test_nothing_is_left_of_requests_that_end_or_are_aborted(method):
         assert len(runner(llm).req_state_indices) == 1  # freed when the next step is scheduled
 
 
-def test_counters_count_nodes_and_depths(monkeypatch):
-    with engine(TOKEN_RECYCLING) as llm:
+@pytest.mark.parametrize(("method", "most"), [(GROWN, 80), (PAPER, 6)], ids=["grown", "paper-80"])
+def test_counters_count_nodes_and_depths(monkeypatch, method, most):
+    with engine(method) as llm:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         before = [counter(llm, f"spec_decode_{name}") for name in names]
         steps = schedules(llm, monkeypatch)
@@ -154,9 +167,8 @@ def test_counters_count_nodes_and_depths(monkeypatch):
             counter(llm, f"spec_decode_{name}") - start
             for name, start in zip(names, before, strict=True)
         )
-        tree = runner(llm).tree
-        assert drafts <= nodes <= drafts * tree.num_nodes
-        assert 0 < accepted <= drafts * tree.depth
+        assert drafts <= nodes <= drafts * 80
+        assert 0 < accepted <= drafts * most
         scheduled = [
             len(draft) for step in steps for draft in step.scheduled_spec_decode_tokens.values()
         ]
@@ -170,18 +182,31 @@ def test_start_up_line_says_what_is_on():
         assert part in line
 
 
-def test_a_server_can_start_warm(tmp_path):
+def test_start_up_lines_of_grown_trees():
+    with engine({**TOKEN_RECYCLING, "contexts": [1, 2]}) as llm:
+        lines = runner(llm).drafter.describe() + runner(llm).price_rows()
+        step_times = runner(llm).drafter.proposer.step_times
+    for part in ("dynamic", "80 nodes", "cost measured", "contexts [1, 2]", "sequence", "bytes"):
+        assert part in lines
+    assert "a step by its rows, in ms, behind 256 tokens: 1: " in lines
+    assert (step_times.times[:, 1] == 1).all()
+    assert (step_times.times.diff() >= 0).all()
+    assert step_times.times[0, -1] > 1
+
+
+@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
+def test_a_server_can_start_warm(tmp_path, method):
     path = tmp_path / "matrix.safetensors"
-    method = {**PAPER, "matrix_file": str(path)}
+    method = {**method, "matrix_file": str(path)}
     prompts = read_prompts(2)
     with engine(method) as llm:
         expected = generate(llm, prompts, GREEDY)
-        written = runner(llm).drafter.proposer.matrix.shared.clone()
+        written = learnt(llm)
         assert core(llm).model_executor.collective_rpc("save_draft_state") == [str(path)]
         path.unlink()
     assert path.exists(), "expected the matrix to be saved at shutdown"
     with engine(method) as llm:
-        assert (runner(llm).drafter.proposer.matrix.shared == written).all()
+        assert all(map(torch.equal, learnt(llm), written))
         before = counter(llm, "spec_decode_num_accepted_tokens")
         assert generate(llm, prompts, GREEDY) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > before

@@ -15,6 +15,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm_recycle.core import AdjacencyMatrix
 from vllm_recycle.integration import engine_config, versions
 from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
+from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
+from vllm_recycle.integration.drafter import fingerprint
 from vllm_recycle.integration.plugin import register
 
 
@@ -64,7 +66,14 @@ def test_engine_arguments_can_be_used_twice():
         ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
         ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
         ({"max_nodes": True}, "max_nodes is True, expected an integer"),
-        ({"max_nodes": 200}, "got 200, expected at most the 80 nodes"),
+        ({"tree": "paper-80", "max_nodes": 200}, "got 200, expected at most the 80 nodes"),
+        ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 8"),
+        ({"contexts": [1, 9]}, r"got \[1, 9\], expected lengths ascending"),
+        ({"contexts": 4}, "contexts is 4, expected a list"),
+        ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
+        ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
+        ({"tree": "default", "row_cost": 1}, "row_cost 1 belong to the tree 'dynamic', got the tr"),
+        ({"tree": "default", "contexts": [1, 2]}, "belong to the tree 'dynamic'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
         ({"scope": "global"}, r"scope is 'global', expected one of \['sequence', 'shared'"),
         ({"hot_start": 1}, "hot_start is 1, expected true or false"),
@@ -264,9 +273,19 @@ def test_registering_again_changes_nothing():
 def test_matrix_file_of_another_model(tmp_path):
     path = tmp_path / "matrix.safetensors"
     AdjacencyMatrix(4096, 8).save(path, fingerprint="of another model")
-    holder = TreeV1Drafter(make_config({"matrix_file": str(path)}))
+    method = {"tree": "default", "matrix_file": str(path)}
+    holder = TreeV1Drafter(make_config(method))
     with pytest.raises(ValueError, match="fingerprint is of another model, expected"):
         holder.reset()
+
+
+def test_matrix_file_of_a_template(tmp_path):
+    path = tmp_path / "matrix.safetensors"
+    config = make_config({"matrix_file": str(path)})
+    same_model = fingerprint(config.model_config)
+    AdjacencyMatrix(4096, 8).save(path, fingerprint=same_model)
+    with pytest.raises(ValueError, match=r"contexts is None, expected \[1, 2, 3, 4\]"):
+        DynamicV1Drafter(config).reset()
 
 
 def test_opt_out_that_is_no_truth_value():

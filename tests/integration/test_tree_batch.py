@@ -46,7 +46,7 @@ batches = st.lists(requests(), min_size=1, max_size=6)
 def make(batch: list[Request]) -> TreeBatch:
     lengths = torch.tensor([len(request.tokens) for request in batch])
     return TreeBatch.make(
-        tree=TREE,
+        trees=TREE.of_batch(len(batch)),
         num_nodes=torch.tensor([request.num_nodes for request in batch]),
         last_token_row=lengths.cumsum(0) - 1,
         row_token_ids=torch.tensor([token for request in batch for token in request.logit_tokens]),

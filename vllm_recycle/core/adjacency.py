@@ -128,6 +128,11 @@ class AdjacencyMatrix:
         return self.layout.k
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is learnt."""
+        return (self.table,)
+
+    @property
     def num_bytes(self) -> int:
         return self.table.nbytes
 

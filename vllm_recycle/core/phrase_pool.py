@@ -54,6 +54,11 @@ class PhrasePool:
         return self.table[:-1]
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is learnt."""
+        return (self.table,)
+
+    @property
     def num_bytes(self) -> int:
         return self.table.nbytes
 

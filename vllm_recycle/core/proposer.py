@@ -27,11 +27,19 @@ from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.tree import TreeTemplate
 
 
-class Proposer(Protocol):
-    """Drafts trees, learns from every verified row, and forgets requests that ended."""
+class AnyProposer(Protocol):
+    """What all have, however their trees are made."""
+
+    operations: Operations
+
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        """These requests ended: finished, aborted or preempted. Their numbers may come again."""
+
+
+class Proposer(AnyProposer, Protocol):
+    """Drafts one tree for all, learns from every verified row, forgets requests that ended."""
 
     tree: TreeTemplate
-    operations: Operations
 
     def propose(self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
         """Draft below the last token of each request.
@@ -72,9 +80,6 @@ class Proposer(Protocol):
             prompt_token_ids: int64 [n].
 
         """
-
-    def release(self, req_state_indices: Sequence[int]) -> None:
-        """These requests ended: finished, aborted or preempted. Their numbers may come again."""
 
 
 class ReqStateIndices:

@@ -35,6 +35,53 @@ Node = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BatchTrees:
+    """The trees of a batch, one for each request; those of a template have stride 0.
+
+    A tree that has fewer nodes than there is room for has rows behind its last one whose parent is
+    the root; nobody asks for them.
+
+    Attributes:
+        parents: int64 [batch, rows]; the root has parent 0.
+        depths: int64 [batch, rows]; the root has depth 0.
+        ancestor_mask: bool [batch, rows, rows], true where the column is the row or its ancestor.
+
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestor_mask: torch.Tensor
+
+    @classmethod
+    def from_parents(cls, parents: torch.Tensor) -> BatchTrees:
+        """The trees of these parents, int64 [batch, rows], each before its children."""
+        batch, rows = parents.shape
+        mask = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
+        index = torch.arange(batch)
+        for row in range(1, rows):
+            mask[:, row] |= mask[index, parents[:, row]]
+        return cls(parents, mask.sum(2) - 1, mask)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1] - 1
+
+    @property
+    def depth(self) -> int:
+        """The most levels below a root; waits for the device."""
+        return int(self.depths.max()) if len(self.depths) else 0
+
+    def of_batch(self, batch: int) -> BatchTrees:
+        """Itself; a template makes these."""
+        assert len(self.parents) == batch
+        return self
+
+    def select(self, chosen: torch.Tensor) -> BatchTrees:
+        """Only the trees that an index or a mask chooses."""
+        return BatchTrees(self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TreeTemplate:
     """A validated draft tree and every table derived from it.
 
@@ -105,6 +152,14 @@ class TreeTemplate:
     @property
     def depth(self) -> int:
         return len(self.levels)
+
+    def of_batch(self, batch: int) -> BatchTrees:
+        """This tree for each request of a batch; the tables are shared."""
+        return BatchTrees(
+            self.parents.expand(batch, -1),
+            self.depths.expand(batch, -1),
+            self.ancestor_mask.expand(batch, -1, -1),
+        )
 
     def prefix(self, num_nodes: int) -> TreeTemplate:
         """The tree of the first `num_nodes` nodes; itself where it has no more than these."""

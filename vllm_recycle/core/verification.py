@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.tree import BatchTrees, TreeTemplate
 
 NO_TOKEN = -1
 
@@ -43,7 +43,7 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate,
+    tree: TreeTemplate | BatchTrees,
 ) -> WalkResult:
     """Follow the drafts as far as the target agrees with them.
 
@@ -54,19 +54,27 @@ def walk(
             nothing, as one that is not scheduled. Where siblings are equal, the path is the deepest
             one, of several the first.
         cu_num_logits: integer [batch + 1], where the rows of each request begin, and the end.
-        tree: the template that the drafts are indexed by.
+        tree: what the drafts are indexed by: one for all, or one for each request.
 
     """
+    batch = len(draft_token_ids)
+    depth, tree = tree.depth, tree.of_batch(batch)
     row = torch.arange(tree.num_nodes + 1, device=sampled.device)
     last = cu_num_logits[1:, None] - 1
     rows = cu_num_logits[:-1, None] + row
     produced = sampled[rows.minimum(last)]
-    agrees = (produced[:, tree.parents[1:]] == draft_token_ids) & (rows[:, 1:] <= last)
+    agrees = produced.gather(1, tree.parents[:, 1:]) == draft_token_ids
+    agrees &= rows[:, 1:] <= last
     # A node is reached when it and all its ancestors agree; the root always is.
-    misses = (~agrees).to(torch.float32) @ tree.ancestor_mask[1:, 1:].T.to(torch.float32)
-    depth_reached = torch.where(misses == 0, tree.depths[1:], 0)
+    misses = (tree.ancestor_mask[:, 1:, 1:] & ~agrees[:, None]).any(dim=2)
+    depth_reached = tree.depths[:, 1:].masked_fill(misses, 0)
     deepest, node = depth_reached.max(dim=1)
-    path = tree.paths[torch.where(deepest > 0, node + 1, 0)]
+    end = torch.where(deepest > 0, node + 1, 0)
+    is_on_path = tree.ancestor_mask[torch.arange(batch, device=end.device), end]
+    # One place more than a path has, for the rows that are not on it.
+    place = tree.depths.where(is_on_path, depth + 1)
+    path = row.new_full((batch, depth + 2), -1).scatter_(1, place, row.expand(batch, -1))
+    path = path[:, :-1]
     token_ids = produced.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
     return WalkResult(path, token_ids, deepest.to(torch.int32) + 1)
 
@@ -76,7 +84,7 @@ def step_down(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
     *,
-    tree: TreeTemplate,
+    tree: TreeTemplate | BatchTrees,
 ) -> torch.Tensor:
     """The children of the reached rows that carry the token sampled there.
 
@@ -87,11 +95,12 @@ def step_down(
         reached: bool [batch, rows], all of one depth; none where a request's walk has ended.
         sampled: int64 [batch], the token produced at these rows.
         draft_token_ids: int64 [batch, nodes], as for `walk`.
-        tree: the template.
+        tree: what the drafts are indexed by.
 
     Returns:
         bool [batch, rows].
 
     """
-    below = reached[:, tree.parents[1:]] & (draft_token_ids == sampled[:, None])
+    parents = tree.of_batch(len(reached)).parents[:, 1:]
+    below = reached.gather(1, parents) & (draft_token_ids == sampled[:, None])
     return torch.nn.functional.pad(below, (1, 0))

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AdjacencyMatrix, Operations, Proposer, TokenRecyclingProposer
+from vllm_recycle.core import AdjacencyMatrix, AnyProposer, Operations, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import TokenRecyclingOptions
 
@@ -24,9 +24,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 
 
 class LearntState(Protocol):
-    """What a proposer has learnt: `AdjacencyMatrix` or `PhrasePool`."""
+    """What a proposer has learnt: `AdjacencyMatrix`, `DynamicState` or `PhrasePool`."""
 
-    table: torch.Tensor
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...
 
     def clear(self) -> None: ...
     def load(self, path: str | Path, *, fingerprint: str) -> None: ...
@@ -46,7 +47,7 @@ class Drafter(ABC):
     """
 
     vllm_config: Any
-    proposer: Proposer
+    proposer: AnyProposer
     state: LearntState
     state_file: str | None
     is_ready = False
@@ -67,7 +68,8 @@ class Drafter(ABC):
                 state.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
-                get_tp_group().broadcast(state.table)
+                for tensor in state.tensors:
+                    get_tp_group().broadcast(tensor)
         self.is_ready = True
 
     def save(self) -> str | None:

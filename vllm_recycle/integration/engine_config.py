@@ -149,7 +149,7 @@ def rewrite(engine_args: Any) -> Any | None:
     rewritten.speculative_config = {
         "method": platform.host_methods[method],
         **options.host_config(),
-        "num_speculative_tokens": options.load_tree().num_nodes,
+        "num_speculative_tokens": options.num_nodes,
         "num_speculative_tokens_per_batch_size": schedule or default_schedule,
     }
     if platform.attention_backend is not None:
@@ -191,7 +191,7 @@ def finish(vllm_config: Any) -> None:
 
     """
     options = get_options(vllm_config)
-    platform, tree = get_platform(options.method), options.load_tree()
+    platform = get_platform(options.method)
     setattr(vllm_config.speculative_config, IS_OURS, True)
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
@@ -203,11 +203,13 @@ def finish(vllm_config: Any) -> None:
         )
         _warn_of_missing_graphs(vllm_config)
     max_model_len = vllm_config.model_config.max_model_len
-    if tree.depth >= max_model_len:
-        raise ValueError(
-            f"tree {tree.name!r}: depth {tree.depth}, expected less than "
-            f"--max-model-len {max_model_len}"
-        )
+    if not options.is_dynamic:
+        tree = options.load_tree()
+        if tree.depth >= max_model_len:
+            raise ValueError(
+                f"tree {tree.name!r}: depth {tree.depth}, expected less than "
+                f"--max-model-len {max_model_len}"
+            )
     if isinstance(options, OuroborosOptions):
         _check_draft_model(vllm_config, options, platform)
     _refuse(options.method, _unsupported(vllm_config, platform))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.dynamic.context_rows import check_contexts
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration.row_budget import (
     MAX_DRAFT_ROWS,
@@ -30,6 +31,8 @@ OUROBOROS = "ouroboros"
 # The prefix of the default tree that is fastest on CPU, by the benchmark in the README. With the
 # root it makes 16 rows, the height of an AMX tile.
 CPU_MAX_NODES = 15
+DYNAMIC = "dynamic"
+DYNAMIC_MAX_NODES = 80
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
 # all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest in
 # the benchmark in the README.
@@ -117,6 +120,16 @@ class MethodOptions(ABC):
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether trees are grown, and there is no template."""
+        return False
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes that a draft has."""
+        return self.load_tree().num_nodes
+
     @abstractmethod
     def host_config(self) -> dict[str, Any]:
         """The keys of vLLM's that its method in whose place ours runs needs."""
@@ -132,8 +145,12 @@ class TokenRecyclingOptions(MethodOptions):
 
     Attributes:
         k: successors kept for each token.
-        tree: name of a shipped template, or path of a template file.
-        max_nodes: keep only this prefix of the tree; None keeps all.
+        tree: `dynamic` for trees that are grown to their worth; or a template that is filled, by
+            the name of a shipped one or the path of its file.
+        max_nodes: the most nodes of a tree that is grown; of a template, keep only this prefix.
+        contexts: lengths of the contexts that rows are kept for, ascending from 1.
+        context_mib: MiB of the table of rows of longer contexts.
+        row_cost: what a row of a step costs, in units of a step of one row; None to measure.
         scope: who reads and writes what, see `AdjacencyMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
@@ -145,8 +162,11 @@ class TokenRecyclingOptions(MethodOptions):
     method = TOKEN_RECYCLING
 
     k: int = 8
-    tree: str = "default"
+    tree: str = DYNAMIC
     max_nodes: int | None = None
+    contexts: tuple[int, ...] = (1,)
+    context_mib: int = 64
+    row_cost: float | None = None
     scope: str = "sequence"
     hot_start: bool = True
     matrix_file: str | None = None
@@ -167,13 +187,33 @@ class TokenRecyclingOptions(MethodOptions):
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        is_default = given.get("tree", cls.tree) == cls.tree
-        return {"max_nodes": CPU_MAX_NODES if is_default and not on_gpu else None}
+        tree = given.get("tree") or ("default" if on_gpu else DYNAMIC)
+        if tree == DYNAMIC:
+            if on_gpu:
+                raise NotImplementedError(
+                    "speculative_config: tree is 'dynamic', expected a template on a GPU"
+                )
+            return {"tree": tree, "max_nodes": DYNAMIC_MAX_NODES, "contexts": [1, 2, 3, 4]}
+        # A list, as any that travels in JSON.
+        is_cut = tree == "default" and not on_gpu
+        return {"tree": tree, "max_nodes": CPU_MAX_NODES if is_cut else None, "contexts": [1]}
 
     def check(self) -> None:
         super().check()
         _expect("k", self.k, _is_int(self.k, 1, 64), "an integer 1 to 64")
         _expect("tree", self.tree, isinstance(self.tree, str), "a name or a path")
+        _expect("contexts", self.contexts, isinstance(self.contexts, list | tuple), "a list")
+        check_contexts(self.contexts)
+        is_size = _is_int(self.context_mib, 1, 65536)
+        _expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
+        cost = self.row_cost
+        is_cost = isinstance(cost, int | float) and not isinstance(cost, bool) and cost >= 0
+        _expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
+        if not self.is_dynamic and (len(self.contexts) > 1 or cost is not None):
+            raise ValueError(
+                f"speculative_config: contexts {list(self.contexts)} and row_cost {cost} belong to "
+                f"the tree 'dynamic', got the tree {self.tree!r}"
+            )
         _expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
         for name in ("hot_start", "seed_from_prompt"):
             _expect_bool(name, getattr(self, name))
@@ -183,6 +223,17 @@ class TokenRecyclingOptions(MethodOptions):
                 "speculative_config: hot_start is false with scope 'shared', expected scope "
                 "'sequence' or 'isolated': without them a request has nothing else to draft from"
             )
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.tree == DYNAMIC
+
+    @property
+    def num_nodes(self) -> int:
+        if self.is_dynamic:
+            assert self.max_nodes is not None
+            return self.max_nodes
+        return super().num_nodes
 
     def load_tree(self) -> TreeTemplate:
         """The template that these options ask for.
@@ -204,10 +255,11 @@ class TokenRecyclingOptions(MethodOptions):
 
     def host_config(self) -> dict[str, Any]:
         # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
-        return {"model": "vllm_recycle.integration.cpu.drafter.TreeV1Drafter"}
+        room, name = ("dynamic_drafter", "Dynamic") if self.is_dynamic else ("drafter", "Tree")
+        return {"model": f"vllm_recycle.integration.cpu.{room}.{name}V1Drafter"}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        num_nodes = self.load_tree().num_nodes
+        num_nodes = self.num_nodes
         if on_gpu:
             return halving_schedule(num_nodes, MAX_TREE_ROWS)
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
@@ -316,7 +368,7 @@ class OuroborosOptions(MethodOptions):
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         return draft_model_schedule(
-            self.load_tree().num_nodes,
+            self.num_nodes,
             draft_forward_rows(self.shape()),
             min(MAX_DRAFT_ROWS, max_num_batched_tokens or MAX_DRAFT_ROWS),
         )

@@ -6,15 +6,29 @@ budget, `max_model_len`) rely on that. KV slots, roll-back and preemption are vL
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.row_budget import even_limit
+
+
+@dataclass
+class TreeDraftTokenIds(DraftTokenIds):
+    """Drafts of a step, as vLLM's runner gives them to its scheduler, and what they are.
+
+    Attributes:
+        depths: of each request, the depth of each prefix of its draft, by its last node.
+
+    """
+
+    depths: list[list[int]]
 
 
 class TreeScheduler(Scheduler):
@@ -23,9 +37,13 @@ class TreeScheduler(Scheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         options = get_options(vllm_config)
-        # Depth of each prefix, by its number of nodes; a constant of the tree.
-        self.depth_of_nodes = options.load_tree().depths.cummax(0).values.tolist()
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
+        # Of the runner that does not say it with each draft: the depth of each prefix.
+        self.depth_of_nodes = (
+            options.load_tree().depths.cummax(0).values.tolist()[1:]
+            if self.use_v2_model_runner
+            else []
+        )
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         if isinstance(options, OuroborosOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
@@ -93,18 +111,25 @@ class TreeScheduler(Scheduler):
         if not self.log_stats or not num_draft_tokens:
             return None
         stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-        depth = self.depth_of_nodes[num_draft_tokens]
+        depths = self.depth_of_nodes or self.requests[request_id].draft_depths
+        depth = depths[num_draft_tokens - 1]
         stats.observe_draft(num_draft_tokens=depth, num_accepted_tokens=num_accepted_tokens)
         stats.num_draft_tokens += num_draft_tokens - depth
         return stats
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Store the drafts as they are; `schedule` drops those that must not be used."""
-        drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
-        for request_id, draft in drafts:
+        drafts = zip(
+            draft_token_ids.req_ids,
+            draft_token_ids.draft_token_ids,
+            draft_token_ids.depths,
+            strict=True,
+        )
+        for request_id, draft, depths in drafts:
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.spec_token_ids = [] if request.is_prefill_chunk else draft
+                request.draft_depths = depths
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):

@@ -51,11 +51,18 @@ class TreeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
+        found = self.price_rows()
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
         if self.rank == 0:
             logger.info(self.drafter.describe())
+            if found is not None:
+                logger.info("token_recycling: %s", found)
         return times
+
+    def price_rows(self) -> str | None:
+        """Measure what rows cost, where that is done; returns what was found."""
+        return None
 
     def save_draft_state(self) -> str | None:
         """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0."""

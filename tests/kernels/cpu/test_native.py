@@ -100,7 +100,7 @@ def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa)
     elements = slot_elements(slots, shape=kv_cache.shape, isa=isa)
     kv_cache.view(-1)[elements] = torch.randn(elements.shape).to(dtype)
     trees = TreeRows(
-        tree=tree,
+        trees=tree.of_batch(len(num_rows)),
         first=num_rows.cumsum(0) - num_rows,
         num_rows=num_rows.contiguous(),
         num_context=num_context.contiguous(),

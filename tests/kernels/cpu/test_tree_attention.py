@@ -114,7 +114,7 @@ class Step:
 
     def tree_rows(self, tree: TreeTemplate, sequences: list[Sequence] = STEP) -> TreeRows:
         return TreeRows(
-            tree=tree,
+            trees=tree.of_batch(len(sequences)),
             first=torch.tensor([sequence.first for sequence in sequences]),
             num_rows=torch.tensor([sequence.num_nodes + 1 for sequence in sequences]),
             num_context=torch.tensor([sequence.num_context for sequence in sequences]),

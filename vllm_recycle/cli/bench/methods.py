@@ -25,7 +25,8 @@ METHODS: Methods = {
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     },
-    "suffix": {"method": "suffix"},
+    # The best of those tried, as for ngram: examples/benchmarks/README.md.
+    "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.3},
     "token_recycling": {"method": "token_recycling"},
     "paper-80": {  # Token Recycling as published
         "method": "token_recycling",

@@ -18,7 +18,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.kernels.cpu.native import tree_attention
@@ -47,14 +46,14 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """vLLM's metadata, and `mixed_rows` for a step with trees.
 
     Attributes:
-        trees: template and rows of the step that is built next, set by the runner
-            (`tree_rows.prepare_trees`); None for steps that no request is in.
+        trees: of the step that is built next, set by the runner (`tree_rows.prepare_trees`);
+            None for steps that no request is in.
         trees_are_cached: whether the rows of trees have KV slots.
         is_idle: whether no layer attends by what is built, so that nothing need be.
 
     """
 
-    trees: tuple[TreeTemplate, TreeBatch] | None = None
+    trees: TreeBatch | None = None
     trees_are_cached: bool = True
     is_idle: bool = False
 
@@ -68,20 +67,18 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             return None
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         prepared, self.trees = self.trees, None
-        if prepared is not None and len(prepared[1].tree_rows):
-            metadata.mixed_rows = self._split_rows(common_attn_metadata, *prepared)
+        if prepared is not None and len(prepared.tree_rows):
+            metadata.mixed_rows = self._split_rows(common_attn_metadata, prepared)
         return metadata
 
-    def _split_rows(
-        self, common: CommonAttentionMetadata, tree: TreeTemplate, trees: TreeBatch
-    ) -> MixedRows:
+    def _split_rows(self, common: CommonAttentionMetadata, trees: TreeBatch) -> MixedRows:
         # On a few numbers, where numpy's calls cost a third of torch's.
         nodes = trees.num_nodes.numpy()
         has_tree = nodes > 0
         tree_lengths = np.where(has_tree, nodes + 1, 0)
         num_rows = torch.from_numpy(tree_lengths)
         tree_rows = TreeRows(
-            tree=tree,
+            trees=trees.trees,
             first=trees.first_token_row,
             num_rows=num_rows,
             num_context=common.seq_lens - num_rows,

@@ -21,14 +21,14 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cpu.drafter import Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import TemplateV1Drafter, Texts
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import prepare_trees
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.kernels.cpu.native import native_operations
 
 
-class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
+class OuroborosV1Drafter(OuroborosDrafter, TemplateV1Drafter, DraftModelProposer):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
     Attributes:
@@ -206,14 +206,13 @@ class OuroborosV1Drafter(OuroborosDrafter, V1Drafter, DraftModelProposer):
         logit_rows = torch.from_numpy(np.nonzero(offset >= num_heads[owner] - 1)[0])
         lookahead = self.proposer.lookahead
         trees = TreeBatch.make(
-            tree=lookahead,
+            trees=lookahead.of_batch(batch),
             num_nodes=torch.from_numpy(num_rows),
             last_token_row=query_start_loc[1:].long() - 1,
             row_token_ids=self.input_ids[logit_rows].long(),
         )
         prepare_trees(
             trees,
-            tree=lookahead,
             positions=self.positions,
             input_ids=self.input_ids[:n],
             attn_groups=[self.draft_attn_groups],

@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from vllm_recycle.core import BatchTrees, Proposer, WalkResult
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
 from vllm_recycle.kernels.cpu.native import native_operations
 
@@ -26,6 +28,7 @@ class Texts:
         token_ids: int32 [max_num_reqs, max_model_len], prompt and output of each request.
         num_computed_tokens: int64 [batch], tokens of each that the target has computed.
         wants_draft: bool [batch]; these have one more token, which the target sampled.
+        max_depths: int64 [batch], the most drafted tokens that could be accepted of each.
 
     """
 
@@ -33,11 +36,34 @@ class Texts:
     token_ids: np.ndarray
     num_computed_tokens: np.ndarray
     wants_draft: np.ndarray
+    max_depths: np.ndarray
 
     def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
         """int64 [n], of those requests that want a draft."""
         last = self.token_ids[chosen, self.num_computed_tokens[chosen]]
         return torch.from_numpy(last.astype(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where some texts end.
+
+    Attributes:
+        token_ids: int32 [max_num_reqs, max_model_len], of each request of a step.
+        rows: int64 [batch], which of these the texts are.
+        last: int64 [batch], the place of the last token of each.
+
+    """
+
+    token_ids: np.ndarray
+    rows: np.ndarray
+    last: np.ndarray
+
+    def tails(self, reach: int) -> torch.Tensor:
+        """int64 [batch, reach], the newest token first, -1 before the first token of a text."""
+        place = self.last[:, None] - np.arange(reach)
+        found = self.token_ids[self.rows[:, None], place.clip(min=0)]
+        return torch.from_numpy(np.where(place >= 0, found, -1).astype(np.int64))
 
 
 class V1Drafter(Drafter):
@@ -48,6 +74,7 @@ class V1Drafter(Drafter):
         """Names of attention layers that are not the target's."""
         return frozenset()
 
+    @abstractmethod
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
         """A request starts.
 
@@ -57,7 +84,38 @@ class V1Drafter(Drafter):
             num_computed_tokens: tokens of it that are in the KV cache.
 
         """
-        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
+
+    @abstractmethod
+    def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
+        """The trees that were drafted last for these requests, int64 [batch]."""
+
+    @abstractmethod
+    def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
+        """Take in a step, before its tokens are sampled.
+
+        Args:
+            idx_mapping: int64 [batch].
+            trees: the step.
+            logits: [logit rows, vocab], raw.
+
+        """
+
+    def accept(
+        self,
+        idx_mapping: torch.Tensor,
+        trees: TreeBatch,
+        walked: WalkResult,
+        ends: Ends,
+    ) -> None:
+        """Take in what was accepted of the step that was observed.
+
+        Args:
+            idx_mapping: int64 [batch].
+            trees: the step.
+            walked: what the walk accepted.
+            ends: of the texts that end with the roots.
+
+        """
 
     @abstractmethod
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
@@ -73,7 +131,29 @@ class V1Drafter(Drafter):
         """
 
 
-class TreeV1Drafter(TreeDrafter, V1Drafter):
+class TemplateV1Drafter(V1Drafter):
+    """Where one tree serves all requests."""
+
+    @property
+    def _proposer(self) -> Proposer:
+        return cast("Proposer", self.proposer)
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        self._proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
+
+    def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
+        return self._proposer.tree.of_batch(len(idx_mapping))
+
+    def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
+        self._proposer.observe(
+            idx_mapping[trees.request_of_logit_row],
+            trees.row_token_ids,
+            logits,
+            trees.cu_num_logits,
+        )
+
+
+class TreeV1Drafter(TreeDrafter, TemplateV1Drafter):
     """Token Recycling on the V1 runner."""
 
     def __init__(self, vllm_config: Any) -> None:

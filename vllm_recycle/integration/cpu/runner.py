@@ -13,24 +13,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import ReqStateIndices
 from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
-from vllm_recycle.integration.cpu.drafter import Texts, TreeV1Drafter
+from vllm_recycle.integration.cpu.drafter import Ends, Texts, TreeV1Drafter
+from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
+from vllm_recycle.integration.cpu.step_times import measure_step_times
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
 from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OUROBOROS
+from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 
 
 class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
-    drafter: TreeV1Drafter | OuroborosV1Drafter
+    drafter: TreeV1Drafter | DynamicV1Drafter | OuroborosV1Drafter
+    draft_depths: list[list[int]]
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -39,7 +44,6 @@ class TreeCPUModelRunner(CPUModelRunner):
             # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's,
             # which was made before it, refuses this.
             self.speculative_config.disable_padded_drafter_batch = True
-        self.tree = self.drafter.proposer.tree
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).
@@ -80,18 +84,17 @@ class TreeCPUModelRunner(CPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, metadata, _ = prepared
         num_reqs = self.input_batch.num_reqs
+        self.idx_mapping = torch.tensor(
+            [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
+        )
         trees = self.trees = TreeBatch.make(
-            tree=self.tree,
+            trees=self.drafter.trees_of(self.idx_mapping),
             num_nodes=torch.tensor(metadata.num_draft_tokens),
             last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
             row_token_ids=self.input_ids.gpu[logits_indices].long(),
         )
-        self.idx_mapping = torch.tensor(
-            [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
-        )
         prepare_trees(
             trees,
-            tree=self.tree,
             positions=self.positions,
             input_ids=self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens],
             attn_groups=self.attn_groups,
@@ -103,12 +106,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         if (state := self.execute_model_state) is not None:
             # Here the logits are raw; the grammar and the sampler change them in place.
-            self.drafter.proposer.observe(
-                self.idx_mapping[self.trees.request_of_logit_row],
-                self.trees.row_token_ids,
-                state.logits,
-                self.trees.cu_num_logits,
-            )
+            self.drafter.observe(self.idx_mapping, self.trees, state.logits)
         return super().sample_tokens(grammar_output)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
@@ -117,14 +115,13 @@ class TreeCPUModelRunner(CPUModelRunner):
         if rows_are_independent(sampling_metadata):
             sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
             result = self.drafter.proposer.operations.walk(
-                sampled, self.trees.drafts, self.trees.cu_num_logits, tree=self.tree
+                sampled, self.trees.drafts, self.trees.cu_num_logits, tree=self.trees.trees
             )
             logprobs = None
         else:
             result, logprobs = walk_by_depth(
                 logits,
                 self.trees,
-                tree=self.tree,
                 sampler=self.sampler,
                 sampling_metadata=sampling_metadata,
                 discarded=self.discard_request_mask.np[: self.input_batch.num_reqs],
@@ -133,6 +130,16 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
+        self.drafter.accept(
+            self.idx_mapping,
+            self.trees,
+            result,
+            Ends(
+                self.input_batch.token_ids_cpu,
+                np.arange(len(self.trees.num_nodes)),
+                self.positions[self.trees.first_token_row].numpy(),
+            ),
+        )
         compact_kv_cache(
             self.trees,
             result.path,
@@ -178,13 +185,45 @@ class TreeCPUModelRunner(CPUModelRunner):
             ),
             wants_draft=goes_on
             & [num_nodes > 0 and self._may_speculate(name) for name in batch.req_ids],
+            max_depths=np.array([self._max_depth(name) for name in batch.req_ids]),
         )
         drafts = self.drafter.draft(texts, batch.block_table)[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.
             while draft and draft[-1] < 0:
                 draft.pop()
+        depths = self.drafter.trees_of(self.idx_mapping).depths.cummax(1).values.tolist()
+        self.draft_depths = [
+            of_rows[1 : 1 + len(draft)] for of_rows, draft in zip(depths, drafts, strict=True)
+        ]
         return drafts
+
+    def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, self.draft_depths)
+
+    def price_rows(self) -> str | None:
+        """Measure what rows cost, where drafts depend on it; to be called without requests.
+
+        Returns:
+            What was found, if anything was measured.
+
+        """
+        drafter = self.drafter
+        if not isinstance(drafter, DynamicV1Drafter) or drafter.row_cost is not None:
+            return None
+        step_times, found = measure_step_times(self, drafter.max_rows)
+        if self.parallel_config.tensor_parallel_size > 1:
+            step_times = get_tp_group().broadcast_object(step_times)  # ranks draft alike
+        drafter.set_prices(step_times)
+        return found
+
+    def _max_depth(self, request_id: str) -> int:
+        """Tokens that a request may still have, but for the one that it gets without a draft."""
+        request = self.requests[request_id]
+        return max(0, request.sampling_params.max_tokens - len(request.output_token_ids) - 1)
 
     def _may_speculate(self, request_id: str) -> bool:
         """Whether the scheduler will take a draft for this request, as far as is known here."""

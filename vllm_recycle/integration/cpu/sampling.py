@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_recycle.core import TreeTemplate, WalkResult, step_down
+from vllm_recycle.core import WalkResult, step_down
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 
@@ -53,7 +53,6 @@ def walk_by_depth(
     logits: torch.Tensor,
     trees: TreeBatch,
     *,
-    tree: TreeTemplate,
     sampler: Callable[..., Any],
     sampling_metadata: SamplingMetadata,
     discarded: np.ndarray,
@@ -63,8 +62,7 @@ def walk_by_depth(
 
     Args:
         logits: [logit rows, vocab], not changed.
-        trees: where the rows are.
-        tree: the template.
+        trees: of the step.
         sampler: vLLM's.
         sampling_metadata: of the batch.
         discarded: bool [batch], requests in the middle of their prompt: nothing is drawn.
@@ -75,7 +73,7 @@ def walk_by_depth(
         The walk, and the logprobs of [batch * path] rows where they were asked for.
 
     """
-    reached = torch.zeros(len(discarded), tree.num_nodes + 1, dtype=torch.bool)
+    reached = torch.zeros(len(discarded), trees.trees.num_nodes + 1, dtype=torch.bool)
     reached[:, 0] = torch.from_numpy(~discarded)
     lengths = [len(token_ids) for token_ids in output_token_ids]
     path, tokens, logprobs = [], [], []
@@ -96,7 +94,7 @@ def walk_by_depth(
             path.append(row)
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
-            reached = step_down(reached, sampled, trees.drafts, tree=tree)
+            reached = step_down(reached, sampled, trees.drafts, tree=trees.trees)
             if not reached.any():
                 break
             for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
@@ -19,7 +18,6 @@ from vllm_recycle.kernels.cpu.kv_cache import move_slots
 def prepare_trees(
     trees: TreeBatch,
     *,
-    tree: TreeTemplate,
     positions: torch.Tensor,
     input_ids: torch.Tensor,
     attn_groups: Sequence[Sequence[Any]],
@@ -31,18 +29,19 @@ def prepare_trees(
 
     Args:
         trees: the step.
-        tree: the template.
         positions: int64 [tokens], corrected in place to prefix + depth.
         input_ids: integer [tokens]; nodes that were not filled get a token in place.
         attn_groups: vLLM's, of each KV cache group; their builders learn of the trees.
 
     """
-    positions[trees.tree_token_rows] += tree.shifts[trees.tree_rows]
+    # From a chain's positions to the tree's.
+    depths = trees.trees.depths[trees.tree_requests, trees.tree_rows]
+    positions[trees.tree_token_rows] += depths - trees.tree_rows
     # A node that was not filled still has a row; any token will do for it.
     input_ids.clamp_(min=0)
     for groups in attn_groups:
         for group in groups:
-            group.get_metadata_builder().trees = (tree, trees)
+            group.get_metadata_builder().trees = trees
 
 
 def compact_kv_cache(

@@ -23,7 +23,7 @@ import torch
 
 from vllm_recycle.core.adjacency import TableLayout
 from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.tree import BatchTrees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
 from vllm_recycle.kernels.cpu.tree_attention import TreeRows
@@ -31,8 +31,8 @@ from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 logger = logging.getLogger("vllm.recycle")
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "operations.cpp", FOLDER / "tree_attention.cpp")
-HEADERS = (FOLDER / "lanes.h",)
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("operations", "dynamic", "tree_attention"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("lanes", "softmax", "top_k"))
 # Not -ffast-math, which would change the floating-point mode of the whole process.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,12 +40,17 @@ LANES = 16
 
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
-    "tree_attention": "pppppppppp" + "iiiiiiiiiiiii" + "f" + "i",
+    "tree_attention": "pppppppppp" + "iiiiiiiiiiiiii" + "f" + "i",
     "fill_tree": "ppppp" + "iiiiii" + "p",
-    "walk": "ppppp" + "iii" + "ppp",
+    "walk": "ppppp" + "iiiii" + "ppp",
     "update_from_logits": "pppp" + "iiiiiiiii",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
+    # The first nine are of a RowLayout.
+    "grow": "pp" + "iiiiiii" + "pppppp" + "iiii" + "ppppp",
+    "learn": "pp" + "iiiiiii" + "pppp" + "i" + "ppppp" + "ii",
+    "seed": "pp" + "iiiiiii" + "pii",
+    "top_k_rows": "p" + "iiiiii" + "p",
 }
 
 
@@ -89,10 +94,17 @@ def _build(compiler: str) -> Path:
     return path
 
 
-def _pointer(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> int:
+def pointer(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> int:
     """For C++, which believes what it is given."""
     assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def rows_pointer(tensor: torch.Tensor) -> int:
+    """For C++, of int64 rows, each contiguous, which may be one and the same (stride 0)."""
+    assert tensor.dtype == torch.int64
+    assert tensor.stride(-1) == 1
     return tensor.data_ptr()
 
 
@@ -116,18 +128,18 @@ def fill_tree(
     filled = torch.empty(batch, rows, dtype=torch.int64)
     idx_mapping, last_token_ids = idx_mapping.contiguous(), last_token_ids.contiguous()
     load_library().fill_tree(  # type: ignore[union-attr]
-        _pointer(table, torch.int32),
-        _pointer(idx_mapping),
-        _pointer(last_token_ids),
-        _pointer(tree.parents),
-        _pointer(tree.ranks),
+        pointer(table, torch.int32),
+        pointer(idx_mapping),
+        pointer(last_token_ids),
+        pointer(tree.parents),
+        pointer(tree.ranks),
         batch,
         rows,
         layout.vocab_size,
         1 + layout.k,
         layout.overlay_rows,
         layout.reads_shared,
-        _pointer(filled),
+        pointer(filled),
     )
     return filled[:, 1:]
 
@@ -145,9 +157,9 @@ def update_from_logits(
         logits = logits.float().contiguous()
     expanded_idx_mapping, token_ids = expanded_idx_mapping.contiguous(), token_ids.contiguous()
     load_library().update_from_logits(  # type: ignore[union-attr]
-        _pointer(table, torch.int32),
-        _pointer(expanded_idx_mapping),
-        _pointer(token_ids),
+        pointer(table, torch.int32),
+        pointer(expanded_idx_mapping),
+        pointer(token_ids),
         logits.data_ptr(),
         token_ids.shape[0],
         logits.stride(0),
@@ -166,27 +178,30 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate,
+    tree: TreeTemplate | BatchTrees,
 ) -> WalkResult:
     """See `vllm_recycle.core.verification.walk`."""
-    batch = draft_token_ids.shape[0]
-    path = torch.empty(batch, tree.depth + 1, dtype=torch.int64)
+    batch, length = draft_token_ids.shape[0], tree.depth + 1
+    path = torch.empty(batch, length, dtype=torch.int64)
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32)
     sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
     cu_num_logits = cu_num_logits.long()
+    trees = tree.of_batch(batch)
     load_library().walk(  # type: ignore[union-attr]
-        _pointer(sampled),
-        _pointer(draft_token_ids),
-        _pointer(cu_num_logits),
-        _pointer(tree.parents),
-        _pointer(tree.depths),
+        pointer(sampled),
+        pointer(draft_token_ids),
+        pointer(cu_num_logits),
+        rows_pointer(trees.parents),
+        rows_pointer(trees.depths),
+        trees.parents.stride(0),
+        trees.depths.stride(0),
         batch,
-        tree.num_nodes,
-        tree.depth + 1,
-        _pointer(path),
-        _pointer(token_ids),
-        _pointer(lengths, torch.int32),
+        trees.num_nodes,
+        length,
+        pointer(path),
+        pointer(token_ids),
+        pointer(lengths, torch.int32),
     )
     return WalkResult(path, token_ids, lengths)
 
@@ -197,13 +212,13 @@ def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
     newest = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
     token_ids = token_ids.contiguous()
     load_library().newest_phrases(  # type: ignore[union-attr]
-        _pointer(rows, torch.int32),
-        _pointer(token_ids),
+        pointer(rows, torch.int32),
+        pointer(token_ids),
         token_ids.numel(),
         count,
         per_token,
         length,
-        _pointer(newest),
+        pointer(newest),
     )
     return newest
 
@@ -220,10 +235,10 @@ def insert_phrases(
     token_ids, phrases = token_ids.contiguous(), phrases.contiguous()
     replaced = None if replaced is None else replaced.contiguous()
     load_library().insert_phrases(  # type: ignore[union-attr]
-        _pointer(rows, torch.int32),
-        _pointer(token_ids),
-        _pointer(phrases),
-        None if replaced is None else _pointer(replaced),
+        pointer(rows, torch.int32),
+        pointer(token_ids),
+        pointer(phrases),
+        None if replaced is None else pointer(replaced),
         len(token_ids),
         per_token,
         length,
@@ -263,7 +278,8 @@ def tree_attention(
     assert trees.block_table.stride(1) == 1
     assert query.stride(2) == output.stride(2) == 1
     assert query.stride(1) == output.stride(1) == head_size
-    mask = trees.tree.ancestor_mask
+    mask = trees.trees.ancestor_mask
+    assert mask.stride(2) == 1
     own_pointers, own_strides = (0, 0), (0, 0)
     if own is not None:
         for side in own:
@@ -276,9 +292,9 @@ def tree_attention(
         output.data_ptr(),
         kv_cache.data_ptr(),
         *own_pointers,
-        _pointer(trees.first),
-        _pointer(trees.num_rows),
-        _pointer(trees.num_context),
+        pointer(trees.first),
+        pointer(trees.num_rows),
+        pointer(trees.num_context),
         trees.block_table.data_ptr(),
         mask.data_ptr(),
         len(trees.first),
@@ -290,6 +306,7 @@ def tree_attention(
         output.stride(0),
         trees.block_table.stride(0),
         mask.stride(0),
+        mask.stride(1),
         *own_strides,
         isa == "amx",
         query.dtype == torch.bfloat16,

@@ -8,38 +8,7 @@
 #include <vector>
 
 #include "lanes.h"
-
-namespace {
-
-// The k largest of a row, largest first; of equal ones the lower index first.
-template <typename T>
-void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
-  std::vector<float> value(k + 1, -__builtin_inff());
-  auto offer = [&](float x, int64_t index) {
-    int64_t at = k;
-    for (; at > 0 && x > value[at - 1]; at--) {
-      if (at < k) value[at] = value[at - 1], best[at] = best[at - 1];
-    }
-    if (at < k) value[at] = x, best[at] = int32_t(index);
-  };
-  std::fill(best, best + k, -1);
-  int64_t c = 0;
-  for (; c + LANES <= vocab; c += LANES) {
-    Vec chunk = load(logits + c);
-    IntVec above = chunk > value[k - 1];
-    bool any = false;
-    for (int64_t lane = 0; lane < LANES; lane++) any |= above[lane] != 0;
-    if (!any) continue;
-    for (int64_t lane = 0; lane < LANES; lane++) {
-      if (chunk[lane] > value[k - 1]) offer(chunk[lane], c + lane);
-    }
-  }
-  for (; c < vocab; c++) {
-    if (to_float(logits[c]) > value[k - 1]) offer(to_float(logits[c]), c);
-  }
-}
-
-}  // namespace
+#include "top_k.h"
 
 extern "C" {
 
@@ -65,11 +34,13 @@ void fill_tree(const int32_t* table, const int64_t* idx_mapping, const int64_t* 
 }
 
 void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* cu_num_logits,
-          const int64_t* parents, const int64_t* depths, int64_t batch, int64_t nodes,
-          int64_t length, int64_t* path, int64_t* token_ids, int32_t* lengths) {
+          const int64_t* all_parents, const int64_t* all_depths, int64_t parents_stride,
+          int64_t depths_stride, int64_t batch, int64_t nodes, int64_t length, int64_t* path, int64_t* token_ids, int32_t* lengths) {
   std::vector<uint8_t> reached(nodes + 1);
   for (int64_t b = 0; b < batch; b++) {
     const int64_t* produced = sampled + cu_num_logits[b];
+    const int64_t* parents = all_parents + b * parents_stride;
+    const int64_t* depths = all_depths + b * depths_stride;
     const int64_t rows = cu_num_logits[b + 1] - cu_num_logits[b];
     int64_t deepest = 0;
     reached[0] = 1;

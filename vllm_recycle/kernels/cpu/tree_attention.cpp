@@ -11,29 +11,9 @@
 #include <immintrin.h>
 #endif
 
-#include "lanes.h"
+#include "softmax.h"
 
 namespace {
-
-// e^x for x <= 0: 2^n * p(f) with x = (n + f) ln 2, |f| <= 1/2; relative error about 2e-7.
-inline Vec exp_negative(Vec x) {
-  const Vec magic = splat(12582912.0f);
-  Vec scaled = x * 1.44269504088896341f;
-  Vec n = (scaled + magic) - magic;
-  Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
-  Vec result = p * reinterpret_cast<Vec&>(exponent);
-  IntVec in_range = x > -87.0f;
-  IntVec bits = reinterpret_cast<IntVec&>(result) & in_range;
-  return reinterpret_cast<Vec&>(bits);
-}
 
 // One KV head of one layer: `block(b)` is where that head's keys of block b begin.
 template <typename T>
@@ -57,16 +37,21 @@ struct Segment {
 
 inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-constexpr int64_t TILE = 8;  // query rows that share each load of a key or value
+// Query rows that share each load of a key or value: as many as keep their sums in registers.
+#ifdef __AVX512F__
+constexpr int64_t TILE = 8;
+#else
+constexpr int64_t TILE = 4;
+#endif
 
 // scores[i][0..15] = q[i] . keys of tokens token .. token + 15
 template <int64_t N, typename T>
-void score_lanes(const T* const* q, const Cache<T>& cache, int64_t token, Vec* scores) {
+void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token, Vec* scores) {
   const T* keys = cache.keys(token) + token % cache.block_size;
   Vec sum[N] = {};
   for (int64_t d = 0; d < cache.dim; d++) {
     Vec key = load(keys + d * cache.block_size);
-    for (int64_t i = 0; i < N; i++) sum[i] += key * to_float(q[i][d]);
+    for (int64_t i = 0; i < N; i++) sum[i] += key * q[i][d];
   }
   for (int64_t i = 0; i < N; i++) scores[i] = sum[i];
 }
@@ -132,34 +117,6 @@ void weigh_lanes_amx(const bf16* const* weights, const Segment<bf16>& part, int6
 }
 #endif
 
-// Masks, scales and exponentiates one row of scores in place; returns 1 / sum. The columns of the
-// tree's rows begin at `first`.
-float softmax_row(float* scores, int64_t context, int64_t first, int64_t rows, int64_t padded,
-                  const uint8_t* visible, float scale) {
-  constexpr float HIDDEN = -1e30f;
-  std::fill(scores + context, scores + first, HIDDEN);
-  for (int64_t r = 0; r < rows; r++) {
-    if (!visible[r]) scores[first + r] = HIDDEN;
-  }
-  std::fill(scores + first + rows, scores + padded, HIDDEN);
-  Vec top = splat(HIDDEN);
-  for (int64_t c = 0; c < padded; c += LANES) {
-    Vec value = load(scores + c);
-    top = value > top ? value : top;
-  }
-  float max = HIDDEN;
-  for (int64_t lane = 0; lane < LANES; lane++) max = std::max(max, top[lane]);
-  Vec sum = {};
-  for (int64_t c = 0; c < padded; c += LANES) {
-    Vec weight = exp_negative((load(scores + c) - max) * scale);
-    *reinterpret_cast<Vec*>(scores + c) = weight;
-    sum += weight;
-  }
-  float total = 0;
-  for (int64_t lane = 0; lane < LANES; lane++) total += sum[lane];
-  return 1.0f / total;
-}
-
 struct Attention {
   const void* query;
   void* output;
@@ -171,7 +128,8 @@ struct Attention {
   const int64_t* num_context;
   const int32_t* block_table;
   const uint8_t* mask;
-  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride, mask_stride;
+  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride;
+  int64_t mask_batch_stride, mask_stride;
   int64_t own_key_stride, own_value_stride;
   int64_t amx;
   float scale;
@@ -203,18 +161,27 @@ Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vec
   return {buffer.data(), 0, size, dim, &ONLY_BLOCK};
 }
 
+// What a thread computes in; vectors keep their memory from tile to tile.
+template <typename T>
+struct Scratch {
+  std::vector<float> queries, scores;
+  std::vector<bf16> weights;
+  std::vector<T> own;
+};
+
 template <int64_t N, typename T>
 void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
-                 int64_t kv_head, int64_t begin, std::vector<float>& buffer,
-                 std::vector<bf16>& rounded) {
+                 int64_t kv_head, int64_t begin, Scratch<T>& scratch) {
   const int64_t group = a.heads / a.kv_heads, context = a.num_context[request];
   const int64_t rows = (begin + N - 1) / group + 1;  // None of the tile sees further than its last.
   const int64_t first = own.base ? whole_lanes(context) : context;
   const int64_t padded = whole_lanes(first + rows);
   const Segment<T> segments[] = {{cache, own.base ? context : context + rows, 0},
                                  {own, own.base ? rows : 0, first}};
-  buffer.resize(N * padded);
+  scratch.scores.resize(N * padded);
+  scratch.queries.resize(N * a.dim);
   const T* q[N];
+  const float* queries[N];  // converted once, not at each key
   T* out[N];
   float* scores[N];
   int64_t row[N];
@@ -224,7 +191,10 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
     const int64_t token = a.first[request] + row[i];
     q[i] = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
     out[i] = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
-    scores[i] = buffer.data() + i * padded;
+    scores[i] = scratch.scores.data() + i * padded;
+    float* query = scratch.queries.data() + i * a.dim;
+    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(q[i][d]);
+    queries[i] = query;
   }
   Vec lanes[N];
   for (const Segment<T> part : segments) {
@@ -232,10 +202,10 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
 #ifdef __AVX512BF16__
       if constexpr (sizeof(T) == 2) {
         if (a.amx) score_lanes_amx<N>(q, part.cache, token, lanes);
-        else score_lanes<N>(q, part.cache, token, lanes);
+        else score_lanes<N>(queries, part.cache, token, lanes);
       } else
 #endif
-        score_lanes<N>(q, part.cache, token, lanes);
+        score_lanes<N>(queries, part.cache, token, lanes);
       for (int64_t i = 0; i < N; i++) {
         *reinterpret_cast<Vec*>(scores[i] + part.column + token) = lanes[i];
       }
@@ -243,14 +213,14 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   }
   float inverse[N];
   for (int64_t i = 0; i < N; i++) {
-    inverse[i] = softmax_row(scores[i], context, first, rows, padded,
-                             a.mask + row[i] * a.mask_stride, a.scale);
+    const uint8_t* visible = a.mask + request * a.mask_batch_stride + row[i] * a.mask_stride;
+    inverse[i] = softmax_row(scores[i], context, first, rows, padded, visible, a.scale);
   }
   const bf16* halves[N] = {};
   if (a.amx) {
-    rounded.resize(N * padded);
-    for (int64_t j = 0; j < N * padded; j++) store(&rounded[j], buffer[j]);
-    for (int64_t i = 0; i < N; i++) halves[i] = rounded.data() + i * padded;
+    scratch.weights.resize(N * padded);
+    for (int64_t j = 0; j < N * padded; j++) store(&scratch.weights[j], scratch.scores[j]);
+    for (int64_t i = 0; i < N; i++) halves[i] = scratch.weights.data() + i * padded;
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {
     for (int64_t i = 0; i < N; i++) lanes[i] = Vec{};
@@ -271,31 +241,51 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   }
 }
 
+// The queries of one KV head from `begin` to `end`, in the largest tiles that they fill.
+template <int64_t N, typename T>
+void attend_queries(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
+                    int64_t request, int64_t kv_head, int64_t begin, int64_t end,
+                    Scratch<T>& scratch) {
+  for (; begin + N <= end; begin += N) {
+    attend_tile<N, T>(a, cache, own, request, kv_head, begin, scratch);
+  }
+  if constexpr (N > 1) {
+    if (begin < end) {
+      attend_queries<N / 2, T>(a, cache, own, request, kv_head, begin, end, scratch);
+    }
+  }
+}
+
+// Some queries of a KV head of a request: what a thread takes at a time.
+struct Work {
+  int64_t request, kv_head, begin, end;
+};
+
 template <typename T>
 void attend(const Attention& a, int64_t batch, int64_t threads) {
+  const int64_t group = a.heads / a.kv_heads;
+  std::vector<Work> works;
+  for (int64_t request = 0; request < batch; request++) {
+    const int64_t queries = a.num_rows[request] * group;
+    for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
+      for (int64_t begin = 0; begin < queries; begin += TILE) {
+        works.push_back({request, kv_head, begin, std::min(begin + TILE, queries)});
+      }
+    }
+  }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> buffer;
-    std::vector<bf16> rounded;
-    std::vector<T> packed;
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t request = 0; request < batch; request++) {
-      for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
-        const int64_t head_size = a.block_size * 2 * a.dim;
-        const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
-                                a.kv_heads * head_size, a.block_size, a.dim,
-                                a.block_table + request * a.table_stride};
-        Cache<T> own = {};
-        if (a.own_keys) own = pack_own(a, request, kv_head, packed);
-        const int64_t queries = a.num_rows[request] * (a.heads / a.kv_heads);
-        int64_t begin = 0;
-        for (; begin + TILE <= queries; begin += TILE) {
-          attend_tile<TILE, T>(a, cache, own, request, kv_head, begin, buffer, rounded);
-        }
-        for (; begin < queries; begin++) {
-          attend_tile<1, T>(a, cache, own, request, kv_head, begin, buffer, rounded);
-        }
-      }
+    Scratch<T> scratch;
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < works.size(); i++) {
+      const auto [request, kv_head, begin, end] = works[i];
+      const int64_t head_size = a.block_size * 2 * a.dim;
+      const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
+                              a.kv_heads * head_size, a.block_size, a.dim,
+                              a.block_table + request * a.table_stride};
+      Cache<T> own = {};
+      if (a.own_keys) own = pack_own(a, request, kv_head, scratch.own);
+      attend_queries<TILE, T>(a, cache, own, request, kv_head, begin, end, scratch);
     }
   }
 }
@@ -318,14 +308,15 @@ void tree_attention(const void* query, void* output, const void* kv_cache, const
                     const int64_t* num_context, const int32_t* block_table, const uint8_t* mask,
                     int64_t batch, int64_t heads, int64_t kv_heads, int64_t dim,
                     int64_t block_size, int64_t query_stride, int64_t output_stride,
-                    int64_t table_stride, int64_t mask_stride, int64_t own_key_stride,
+                    int64_t table_stride, int64_t mask_batch_stride, int64_t mask_stride, int64_t own_key_stride,
                     int64_t own_value_stride, int64_t amx, int64_t is_bf16, float scale,
                     int64_t threads) {
-  const Attention a = {query,        output,      kv_cache,       own_keys,         own_values,
-                       first,        num_rows,    num_context,    block_table,      mask,
-                       heads,        kv_heads,    dim,            block_size,       query_stride,
-                       output_stride, table_stride, mask_stride,  own_key_stride,   own_value_stride,
-                       amx,          scale};
+  const Attention a = {query,         output,       kv_cache,          own_keys,
+                       own_values,    first,        num_rows,          num_context,
+                       block_table,   mask,         heads,             kv_heads,
+                       dim,           block_size,   query_stride,      output_stride,
+                       table_stride,  mask_batch_stride, mask_stride,  own_key_stride,
+                       own_value_stride, amx,       scale};
   if (is_bf16) attend<bf16>(a, batch, threads);
   else attend<float>(a, batch, threads);
 }

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.tree import BatchTrees
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 
@@ -26,7 +26,7 @@ class TreeRows:
     """The rows of a step that are trees; what all layers of a step share.
 
     Attributes:
-        tree: the template; each request has a prefix of its rows.
+        trees: of the requests; each has a prefix of its rows.
         first: int64 [batch], the flat row of each tree's root.
         num_rows: int64 [batch], rows of each tree, the root included.
         num_context: int64 [batch], tokens before the root.
@@ -36,7 +36,7 @@ class TreeRows:
 
     """
 
-    tree: TreeTemplate
+    trees: BatchTrees
     first: torch.Tensor
     num_rows: torch.Tensor
     num_context: torch.Tensor
@@ -46,7 +46,8 @@ class TreeRows:
     def select(self, chosen: torch.Tensor) -> TreeRows:
         """Only the requests where `chosen`, bool [batch], is true."""
         names = ("first", "num_rows", "num_context", "block_table")
-        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+        rows = {name: getattr(self, name)[chosen] for name in names}
+        return replace(self, trees=self.trees.select(chosen), **rows)
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -69,10 +70,10 @@ class TreeRows:
         keys = torch.arange(self.used_blocks.shape[1] * self.block_size)
         column = keys[None] - self.num_context[:, None]
         column = column.clamp(min=-1).masked_fill(column >= self.num_rows[:, None], rows)
-        table = torch.zeros(rows + 2, rows, dtype=torch.bool)
-        table[0] = True
-        table[1:-1] = self.tree.ancestor_mask[:rows, :rows].T
-        return table[column + 1].transpose(1, 2)[:, None]
+        table = torch.zeros(len(column), rows, rows + 2, dtype=torch.bool)
+        table[:, :, 0] = True
+        table[:, :, 1:-1] = self.trees.ancestor_mask[:, :rows, :rows]
+        return table.gather(2, (column + 1)[:, None].expand(-1, rows, -1))[:, None]
 
     @cached_property
     def in_context(self) -> torch.Tensor:
@@ -91,7 +92,7 @@ class TreeRows:
         """bool [batch, 1, rows, tokens + rows]: the whole context, and each row's ancestors."""
         rows = self.rows.shape[1]
         context = self.in_context[:, None].expand(-1, rows, -1)
-        ancestors = self.tree.ancestor_mask[:rows, :rows].expand(len(context), -1, -1)
+        ancestors = self.trees.ancestor_mask[:, :rows, :rows]
         return torch.cat((context, ancestors), dim=2)[:, None]
 
 

@@ -1,0 +1,90 @@
+"""Steps of a toy target with grown trees, for the tests of the core and of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_recycle.core import BatchTrees, WalkResult
+from vllm_recycle.core.dynamic import ContextRows, DynamicTreeProposer, RowLayout
+
+VOCAB, K = 7, 3
+
+# The most probable tokens after a text, best first.
+Target = Callable[[list[int]], list[int]]
+
+
+def make_rows(scope="sequence", *, vocab_size=VOCAB, k=K, contexts=(1, 2), **options):
+    options = {"slots": 256, "max_num_reqs": 3, **options}
+    return ContextRows(vocab_size, k, contexts=contexts, scope=scope, **options)
+
+
+def tails_of(texts: Sequence[list[int]], reach: int) -> torch.Tensor:
+    """int64 [batch, reach], each text, the newest token first."""
+    return torch.tensor([[*text[::-1], *[-1] * reach][:reach] for text in texts])
+
+
+def texts_of_rows(text: list[int], parents: list[int], token_ids: list[int]) -> list[list[int]]:
+    """The text that each row ends: the root, and then the nodes with these tokens."""
+    texts = [text]
+    for row, token in enumerate(token_ids, start=1):
+        texts.append([*texts[parents[row]], token])
+    return texts
+
+
+def verify(
+    proposer: DynamicTreeProposer,
+    idx_mapping: torch.Tensor,
+    texts: list[list[int]],
+    target: Target,
+    trees: BatchTrees,
+    drafts: torch.Tensor,
+    num_scheduled: Sequence[int],
+) -> WalkResult:
+    """What follows a draft: the target's tokens at all rows, the walk, and learning from them.
+
+    Of each tree the first nodes are scheduled, so many as said. The texts grow by what is accepted.
+    """
+    k = proposer.layout.k
+    starts, row_token_ids, successors = [0], [], []
+    for text, parents, draft, count in zip(
+        texts, trees.parents.tolist(), drafts.tolist(), num_scheduled, strict=True
+    ):
+        starts.append(starts[-1] + 1 + count)
+        row_token_ids += [text[-1], *draft[:count]]
+        successors += [target(row)[:k] for row in texts_of_rows(text, parents, draft[:count])]
+    best = torch.tensor(successors, dtype=torch.int32)
+    cu_num_logits = torch.tensor(starts)
+    walked = proposer.operations.walk(best[:, 0].long(), drafts, cu_num_logits, tree=trees)
+    proposer.learn(
+        idx_mapping,
+        tails_of(texts, proposer.layout.reach),
+        trees,
+        torch.tensor(row_token_ids),
+        cu_num_logits,
+        best,
+        walked,
+    )
+    for text, emitted in zip(texts, walked.token_ids.tolist(), strict=True):
+        text += [token for token in emitted if token >= 0]
+    return walked
+
+
+def learn_text(
+    proposer: DynamicTreeProposer, req_state_idx: int, text: list[int], successors: list[int]
+) -> WalkResult:
+    """A plain step of one request, without drafts: what the target says comes after a text."""
+    idx_mapping = torch.tensor([req_state_idx])
+    trees = BatchTrees.from_parents(torch.zeros(1, proposer.num_nodes + 1, dtype=torch.int64))
+    drafts = torch.full((1, proposer.num_nodes), -1)
+    return verify(proposer, idx_mapping, [list(text)], lambda _: successors, trees, drafts, [0])
+
+
+def address_of(layout: RowLayout, context: Sequence[int], salt: int, *, own: bool) -> int:
+    """Where the row of the whole of a context is."""
+    return next(
+        address
+        for index, is_own, address, _ in layout.addresses(context, salt)
+        if layout.contexts[index] == len(context) and is_own == own
+    )

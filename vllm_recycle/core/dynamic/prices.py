@@ -1,0 +1,84 @@
+"""What a row costs: the time of a step by its rows, and what a node must be worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+
+class StepTimes:
+    """The time of a step by the number of its rows, in units of a step of one row.
+
+    Attributes:
+        contexts: lengths of contexts, ascending, that there are times for.
+        times: float64 [lengths, rows + 1], never falling.
+        slopes: float64 [lengths, rows + 1], what a row more costs at least, from there on.
+
+    """
+
+    def __init__(self, times: Mapping[int, np.ndarray]) -> None:
+        """Take times as they are.
+
+        Args:
+            times: by length of context, float64 [rows + 1], for 0, 1, ... rows.
+
+        """
+        self.contexts = tuple(sorted(times))
+        rising = [np.maximum.accumulate(times[c]) for c in self.contexts]
+        self.times = torch.from_numpy(np.stack(rising))
+        self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
+
+    @classmethod
+    def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
+        """Every row beyond the first costs the same part of a step of one row."""
+        return cls({0: 1.0 + row_cost * (np.arange(max_rows + 1) - 1)})
+
+    @classmethod
+    def measured(cls, points: Mapping[int, Mapping[int, float]], max_rows: int) -> StepTimes:
+        """Between rows that were measured, and beyond them, times lie on straight lines.
+
+        Args:
+            points: by length of context, time by number of rows; at least two, one row among them.
+            max_rows: the most rows of a step.
+
+        """
+        rows = np.arange(max_rows + 1)
+        times = {}
+        for context, of_rows in points.items():
+            known, values = map(np.asarray, zip(*sorted(of_rows.items()), strict=True))
+            values = np.maximum.accumulate(values)
+            slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+            beyond = values[-1] + slope * np.maximum(rows - known[-1], 0)
+            inside = np.interp(rows, known, values)
+            times[context] = np.where(rows > known[-1], beyond, inside) / of_rows[1]
+        return cls(times)
+
+    @property
+    def max_rows(self) -> int:
+        return self.times.shape[1] - 1
+
+    def at(self, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Times and slopes, float64 [rows + 1] each, for the nearest length of context."""
+        index = min(range(len(self.contexts)), key=lambda i: abs(self.contexts[i] - context))
+        return self.times[index], self.slopes[index]
+
+
+def _least_slopes(times: np.ndarray) -> np.ndarray:
+    """For each number of rows, the least slope to any larger one; infinite for the largest.
+
+    These are the slopes of the lower convex hull of what lies to the right.
+    """
+    slopes = np.full(len(times), np.inf)
+    hull = [len(times) - 1]
+    for row in range(len(times) - 2, -1, -1):
+        while len(hull) > 1 and _slope(times, row, hull[-2]) <= _slope(times, row, hull[-1]):
+            hull.pop()
+        slopes[row] = _slope(times, row, hull[-1])
+        hull.append(row)
+    return slopes
+
+
+def _slope(times: np.ndarray, a: int, b: int) -> float:
+    return float((times[b] - times[a]) / (b - a))

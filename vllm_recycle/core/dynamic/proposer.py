@@ -1,0 +1,208 @@
+"""Grown trees as a proposer: what is drafted where, and what is learnt when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from vllm_recycle.core.dynamic.acceptance import AcceptanceTable
+from vllm_recycle.core.dynamic.context_rows import ContextRows, RowLayout
+from vllm_recycle.core.dynamic.operations import REFERENCE_DYNAMIC, DynamicOperations
+from vllm_recycle.core.dynamic.prices import StepTimes
+from vllm_recycle.core.operations import REFERENCE, Operations
+from vllm_recycle.core.state_file import load_tensors, save_tensors
+from vllm_recycle.core.tree import BatchTrees
+from vllm_recycle.core.verification import WalkResult
+
+
+class DynamicState:
+    """What is learnt: the rows, and how often they were right."""
+
+    def __init__(self, rows: ContextRows) -> None:
+        self.rows = rows
+        self.acceptance = AcceptanceTable(rows.layout)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.rows.table, self.acceptance.counts)
+
+    def clear(self) -> None:
+        """Forget everything but what is shipped."""
+        self.rows.clear()
+        self.acceptance.clear()
+
+    def save(self, path: str | Path, *, fingerprint: str) -> None:
+        """Write what sequences share as safetensors, with what `load` checks."""
+        tensors = {"context_rows": self.rows.shared_rows(), "acceptance": self.acceptance.counts}
+        save_tensors(path, tensors, facts=self._facts(fingerprint))
+
+    def load(self, path: str | Path, *, fingerprint: str) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
+
+        """
+        like = {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
+        facts = self._facts(fingerprint)
+        tensors = load_tensors(path, like, facts=facts, kind="matrix file")
+        self._check(path, tensors)
+        for name, tensor in like.items():
+            tensor.copy_(tensors[name])
+
+    def _check(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+        successors, counts = tensors["context_rows"][:, 1:], tensors["acceptance"]
+        if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
+            raise ValueError(f"matrix file {path}: it has numbers that are no token ids")
+        right, seen = counts[..., 0], counts[..., 1]
+        if not bool(((right >= 0) & (right <= seen)).all()):
+            raise ValueError(f"matrix file {path}: it has counts that are none")
+
+    def _facts(self, fingerprint: str) -> dict[str, object]:
+        layout = self.rows.layout
+        return {
+            "vocab_size": layout.vocab_size,
+            "k": layout.k,
+            "fingerprint": fingerprint,
+            "contexts": list(layout.contexts),
+            "slots": layout.slots,
+        }
+
+
+class DynamicTreeProposer:
+    """Grows a tree for each request, and learns from what the target computed.
+
+    Its trees are kept by `req_state_idx` until they are verified; a prefix of a tree may be.
+
+    Args:
+        state: what it learns.
+        step_times: what rows cost.
+        max_nodes: the most nodes of a tree.
+        max_num_reqs: every `req_state_idx` is below this.
+        seed_from_prompt: whether the prompt's text enters the rows before decoding.
+        operations: what walks.
+        dynamic_operations: what grows and learns.
+
+    """
+
+    def __init__(
+        self,
+        state: DynamicState,
+        step_times: StepTimes,
+        *,
+        max_nodes: int,
+        max_num_reqs: int,
+        seed_from_prompt: bool = True,
+        operations: Operations = REFERENCE,
+        dynamic_operations: DynamicOperations = REFERENCE_DYNAMIC,
+    ) -> None:
+        self.state = state
+        self.step_times = step_times
+        self.num_nodes = max_nodes
+        self.seed_from_prompt = seed_from_prompt
+        self.operations = operations
+        self.dynamic_operations = dynamic_operations
+        roots = torch.zeros(max_num_reqs, max_nodes + 1, dtype=torch.int64)
+        self._trees = BatchTrees.from_parents(roots)
+
+    @property
+    def layout(self) -> RowLayout:
+        return self.state.rows.layout
+
+    def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
+        """The trees that were grown last for these requests, int64 [batch]."""
+        return self._trees.select(idx_mapping)
+
+    def propose(
+        self,
+        idx_mapping: torch.Tensor,
+        tails: torch.Tensor,
+        *,
+        max_depths: torch.Tensor,
+        num_computed_tokens: float,
+        num_other_rows: int,
+    ) -> torch.Tensor:
+        """Draft below the last token of each request.
+
+        Args:
+            idx_mapping: int64 [batch].
+            tails: int64 [batch, reach], the end of each text, the newest token first, padded
+                with -1.
+            max_depths: int64 [batch], the most tokens that a path of each may have.
+            num_computed_tokens: length of the texts, on average; decides what rows cost.
+            num_other_rows: rows of the step that is drafted for beside these trees.
+
+        Returns:
+            int64 [batch, nodes], padded with -1.
+
+        """
+        state = self.state
+        times, slopes = self.step_times.at(num_computed_tokens)
+        growth = self.dynamic_operations.grow(
+            state.rows.table,
+            state.acceptance.rates(),
+            layout=self.layout,
+            salts=state.rows.salts[idx_mapping],
+            tails=tails,
+            max_depths=max_depths,
+            times=times,
+            slopes=slopes,
+            num_other_rows=num_other_rows,
+            max_nodes=self.num_nodes,
+        )
+        self._trees.parents[idx_mapping] = growth.trees.parents
+        self._trees.depths[idx_mapping] = growth.trees.depths
+        self._trees.ancestor_mask[idx_mapping] = growth.trees.ancestor_mask
+        return growth.token_ids
+
+    def learn(
+        self,
+        idx_mapping: torch.Tensor,
+        tails: torch.Tensor,
+        trees: BatchTrees,
+        row_token_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        successors: torch.Tensor,
+        walked: WalkResult,
+    ) -> None:
+        """Take in what the target computed, and what was accepted of it.
+
+        Args:
+            idx_mapping: int64 [batch].
+            tails: int64 [batch, reach], text before and with each root.
+            trees: that were verified.
+            row_token_ids: int64 [logit rows].
+            cu_num_logits: int64 [batch + 1]; the rows of a request are the root, and then the
+                nodes that were scheduled.
+            successors: int32 [logit rows, k], the target's most probable tokens, best first.
+            walked: what the walk accepted.
+
+        """
+        state = self.state
+        # Under `isolated` nobody's counts reach another: what is shipped serves.
+        counts = state.acceptance.counts if self.layout.writes_shared else None
+        self.dynamic_operations.learn(
+            state.rows.table,
+            counts,
+            layout=self.layout,
+            salts=state.rows.salts[idx_mapping],
+            tails=tails,
+            parents=trees.parents,
+            row_token_ids=row_token_ids,
+            cu_num_logits=cu_num_logits,
+            successors=successors,
+            walked=walked,
+        )
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
+        """A request starts with a text, int64 [length]."""
+        rows = self.state.rows
+        rows.begin(req_state_idx)
+        if self.seed_from_prompt:
+            salt = int(rows.salts[req_state_idx])
+            self.dynamic_operations.seed(rows.table, token_ids, salt, layout=self.layout)
+
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        """These requests ended; what they wrote for themselves is found by nobody any more."""

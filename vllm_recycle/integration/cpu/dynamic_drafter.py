@@ -1,0 +1,119 @@
+"""Token Recycling with grown trees on the V1 runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_recycle.core import BatchTrees, WalkResult
+from vllm_recycle.core.dynamic import ContextRows, DynamicState, DynamicTreeProposer, StepTimes
+from vllm_recycle.core.dynamic.context_rows import slots_in
+from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.options import TokenRecyclingOptions
+from vllm_recycle.kernels.cpu.dynamic_trees import native_dynamic_operations
+from vllm_recycle.kernels.cpu.native import native_operations
+
+
+class DynamicV1Drafter(V1Drafter):
+    """Grows a tree for each request, priced by the time of a step.
+
+    Attributes:
+        max_rows: most rows of a step that drafts may make.
+        row_cost: what the user says of a row, in units of a step of one row; None to measure.
+
+    """
+
+    proposer: DynamicTreeProposer
+    state: DynamicState
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        options = get_options(vllm_config)
+        assert isinstance(options, TokenRecyclingOptions)
+        self.state_file, self.row_cost = options.matrix_file, options.row_cost
+        scheduler = vllm_config.scheduler_config
+        self.max_rows = scheduler.max_num_seqs + int(
+            options.budget_share * scheduler.max_num_batched_tokens
+        )
+        rows = ContextRows(
+            vllm_config.model_config.get_vocab_size(),
+            options.k,
+            contexts=options.contexts,
+            slots=slots_in(options.context_mib, options.k),
+            scope=options.scope,  # type: ignore[arg-type]
+            hot_start=options.hot_start,
+            max_num_reqs=scheduler.max_num_seqs,
+        )
+        self.state = DynamicState(rows)
+        self.proposer = DynamicTreeProposer(
+            self.state,
+            StepTimes.linear(self.row_cost or 0.0, self.max_rows),
+            max_nodes=options.num_nodes,
+            max_num_reqs=scheduler.max_num_seqs,
+            seed_from_prompt=options.seed_from_prompt,
+            operations=native_operations(),
+            dynamic_operations=native_dynamic_operations(),
+        )
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Nothing; vLLM asks it of every drafter."""
+
+    def set_prices(self, step_times: StepTimes) -> None:
+        """What rows cost from now on."""
+        self.proposer.step_times = step_times
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        self.proposer.begin(req_state_idx, token_ids)
+
+    def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
+        return self.proposer.trees_of(idx_mapping)
+
+    def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
+        proposer = self.proposer
+        self.successors = proposer.dynamic_operations.top_k(logits, proposer.layout.k)
+
+    def accept(
+        self,
+        idx_mapping: torch.Tensor,
+        trees: TreeBatch,
+        walked: WalkResult,
+        ends: Ends,
+    ) -> None:
+        self.proposer.learn(
+            idx_mapping,
+            ends.tails(self.proposer.layout.reach),
+            trees.trees,
+            trees.row_token_ids,
+            trees.cu_num_logits,
+            self.successors,
+            walked,
+        )
+
+    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+        drafts = torch.full((len(texts.wants_draft), self.proposer.num_nodes), -1)
+        chosen = np.nonzero(texts.wants_draft)[0]
+        if len(chosen):
+            last = texts.num_computed_tokens[chosen]
+            drafts[chosen] = self.proposer.propose(
+                texts.idx_mapping[chosen],
+                Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
+                max_depths=torch.from_numpy(texts.max_depths[chosen]),
+                num_computed_tokens=float(last.mean()),
+                num_other_rows=len(drafts) - len(chosen),
+            )
+        return drafts
+
+    def describe(self) -> str:
+        proposer, rows = self.proposer, self.state.rows
+        cost = "measured" if self.row_cost is None else f"{self.row_cost:g} of a step"
+        return (
+            f"token_recycling: dynamic trees of at most {proposer.num_nodes} nodes, a row's cost "
+            f"{cost}, k {rows.layout.k}, contexts {list(rows.layout.contexts)}, scope "
+            f"{rows.scope}, reads what others wrote {rows.layout.reads_shared}, "
+            f"{rows.num_written} of {len(rows.table)} rows known, {rows.num_bytes:,} bytes, "
+            f"kernels in {proposer.dynamic_operations.name}"
+        )
