@@ -5,11 +5,28 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH, drafts, repetitive_drafts, samples, trees
+from strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples, trees
 
-from vllm_recycle.core import TreeTemplate, WalkResult, step_down, walk
+from vllm_recycle.core import BatchTrees, TreeTemplate, WalkResult, step_down, walk
 
 VOCAB = 7
+
+
+Step = tuple[list[TreeTemplate], list[list[int]], list[list[int]]]
+
+
+@st.composite
+def steps_of_many_trees(draw) -> Step:
+    """The trees of one to three sequences, their drafts, and the tokens at the scheduled rows."""
+    templates = [draw(trees(max_nodes=15)) for _ in range(draw(st.integers(1, 3)))]
+    drafted, sampled = [], []
+    for tree in templates:
+        kind = draw(st.sampled_from([drafts(tree, vocab_size=VOCAB), repetitive_drafts(tree)]))
+        drafted.append(draw(kind))
+        at_rows = draw(samples(tree, drafted[-1], vocab_size=VOCAB))
+        at_rows = of_texts(tree, drafted[-1], at_rows)
+        sampled.append(at_rows[: draw(st.integers(1, len(at_rows)))])
+    return templates, drafted, sampled
 
 
 @st.composite
@@ -44,7 +61,7 @@ def walk_by_hand(tree: TreeTemplate, draft: list[int], sampled: list[int]) -> li
 
 
 def walk_all(
-    sampled: list[list[int]], drafted: list[list[int]], *, tree: TreeTemplate
+    sampled: list[list[int]], drafted: list[list[int]], *, tree: TreeTemplate | BatchTrees
 ) -> WalkResult:
     """The walk of sequences that may have fewer rows than the tree."""
     starts = torch.tensor([0, *(len(rows) for rows in sampled)]).cumsum(0)
@@ -86,6 +103,64 @@ def test_stepping_down_reaches_as_deep_as_the_walk(step):
         token = result.token_ids[:, depth]
         reached = step_down(reached, token, torch.tensor(drafted), tree=tree)
     assert not reached.any()
+
+
+@THOROUGH
+@given(step=steps_of_many_trees())
+def test_each_sequence_may_have_a_tree_of_its_own(step):
+    templates, drafted, sampled = step
+    tree = batch_trees(templates)
+    draft = [padded(tokens, tree.num_nodes) for tokens in drafted]
+    result = walk_all(sampled, draft, tree=tree)
+    assert tree.depth == max(template.depth for template in templates)
+    for sequence, tokens in enumerate(sampled):
+        path = walk_by_hand(templates[sequence], drafted[sequence], tokens)
+        emitted = [tokens[row] for row in path]
+        assert result.path[sequence].tolist() == padded(path, tree.depth + 1)
+        assert result.token_ids[sequence].tolist() == padded(emitted, tree.depth + 1)
+        assert result.lengths[sequence] == len(path)
+    # Going down a level at a time reaches the rows whose text the walk emitted.
+    scheduled = [padded(tokens[: len(rows) - 1], tree.num_nodes) for tokens, rows in zip_all(step)]
+    reached = torch.zeros(len(templates), tree.num_nodes + 1, dtype=torch.bool)
+    reached[:, 0] = True
+    for depth, token in enumerate(result.token_ids.T):
+        for sequence, (tokens, _) in enumerate(zip_all(step)):
+            emitted = result.token_ids[sequence, :depth].tolist()
+            texts = texts_of(templates[sequence], tokens)[: len(sampled[sequence])]
+            rows = [row for row, text in enumerate(texts) if text == emitted and -1 not in text]
+            assert reached[sequence].nonzero().flatten().tolist() == rows
+        reached = step_down(reached, token, torch.tensor(scheduled), tree=tree)
+    assert not reached.any()
+
+
+def zip_all(step: Step) -> list[tuple[list[int], list[int]]]:
+    """Drafts and samples of each sequence."""
+    return list(zip(step[1], step[2], strict=True))
+
+
+def texts_of(tree: TreeTemplate, draft: list[int]) -> list[list[int]]:
+    """What each row has from the root down."""
+    texts: list[list[int]] = [[]]
+    for (parent, _), token in zip(tree.nodes, draft, strict=True):
+        texts.append([*texts[parent], token])
+    return texts
+
+
+@THOROUGH
+@given(templates=st.lists(trees(max_nodes=20), min_size=1, max_size=3))
+def test_trees_of_a_batch_are_those_of_the_templates(templates):
+    tree = batch_trees(templates)
+    for sequence, template in enumerate(templates):
+        rows = template.num_nodes + 1
+        assert tree.parents[sequence, :rows].equal(template.parents)
+        assert tree.depths[sequence, :rows].equal(template.depths)
+        assert tree.ancestor_mask[sequence, :rows, :rows].equal(template.ancestor_mask)
+        # Rows behind the last one hang below the root.
+        assert (tree.depths[sequence, rows:] == 1).all()
+        assert tree.ancestor_mask[sequence, rows:].sum() == 2 * (tree.num_nodes + 1 - rows)
+        of_one = template.of_batch(3)
+        assert of_one.ancestor_mask.shape == (3, rows, rows)
+        assert all(mask.equal(template.ancestor_mask) for mask in of_one.ancestor_mask)
 
 
 def test_the_walk_ends_above_the_first_row_that_disagrees():

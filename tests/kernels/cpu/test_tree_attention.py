@@ -11,7 +11,7 @@ from cache_layouts import KV_HEADS, Layout, every_layout, halves, write
 from tolerance import is_within_tolerance
 from vllm import _custom_ops as ops
 
-from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core import BatchTrees, TreeTemplate, load_tree
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.kernels.cpu import native, tree_attention
@@ -183,6 +183,23 @@ def test_a_tree_alone_is_attended_to_as_in_a_batch(attention, layout, own):
     for index, sequence in enumerate(STEP):
         alone = replace(step, block_table=step.block_table[index : index + 1])
         output = alone.attend(attention, alone.tree_rows(BUSH, [sequence]))
+        rows = rows_of(sequence)
+        assert is_within_tolerance(output[rows], together[rows])
+
+
+@every_layout
+def test_each_request_may_have_a_tree_of_its_own(attention, layout, own):
+    step = Step.make(layout, own=own)
+    width = BUSH.num_nodes + 1
+    chain = torch.arange(-1, width - 1).clamp(min=0)
+    star = torch.zeros(width, dtype=torch.int64)
+    parents = torch.stack([(BUSH.parents, chain, star)[i % 3] for i in range(len(STEP))])
+    trees = BatchTrees.from_parents(parents)
+    together = step.attend(attention, replace(step.tree_rows(BUSH), trees=trees))
+    for index, sequence in enumerate(STEP):
+        alone = replace(step, block_table=step.block_table[index : index + 1])
+        nodes = [(int(parent), row) for row, parent in enumerate(parents[index, 1:])]
+        output = alone.attend(attention, alone.tree_rows(TreeTemplate(tuple(nodes)), [sequence]))
         rows = rows_of(sequence)
         assert is_within_tolerance(output[rows], together[rows])
 

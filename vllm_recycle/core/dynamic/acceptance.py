@@ -48,7 +48,8 @@ class AcceptanceTable:
         """Forget everything but the shipped counts, which were measured on a chat model."""
         shipped = _shipped_counts()
         for index, length in enumerate(self.layout.contexts):
-            known = shipped[min(length, max(shipped))]  # those of a length that was not measured
+            # Of a length that was not measured, the counts of the longest one below it.
+            known = shipped[max(one for one in shipped if one <= length)]
             last = known.shape[1] - 1
             ranks = torch.arange(self.layout.k).clamp(max=last)
             self.counts[index] = known[:, ranks]

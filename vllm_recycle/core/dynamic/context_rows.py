@@ -127,6 +127,8 @@ class ContextRows:
     ) -> None:
         if scope not in SCOPES:
             raise ValueError(f"scope: got {scope!r}, expected one of {SCOPES}")
+        if scope == "shared" and not hot_start:
+            raise ValueError("hot_start: got false with scope 'shared', which has no other rows")
         if slots < 1 or slots & (slots - 1):
             raise ValueError(f"slots: got {slots}, expected a power of two")
         self.scope = scope
@@ -140,6 +142,7 @@ class ContextRows:
             writes_shared=scope != "isolated",
         )
         self.table = torch.empty(vocab_size + slots, 1 + k, dtype=torch.int32, device=device)
+        self._last_salt = 0
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
 
@@ -155,7 +158,6 @@ class ContextRows:
     def clear(self) -> None:
         """Forget everything."""
         self.table.fill_(NEVER_WRITTEN)
-        self._last_salt = 0
 
     def begin(self, req_state_idx: int) -> None:
         """A sequence starts: it sees nothing that an earlier one wrote for itself."""

@@ -57,7 +57,7 @@ class DynamicState:
         if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
             raise ValueError(f"matrix file {path}: it has numbers that are no token ids")
         right, seen = counts[..., 0], counts[..., 1]
-        if not bool(((right >= 0) & (right <= seen)).all()):
+        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
             raise ValueError(f"matrix file {path}: it has counts that are none")
 
     def _facts(self, fingerprint: str) -> dict[str, object]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -215,8 +214,6 @@ class TreeCPUModelRunner(CPUModelRunner):
         if not isinstance(drafter, DynamicV1Drafter) or drafter.row_cost is not None:
             return None
         step_times, found = measure_step_times(self, drafter.max_rows)
-        if self.parallel_config.tensor_parallel_size > 1:
-            step_times = get_tp_group().broadcast_object(step_times)  # ranks draft alike
         drafter.set_prices(step_times)
         return found
 

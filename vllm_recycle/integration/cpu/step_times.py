@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
-from vllm.logger import init_logger
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_recycle.core import BatchTrees
 from vllm_recycle.core.dynamic import StepTimes
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 
-logger = init_logger("vllm.recycle")
+T = TypeVar("T")
 
-ROWS = (1, 2, 4, 8, 16, 17, 32, 48, 96, 192, 256)  # a matrix product may work in tiles of 16
+# In the order of how much they tell; a matrix product may work in tiles of 16 rows.
+ROWS = (16, 4, 48, 8, 2, 17, 32, 96, 192, 256)
 CONTEXTS = (256, 2048)
 ROUNDS = 5
-MAX_SECONDS = 1.0  # for a length of context, but for two rounds
+MAX_SECONDS = 1.2  # for a length of context, but for the fewest rows and the most
 
 
 def measure_step_times(runner: Any, max_rows: int) -> tuple[StepTimes, str]:
@@ -32,17 +34,20 @@ def measure_step_times(runner: Any, max_rows: int) -> tuple[StepTimes, str]:
         The times, and a line that says what was found.
 
     """
-    most = min(max_rows, runner.max_num_tokens, 1 + runner.drafter.proposer.num_nodes)
-    sizes = [rows for rows in ROWS if rows <= most]
-    if sizes[-1] != most:
-        sizes.append(most)
+    most = min(
+        max_rows,
+        runner.max_num_tokens,
+        1 + runner.drafter.proposer.num_nodes,
+        runner.max_model_len - 1,
+    )
+    sizes = [1, most, *(rows for rows in ROWS if rows < most)]
     longest = runner.max_model_len - most
-    contexts = [context for context in CONTEXTS if context <= longest] or [max(1, longest)]
+    contexts = [context for context in CONTEXTS if context <= longest] or [longest]
     started = time.perf_counter()
     points = {context: _time_steps(runner, sizes, context) for context in contexts}
     first = contexts[0]
-    shown = ", ".join(f"{rows}: {1e3 * points[first][rows]:.1f}" for rows in sizes)
-    return StepTimes.measured(points, max_rows), (
+    shown = ", ".join(f"{rows}: {1e3 * points[first][rows]:.1f}" for rows in sorted(points[first]))
+    return from_first_rank(StepTimes.measured(points, max_rows)), (
         f"a step by its rows, in ms, behind {first} tokens: {shown}; measured for contexts "
         f"{list(points)} in {time.perf_counter() - started:.1f} s"
     )
@@ -50,16 +55,20 @@ def measure_step_times(runner: Any, max_rows: int) -> tuple[StepTimes, str]:
 
 def _time_steps(runner: Any, sizes: list[int], context: int) -> dict[int, float]:
     """Seconds of a step by its rows; the sizes take turns, so that a disturbance hits all."""
-    for rows in (sizes[0], sizes[-1]):
-        _time_step(runner, rows, context)  # what is slow at the first time only
-    times: dict[int, list[float]] = {rows: [] for rows in sizes}
+    _time_step(runner, sizes[1], context)  # what is slow at the first time only
+    times: dict[int, list[float]] = {}
     started = time.perf_counter()
-    for number in range(ROUNDS):
-        if number > 1 and time.perf_counter() - started > MAX_SECONDS:
+    for _, rows in product(range(ROUNDS), sizes):
+        if len(times) > 1 and not from_first_rank(time.perf_counter() - started < MAX_SECONDS):
             break
-        for rows in sizes:
-            times[rows].append(_time_step(runner, rows, context))
+        times.setdefault(rows, []).append(_time_step(runner, rows, context))
     return {rows: statistics.median(seconds) for rows, seconds in times.items()}
+
+
+def from_first_rank(value: T) -> T:
+    """What the first of the tensor-parallel ranks has, which must all do and draft alike."""
+    group = get_tp_group()
+    return group.broadcast_object(value) if group.world_size > 1 else value
 
 
 @torch.inference_mode()
