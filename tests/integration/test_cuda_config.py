@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration import engine_config
-from vllm_recycle.integration.options import CPU_SIZES, GPU_SIZES, OuroborosOptions
+from vllm_recycle.integration.options.ouroboros import CPU_SIZES, GPU_SIZES, OuroborosOptions
 from vllm_recycle.integration.row_budget import (
     MAX_DRAFT_ROWS,
     MAX_TREE_ROWS,

@@ -27,7 +27,7 @@ from engines import (
 from vllm import SamplingParams
 
 from vllm_recycle.core.dynamic import Growth, StepTimes
-from vllm_recycle.integration.options import GPU_SIZES
+from vllm_recycle.integration.options.ouroboros import GPU_SIZES
 
 PROMPTS = read_prompts(40)
 # For what differs in little from the defaults; twice as many as are served at a time.

@@ -104,7 +104,11 @@ def _assert_same_logprobs(with_us, without_us):
 def test_seeds_do_not_depend_on_the_tree():
     params = SamplingParams(**SEEDED)
     outputs = []
-    for tree in ({"row_cost": 0}, {"tree": "default", "max_nodes": 4}, {"tree": "paper-80", "scope": "isolated"}):
+    for tree in (
+        {"row_cost": 0},
+        {"tree": "default", "max_nodes": 4},
+        {"tree": "paper-80", "scope": "isolated"},
+    ):
         with engine({**TOKEN_RECYCLING, **tree}) as llm:
             outputs.append(generate(llm, PROMPTS[:4], params))
     assert outputs[0] == outputs[1] == outputs[2]

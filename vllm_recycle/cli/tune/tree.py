@@ -21,7 +21,7 @@ from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, from_rank_paths
-from vllm_recycle.integration.options import (
+from vllm_recycle.integration.options.token_recycling import (
     CPU_MAX_NODES,
     TOKEN_RECYCLING,
     TokenRecyclingOptions,

@@ -1,0 +1,117 @@
+"""What the options of our methods share, and how values are checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.integration.row_budget import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(ABC):
+    """What the options of our methods share.
+
+    Attributes:
+        method: its name.
+        budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
+
+    """
+
+    method: ClassVar[str]
+
+    budget_share: float = 0.5
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
+        """Check the keys and values of a speculative configuration (without its `method`).
+
+        Args:
+            given: the keys and values.
+            on_gpu: whether what is not given, or null, is what is best on a GPU, or on a CPU.
+
+        Raises:
+            ValueError: naming the key, what was given and what is accepted.
+
+        """
+        defaults = cls._defaults(given, on_gpu=on_gpu)
+        missing = {key: value for key, value in defaults.items() if given.get(key) is None}
+        values = {**given, **missing}
+        cls._check_keys(values)
+        options = cls(**values)
+        options.check()
+        return options
+
+    @classmethod
+    @abstractmethod
+    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        """The keys whose defaults a device decides."""
+
+    @classmethod
+    def _check_keys(cls, given: Mapping[str, Any], *others: str) -> None:
+        shared = {field.name for field in dataclasses.fields(MethodOptions)}
+        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name in shared)
+        accepted = [field.name for field in fields]
+        for key in given:
+            if key not in (*accepted, *others):
+                raise ValueError(
+                    f"speculative_config of {cls.method}: unknown key {key!r}, expected any "
+                    f"of {['method', *accepted, *others]}"
+                )
+        for field in fields:
+            if field.default is dataclasses.MISSING and field.name not in given:
+                raise ValueError(f"speculative_config of {cls.method}: {field.name!r} is missing")
+
+    def check(self) -> None:
+        """Raise ValueError for the first value that is not accepted."""
+        share = self.budget_share
+        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        expect("budget_share", share, is_share, "a number above 0, at most 1")
+
+    @abstractmethod
+    def load_tree(self) -> TreeTemplate:
+        """The template that the target verifies."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether trees are grown, and there is no template."""
+        return False
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes that a draft has."""
+        return self.load_tree().num_nodes
+
+    @abstractmethod
+    def host_config(self) -> dict[str, Any]:
+        """The keys of vLLM's that its method in whose place ours runs needs."""
+
+    @abstractmethod
+    def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        """Nodes of a tree by the size of the batch, where the user gives no table."""
+
+
+def is_int(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def expect(key: str, value: Any, valid: bool, expected: str) -> None:
+    if not valid:
+        raise ValueError(f"speculative_config: {key} is {value!r}, expected {expected}")
+
+
+def expect_bool(key: str, value: Any) -> None:
+    expect(key, value, isinstance(value, bool), "true or false")
+
+
+def expect_file(key: str, value: Any) -> None:
+    expect(key, value, value is None or isinstance(value, str), "a path")
+    if value is not None:
+        path = Path(value)
+        usable = path.parent.is_dir() and not path.is_dir()
+        expect(key, value, usable, "a file in a directory that exists")

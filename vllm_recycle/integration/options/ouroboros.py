@@ -1,0 +1,153 @@
+"""The options of the method `ouroboros`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
+from vllm_recycle.integration.options.base import (
+    MethodOptions,
+    expect,
+    expect_bool,
+    expect_file,
+    is_int,
+)
+from vllm_recycle.integration.row_budget import (
+    MAX_DRAFT_ROWS,
+    Schedule,
+    draft_forward_rows,
+    draft_model_schedule,
+)
+
+OUROBOROS = "ouroboros"
+# Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
+# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest in
+# the benchmark in the README.
+GPU_SIZES = {
+    "gamma": 12,
+    "window": 20,
+    "guesses": 20,
+    "phrase_length": 7,
+    "branches": 3,
+    "early_rows": 0,
+    "max_forwards": 4,
+}
+CPU_SIZES = {
+    "gamma": 2,
+    "window": 2,
+    "guesses": 2,
+    "phrase_length": 4,
+    "branches": 3,
+    "early_rows": 2,
+    "max_forwards": 1,
+}
+
+
+POOL_SCOPES = ("shared", "request")
+# vLLM's keys that are about the draft model.
+DRAFT_MODEL_KEYS = (
+    "model",
+    "draft_tensor_parallel_size",
+    "quantization",
+    "revision",
+    "code_revision",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuroborosOptions(MethodOptions):
+    """The options of the method `ouroboros`.
+
+    Attributes:
+        model: the draft model; it and the four below are vLLM's keys.
+        draft_tensor_parallel_size: see vLLM.
+        quantization: see vLLM.
+        revision: see vLLM.
+        code_revision: see vLLM.
+        gamma: tokens that the draft model drafts in a round.
+        window: columns of the lookahead window, the paper's W.
+        guesses: phrases kept for a token and tried in a draft forward, the paper's G.
+        phrase_length: tokens of a phrase with the one that it follows, the paper's L.
+        branches: phrases below the end of a draft, the paper's K; 0 for none.
+        early_rows: rows, from the last token on, that have phrases below them as well.
+        max_forwards: draft forwards a round, at most gamma; on a GPU no round has fewer.
+        harvest_trunk: whether phrases come from what the target verified in the trunk.
+        harvest_branches: whether tried phrases are replaced by what the target said.
+        scope: whether requests share a pool that lives on (`shared`), or have each their own
+            (`request`).
+        pool_file: safetensors file of the shared pool; read at start-up where it exists, written
+            at shutdown.
+
+    """
+
+    method = OUROBOROS
+
+    model: str
+    draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    gamma: int
+    window: int
+    guesses: int
+    phrase_length: int
+    branches: int
+    early_rows: int
+    max_forwards: int
+    harvest_trunk: bool = True
+    harvest_branches: bool = True
+    scope: str = "shared"
+    pool_file: str | None = None
+
+    @classmethod
+    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        sizes = GPU_SIZES if on_gpu else CPU_SIZES
+        # Neither of these is above gamma, whichever of them is given.
+        limited = ("early_rows", "max_forwards")
+        asked: dict[str, int] = {
+            key: given[key] for key in ("gamma", *limited) if is_int(given.get(key), 1, MAX_NODES)
+        }
+        gamma = asked.get("gamma") or max([sizes["gamma"], *asked.values()])
+        return sizes | {"gamma": gamma} | {key: min(sizes[key], gamma) for key in limited}
+
+    def check(self) -> None:
+        super().check()
+        expect("model", self.model, isinstance(self.model, str), "a draft model's name or path")
+        try:
+            self.shape()
+        except ValueError as error:
+            raise ValueError(f"speculative_config: {error}") from None
+        is_valid = is_int(self.max_forwards, 1, self.gamma)
+        expect("max_forwards", self.max_forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
+        for name in ("harvest_trunk", "harvest_branches"):
+            expect_bool(name, getattr(self, name))
+        expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
+        expect_file("pool_file", self.pool_file)
+        if self.pool_file is not None and self.scope != "shared":
+            raise ValueError(
+                "speculative_config: pool_file is given with scope 'request', expected scope "
+                "'shared': the pools of requests end with them"
+            )
+
+    def shape(self) -> DraftShape:
+        """The sizes of a draft."""
+        names = (field.name for field in dataclasses.fields(DraftShape))
+        return DraftShape(**{name: getattr(self, name) for name in names})
+
+    def load_tree(self) -> TreeTemplate:
+        return self.shape().tree()
+
+    def host_config(self) -> dict[str, Any]:
+        values = {key: getattr(self, key) for key in DRAFT_MODEL_KEYS}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        return draft_model_schedule(
+            self.num_nodes,
+            draft_forward_rows(self.shape()),
+            min(MAX_DRAFT_ROWS, max_num_batched_tokens or MAX_DRAFT_ROWS),
+        )
