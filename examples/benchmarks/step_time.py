@@ -143,6 +143,7 @@ def configurations(tree_rows: Sequence[int]) -> Iterator[Configuration]:
         nodes = rows - 1
         tree = {
             "method": "token_recycling",
+            "tree": "default",
             "max_nodes": nodes,
             # The same at every batch, whatever share of the step it takes.
             "num_speculative_tokens_per_batch_size": [(1, 1 << 20, nodes)],

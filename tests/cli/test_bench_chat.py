@@ -98,6 +98,8 @@ def test_categories_are_reported_and_drawn(chat_model, prompts_file, tmp_path, c
     files = [f"--json={tmp_path}/result.json", f"--plot={tmp_path}/result.svg"]
     arguments = ["bench", f"--model={chat_model}", f"--prompts={prompts_file}", *files]
     arguments += ["--chat", "--by-category", "--methods=none,token_recycling", "--no-profile"]
+    # Whatever a row costs on a busy machine.
+    arguments += ['--speculative-config=token_recycling={"method":"token_recycling","row_cost":0}']
     arguments += ["--max-tokens=12", "--repeats=2", "--concurrency=1,2", "--dtype=float32"]
     assert main([*arguments, f"--engine-args={json.dumps(EAGER)}"]) == 0
     report = json.loads((tmp_path / "result.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from engines import (
@@ -192,6 +194,22 @@ def test_start_up_lines_of_grown_trees():
     assert (step_times.times[:, 1] == 1).all()
     assert (step_times.times.diff() >= 0).all()
     assert step_times.times[0, -1] > 1
+
+
+def test_step_times_are_measured_once_where_there_is_a_file(tmp_path):
+    path = tmp_path / "times.json"
+    method = {**TOKEN_RECYCLING, "step_times_file": str(path)}
+    with engine(method) as llm:
+        measured = runner(llm).drafter.proposer.step_times.times
+    with engine(method) as llm:
+        assert torch.equal(runner(llm).drafter.proposer.step_times.times, measured)
+        assert f"read from {path}" in runner(llm).price_rows()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["engine"]["threads"] += 1
+    path.write_text(json.dumps(content), encoding="utf-8")
+    message = r"times.json: threads is \d+, expected \d+; remove it to measure again"
+    with pytest.raises(ValueError, match=message), engine(method):
+        pass
 
 
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])

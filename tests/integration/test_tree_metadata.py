@@ -16,7 +16,7 @@ from vllm_recycle.integration.plugin import register
 @pytest.fixture(scope="module")
 def builder() -> TreeTritonBuilder:
     register()
-    method = {**TOKEN_RECYCLING, "max_nodes": 4}
+    method = {**TOKEN_RECYCLING, "tree": "default", "max_nodes": 4}
     config = EngineArgs(
         TARGET, speculative_config=method, dtype="float32", kv_cache_memory_bytes=1 << 24
     ).create_engine_config()

@@ -119,17 +119,13 @@ class TreeScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Store the drafts as they are; `schedule` drops those that must not be used."""
-        drafts = zip(
-            draft_token_ids.req_ids,
-            draft_token_ids.draft_token_ids,
-            draft_token_ids.depths,
-            strict=True,
-        )
-        for request_id, draft, depths in drafts:
+        drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+        for index, (request_id, draft) in enumerate(drafts):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.spec_token_ids = [] if request.is_prefill_chunk else draft
-                request.draft_depths = depths
+                if isinstance(draft_token_ids, TreeDraftTokenIds):
+                    request.draft_depths = draft_token_ids.depths[index]
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):

@@ -113,7 +113,7 @@ def best_first(setting: Setting, most: int) -> list[Candidate]:
         if found is None:
             return
         address, length, own = found
-        head, *successors = rows.table[address].tolist()
+        head, *successors, _ = rows.table[address].tolist()
         for rank, token in enumerate(successors):
             if token != -1:
                 worth = above.worth * setting.rates[length, own, rank, head % 4].item()
@@ -282,18 +282,24 @@ def test_times_never_fall(values):
 def test_linear_times_are_in_units_of_one_row():
     times = StepTimes.linear(0.25, 4)
     assert times.max_rows == 4
-    assert times.times.tolist() == [[0.75, 1, 1.25, 1.5, 1.75]]
-    assert times.slopes.tolist() == [[0.25, 0.25, 0.25, 0.25, torch.inf]]
+    assert times.times.tolist() == [[1, 1, 1.25, 1.5, 1.75]]
+    assert times.slopes.tolist() == [[0, 0.25, 0.25, 0.25, torch.inf]]
 
 
 def test_between_and_beyond_what_was_measured_times_lie_on_lines():
     points = {0: {1: 2.0, 3: 4.0, 5: 3.0, 9: 6.0}, 100: {4: 5.0, 1: 5.0}}
     times = StepTimes.measured(points, 11)
     assert times.contexts == (0, 100)
-    # What five rows took is less than what three did: noise, a row more takes no time away.
-    expected = [1, 1, 1.5, 2, 2, 2, 2.25, 2.5, 2.75, 3, 3.25, 3.5]
+    # What five rows took is less than what three did: noise, so both took what is between them.
+    expected = [1, 1, 1.375, 1.75, 1.75, 1.75, 2.0625, 2.375, 2.6875, 3, 3.3125, 3.625]
     assert times.times.tolist() == [expected, [1] * 12]
     assert StepTimes.measured(points, 2).times[0].tolist() == expected[:3]
+
+
+def test_two_noisy_times_do_not_make_what_is_beyond_free():
+    times = StepTimes.measured({0: {1: 1.0, 48: 3.0, 81: 2.9}}, 200)
+    assert (times.slopes[0, 1:] > 0.01).all()
+    assert float(times.times[0, 200]) > 4
 
 
 def test_the_nearest_context_is_taken():

@@ -271,7 +271,7 @@ def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, plac
     other = make_state()
     tensor = {"context_rows": other.rows.table, "acceptance": other.acceptance.counts}[name]
     if name == "context_rows":
-        other.rows.table[3] = torch.tensor([3 << 3, 1, 2, 3])
+        other.rows.table[3] = torch.tensor([3 << 3, 1, 2, 3, 0])
     tensor[place] = value
     other.save(path, fingerprint=FINGERPRINT)
     refuses_to_load(learnt, path, message)

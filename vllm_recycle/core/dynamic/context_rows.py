@@ -6,13 +6,13 @@ row of a longer context says what followed the last n tokens. All rows are in on
     0 .. vocab - 1              what all sequences share of contexts of one token, by the token
     vocab .. vocab + slots - 1  everything else, by a hash of the context
 
-A row is `[head, successor 0 .. successor k - 1]`, int32, best first, padded with -1. Its head is
-`tag << 3 | own << 2 | steadiness`, -1 where the row was never written. The tag tells contexts of
+A row is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, padded with -1. Its head
+is `tag << 3 | own << 2 | steadiness`, -1 where the row was never written. The tag tells contexts of
 one place apart (the token itself, or 28 bits of the hash that the place does not use), so that a
 row of another context is passed over; where both agree by chance a draft is wrong, which costs a
 row and never an output. What a sequence wrote for itself (`own`) is hashed with its salt, a number
-that no other has: so its rows need no table of their own, and are overwritten in time when it has
-ended.
+that no other has, and carries it, so that no other sequence reads it; 0 is the salt of what is
+shared. So own rows need no table for each sequence, and are overwritten in time when it has ended.
 
 Steadiness counts up to 3 how often in a row an update left the most probable successor as it was.
 
@@ -33,6 +33,7 @@ MAX_STEADINESS = 3
 MAX_CONTEXT = 8
 MIB = 1 << 20
 NEVER_WRITTEN = -1
+MAX_SALT = 2**31 - 1
 # Multipliers of the hash, odd: 2^64 divided by the golden ratio, and by other irrationals.
 _MIX, _FINISH = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _64_BITS = (1 << 64) - 1
@@ -63,6 +64,11 @@ class RowLayout:
     writes_shared: bool
 
     @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return 2 + self.k
+
+    @property
     def reach(self) -> int:
         return self.contexts[-1]
 
@@ -70,7 +76,7 @@ class RowLayout:
         """Where the rows of a context are, for each of `contexts`, shortest first.
 
         Args:
-            context: tokens, the newest first; ends at -1 or at `reach`.
+            context: tokens, the newest first; ends at `reach`, or at what is no token.
             salt: of the sequence, above 0.
 
         Yields:
@@ -81,7 +87,7 @@ class RowLayout:
         hashed, seen = 0, 0
         for index, length in enumerate(self.contexts):
             for token in context[seen:length]:
-                if token < 0:
+                if not 0 <= token < self.vocab_size:
                     return
                 hashed = (hashed ^ (token + 1)) * _MIX & _64_BITS
                 hashed ^= hashed >> 32
@@ -141,7 +147,9 @@ class ContextRows:
             reads_shared=hot_start and scope != "isolated",
             writes_shared=scope != "isolated",
         )
-        self.table = torch.empty(vocab_size + slots, 1 + k, dtype=torch.int32, device=device)
+        self.table = torch.empty(
+            vocab_size + slots, self.layout.width, dtype=torch.int32, device=device
+        )
         self._last_salt = 0
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
@@ -161,7 +169,7 @@ class ContextRows:
 
     def begin(self, req_state_idx: int) -> None:
         """A sequence starts: it sees nothing that an earlier one wrote for itself."""
-        self._last_salt += 1
+        self._last_salt = self._last_salt % MAX_SALT + 1
         self.salts[req_state_idx] = self._last_salt
 
     def shared_rows(self) -> torch.Tensor:
@@ -195,7 +203,7 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
 
 def slots_in(mib: int, k: int) -> int:
     """The largest power of two of rows of k successors that fit a number of MiB."""
-    return 1 << ((mib * MIB // (4 * (1 + k))).bit_length() - 1)
+    return 1 << ((mib * MIB // (4 * (2 + k))).bit_length() - 1)
 
 
 def find_row(
@@ -212,7 +220,7 @@ def find_row(
     for index, own, address, head in layout.addresses(context, salt):
         if not (layout.has_own if own else layout.reads_shared):
             continue
-        if int(table[address, 0]) >> 2 == head >> 2:
+        if is_written(table, address, head, salt if own else 0):
             found = (address, index, own)  # the shared one of a length comes before the own one
     return found
 
@@ -230,7 +238,7 @@ def write_rows(
     """Write what follows a context into the rows of all its lengths.
 
     Args:
-        table: int32 [addresses, 1 + k], written in place.
+        table: int32 [addresses, 2 + k], written in place.
         context: tokens, the newest first.
         salt: of the sequence.
         successors: k tokens, best first, padded with -1.
@@ -241,12 +249,19 @@ def write_rows(
     """
     for _, is_own, address, head in layout.addresses(context, salt):
         if own if is_own else shared:
-            write_row(table, address, head, successors)
+            write_row(table, address, head, salt if is_own else 0, successors)
 
 
-def write_row(table: torch.Tensor, address: int, head: int, successors: Sequence[int]) -> None:
+def is_written(table: torch.Tensor, address: int, head: int, salt: int) -> bool:
+    """Whether the row there is the one of this head and salt."""
+    return int(table[address, 0]) >> 2 == head >> 2 and int(table[address, -1]) == salt
+
+
+def write_row(
+    table: torch.Tensor, address: int, head: int, salt: int, successors: Sequence[int]
+) -> None:
     """Write one row; it is steadier than before if the most probable successor is the same."""
     old, first = table[address, :2].tolist()
-    stays = old >> 2 == head >> 2 and first == successors[0]
+    stays = is_written(table, address, head, salt) and first == successors[0]
     steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
-    table[address] = torch.tensor([head | steadiness, *successors], dtype=torch.int32)
+    table[address] = torch.tensor([head | steadiness, *successors, salt], dtype=torch.int32)

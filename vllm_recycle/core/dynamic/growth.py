@@ -50,7 +50,7 @@ def grow(
     """Draft below the last token of each text.
 
     Args:
-        table: int32 [addresses, 1 + k].
+        table: int32 [addresses, 2 + k].
         rates: float64 [contexts, 2, k, 4], see `AcceptanceTable.rates`.
         layout: of the table.
         salts: int64 [batch].
@@ -78,7 +78,7 @@ def grow(
         if found is None:
             return
         address, index, own = found
-        head, *successors = table[address].tolist()
+        head, *successors, _ = table[address].tolist()
         for rank, token in enumerate(successors):
             if token >= 0:
                 worth = value * float(rates[index, own, rank, head & 3])

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from vllm_recycle.core.dynamic.acceptance import ANY_STEADINESS, MOST_SEEN
-from vllm_recycle.core.dynamic.context_rows import RowLayout, find_row, write_row, write_rows
+from vllm_recycle.core.dynamic.context_rows import (
+    RowLayout,
+    find_row,
+    is_written,
+    write_row,
+    write_rows,
+)
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 
@@ -33,7 +39,7 @@ def learn(
     several for one context the one that the text went on with stays.
 
     Args:
-        table: int32 [addresses, 1 + k], written in place.
+        table: int32 [addresses, 2 + k], written in place.
         counts: see `AcceptanceTable`, written in place; None to count nothing.
         layout: of the table.
         salts: int64 [batch].
@@ -82,7 +88,7 @@ def _count(
     if found is None:
         return
     address, index, own = found
-    head, *successors = table[address].tolist()
+    head, *successors, _ = table[address].tolist()
     for rank, successor in enumerate(successors):
         if successor == NO_TOKEN:
             continue
@@ -100,7 +106,7 @@ def seed(table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: Row
     A sequence that has rows of its own writes these alone, since nobody else said so yet.
 
     Args:
-        table: int32 [addresses, 1 + k], written in place.
+        table: int32 [addresses, 2 + k], written in place.
         token_ids: int64 [length], a text.
         salt: of its sequence.
         layout: of the table.
@@ -110,17 +116,18 @@ def seed(table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: Row
     for end in range(1, len(tokens)):
         context = tokens[max(0, end - layout.reach) : end][::-1]
         follower = tokens[end]
+        if not 0 <= follower < layout.vocab_size:
+            continue
         known: dict[int, list[int]] = {}  # by index of the length; the own row, where there is one
         for index, own, address, head in layout.addresses(context, salt):
             if not (layout.has_own if own else layout.reads_shared):
                 continue
-            row = table[address].tolist()
-            if row[0] >> 2 == head >> 2:
-                known[index] = row[1:]
+            if is_written(table, address, head, salt if own else 0):
+                known[index] = table[address, 1:-1].tolist()
         of_one = known.get(0, [])
         for index, own, address, head in layout.addresses(context, salt):
             if bool(own) == layout.has_own:
                 rest = [t for t in known.get(index, of_one) if t not in (follower, NO_TOKEN)]
                 successors = [follower, *rest][: layout.k]
                 successors += [NO_TOKEN] * (layout.k - len(successors))
-                write_row(table, address, head, successors)
+                write_row(table, address, head, salt if own else 0, successors)

@@ -33,7 +33,7 @@ class StepTimes:
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
         """Every row beyond the first costs the same part of a step of one row."""
-        return cls({0: 1.0 + row_cost * (np.arange(max_rows + 1) - 1)})
+        return cls({0: 1.0 + row_cost * np.maximum(np.arange(max_rows + 1) - 1, 0)})
 
     @classmethod
     def measured(cls, points: Mapping[int, Mapping[int, float]], max_rows: int) -> StepTimes:
@@ -48,11 +48,12 @@ class StepTimes:
         times = {}
         for context, of_rows in points.items():
             known, values = map(np.asarray, zip(*sorted(of_rows.items()), strict=True))
-            values = np.maximum.accumulate(values)
-            slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
-            beyond = values[-1] + slope * np.maximum(rows - known[-1], 0)
+            values = _rising(values)
+            slopes = (values[-1] - values[[-2, 0]]) / (known[-1] - known[[-2, 0]])
+            # Not flatter than on average: two noisy times must not make all that is beyond free.
+            beyond = values[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
             inside = np.interp(rows, known, values)
-            times[context] = np.where(rows > known[-1], beyond, inside) / of_rows[1]
+            times[context] = np.where(rows > known[-1], beyond, inside) / values[0]
         return cls(times)
 
     @property
@@ -63,6 +64,16 @@ class StepTimes:
         """Times and slopes, float64 [rows + 1] each, for the nearest length of context."""
         index = min(range(len(self.contexts)), key=lambda i: abs(self.contexts[i] - context))
         return self.times[index], self.slopes[index]
+
+
+def _rising(values: np.ndarray) -> np.ndarray:
+    """The nearest values, by squares, that never fall: what falls is averaged (isotonic)."""
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([float(value)])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
 
 
 def _least_slopes(times: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ class DynamicState:
             tensor.copy_(tensors[name])
 
     def _check(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-        successors, counts = tensors["context_rows"][:, 1:], tensors["acceptance"]
+        successors, counts = tensors["context_rows"][:, 1:-1], tensors["acceptance"]
         if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
             raise ValueError(f"matrix file {path}: it has numbers that are no token ids")
         right, seen = counts[..., 0], counts[..., 1]
@@ -115,6 +115,10 @@ class DynamicTreeProposer:
         """The trees that were grown last for these requests, int64 [batch]."""
         return self._trees.select(idx_mapping)
 
+    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, nodes + 1], the depths of the rows of these trees."""
+        return self._trees.depths[idx_mapping]
+
     def propose(
         self,
         idx_mapping: torch.Tensor,
@@ -123,6 +127,7 @@ class DynamicTreeProposer:
         max_depths: torch.Tensor,
         num_computed_tokens: float,
         num_other_rows: int,
+        max_nodes: int | None = None,
     ) -> torch.Tensor:
         """Draft below the last token of each request.
 
@@ -132,13 +137,14 @@ class DynamicTreeProposer:
                 with -1.
             max_depths: int64 [batch], the most tokens that a path of each may have.
             num_computed_tokens: length of the texts, on average; decides what rows cost.
-            num_other_rows: rows of the step that is drafted for beside these trees.
+            num_other_rows: requests of the step that is drafted for beside these.
+            max_nodes: the most nodes of a tree; None for as many as there is room for.
 
         Returns:
-            int64 [batch, nodes], padded with -1.
+            int64 [batch, max_nodes], padded with -1.
 
         """
-        state = self.state
+        state, max_nodes = self.state, self.num_nodes if max_nodes is None else max_nodes
         times, slopes = self.step_times.at(num_computed_tokens)
         growth = self.dynamic_operations.grow(
             state.rows.table,
@@ -150,11 +156,13 @@ class DynamicTreeProposer:
             times=times,
             slopes=slopes,
             num_other_rows=num_other_rows,
-            max_nodes=self.num_nodes,
+            max_nodes=max_nodes,
         )
-        self._trees.parents[idx_mapping] = growth.trees.parents
-        self._trees.depths[idx_mapping] = growth.trees.depths
-        self._trees.ancestor_mask[idx_mapping] = growth.trees.ancestor_mask
+        # What is behind the last row of a smaller tree is nobody's.
+        rows, trees = max_nodes + 1, growth.trees
+        self._trees.parents[idx_mapping, :rows] = trees.parents
+        self._trees.depths[idx_mapping, :rows] = trees.depths
+        self._trees.ancestor_mask[idx_mapping, :rows, :rows] = trees.ancestor_mask
         return growth.token_ids
 
     def learn(

@@ -29,6 +29,7 @@ class Texts:
         num_computed_tokens: int64 [batch], tokens of each that the target has computed.
         wants_draft: bool [batch]; these have one more token, which the target sampled.
         max_depths: int64 [batch], the most drafted tokens that could be accepted of each.
+        num_nodes: the most nodes of a draft in a batch of this size.
 
     """
 
@@ -37,6 +38,7 @@ class Texts:
     num_computed_tokens: np.ndarray
     wants_draft: np.ndarray
     max_depths: np.ndarray
+    num_nodes: int
 
     def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
         """int64 [n], of those requests that want a draft."""
@@ -88,6 +90,10 @@ class V1Drafter(Drafter):
     @abstractmethod
     def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
         """The trees that were drafted last for these requests, int64 [batch]."""
+
+    @abstractmethod
+    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, rows], the depths of the rows of these trees."""
 
     @abstractmethod
     def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
@@ -143,6 +149,9 @@ class TemplateV1Drafter(V1Drafter):
 
     def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
         return self._proposer.tree.of_batch(len(idx_mapping))
+
+    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        return self._proposer.tree.depths.expand(len(idx_mapping), -1)
 
     def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
         self._proposer.observe(

@@ -24,6 +24,7 @@ class DynamicV1Drafter(V1Drafter):
     Attributes:
         max_rows: most rows of a step that drafts may make.
         row_cost: what the user says of a row, in units of a step of one row; None to measure.
+        step_times_file: where what was measured lives between engines, if anywhere.
 
     """
 
@@ -35,6 +36,8 @@ class DynamicV1Drafter(V1Drafter):
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
         self.state_file, self.row_cost = options.matrix_file, options.row_cost
+        self.step_times_file = options.step_times_file
+        assert options.context_mib is not None  # of grown trees
         scheduler = vllm_config.scheduler_config
         self.max_rows = scheduler.max_num_seqs + int(
             options.budget_share * scheduler.max_num_batched_tokens
@@ -72,6 +75,9 @@ class DynamicV1Drafter(V1Drafter):
     def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
         return self.proposer.trees_of(idx_mapping)
 
+    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        return self.proposer.depths_of(idx_mapping)
+
     def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
         proposer = self.proposer
         self.successors = proposer.dynamic_operations.top_k(logits, proposer.layout.k)
@@ -94,7 +100,8 @@ class DynamicV1Drafter(V1Drafter):
         )
 
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        drafts = torch.full((len(texts.wants_draft), self.proposer.num_nodes), -1)
+        max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
+        drafts = torch.full((len(texts.wants_draft), max_nodes), -1)
         chosen = np.nonzero(texts.wants_draft)[0]
         if len(chosen):
             last = texts.num_computed_tokens[chosen]
@@ -104,6 +111,7 @@ class DynamicV1Drafter(V1Drafter):
                 max_depths=torch.from_numpy(texts.max_depths[chosen]),
                 num_computed_tokens=float(last.mean()),
                 num_other_rows=len(drafts) - len(chosen),
+                max_nodes=max_nodes,
             )
         return drafts
 

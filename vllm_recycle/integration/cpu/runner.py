@@ -22,7 +22,7 @@ from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, TreeV1Drafter
 from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
-from vllm_recycle.integration.cpu.step_times import measure_step_times
+from vllm_recycle.integration.cpu.step_times import find_step_times
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
 from vllm_recycle.integration.engine_config import get_options, opts_out
@@ -185,13 +185,14 @@ class TreeCPUModelRunner(CPUModelRunner):
             wants_draft=goes_on
             & [num_nodes > 0 and self._may_speculate(name) for name in batch.req_ids],
             max_depths=np.array([self._max_depth(name) for name in batch.req_ids]),
+            num_nodes=num_nodes,
         )
         drafts = self.drafter.draft(texts, batch.block_table)[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.
             while draft and draft[-1] < 0:
                 draft.pop()
-        depths = self.drafter.trees_of(self.idx_mapping).depths.cummax(1).values.tolist()
+        depths = self.drafter.depths_of(self.idx_mapping).cummax(1).values.tolist()
         self.draft_depths = [
             of_rows[1 : 1 + len(draft)] for of_rows, draft in zip(depths, drafts, strict=True)
         ]
@@ -213,7 +214,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         drafter = self.drafter
         if not isinstance(drafter, DynamicV1Drafter) or drafter.row_cost is not None:
             return None
-        step_times, found = measure_step_times(self, drafter.max_rows)
+        step_times, found = find_step_times(self, drafter.max_rows, drafter.step_times_file)
         drafter.set_prices(step_times)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -38,11 +39,13 @@ class TokenRecyclingOptions(MethodOptions):
         contexts: lengths of the contexts that rows are kept for, ascending from 1.
         context_mib: MiB of the table of rows of longer contexts.
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
+        step_times_file: JSON file of what was measured; read at start-up where it exists, else
+            written.
         scope: who reads and writes what, see `AdjacencyMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
             written at shutdown.
-        seed_from_prompt: whether the bigrams of the prompt enter the matrix.
+        seed_from_prompt: whether the text of the prompt enters the matrix.
 
     """
 
@@ -52,8 +55,9 @@ class TokenRecyclingOptions(MethodOptions):
     tree: str = DYNAMIC
     max_nodes: int | None = None
     contexts: tuple[int, ...] = (1,)
-    context_mib: int = 64
+    context_mib: int | None = None
     row_cost: float | None = None
+    step_times_file: str | None = None
     scope: str = "sequence"
     hot_start: bool = True
     matrix_file: str | None = None
@@ -80,7 +84,12 @@ class TokenRecyclingOptions(MethodOptions):
                 raise NotImplementedError(
                     "speculative_config: tree is 'dynamic', expected a template on a GPU"
                 )
-            return {"tree": tree, "max_nodes": DYNAMIC_MAX_NODES, "contexts": [1, 2, 4, 8]}
+            return {
+                "tree": tree,
+                "max_nodes": DYNAMIC_MAX_NODES,
+                "contexts": [1, 2, 4, 8],
+                "context_mib": 64,
+            }
         # A list, as any that travels in JSON.
         is_cut = tree == "default" and not on_gpu
         return {"tree": tree, "max_nodes": CPU_MAX_NODES if is_cut else None, "contexts": [1]}
@@ -90,16 +99,32 @@ class TokenRecyclingOptions(MethodOptions):
         expect("k", self.k, is_int(self.k, 1, 64), "an integer 1 to 64")
         expect("tree", self.tree, isinstance(self.tree, str), "a name or a path")
         expect("contexts", self.contexts, isinstance(self.contexts, list | tuple), "a list")
-        check_contexts(self.contexts)
-        is_size = is_int(self.context_mib, 1, 65536)
+        try:
+            check_contexts(self.contexts)
+        except ValueError as error:
+            raise ValueError(f"speculative_config: {error}") from None
+        is_size = self.context_mib is None or is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
         cost = self.row_cost
-        is_cost = isinstance(cost, int | float) and not isinstance(cost, bool) and cost >= 0
+        is_cost = (
+            isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < math.inf
+        )
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        if not self.is_dynamic and (len(self.contexts) > 1 or cost is not None):
+        expect_file("step_times_file", self.step_times_file)
+        of_grown = {
+            "contexts": list(self.contexts) != [1],
+            "context_mib": self.context_mib is not None,
+            "row_cost": cost is not None,
+            "step_times_file": self.step_times_file is not None,
+        }
+        for key, given in of_grown.items():
+            if given and not self.is_dynamic:
+                raise ValueError(
+                    f"speculative_config: {key} belongs to the tree 'dynamic', got {self.tree!r}"
+                )
+        if cost is not None and self.step_times_file is not None:
             raise ValueError(
-                f"speculative_config: contexts {list(self.contexts)} and row_cost {cost} belong to "
-                f"the tree 'dynamic', got the tree {self.tree!r}"
+                "speculative_config: step_times_file is given with a row_cost, expected one of them"
             )
         expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
         for name in ("hot_start", "seed_from_prompt"):

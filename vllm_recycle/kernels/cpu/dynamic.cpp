@@ -24,7 +24,8 @@ struct Rows {
   int64_t num_contexts, vocab, k, slots, has_own, reads_shared, writes_shared;
 
   int64_t reach() const { return lengths[num_contexts - 1]; }
-  int32_t* row(int64_t address) const { return table + address * (k + 1); }
+  int32_t* row(int64_t address) const { return table + address * (k + 2); }
+  bool is_token(int64_t token) const { return uint64_t(token) < uint64_t(vocab); }
 };
 
 // Tokens, the newest first.
@@ -49,9 +50,10 @@ Context tail_of(const int64_t* tail, int64_t reach) {
 struct Place {
   int64_t index, own;
   int32_t* row;
-  int32_t head;
+  int32_t head, salt;
+  int64_t k;
 
-  bool is_known() const { return row[0] >> 2 == head >> 2; }
+  bool is_known() const { return row[0] >> 2 == head >> 2 && row[k + 1] == salt; }
 };
 
 // Calls `visit` with the place of each row of a context, the shortest first, shared before own.
@@ -62,26 +64,28 @@ void each_place(const Rows& rows, const Context& context, int64_t salt, Visit vi
   for (int64_t index = 0; index < rows.num_contexts; index++) {
     const int64_t length = rows.lengths[index];
     for (; seen < length; seen++) {
-      if (context.tokens[seen] < 0) return;
+      if (!rows.is_token(context.tokens[seen])) return;
       hashed = (hashed ^ uint64_t(context.tokens[seen] + 1)) * MIX;
       hashed ^= hashed >> 32;
     }
     for (int64_t own = 0; own < 2; own++) {
       if (length == 1 && !own) {
-        visit(Place{index, 0, rows.row(context.tokens[0]), int32_t(context.tokens[0] << 3)});
+        int32_t* row = rows.row(context.tokens[0]);
+        visit(Place{index, 0, row, int32_t(context.tokens[0] << 3), 0, rows.k});
         continue;
       }
       uint64_t key = (hashed + (own ? uint64_t(salt) : 0) * FINISH + uint64_t(length)) * FINISH;
       key = (key ^ key >> 29) * MIX;
       const int64_t address = rows.vocab + int64_t(key & uint64_t(rows.slots - 1));
-      visit(Place{index, own, rows.row(address), int32_t(key >> 36 << 3 | uint64_t(own) << 2)});
+      const int32_t head = int32_t(key >> 36 << 3 | uint64_t(own) << 2);
+      visit(Place{index, own, rows.row(address), head, int32_t(own ? salt : 0), rows.k});
     }
   }
 }
 
 // The row to draft from; its `row` is null where nothing is known.
 Place find_row(const Rows& rows, const Context& context, int64_t salt) {
-  Place found = {0, 0, nullptr, 0};
+  Place found = {};
   each_place(rows, context, salt, [&](const Place& place) {
     if ((place.own ? rows.has_own : rows.reads_shared) && place.is_known()) found = place;
   });
@@ -93,6 +97,7 @@ void write_row(const Rows& rows, const Place& place, const int32_t* successors) 
   const int32_t steadiness = stays ? std::min(3, (place.row[0] & 3) + 1) : 0;
   place.row[0] = place.head | steadiness;
   std::copy(successors, successors + rows.k, place.row + 1);
+  place.row[1 + rows.k] = place.salt;
 }
 
 void count(const Rows& rows, double* counts, const Context& context, int64_t salt,
@@ -255,6 +260,7 @@ void seed(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t 
   std::vector<int32_t> merged(num_contexts * k);
   for (int64_t end = 1; end < num_tokens; end++) {
     context = context.below(tokens[end - 1]);
+    if (!rows.is_token(tokens[end])) continue;
     std::fill(known.begin(), known.end(), nullptr);
     each_place(rows, context, salt, [&](const Place& place) {
       if ((place.own ? has_own : reads_shared) && place.is_known()) {

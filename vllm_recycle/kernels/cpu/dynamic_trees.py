@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from vllm_recycle.core.tree import BatchTrees
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu.native import DTYPES, load_library, pointer, rows_pointer
 
+logger = logging.getLogger("vllm.recycle")
+
 
 def native_dynamic_operations() -> DynamicOperations:
     """The C++ set, or the reference where it cannot be built."""
     if load_library() is None:
+        logger.warning("without g++ growing trees takes longer than it saves: use tree 'default'")
         return REFERENCE_DYNAMIC
     return DynamicOperations("c++", grow, learn, seed, top_k)
 
