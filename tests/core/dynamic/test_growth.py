@@ -299,7 +299,7 @@ def test_between_and_beyond_what_was_measured_times_lie_on_lines():
 def test_two_noisy_times_do_not_make_what_is_beyond_free():
     times = StepTimes.measured({0: {1: 1.0, 48: 3.0, 81: 2.9}}, 200)
     # Free between the two, at most.
-    assert (times.slopes[0, 1:40] > 0.01).all()
+    assert (times.slopes[0, 1:40] > 0.005).all()
     assert (times.slopes[0, 81:] > 0.01).all()
     assert float(times.times[0, 200]) > 4
 
