@@ -15,7 +15,7 @@ from vllm_recycle.core import load_tree
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run_example(name, *arguments, cwd, compiled):
+def run_example(name, *arguments, cwd, compiled=False):
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     environment = os.environ | {"TORCH_COMPILE_DISABLE": "0" if compiled else "1"}
     run = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -28,14 +28,14 @@ def test_offline_batch_prints_every_output_and_what_was_accepted(draft_model, tm
     arguments = ["--num-prompts=3", "--max-tokens=16"]
     if draft_model:
         arguments.append(f"--draft-model={draft_model}")
-    output = run_example("offline_batch.py", *arguments, cwd=tmp_path, compiled=bool(draft_model))
+    output = run_example("offline_batch.py", *arguments, cwd=tmp_path, compiled=True)
     assert len(re.findall(r"^[\"']Question: .*\.\.\. -> [\"'].+[\"']$", output, re.MULTILINE)) == 3
     assert int(re.search(r"^(\d+) trees verified", output, re.MULTILINE)[1]) > 0
     assert mean_accepted(output) > 1
 
 
 def test_custom_tree_is_written_shown_and_used(tmp_path):
-    output = run_example("custom_tree.py", "--max-tokens=16", cwd=tmp_path, compiled=True)
+    output = run_example("custom_tree.py", "--max-tokens=16", cwd=tmp_path)
     assert load_tree(tmp_path / "my_tree.json").num_nodes == 16
     assert re.search(
         "^mine: 16 nodes, depth 4, nodes per depth 5 / 6 / 4 / 1", output, re.MULTILINE
