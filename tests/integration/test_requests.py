@@ -164,7 +164,26 @@ def test_counters_count_nodes_and_depths(monkeypatch, method, most):
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         before = [counter(llm, f"spec_decode_{name}") for name in names]
         steps = schedules(llm, monkeypatch)
+        scheduler, trees, observed = core(llm).scheduler, [], []
+        schedule, count = scheduler.schedule, scheduler.make_spec_decoding_stats
+
+        def watching_schedule(*args, **kwargs):
+            step, its = schedule(*args, **kwargs), runner(llm)
+            for name, draft in step.scheduled_spec_decode_tokens.items():
+                index = torch.tensor([its.req_state_indices[name]])
+                trees.append(int(its.drafter.depths_of(index)[0, : 1 + len(draft)].max()))
+            return step
+
+        def watching_count(*args, **kwargs):
+            stats = count(*args, **kwargs)
+            if stats is not None and all(stats is not one for one in observed):
+                observed.append(stats)
+            return stats
+
+        monkeypatch.setattr(scheduler, "schedule", watching_schedule)
+        monkeypatch.setattr(scheduler, "make_spec_decoding_stats", watching_count)
         generate(llm, read_prompts(6), GREEDY)
+        assert sum(sum(stats.num_draft_tokens_per_pos) for stats in observed) == sum(trees)
         drafts, nodes, accepted = (
             counter(llm, f"spec_decode_{name}") - start
             for name, start in zip(names, before, strict=True)
