@@ -291,11 +291,7 @@ void top_k_rows(const void* logits, int64_t count, int64_t stride, int64_t num_l
                 int64_t is_bf16, int64_t threads, int32_t* best) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
   for (int64_t row = 0; row < count; row++) {
-    if (is_bf16) {
-      top_k(static_cast<const bf16*>(logits) + row * stride, num_logits, k, best + row * k);
-    } else {
-      top_k(static_cast<const float*>(logits) + row * stride, num_logits, k, best + row * k);
-    }
+    top_k(logits, row * stride, is_bf16, num_logits, k, best + row * k);
   }
 }
 

@@ -73,11 +73,7 @@ void update_from_logits(int32_t* table, const int64_t* expanded_idx_mapping,
     if (token_ids[row] < 0) continue;
     int32_t* found = best.data() + row * width;
     found[0] = int32_t(token_ids[row]);
-    if (is_bf16) {
-      top_k(static_cast<const bf16*>(logits) + row * logits_stride, num_logits, k, found + 1);
-    } else {
-      top_k(static_cast<const float*>(logits) + row * logits_stride, num_logits, k, found + 1);
-    }
+    top_k(logits, row * logits_stride, is_bf16, num_logits, k, found + 1);
   }
   for (int64_t row = 0; row < count; row++) {
     const int64_t token = token_ids[row];

@@ -38,4 +38,11 @@ inline void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
   }
 }
 
+// The same of the row that begins at an element, of either type.
+inline void top_k(const void* logits, int64_t begin, bool is_bf16, int64_t vocab, int64_t k,
+                  int32_t* best) {
+  if (is_bf16) top_k(static_cast<const bf16*>(logits) + begin, vocab, k, best);
+  else top_k(static_cast<const float*>(logits) + begin, vocab, k, best);
+}
+
 }  // namespace
