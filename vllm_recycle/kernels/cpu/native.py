@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.recycle")
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("operations", "dynamic", "tree_attention"))
-HEADERS = tuple(FOLDER / f"{name}.h" for name in ("lanes", "softmax", "top_k"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("amx", "lanes", "softmax", "top_k"))
 # Not -ffast-math, which would change the floating-point mode of the whole process.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -257,8 +257,8 @@ def tree_attention(
 ) -> None:
     """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`, which serves what this cannot.
 
-    That is float16, head sizes that are no multiple of 16, and the AMX layout on a machine
-    without AVX512-BF16.
+    That is float16, head sizes that are no multiple of 16, and the AMX layout where the compiler
+    or the system has no AMX.
     """
     library = load_library()
     head_size = query.shape[2]

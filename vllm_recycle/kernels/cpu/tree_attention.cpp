@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
+#include "amx.h"
 #include "softmax.h"
 
 namespace {
@@ -73,50 +72,6 @@ void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d,
   for (int64_t i = 0; i < N; i++) out[i] = sum[i];
 }
 
-#ifdef __AVX512BF16__
-inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
-inline __m512bh pair(const void* p) {
-  int32_t word;
-  std::memcpy(&word, p, 4);
-  return (__m512bh)_mm512_set1_epi32(word);
-}
-
-// The same for the tiles of vLLM's AMX layout, which hold neighbouring pairs side by side.
-template <int64_t N>
-void score_lanes_amx(const bf16* const* q, const Cache<bf16>& cache, int64_t token, Vec* scores) {
-  const bf16* keys = cache.keys(token) + (token % cache.block_size) * cache.dim;
-  __m512 sum[N];
-  for (int64_t i = 0; i < N; i++) sum[i] = _mm512_setzero_ps();
-  for (int64_t d = 0; d < cache.dim; d += 2) {
-    __m512bh key = pairs(keys + d * LANES);
-    for (int64_t i = 0; i < N; i++) sum[i] = _mm512_dpbf16_ps(sum[i], key, pair(q[i] + d));
-  }
-  for (int64_t i = 0; i < N; i++) scores[i] = (Vec)sum[i];
-}
-
-template <int64_t N>
-void weigh_lanes_amx(const bf16* const* weights, const Segment<bf16>& part, int64_t d, Vec* out) {
-  const auto [cache, tokens, column] = part;
-  __m512 sum[N];
-  for (int64_t i = 0; i < N; i++) sum[i] = (__m512)out[i];
-  for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
-    const bf16* values = cache.values(begin) + d * cache.block_size;
-    const int64_t end = std::min(tokens, begin + cache.block_size);
-    for (int64_t token = begin; token < end; token += 2, values += 2 * LANES) {
-      __m512bh value = pairs(values);
-      if (token + 1 == tokens) {
-        // The other half is a slot that was never written for this request: 0 * NaN is NaN.
-        value = (__m512bh)_mm512_and_si512((__m512i)value, _mm512_set1_epi32(0xffff));
-      }
-      for (int64_t i = 0; i < N; i++) {
-        sum[i] = _mm512_dpbf16_ps(sum[i], value, pair(weights[i] + column + token));
-      }
-    }
-  }
-  for (int64_t i = 0; i < N; i++) out[i] = (Vec)sum[i];
-}
-#endif
-
 struct Attention {
   const void* query;
   void* output;
@@ -165,74 +120,80 @@ Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vec
 template <typename T>
 struct Scratch {
   std::vector<float> queries, scores;
-  std::vector<bf16> weights;
-  std::vector<T> own;
+  std::vector<T> halves, own;
+};
+
+// One query of a tile.
+template <typename T>
+struct Query {
+  const T* in;
+  T* out;
+  const uint8_t* visible;
+
+  Query(const Attention& a, int64_t request, int64_t kv_head, int64_t index) {
+    const int64_t group = a.heads / a.kv_heads, row = index / group;
+    const int64_t head = kv_head * group + index % group, token = a.first[request] + row;
+    in = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
+    out = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
+    visible = a.mask + request * a.mask_batch_stride + row * a.mask_stride;
+  }
+};
+
+// The columns of the scores of a tile that ends before query `end`: the context, and the rows.
+template <typename T>
+struct Columns {
+  int64_t context, rows, first, padded;
+  Segment<T> segments[2];
+
+  Columns(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
+          int64_t end) {
+    context = a.num_context[request];
+    rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None of the tile sees further than its last.
+    first = own.base ? whole_lanes(context) : context;
+    padded = whole_lanes(first + rows);
+    segments[0] = {cache, own.base ? context : context + rows, 0};
+    segments[1] = {own, own.base ? rows : 0, first};
+  }
+
+  float softmax(float* scores, const Query<T>& query, float scale) const {
+    return softmax_row(scores, context, first, rows, padded, query.visible, scale);
+  }
 };
 
 template <int64_t N, typename T>
 void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
                  int64_t kv_head, int64_t begin, Scratch<T>& scratch) {
-  const int64_t group = a.heads / a.kv_heads, context = a.num_context[request];
-  const int64_t rows = (begin + N - 1) / group + 1;  // None of the tile sees further than its last.
-  const int64_t first = own.base ? whole_lanes(context) : context;
-  const int64_t padded = whole_lanes(first + rows);
-  const Segment<T> segments[] = {{cache, own.base ? context : context + rows, 0},
-                                 {own, own.base ? rows : 0, first}};
-  scratch.scores.resize(N * padded);
+  const Columns<T> columns(a, cache, own, request, begin + N);
+  scratch.scores.resize(N * columns.padded);
   scratch.queries.resize(N * a.dim);
-  const T* q[N];
   const float* queries[N];  // converted once, not at each key
-  T* out[N];
   float* scores[N];
-  int64_t row[N];
   for (int64_t i = 0; i < N; i++) {
-    row[i] = (begin + i) / group;
-    const int64_t head = kv_head * group + (begin + i) % group;
-    const int64_t token = a.first[request] + row[i];
-    q[i] = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
-    out[i] = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
-    scores[i] = scratch.scores.data() + i * padded;
+    const T* in = Query<T>(a, request, kv_head, begin + i).in;
     float* query = scratch.queries.data() + i * a.dim;
-    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(q[i][d]);
+    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(in[d]);
     queries[i] = query;
+    scores[i] = scratch.scores.data() + i * columns.padded;
   }
   Vec lanes[N];
-  for (const Segment<T> part : segments) {
+  for (const Segment<T>& part : columns.segments) {
     for (int64_t token = 0; token < part.tokens; token += LANES) {
-#ifdef __AVX512BF16__
-      if constexpr (sizeof(T) == 2) {
-        if (a.amx) score_lanes_amx<N>(q, part.cache, token, lanes);
-        else score_lanes<N>(queries, part.cache, token, lanes);
-      } else
-#endif
-        score_lanes<N>(queries, part.cache, token, lanes);
+      score_lanes<N>(queries, part.cache, token, lanes);
       for (int64_t i = 0; i < N; i++) {
         *reinterpret_cast<Vec*>(scores[i] + part.column + token) = lanes[i];
       }
     }
   }
   float inverse[N];
+  T* out[N];
   for (int64_t i = 0; i < N; i++) {
-    const uint8_t* visible = a.mask + request * a.mask_batch_stride + row[i] * a.mask_stride;
-    inverse[i] = softmax_row(scores[i], context, first, rows, padded, visible, a.scale);
-  }
-  const bf16* halves[N] = {};
-  if (a.amx) {
-    scratch.weights.resize(N * padded);
-    for (int64_t j = 0; j < N * padded; j++) store(&scratch.weights[j], scratch.scores[j]);
-    for (int64_t i = 0; i < N; i++) halves[i] = scratch.weights.data() + i * padded;
+    const Query<T> query(a, request, kv_head, begin + i);
+    inverse[i] = columns.softmax(scores[i], query, a.scale);
+    out[i] = query.out;
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {
     for (int64_t i = 0; i < N; i++) lanes[i] = Vec{};
-    for (const Segment<T> part : segments) {
-#ifdef __AVX512BF16__
-      if constexpr (sizeof(T) == 2) {
-        if (a.amx) weigh_lanes_amx<N>(halves, part, d, lanes);
-        else weigh_lanes<N>(scores, part, d, lanes);
-      } else
-#endif
-        weigh_lanes<N>(scores, part, d, lanes);
-    }
+    for (const Segment<T>& part : columns.segments) weigh_lanes<N>(scores, part, d, lanes);
     for (int64_t i = 0; i < N; i++) {
       for (int64_t lane = 0; lane < LANES; lane++) {
         store(out[i] + d + lane, lanes[i][lane] * inverse[i]);
@@ -241,11 +202,72 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   }
 }
 
+#ifdef HAS_AMX
+// As `attend_tile`, for at most 32 queries of the AMX layout, more than 16 of them if TWO.
+template <bool TWO>
+void attend_amx(const Attention& a, const Cache<bf16>& cache, const Cache<bf16>& own,
+                int64_t request, int64_t kv_head, int64_t begin, int64_t end,
+                Scratch<bf16>& scratch) {
+  constexpr int64_t N = TWO ? AMX_QUERIES : TILE_ROWS;
+  const Columns<bf16> columns(a, cache, own, request, end);
+  const int64_t count = end - begin, stride = columns.padded + TILE_DEPTH;
+  scratch.scores.resize(N * stride);
+  scratch.halves.assign(N * std::max(a.dim, stride), bf16{});
+  float* scores = scratch.scores.data();
+  bf16* halves = scratch.halves.data();  // the queries, and later the weights
+  for (int64_t i = 0; i < count; i++) {
+    std::copy_n(Query<bf16>(a, request, kv_head, begin + i).in, a.dim, halves + i * a.dim);
+  }
+  for (const Segment<bf16>& part : columns.segments) {
+    const auto& [at, tokens, column] = part;
+    for (int64_t token = 0; token < tokens; token += LANES) {
+      const bf16* keys = at.keys(token) + token % at.block_size * a.dim;
+      score_tile<TWO>(halves, a.dim, keys, scores + column + token, stride);
+    }
+  }
+  float inverse[N];
+  for (int64_t i = 0; i < count; i++) {
+    const Query<bf16> query(a, request, kv_head, begin + i);
+    inverse[i] = columns.softmax(scores + i * stride, query, a.scale);
+    store_halves(halves + i * stride, scores + i * stride, columns.padded);
+  }
+  for (int64_t d = 0; d < a.dim; d += LANES) {
+    _tile_zero(0);
+    if (TWO) _tile_zero(1);
+    for (const Segment<bf16>& part : columns.segments) {
+      const auto& [at, tokens, column] = part;
+      for (int64_t token = 0; token < tokens; token += TILE_DEPTH) {
+        const bf16* values =
+            at.values(token) + d * at.block_size + token % at.block_size * LANES;
+        const int64_t rest = std::min(TILE_DEPTH, tokens - token);
+        weigh_tile<TWO>(halves + column + token, stride, values, rest);
+      }
+    }
+    _tile_stored(0, scores, LANES * 4);  // nobody needs the scores any more
+    if (TWO) _tile_stored(1, scores + TILE_ROWS * LANES, LANES * 4);
+    for (int64_t i = 0; i < count; i++) {
+      bf16* out = Query<bf16>(a, request, kv_head, begin + i).out;
+      Vec values = load(scores + i * LANES) * inverse[i];
+      store_halves(out + d, reinterpret_cast<float*>(&values), LANES);
+    }
+  }
+}
+#endif
+
 // The queries of one KV head from `begin` to `end`, in the largest tiles that they fill.
 template <int64_t N, typename T>
 void attend_queries(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
                     int64_t request, int64_t kv_head, int64_t begin, int64_t end,
                     Scratch<T>& scratch) {
+#ifdef HAS_AMX
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    if (a.amx) {
+      auto attend = end - begin > TILE_ROWS ? attend_amx<true> : attend_amx<false>;
+      attend(a, cache, own, request, kv_head, begin, end, scratch);
+      return;
+    }
+  }
+#endif
   for (; begin + N <= end; begin += N) {
     attend_tile<N, T>(a, cache, own, request, kv_head, begin, scratch);
   }
@@ -264,18 +286,26 @@ struct Work {
 template <typename T>
 void attend(const Attention& a, int64_t batch, int64_t threads) {
   const int64_t group = a.heads / a.kv_heads;
+  int64_t most = TILE;
+#ifdef HAS_AMX
+  if (a.amx) most = AMX_QUERIES;
+#endif
   std::vector<Work> works;
   for (int64_t request = 0; request < batch; request++) {
     const int64_t queries = a.num_rows[request] * group;
     for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
-      for (int64_t begin = 0; begin < queries; begin += TILE) {
-        works.push_back({request, kv_head, begin, std::min(begin + TILE, queries)});
+      for (int64_t begin = 0; begin < queries; begin += most) {
+        works.push_back({request, kv_head, begin, std::min(begin + most, queries)});
       }
     }
   }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Scratch<T> scratch;
+#ifdef HAS_AMX
+    std::optional<Tiles> tiles;
+    if (a.amx) tiles.emplace();
+#endif
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < works.size(); i++) {
       const auto [request, kv_head, begin, end] = works[i];
@@ -296,8 +326,8 @@ extern "C" {
 
 // 1 where the AMX layout can be read on this machine.
 int64_t reads_amx_layout() {
-#ifdef __AVX512BF16__
-  return 1;
+#ifdef HAS_AMX
+  return may_use_amx();
 #else
   return 0;
 #endif
