@@ -14,7 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = str(EXAMPLES / "models" / "target")
 PROMPT_KINDS = ("gsm8k", "humaneval", "spec_bench")
 TOKEN_RECYCLING = {"method": "token_recycling"}
-# Trees of one size whatever they are worth, so that what is slow to draft is drafted.
+# Rows that cost nothing, here and below: trees of one size whatever they are worth, so that what is
+# slow to draft is drafted.
 GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
 OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
@@ -28,6 +29,7 @@ SMALL_OUROBOROS = {
     "branches": 2,
     "early_rows": 0,
     "max_forwards": 5,
+    "row_cost": 0,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def run_engine(
 ) -> tuple[list[Drafted], list, dict]:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     rounds = []
-    with engine({**OUROBOROS, **SIZES, **options}) as llm:
+    with engine({**OUROBOROS, **SIZES, **options, "row_cost": 0}) as llm:
         drafter = runner(llm).drafter
         proposer, draft = drafter.proposer, drafter.draft
 
@@ -128,6 +129,28 @@ def test_drafts_and_pool_equal_those_of_the_slow_reference(options, monkeypatch)
     assert rounds == expected_rounds
     assert pool == expected_pool
     assert len(pool) > (50 if options.get("window", 1) else 5)
+
+
+@pytest.mark.parametrize(("row_cost", "is_verified"), [(0, True), (5, False)])
+def test_what_is_not_worth_its_row_is_not_verified(row_cost, is_verified):
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with engine() as llm:
+        expected = generate(llm, PROMPTS, params)
+    with engine({**OUROBOROS, "row_cost": row_cost}) as llm:
+        assert generate(llm, PROMPTS, params) == expected
+        assert (counter(llm, "spec_decode_num_draft_tokens") > 0) == is_verified
+        # What was drafted, and was right, is counted all the same.
+        right = runner(llm).drafter.acceptance.counts[0, 0]
+        assert right > 10
+
+
+def test_start_up_says_whether_drafting_can_pay():
+    with engine(OUROBOROS) as llm:
+        drafter = runner(llm).drafter
+        line = runner(llm).price_rows()
+        assert re.search(r"takes \d+\.\d\d of a step, 1 forwards of 11 rows: it pays above \d", line)
+        assert "leave the method out" not in drafter.judge(1000.0)
+        assert "more than any draft can give: leave the method out" in drafter.judge(1e-6)
 
 
 class TestDraftCache:

@@ -206,10 +206,11 @@ def test_start_up_line_says_what_is_on():
 def test_start_up_lines_of_grown_trees():
     with engine({**TOKEN_RECYCLING, "contexts": [1, 2]}) as llm:
         lines = runner(llm).drafter.describe() + runner(llm).price_rows()
-        step_times = runner(llm).drafter.proposer.step_times
+        step_times = runner(llm).drafter.step_times
     for part in ("dynamic", "80 nodes", "cost measured", "contexts [1, 2]", "sequence", "bytes"):
         assert part in lines
-    assert "a step by its rows, in ms, behind 256 tokens: 1: " in lines
+    assert "a step by its rows, in ms, of 1 request behind 256 tokens: 1: " in lines
+    assert {requests for requests, _ in step_times.loads} == {1, 3, 8}
     assert (step_times.times[:, 1] == 1).all()
     assert (step_times.times.diff() >= 0).all()
     assert step_times.times[0, -1] > 1
@@ -219,9 +220,9 @@ def test_step_times_are_measured_once_where_there_is_a_file(tmp_path):
     path = tmp_path / "times.json"
     method = {**TOKEN_RECYCLING, "step_times_file": str(path)}
     with engine(method) as llm:
-        measured = runner(llm).drafter.proposer.step_times.times
+        measured = runner(llm).drafter.step_times.times
     with engine(method) as llm:
-        assert torch.equal(runner(llm).drafter.proposer.step_times.times, measured)
+        assert torch.equal(runner(llm).drafter.step_times.times, measured)
         assert f"read from {path}" in runner(llm).price_rows()
     content = json.loads(path.read_text(encoding="utf-8"))
     content["engine"]["threads"] += 1

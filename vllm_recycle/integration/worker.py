@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.engine_config import get_options
 
 logger = init_logger("vllm.recycle")
 
@@ -57,7 +58,7 @@ class TreeWorker(Worker):
         if self.rank == 0:
             logger.info(self.drafter.describe())
             if found is not None:
-                logger.info("token_recycling: %s", found)
+                logger.info("%s: %s", get_options(self.vllm_config).method, found)
         return times
 
     def price_rows(self) -> str | None:

@@ -15,7 +15,6 @@ from vllm_recycle.core.dynamic import (
     DynamicState,
     DynamicTreeProposer,
     RowLayout,
-    StepTimes,
 )
 from vllm_recycle.core.dynamic.context_rows import write_row, write_rows
 
@@ -28,10 +27,7 @@ def make_proposer(scope="sequence", **options) -> DynamicTreeProposer:
     rows = make_rows(scope, **options)
     state = DynamicState(rows)
     state.acceptance.counts.zero_()
-    times = StepTimes.linear(0.1, 30)
-    proposer = DynamicTreeProposer(
-        state, times, max_nodes=4, max_num_reqs=3, seed_from_prompt=False
-    )
+    proposer = DynamicTreeProposer(state, max_nodes=4, max_num_reqs=3, seed_from_prompt=False)
     proposer.begin(0, torch.empty(0, dtype=torch.int64))
     proposer.begin(1, torch.empty(0, dtype=torch.int64))
     return proposer

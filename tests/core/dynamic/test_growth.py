@@ -31,7 +31,7 @@ class Setting:
     max_nodes: int
 
     def grow(self) -> Growth:
-        times, slopes = self.step_times.at(0)
+        times, slopes = self.step_times.at(1, 0)
         return grow(
             self.rows.table,
             self.rates,
@@ -53,7 +53,7 @@ def step_times(draw) -> StepTimes:
     times = [draw(st.integers(1, 6))]
     for rise in draw(st.lists(rises, min_size=1, max_size=16)):
         times.append(times[-1] + rise)
-    return StepTimes({0: times})
+    return StepTimes({(1, 0): times})
 
 
 @st.composite
@@ -248,14 +248,14 @@ def test_where_others_fill_the_step_nothing_is_drafted():
 
 def test_nodes_below_a_dear_one_are_seen_where_rows_are_free_again():
     # The second row costs half a step, the ones after it nothing.
-    setting = known_chain(1, StepTimes({0: [1, 1, 2, 2, 2, 2]}), max_nodes=5)
+    setting = known_chain(1, StepTimes({(1, 0): [1, 1, 2, 2, 2, 2]}), max_nodes=5)
     setting.rates.fill_(0.75)
     assert setting.grow().num_nodes.tolist() == [4]
 
 
 def test_of_equally_good_numbers_of_nodes_the_least_is_taken():
     # One row gives a token in 1, three rows 1.75 tokens in 1.75.
-    setting = known_chain(1, StepTimes({0: [1, 1, 1.75, 1.75]}), max_nodes=2)
+    setting = known_chain(1, StepTimes({(1, 0): [1, 1, 1.75, 1.75]}), max_nodes=2)
     assert setting.grow().num_nodes.tolist() == [0]
 
 
@@ -275,7 +275,7 @@ def test_a_slope_is_the_least_to_any_larger_number_of_rows(times):
 @BRIEF
 @given(values=st.lists(st.floats(0.1, 10), min_size=1, max_size=20))
 def test_times_never_fall(values):
-    times = StepTimes({0: values}).times[0].tolist()
+    times = StepTimes({(1, 0): values}).times[0].tolist()
     assert times == [max(values[: row + 1]) for row in range(len(values))]
 
 
@@ -287,9 +287,9 @@ def test_linear_times_are_in_units_of_one_row():
 
 
 def test_between_and_beyond_what_was_measured_times_lie_on_lines():
-    points = {0: {1: 2.0, 3: 4.0, 5: 3.0, 9: 6.0}, 100: {4: 5.0, 1: 5.0}}
+    points = {(2, 0): {2: 5.0, 4: 5.0}, (1, 0): {1: 2.0, 3: 4.0, 5: 3.0, 9: 6.0}}
     times = StepTimes.measured(points, 11)
-    assert times.contexts == (0, 100)
+    assert times.loads == ((1, 0), (2, 0))
     # What five rows took is less than what three did: noise, so both took what is between them.
     expected = [1, 1, 1.375, 1.75, 1.75, 1.75, 2.0625, 2.375, 2.6875, 3, 3.3125, 3.625]
     assert times.times.tolist() == [expected, [1] * 12]
@@ -297,7 +297,7 @@ def test_between_and_beyond_what_was_measured_times_lie_on_lines():
 
 
 def test_two_noisy_times_do_not_make_what_is_beyond_free():
-    times = StepTimes.measured({0: {1: 1.0, 48: 3.0, 81: 2.9}}, 200)
+    times = StepTimes.measured({(1, 0): {1: 1.0, 48: 3.0, 81: 2.9}}, 200)
     # Free between the two, at most.
     assert (times.slopes[0, 1:40] > 0.005).all()
     assert (times.slopes[0, 81:] > 0.01).all()
@@ -305,7 +305,13 @@ def test_two_noisy_times_do_not_make_what_is_beyond_free():
 
 
 def test_the_nearest_context_is_taken():
-    times = StepTimes({1000: [3, 3], 0: [1, 2], 100: [2, 4]})
-    first = [times.at(context)[0].tolist()[0] for context in (0, 40, 50.5, 400, 600, 10**6)]
+    times = StepTimes({(1, 1000): [3, 3], (1, 0): [1, 2], (1, 100): [2, 4]})
+    first = [times.at(1, context)[0].tolist()[0] for context in (0, 40, 50.5, 400, 600, 10**6)]
     assert first == [1, 1, 2, 2, 3, 3]
-    assert [float(times.at(context)[1][0]) for context in (0, 100, 1000)] == [1, 2, 0]
+    assert [float(times.at(1, context)[1][0]) for context in (0, 100, 1000)] == [1, 2, 0]
+
+
+def test_the_nearest_number_of_requests_comes_before_the_nearest_context():
+    times = StepTimes({(1, 0): [1], (4, 1000): [2], (4, 50): [3], (16, 0): [4]})
+    loads = [(1, 9), (2, 9), (3, 9), (3, 900), (7, 0), (9, 0), (500, 999)]
+    assert [float(times.at(*load)[0]) for load in loads] == [1, 1, 3, 2, 3, 4, 4]

@@ -42,22 +42,25 @@ def greedy(text: list[int], length: int) -> list[int]:
 
 
 def make_proposer(*, max_nodes=8, row_cost=0.05, operations=REFERENCE_DYNAMIC, **options):
-    return DynamicTreeProposer(
+    proposer = DynamicTreeProposer(
         DynamicState(make_rows(**options)),
-        StepTimes.linear(row_cost, 40),
         max_nodes=max_nodes,
         max_num_reqs=3,
         dynamic_operations=operations,
     )
+    proposer.price = StepTimes.linear(row_cost, 40).at(1, 0)
+    return proposer
 
 
 def propose(proposer, idx_mapping, texts, max_depths=50) -> torch.Tensor:
     max_depths = torch.tensor(max_depths).expand(len(texts))
+    times, slopes = proposer.price
     return proposer.propose(
         idx_mapping,
         tails_of(texts, proposer.layout.reach),
         max_depths=max_depths,
-        num_computed_tokens=10.0,
+        times=times,
+        slopes=slopes,
         num_other_rows=0,
     )
 

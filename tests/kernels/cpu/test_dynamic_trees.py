@@ -75,14 +75,14 @@ def test_grow_equals_the_reference(rows, data, batch, max_nodes):
     num_rows = data.draw(st.integers(1, 40))
     kind = data.draw(st.sampled_from(["linear", "free", "rising"]))
     if kind == "rising":
-        step_times = StepTimes({0: torch.rand(num_rows + 1).cumsum(0).tolist()})
+        step_times = StepTimes({(1, 0): torch.rand(num_rows + 1).cumsum(0).tolist()})
     else:
         step_times = StepTimes.linear(0.05 if kind == "linear" else 0.0, num_rows)
     shape = (len(rows.layout.contexts), 2, rows.layout.k, 4)
     # Of quarters many are equal, so that the order decides.
     equal = data.draw(st.booleans())
     rates = torch.randint(5, shape).double() / 4 if equal else torch.rand(shape).double()
-    times, slopes = step_times.at(0)
+    times, slopes = step_times.at(1, 0)
     arguments = {
         "layout": rows.layout,
         "salts": rows.salts[torch.randperm(3)[:batch]],
@@ -183,7 +183,6 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
             DynamicState(
                 make_rows(scope, vocab_size=vocab_size, k=k, contexts=contexts, slots=slots)
             ),
-            StepTimes.linear(row_cost, 60),
             max_nodes=max_nodes,
             max_num_reqs=3,
             operations=operations,
@@ -194,6 +193,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
             (native.native_operations(), native_dynamic_operations()),
         )
     ]
+    times, slopes = StepTimes.linear(row_cost, 60).at(3, 0)
     texts = random_texts(reference.state.rows, 2, 30)
     idx_mapping = torch.tensor([2, 0])
     for proposer in proposers:
@@ -207,7 +207,8 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
                 idx_mapping,
                 tails,
                 max_depths=max_depths,
-                num_computed_tokens=5.0,
+                times=times,
+                slopes=slopes,
                 num_other_rows=1,
             )
             for proposer in proposers

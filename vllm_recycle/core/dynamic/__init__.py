@@ -10,8 +10,9 @@ from vllm_recycle.core.dynamic.acceptance import AcceptanceTable
 from vllm_recycle.core.dynamic.context_rows import ContextRows, RowLayout
 from vllm_recycle.core.dynamic.growth import Growth, grow
 from vllm_recycle.core.dynamic.learning import learn, seed
+from vllm_recycle.core.dynamic.node_acceptance import NodeAcceptance, best_prefix
 from vllm_recycle.core.dynamic.operations import REFERENCE_DYNAMIC, DynamicOperations
-from vllm_recycle.core.dynamic.prices import StepTimes
+from vllm_recycle.core.dynamic.prices import Load, StepTimes
 from vllm_recycle.core.dynamic.proposer import DynamicState, DynamicTreeProposer
 
 __all__ = [
@@ -22,8 +23,11 @@ __all__ = [
     "DynamicState",
     "DynamicTreeProposer",
     "Growth",
+    "Load",
+    "NodeAcceptance",
     "RowLayout",
     "StepTimes",
+    "best_prefix",
     "grow",
     "learn",
     "seed",

@@ -2,67 +2,81 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
+# Requests of a step, and the length of their contexts.
+Load = tuple[int, int]
+
 
 class StepTimes:
-    """The time of a step by the number of its rows, in units of a step of one row.
+    """The time of a step by the number of its rows, in units of its time without drafts.
+
+    A row costs more where it is another request's: attention shares nothing between requests.
 
     Attributes:
-        contexts: lengths of contexts, ascending, that there are times for.
-        times: float64 [lengths, rows + 1], never falling.
-        slopes: float64 [lengths, rows + 1], what a row more costs at least, from there on.
+        loads: that there are times for, ascending.
+        times: float64 [loads, rows + 1], never falling.
+        slopes: float64 [loads, rows + 1], what a row more costs at least, from there on.
 
     """
 
-    def __init__(self, times: Mapping[int, np.ndarray]) -> None:
+    def __init__(self, times: Mapping[Load, np.ndarray]) -> None:
         """Take times as they are.
 
         Args:
-            times: by length of context, float64 [rows + 1], for 0, 1, ... rows.
+            times: by load, float64 [rows + 1], for 0, 1, ... rows.
 
         """
-        self.contexts = tuple(sorted(times))
-        rising = [np.maximum.accumulate(times[c]) for c in self.contexts]
+        self.loads = tuple(sorted(times))
+        rising = [np.maximum.accumulate(times[load]) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
         self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
         """Every row beyond the first costs the same part of a step of one row."""
-        return cls({0: 1.0 + row_cost * np.maximum(np.arange(max_rows + 1) - 1, 0)})
+        return cls({(1, 0): 1.0 + row_cost * np.maximum(np.arange(max_rows + 1) - 1, 0)})
 
     @classmethod
-    def measured(cls, points: Mapping[int, Mapping[int, float]], max_rows: int) -> StepTimes:
+    def measured(cls, points: Mapping[Load, Mapping[int, float]], max_rows: int) -> StepTimes:
         """Between rows that were measured, and beyond them, times lie on straight lines.
 
         Args:
-            points: by length of context, time by number of rows; at least two, one row among them.
+            points: by load, time by number of rows; at least two, the fewest without drafts.
             max_rows: the most rows of a step.
 
         """
         rows = np.arange(max_rows + 1)
         times = {}
-        for context, of_rows in points.items():
+        for load, of_rows in points.items():
             known, values = map(np.asarray, zip(*sorted(of_rows.items()), strict=True))
             values = _rising(values)
             slopes = (values[-1] - values[[-2, 0]]) / (known[-1] - known[[-2, 0]])
             # Not flatter than on average: two noisy times must not make all that is beyond free.
             beyond = values[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
             inside = np.interp(rows, known, values)
-            times[context] = np.where(rows > known[-1], beyond, inside) / values[0]
+            times[load] = np.where(rows > known[-1], beyond, inside) / values[0]
         return cls(times)
 
     @property
     def max_rows(self) -> int:
         return self.times.shape[1] - 1
 
-    def at(self, context: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Times and slopes, float64 [rows + 1] each, for the nearest length of context."""
-        index = min(range(len(self.contexts)), key=lambda i: abs(self.contexts[i] - context))
+    def at(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Times and slopes, float64 [rows + 1] each, for the nearest load.
+
+        That is the nearest number of requests by ratio, then the nearest length of context.
+        """
+
+        def distance(index: int) -> tuple[float, float]:
+            requests, length = self.loads[index]
+            return abs(math.log(requests / num_reqs)), abs(length - context)
+
+        index = min(range(len(self.loads)), key=distance)
         return self.times[index], self.slopes[index]
 
 

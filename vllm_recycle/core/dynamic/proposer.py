@@ -10,7 +10,6 @@ import torch
 from vllm_recycle.core.dynamic.acceptance import AcceptanceTable
 from vllm_recycle.core.dynamic.context_rows import ContextRows, RowLayout
 from vllm_recycle.core.dynamic.operations import REFERENCE_DYNAMIC, DynamicOperations
-from vllm_recycle.core.dynamic.prices import StepTimes
 from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.state_file import load_tensors, save_tensors
 from vllm_recycle.core.tree import BatchTrees
@@ -78,7 +77,6 @@ class DynamicTreeProposer:
 
     Args:
         state: what it learns.
-        step_times: what rows cost.
         max_nodes: the most nodes of a tree.
         max_num_reqs: every `req_state_idx` is below this.
         seed_from_prompt: whether the prompt's text enters the rows before decoding.
@@ -90,7 +88,6 @@ class DynamicTreeProposer:
     def __init__(
         self,
         state: DynamicState,
-        step_times: StepTimes,
         *,
         max_nodes: int,
         max_num_reqs: int,
@@ -99,7 +96,6 @@ class DynamicTreeProposer:
         dynamic_operations: DynamicOperations = REFERENCE_DYNAMIC,
     ) -> None:
         self.state = state
-        self.step_times = step_times
         self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
         self.operations = operations
@@ -125,7 +121,8 @@ class DynamicTreeProposer:
         tails: torch.Tensor,
         *,
         max_depths: torch.Tensor,
-        num_computed_tokens: float,
+        times: torch.Tensor,
+        slopes: torch.Tensor,
         num_other_rows: int,
         max_nodes: int | None = None,
     ) -> torch.Tensor:
@@ -136,7 +133,8 @@ class DynamicTreeProposer:
             tails: int64 [batch, reach], the end of each text, the newest token first, padded
                 with -1.
             max_depths: int64 [batch], the most tokens that a path of each may have.
-            num_computed_tokens: length of the texts, on average; decides what rows cost.
+            times: float64 [rows + 1], the time of a step by its rows.
+            slopes: float64 [rows + 1], what a row more costs at least.
             num_other_rows: requests of the step that is drafted for beside these.
             max_nodes: the most nodes of a tree; None for as many as there is room for.
 
@@ -145,7 +143,6 @@ class DynamicTreeProposer:
 
         """
         state, max_nodes = self.state, self.num_nodes if max_nodes is None else max_nodes
-        times, slopes = self.step_times.at(num_computed_tokens)
         growth = self.dynamic_operations.grow(
             state.rows.table,
             state.acceptance.rates(),

@@ -10,6 +10,7 @@ counting back.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Set
 from typing import Any
 
@@ -20,18 +21,24 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cpu.drafter import TemplateV1Drafter, Texts
+from vllm_recycle.core.dynamic import NodeAcceptance, best_prefix
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, TemplateV1Drafter, Texts
+from vllm_recycle.integration.cpu.step_times import ROUNDS, from_first_rank
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import prepare_trees
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.kernels.cpu.native import native_operations
 
 
-class OuroborosV1Drafter(OuroborosDrafter, TemplateV1Drafter, DraftModelProposer):
+class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, DraftModelProposer):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
+    Of what is drafted the target verifies what is worth its rows.
+
     Attributes:
+        acceptance: what the nodes of a draft are worth.
+        drafted: int64 [max_num_reqs, nodes], the last draft of each request, whole.
         num_cached: int64 [max_num_reqs], tokens of each text whose keys and values the draft has.
         trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
             `round_starts`, int64 [max_num_reqs], on; padded with -1.
@@ -43,7 +50,11 @@ class OuroborosV1Drafter(OuroborosDrafter, TemplateV1Drafter, DraftModelProposer
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         DraftModelProposer.__init__(self, vllm_config, device, runner)
         self.make_proposer(native_operations(), device, stops_early=True)
+        self.read_prices()
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        tree = self.proposer.tree
+        self.acceptance = NodeAcceptance(tree)
+        self.drafted = torch.full((max_num_reqs, tree.num_nodes), NO_TOKEN)
         self.num_cached, self.round_starts, self.index, self.ends = np.zeros(
             (4, max_num_reqs), dtype=np.int64
         )
@@ -76,6 +87,17 @@ class OuroborosV1Drafter(OuroborosDrafter, TemplateV1Drafter, DraftModelProposer
         super().begin(req_state_idx, token_ids, num_computed_tokens)
         self.num_cached[req_state_idx] = num_computed_tokens
         self.trunks[req_state_idx] = NO_TOKEN
+        self.drafted[req_state_idx] = NO_TOKEN
+
+    def reset(self) -> None:
+        super().reset()
+        self.acceptance.clear()
+
+    def accept(
+        self, idx_mapping: torch.Tensor, trees: TreeBatch, walked: WalkResult, ends: Ends
+    ) -> None:
+        self.acceptance.count(self.drafted[idx_mapping], walked)
+        self.drafted[idx_mapping] = NO_TOKEN
 
     def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
         """As for all; and take in what the target has computed of every text, drafted for or not.
@@ -96,12 +118,36 @@ class OuroborosV1Drafter(OuroborosDrafter, TemplateV1Drafter, DraftModelProposer
         self.round_starts[idx_mapping], self.trunks[idx_mapping] = num_computed_tokens + 1, NO_TOKEN
         drafts = torch.full((batch, self.proposer.tree.num_nodes), NO_TOKEN)
         if len(chosen):
-            drafts[chosen] = self.proposer.propose(
+            drafted = self.proposer.propose(
                 texts.idx_mapping[chosen],
                 texts.last_token_ids(chosen),
                 room=torch.from_numpy(room[chosen]),
             )
+            self.drafted[texts.idx_mapping[chosen]] = drafted
+            times, _ = self.step_times.at(batch, float(num_computed_tokens.mean()))
+            worths = self.acceptance.worths(drafted)
+            kept = best_prefix(worths, batch - len(chosen), times)
+            drafts[chosen, :kept] = drafted[:, :kept]
         return drafts
+
+    @torch.inference_mode()
+    def judge(self, step_seconds: float) -> str:
+        forwards, rows = self.proposer.max_forwards, 1 + self.proposer.lookahead.num_nodes
+        seconds = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            self.model.compute_logits(self._run_model(rows, None))
+            seconds.append(time.perf_counter() - started)
+        share = from_first_rank(forwards * min(seconds) / step_seconds)
+        times, _ = self.step_times.at(1, 0)
+        reached = 1 + self.proposer.tree.depths.cummax(0).values
+        costs = share + times[1 : len(reached) + 1]
+        pays = bool((reached[: len(costs)] > costs)[1:].any())
+        return (
+            f"; drafting takes {share:.2f} of a step, {forwards} forwards of {rows} rows: it pays "
+            f"above {float(costs[1]):.1f} tokens a step"
+            + ("" if pays else ", more than any draft can give: leave the method out")
+        )
 
     def _forget_rejected(self, idx_mapping: np.ndarray, num_computed_tokens: np.ndarray) -> None:
         """Count each cache back to where the text is no more what was drafted."""

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from vllm_recycle.core import BatchTrees, Proposer, WalkResult
+from vllm_recycle.core.dynamic import StepTimes
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
+from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.kernels.cpu.native import native_operations
 
 
@@ -135,6 +137,30 @@ class V1Drafter(Drafter):
             int64 [batch, nodes], -1 where there is no draft.
 
         """
+
+
+class PricedV1Drafter(V1Drafter):
+    """To be put before a drafter that drafts as many rows as are worth their time.
+
+    Attributes:
+        step_times: what rows cost.
+        max_rows: most rows of a step that drafts may make.
+        row_cost: what the user says of a row, in units of a step of one row; None to measure.
+        step_times_file: where what was measured lives between engines, if anywhere.
+
+    """
+
+    def read_prices(self) -> None:
+        """Set these from `vllm_config`; what is measured comes later."""
+        options, scheduler = get_options(self.vllm_config), self.vllm_config.scheduler_config
+        self.row_cost, self.step_times_file = options.row_cost, options.step_times_file
+        drafts = int(options.budget_share * scheduler.max_num_batched_tokens)
+        self.max_rows = scheduler.max_num_seqs + drafts
+        self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+
+    def judge(self, step_seconds: float) -> str:
+        """What is to be said of drafting where a plain step takes so long, if anything."""
+        return ""
 
 
 class TemplateV1Drafter(V1Drafter):

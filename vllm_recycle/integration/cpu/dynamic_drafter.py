@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from vllm_recycle.core import BatchTrees, WalkResult
-from vllm_recycle.core.dynamic import ContextRows, DynamicState, DynamicTreeProposer, StepTimes
+from vllm_recycle.core.dynamic import ContextRows, DynamicState, DynamicTreeProposer
 from vllm_recycle.core.dynamic.context_rows import slots_in
-from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import TokenRecyclingOptions
@@ -18,15 +18,8 @@ from vllm_recycle.kernels.cpu.dynamic_trees import native_dynamic_operations
 from vllm_recycle.kernels.cpu.native import native_operations
 
 
-class DynamicV1Drafter(V1Drafter):
-    """Grows a tree for each request, priced by the time of a step.
-
-    Attributes:
-        max_rows: most rows of a step that drafts may make.
-        row_cost: what the user says of a row, in units of a step of one row; None to measure.
-        step_times_file: where what was measured lives between engines, if anywhere.
-
-    """
+class DynamicV1Drafter(PricedV1Drafter):
+    """Grows a tree for each request, priced by the time of a step."""
 
     proposer: DynamicTreeProposer
     state: DynamicState
@@ -35,13 +28,10 @@ class DynamicV1Drafter(V1Drafter):
         self.vllm_config = vllm_config
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file, self.row_cost = options.matrix_file, options.row_cost
-        self.step_times_file = options.step_times_file
+        self.state_file = options.matrix_file
+        self.read_prices()
         assert options.context_mib is not None  # of grown trees
         scheduler = vllm_config.scheduler_config
-        self.max_rows = scheduler.max_num_seqs + int(
-            options.budget_share * scheduler.max_num_batched_tokens
-        )
         rows = ContextRows(
             vllm_config.model_config.get_vocab_size(),
             options.k,
@@ -54,7 +44,6 @@ class DynamicV1Drafter(V1Drafter):
         self.state = DynamicState(rows)
         self.proposer = DynamicTreeProposer(
             self.state,
-            StepTimes.linear(self.row_cost or 0.0, self.max_rows),
             max_nodes=options.num_nodes,
             max_num_reqs=scheduler.max_num_seqs,
             seed_from_prompt=options.seed_from_prompt,
@@ -64,10 +53,6 @@ class DynamicV1Drafter(V1Drafter):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
-
-    def set_prices(self, step_times: StepTimes) -> None:
-        """What rows cost from now on."""
-        self.proposer.step_times = step_times
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
         self.proposer.begin(req_state_idx, token_ids)
@@ -105,11 +90,13 @@ class DynamicV1Drafter(V1Drafter):
         chosen = np.nonzero(texts.wants_draft)[0]
         if len(chosen):
             last = texts.num_computed_tokens[chosen]
+            times, slopes = self.step_times.at(len(drafts), float(last.mean()))
             drafts[chosen] = self.proposer.propose(
                 texts.idx_mapping[chosen],
                 Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
                 max_depths=torch.from_numpy(texts.max_depths[chosen]),
-                num_computed_tokens=float(last.mean()),
+                times=times,
+                slopes=slopes,
                 num_other_rows=len(drafts) - len(chosen),
                 max_nodes=max_nodes,
             )

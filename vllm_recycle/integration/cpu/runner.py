@@ -19,7 +19,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import ReqStateIndices
 from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
-from vllm_recycle.integration.cpu.drafter import Ends, Texts, TreeV1Drafter
+from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts, TreeV1Drafter
 from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_times import find_step_times
@@ -212,11 +212,10 @@ class TreeCPUModelRunner(CPUModelRunner):
 
         """
         drafter = self.drafter
-        if not isinstance(drafter, DynamicV1Drafter) or drafter.row_cost is not None:
+        if not isinstance(drafter, PricedV1Drafter) or drafter.row_cost is not None:
             return None
-        step_times, found = find_step_times(self, drafter.max_rows, drafter.step_times_file)
-        drafter.set_prices(step_times)
-        return found
+        drafter.step_times, step_seconds, found = find_step_times(self)
+        return found + drafter.judge(step_seconds)
 
     def _max_depth(self, request_id: str) -> int:
         """Tokens that a request may still have, but for the one that it gets without a draft."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +21,17 @@ class MethodOptions(ABC):
     Attributes:
         method: its name.
         budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
+        row_cost: what a row of a step costs, in units of a step of one row; None to measure.
+        step_times_file: JSON file of what was measured; read at start-up where it exists, else
+            written.
 
     """
 
     method: ClassVar[str]
 
     budget_share: float = 0.5
+    row_cost: float | None = None
+    step_times_file: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
@@ -72,6 +78,16 @@ class MethodOptions(ABC):
         share = self.budget_share
         is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
         expect("budget_share", share, is_share, "a number above 0, at most 1")
+        cost = self.row_cost
+        is_cost = (
+            isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < math.inf
+        )
+        expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
+        expect_file("step_times_file", self.step_times_file)
+        if cost is not None and self.step_times_file is not None:
+            raise ValueError(
+                "speculative_config: step_times_file is given with a row_cost, expected one of them"
+            )
 
     @abstractmethod
     def load_tree(self) -> TreeTemplate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -38,9 +37,6 @@ class TokenRecyclingOptions(MethodOptions):
         max_nodes: the most nodes of a tree that is grown; of a template, keep only this prefix.
         contexts: lengths of the contexts that rows are kept for, ascending from 1.
         context_mib: MiB of the table of rows of longer contexts.
-        row_cost: what a row of a step costs, in units of a step of one row; None to measure.
-        step_times_file: JSON file of what was measured; read at start-up where it exists, else
-            written.
         scope: who reads and writes what, see `AdjacencyMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
@@ -56,8 +52,6 @@ class TokenRecyclingOptions(MethodOptions):
     max_nodes: int | None = None
     contexts: tuple[int, ...] = (1,)
     context_mib: int | None = None
-    row_cost: float | None = None
-    step_times_file: str | None = None
     scope: str = "sequence"
     hot_start: bool = True
     matrix_file: str | None = None
@@ -105,16 +99,10 @@ class TokenRecyclingOptions(MethodOptions):
             raise ValueError(f"speculative_config: {error}") from None
         is_size = self.context_mib is None or is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
-        cost = self.row_cost
-        is_cost = (
-            isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < math.inf
-        )
-        expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        expect_file("step_times_file", self.step_times_file)
         of_grown = {
             "contexts": list(self.contexts) != [1],
             "context_mib": self.context_mib is not None,
-            "row_cost": cost is not None,
+            "row_cost": self.row_cost is not None,
             "step_times_file": self.step_times_file is not None,
         }
         for key, given in of_grown.items():
@@ -122,10 +110,6 @@ class TokenRecyclingOptions(MethodOptions):
                 raise ValueError(
                     f"speculative_config: {key} belongs to the tree 'dynamic', got {self.tree!r}"
                 )
-        if cost is not None and self.step_times_file is not None:
-            raise ValueError(
-                "speculative_config: step_times_file is given with a row_cost, expected one of them"
-            )
         expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
         for name in ("hot_start", "seed_from_prompt"):
             expect_bool(name, getattr(self, name))
