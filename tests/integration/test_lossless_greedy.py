@@ -71,7 +71,9 @@ def test_output_equals_vllm(expected, method):
         pytest.param(GROWN, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
         pytest.param(GROWN, {"block_size": 32}, id="blocks of 32"),
         pytest.param(
-            {**OUROBOROS, **GPU_SIZES, "row_cost": 0}, {"max_num_seqs": 4}, id="ouroboros, the paper's sizes"
+            {**OUROBOROS, **GPU_SIZES, "row_cost": 0},
+            {"max_num_seqs": 4},
+            id="ouroboros, the paper's sizes",
         ),
         pytest.param({**SMALL_OUROBOROS, "scope": "request"}, {}, id="ouroboros, own pools"),
         pytest.param({**SMALL_OUROBOROS, "max_forwards": 2}, {}, id="ouroboros, two forwards"),

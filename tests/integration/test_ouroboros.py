@@ -148,7 +148,9 @@ def test_start_up_says_whether_drafting_can_pay():
     with engine(OUROBOROS) as llm:
         drafter = runner(llm).drafter
         line = runner(llm).price_rows()
-        assert re.search(r"takes \d+\.\d\d of a step, 1 forwards of 11 rows: it pays above \d", line)
+        assert re.search(
+            r"takes \d+\.\d\d of a step, 1 forwards of 11 rows: it pays above \d", line
+        )
         assert "leave the method out" not in drafter.judge(1000.0)
         assert "more than any draft can give: leave the method out" in drafter.judge(1e-6)
 

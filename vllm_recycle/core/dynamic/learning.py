@@ -16,8 +16,11 @@ from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [logit rows, k], the most probable tokens of logits [logit rows, vocab], best first."""
-    return logits.topk(k, dim=-1).indices.to(torch.int32)
+    """int32 [logit rows, k], the most probable tokens of logits [logit rows, vocab], best first.
+
+    Of equal ones the lower token comes first.
+    """
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
 
 
 def learn(

@@ -98,13 +98,19 @@ class V1Drafter(Drafter):
         """int64 [batch, rows], the depths of the rows of these trees."""
 
     @abstractmethod
-    def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
+    def observe(
+        self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
+    ) -> torch.Tensor | None:
         """Take in a step, before its tokens are sampled.
 
         Args:
             idx_mapping: int64 [batch].
             trees: the step.
             logits: [logit rows, vocab], raw.
+
+        Returns:
+            int64 [logit rows], the argmax of each row, the first of equals, where it came up; else
+            None.
 
         """
 
@@ -179,13 +185,16 @@ class TemplateV1Drafter(V1Drafter):
     def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         return self._proposer.tree.depths.expand(len(idx_mapping), -1)
 
-    def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
+    def observe(
+        self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
+    ) -> torch.Tensor | None:
         self._proposer.observe(
             idx_mapping[trees.request_of_logit_row],
             trees.row_token_ids,
             logits,
             trees.cu_num_logits,
         )
+        return None
 
 
 class TreeV1Drafter(TreeDrafter, TemplateV1Drafter):

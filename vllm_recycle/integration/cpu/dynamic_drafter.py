@@ -63,9 +63,12 @@ class DynamicV1Drafter(PricedV1Drafter):
     def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         return self.proposer.depths_of(idx_mapping)
 
-    def observe(self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor) -> None:
+    def observe(
+        self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
+    ) -> torch.Tensor | None:
         proposer = self.proposer
         self.successors = proposer.dynamic_operations.top_k(logits, proposer.layout.k)
+        return self.successors[:, 0].long().clamp(min=0)  # where no logit is a number
 
     def accept(
         self,

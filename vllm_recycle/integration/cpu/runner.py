@@ -35,6 +35,7 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     drafter: TreeV1Drafter | DynamicV1Drafter | OuroborosV1Drafter
     draft_depths: list[list[int]]
+    argmax: torch.Tensor | None  # of the raw logits, where they are what is sampled from
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -105,14 +106,17 @@ class TreeCPUModelRunner(CPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         if (state := self.execute_model_state) is not None:
             # Here the logits are raw; the grammar and the sampler change them in place.
-            self.drafter.observe(self.idx_mapping, self.trees, state.logits)
+            best = self.drafter.observe(self.idx_mapping, self.trees, state.logits)
+            self.argmax = None if grammar_output is not None else best
         return super().sample_tokens(grammar_output)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
         sampling_metadata = self.input_batch.sampling_metadata
         if rows_are_independent(sampling_metadata):
-            sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
+            sampled = self.argmax
+            if sampled is None:
+                sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
             result = self.drafter.proposer.operations.walk(
                 sampled, self.trees.drafts, self.trees.cu_num_logits, tree=self.trees.trees
             )
