@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import fake_worker
 import pytest
 
 from vllm_recycle.cli import RunError, main
 from vllm_recycle.cli.bench import ablation, driver, methods
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
+from vllm_recycle.cli.bench.prompts import Prompt
+from vllm_recycle.cli.bench.report import make_report
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/target"
@@ -72,6 +75,8 @@ def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
     arguments = bench("--num-prompts=2", "--max-tokens=16", "--repeats=1", "--dtype=float32")
     arguments += ["--draft-model", str(DRAFT_MODEL), "--methods=none,draft_model,ouroboros"]
     arguments += ["--engine-args", EAGER, "--no-profile", "--json", str(tmp_path / "result.json")]
+    whole = {"method": "ouroboros", "model": str(DRAFT_MODEL), "row_cost": 0}
+    arguments += ["--speculative-config", f"ouroboros={json.dumps(whole)}"]
     command = [sys.executable, "-m", "vllm_recycle.cli", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -139,6 +144,23 @@ def test_the_ablation_switches_one_component_on_or_off_a_line():
         if before is not None:
             changed = {key for key, value in vars(one).items() if value != getattr(before, key)}
             assert len(changed) == (2 if name == "with-verification" else 1), name
+
+
+def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
+    def one(seconds: float) -> driver.Reply:
+        request = {"start": 0, "stop": 1}
+        return fake_worker.run({}, request) | {"wall_s": seconds}
+
+    # The machine was slow in the second pass of both.
+    passes = {("none", 1): [one(2), one(8), one(2)], ("ngram", 1): [one(1), one(5), one(3)]}
+    engine = {"versions": {}, "dtype": "float32", "device": "cpu", "torch_threads": 1}
+    names = ("none", "ngram")
+    found = driver.Measurement(
+        dict.fromkeys(names, engine), {name: one(1) for name in names}, passes, {}
+    )
+    plan = Plan("m", PROMPTS, (Prompt(("a",)),), dict.fromkeys(names), repeats=3)
+    _, ngram = make_report(plan, found)["results"]
+    assert ngram["speedup"] == pytest.approx(8 / 5)
 
 
 def test_every_number_of_draft_tokens_is_a_method(monkeypatch, tmp_path):

@@ -29,6 +29,8 @@ def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list
         (["--methods=none", "--concurrency=1,zero"], "got '1,zero', expected"),
         (["--methods=none", "--concurrency=0"], "got '0', expected"),
         (["--methods=none", "--repeats=-1"], "got '-1', expected an integer of at least 1"),
+        (["--methods=none", "--temperature=-1"], "got '-1', expected a number from 0 to 2"),
+        (["--methods=none", "--temperature=hot"], "got 'hot', expected a number from 0 to 2"),
         (["--methods=none", "--num-prompts=9999"], "--num-prompts is 9999, but"),
         (["--methods=none", "--dtype=float8"], "float8"),
         (["--methods=none", "--engine-args=[]"], "--engine-args: expected a JSON object, got []"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -60,9 +61,12 @@ def test_the_answers_go_into_the_next_turn(chat_model):
         driver.load(plan, running["none"], None)
         reply = running["none"].ask("run", **driver.pass_arguments(plan, 1, 0))
         together = running["none"].ask("run", **driver.pass_arguments(plan, 4, 0))
+        warm = driver.pass_arguments(replace(plan, temperature=1.0), 1, 0)
+        sampled = [running["none"].ask("run", **warm)["outputs"] for _ in range(2)]
         *events, streamed = running["none"].follow("stream", **driver.pass_arguments(plan, 1, 0))
     expected, texts = _chat(str(chat_model))
     assert reply["outputs"] == together["outputs"] == streamed["outputs"] == expected
+    assert sampled[0] == sampled[1] != expected
     assert [one["requests"] for one in reply["prompts"]] == [2, 1, 1, 1]
     assert [one["tokens"] for one in reply["prompts"]] == list(map(len, expected))
     assert 0 < sum(one["seconds"] for one in reply["prompts"]) <= reply["wall_s"]

@@ -27,7 +27,8 @@ from vllm_recycle.cli.bench.arguments import positive
 from vllm_recycle.cli.bench.methods import METHODS
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
-from vllm_recycle.cli.bench.table import DISTURBED
+from vllm_recycle.cli.bench.report import mean_accepted
+from vllm_recycle.cli.bench.table import DISTURBED, align
 
 EXAMPLES = Path(vllm_recycle.__file__).parents[1] / "examples"
 CHAT_MODEL = Path("models/smollm2-135m-instruct")
@@ -190,25 +191,23 @@ def show(replies: Iterable[driver.Reply]) -> driver.Reply:
 
 def format_table(totals: dict[str, Totals], *, identical: bool) -> Iterator[str]:
     """The comparison, and what its columns mean."""
-    head = ("", "tokens/s", "speed-up", "accepted", "steps", "outputs identical")
+    title = max(map(len, TITLES.values()))
+    head = (" " * title, "tokens/s", "speed-up", "accepted", "steps", "outputs identical")
     speeds = {name: one.counts["tokens"] / one.counts["wall_s"] for name, one in totals.items()}
     rows: list[Sequence[str]] = [head]
     for name, one in totals.items():
-        steps = one.counts["steps"]
+        accepted = mean_accepted(one.counts)
         rows.append(
             (
-                TITLES[name],
+                TITLES[name].ljust(title),
                 f"{speeds[name]:.1f}",
                 f"{speeds[name] / speeds[PLAIN]:.2f}",
-                f"{1 + one.counts['accepted_tokens'] / steps:.2f}" if steps else "-",
-                str(steps),
+                "-" if accepted is None else f"{accepted:.2f}",
+                str(one.counts["steps"]),
                 "" if name == PLAIN else "yes" if identical else "NO",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
+    yield from align(rows)
     yield "accepted: mean number of tokens that a step gives, without the steps that end a prompt;"
     yield "what earlier prompts left is used"
     others_share = max(one.others_cpu_share for one in totals.values())

@@ -1,4 +1,4 @@
-"""What the nodes of a template are worth: against counting by hand, and the prefix by brute force."""
+"""What the nodes of a template are worth: counted by hand, and the prefix by brute force."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_recycle.cli.bench.arguments import add_workload, positive, positive_list
+from vllm_recycle.cli.bench.arguments import add_workload, positive, positive_list, temperature
 from vllm_recycle.cli.bench.methods import (
     DEFAULT_DRAFT_TOKENS,
     DEFAULT_METHODS,
@@ -69,6 +69,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=positive_list,
         default=(1,),
         help="requests in flight, for example 1,2,4; default: 1",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        help="sample, each prompt with a seed of its own; default: 0, greedy",
     )
     parser.add_argument("--repeats", type=positive, default=3, help="default: %(default)s")
     parser.add_argument(

@@ -66,7 +66,8 @@ def read_workload(args: argparse.Namespace) -> dict[str, Any]:
         _check_model(args.draft_model, "--draft-model")
         _check_vocabularies(args.model, args.draft_model)
     prompts = read_prompts(args.prompts, chat=args.chat)
-    if args.chat and not has_chat_template(args.model):
+    engine_args = json_object(args.engine_args, "--engine-args")
+    if args.chat and not has_chat_template(args.model, engine_args):
         raise UsageError(
             f"--chat: the tokenizer of {args.model} has no chat template, expected a chat model; "
             "leave out --chat for a model that continues texts"
@@ -82,7 +83,7 @@ def read_workload(args: argparse.Namespace) -> dict[str, Any]:
         "chat": args.chat,
         "max_tokens": args.max_tokens,
         "dtype": args.dtype,
-        "engine_args": json_object(args.engine_args, "--engine-args"),
+        "engine_args": engine_args,
         "max_engines": args.max_engines,
     }
 
@@ -92,6 +93,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
     return int(text)
+
+
+def temperature(text: str) -> float:
+    """An argument type: a number from 0 to 2."""
+    try:
+        if 0 <= (value := float(text)) <= 2:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 2")
 
 
 def positive_list(text: str) -> tuple[int, ...]:

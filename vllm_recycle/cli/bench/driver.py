@@ -265,6 +265,7 @@ def pass_arguments(plan: Plan, concurrency: int, number: int) -> dict[str, Any]:
         "concurrency": concurrency,
         "max_tokens": plan.max_tokens,
         "ignore_eos": plan.ignore_eos,
+        "temperature": plan.temperature,
     }
 
 

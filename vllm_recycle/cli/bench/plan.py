@@ -23,7 +23,8 @@ class Plan:
     """One run of the benchmark.
 
     Attributes:
-        model, prompts, methods, dtype, max_tokens, ignore_eos, engine_args: what engines run.
+        model, prompts, methods, dtype, max_tokens, ignore_eos, temperature, engine_args: what
+            engines run.
         prompts_path: where the prompts are from.
         chat: whether they are put into the model's chat template.
         gain_over: of some methods the one that each is compared with.
@@ -51,6 +52,7 @@ class Plan:
     fresh_prompts: bool = False
     max_tokens: int = 128
     ignore_eos: bool = False
+    temperature: float = 0.0
     dtype: str = "auto"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     max_engines: int | None = None
@@ -116,6 +118,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         repeats=args.repeats,
         fresh_prompts=args.fresh_prompts or args.ablation,
         ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
         profile=not (args.no_profile or args.ablation),
         by_category=args.by_category,
         json_path=args.json,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm_recycle.cli.bench.report import BASELINE
+
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the speed-up (without a baseline: tokens/s), in the format of the path's ending."""
@@ -54,6 +56,8 @@ def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, lab
     )
     for level, axes in zip(levels, panels[:, 0], strict=True):
         results = [row for row in rows if row["concurrency"] == level]
+        if quantity == "speedup":  # that of the baseline is the line at 1
+            results = [row for row in results if row["method"] != BASELINE] or results
         names = list(results[0]["categories"])
         labels = [f"{name} ({one['runs']})" for name, one in results[0]["categories"].items()]
         labels.append("all")

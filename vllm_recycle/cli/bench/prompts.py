@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,27 @@ def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
     return prompts
 
 
-def has_chat_template(model: str) -> bool:
-    """Whether a model's tokenizer has one.
+def has_chat_template(model: str, engine_args: Mapping[str, Any] | None = None) -> bool:
+    """Whether the tokenizer that an engine has for a model has one.
+
+    Args:
+        model: a directory, or a name on the hub.
+        engine_args: further arguments of the engine; those about the tokenizer count.
 
     Raises:
         UsageError: the tokenizer cannot be read.
     """
     from transformers import AutoTokenizer
 
+    given = engine_args or {}
+    tokenizer = given.get("tokenizer") or model
+    about = {"revision": "tokenizer_revision", "trust_remote_code": "trust_remote_code"}
+    options = {key: given[name] for key, name in about.items() if given.get(name) is not None}
     try:
-        return AutoTokenizer.from_pretrained(model).chat_template is not None
+        return AutoTokenizer.from_pretrained(tokenizer, **options).chat_template is not None
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(f"the tokenizer of {model} cannot be read: {reason}") from error
+        raise UsageError(f"the tokenizer of {tokenizer} cannot be read: {reason}") from error
 
 
 def _prompt(line: str, where: str, *, chat: bool) -> Prompt:

@@ -55,6 +55,7 @@ DEFINITIONS = {
     "VLLM_CPU_OMP_THREADS_BIND only in the processes that it starts itself, and this engine runs "
     "in the measuring process, unbound, on all cores or OMP_NUM_THREADS",
     "parts_ms": "mean time of these steps by part; the timers themselves cost a little",
+    "temperature": "0 is greedy; else each prompt has a seed of its own, the same for all methods",
     "outputs_equal": "all token ids equal those of none at the same concurrency, in every pass; "
     "certain only in float32, elsewhere near-ties fall either way",
     "equal_share": "the share of prompts whose token ids, of all turns, are equal",
@@ -91,8 +92,8 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "speedup": None,
         "gain": None,
         "gain_over": plan.gain_over.get(name),
-        "mean_accepted_tokens": _median(map(_mean_accepted, passes)),
-        "mean_accepted_tokens_first_pass": _mean_accepted(first),
+        "mean_accepted_tokens": _median(map(mean_accepted, passes)),
+        "mean_accepted_tokens_first_pass": mean_accepted(first),
         "tokens": statistics.median_low(one["tokens"] for one in passes),
         "requests": passes[0]["requests"],
         "steps": statistics.median_low(one["steps"] for one in passes),
@@ -130,7 +131,7 @@ def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[s
             "tokens": total["tokens"],
             "tokens_per_s": total["tokens"] / total["seconds"],
             "speedup": None,
-            "mean_accepted_tokens": _mean_accepted(total),
+            "mean_accepted_tokens": mean_accepted(total),
             "rows_per_step": _rows_per_step(total),
         }
         for name, total in sums.items()
@@ -146,7 +147,8 @@ def _rows_per_step(one: Mapping[str, Any]) -> float | None:
     return 1 + one["draft_tokens"] / one["steps"] if one["steps"] else None
 
 
-def _mean_accepted(one: Mapping[str, Any]) -> float | None:
+def mean_accepted(one: Mapping[str, Any]) -> float | None:
+    """Tokens that a step gave on average, from counts of steps and of accepted draft tokens."""
     return 1 + one["accepted_tokens"] / one["steps"] if one["steps"] else None
 
 
@@ -205,7 +207,7 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "chat": plan.chat,
         "max_tokens": plan.max_tokens,
         "ignore_eos": plan.ignore_eos,
-        "sampling": "greedy",
+        "temperature": plan.temperature,
         "dtype": first["dtype"],
         "methods": plan.methods,
         "methods_without_plugin": [

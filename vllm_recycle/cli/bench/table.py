@@ -31,7 +31,9 @@ def format_table(report: dict[str, Any]) -> str:
     lines = [
         f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}"
         + (", in the chat template" if conditions["chat"] else ", as plain text")
-        + f", {conditions['max_tokens']} new tokens at most, greedy, {conditions['dtype']}, "
+        + f", {conditions['max_tokens']} new tokens at most, "
+        + (f"temperature {t:g}" if (t := conditions["temperature"]) else "greedy")
+        + f", {conditions['dtype']}, "
         f"median of {conditions['repeats']}"
         + (
             ", prompts of its own for each pass"
@@ -64,7 +66,8 @@ def align(cells: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table, all columns to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        yield "  ".join(padded).rstrip()
 
 
 def _category_lines(results: Sequence[dict[str, Any]], concurrency: int) -> Iterator[str]:

@@ -120,14 +120,18 @@ class Worker:
         concurrency: int,
         max_tokens: int,
         ignore_eos: bool,
+        temperature: float,
         stream: bool = False,
     ) -> dict[str, Any]:
-        """One pass over these prompts in file order, `concurrency` of them in flight."""
+        """One pass over these prompts in file order, `concurrency` of them in flight.
+
+        Where it is not greedy, the seed of a prompt is its number.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=0,
+            temperature=temperature,
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             output_kind=RequestOutputKind.DELTA,
@@ -211,6 +215,9 @@ class Worker:
             else self._render(conversation.messages, conversation.index)
         )
         request_id = next(self.request_ids)
+        if params.temperature:
+            params = params.clone()
+            params.seed = conversation.index
         self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
         counts.prompts[conversation.index].requests += 1
         flying[request_id] = conversation

@@ -26,6 +26,7 @@ from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.ablation import ouroboros_options
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
+from vllm_recycle.cli.bench.report import mean_accepted
 from vllm_recycle.cli.bench.table import DISTURBED
 from vllm_recycle.cli.tune.state import State
 
@@ -146,6 +147,6 @@ def _speed(totals: Mapping[str, float]) -> float:
 
 
 def _describe(totals: Mapping[str, float]) -> str:
-    accepted = 1 + totals["accepted_tokens"] / max(1, totals["steps"])
+    accepted = mean_accepted(totals) or 1.0
     forwards = totals["draft_forwards"] / max(1, totals["draft_rounds"])
     return f"{_speed(totals):.1f} tokens/s, {accepted:.2f} accepted, {forwards:.2f} draft forwards"
