@@ -5,6 +5,7 @@
 #   make model         examples/models/smollm2-135m-instruct, which the demo and benchmarks run
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
+#   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
 #
@@ -23,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix test lint format format-check types
+.PHONY: setup demo model suffix test test-slow lint format format-check types
 
 setup: $(STAMP)
 
@@ -48,8 +49,13 @@ suffix: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --requirement $(SUFFIX_LOCK)
 
 # A file's tests share engines and what those have said, so a file stays with one process.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

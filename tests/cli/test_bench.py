@@ -71,6 +71,7 @@ def test_methods_are_measured_side_by_side(tmp_path):
     assert ngram["rows_per_step"] > none["rows_per_step"] == 1
 
 
+@pytest.mark.slow
 def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
     arguments = bench("--num-prompts=2", "--max-tokens=16", "--repeats=1", "--dtype=float32")
     arguments += ["--draft-model", str(DRAFT_MODEL), "--methods=none,draft_model,ouroboros"]

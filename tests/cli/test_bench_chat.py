@@ -98,6 +98,7 @@ def _chat(model: str) -> tuple[list[list[int]], list[str]]:
     return outputs, texts
 
 
+@pytest.mark.slow
 def test_categories_are_reported_and_drawn(chat_model, prompts_file, tmp_path, capsys):
     files = [f"--json={tmp_path}/result.json", f"--plot={tmp_path}/result.svg"]
     arguments = ["bench", f"--model={chat_model}", f"--prompts={prompts_file}", *files]

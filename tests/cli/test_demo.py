@@ -30,6 +30,7 @@ def totals(*outputs):
     return one
 
 
+@pytest.mark.slow
 def test_answers_are_streamed_in_colour_and_compared(tmp_path):
     arguments = [EMBEDDED, "--num-prompts=2", "--max-tokens=16"]
     command = [sys.executable, "-m", "vllm_recycle.cli", "demo", *arguments]

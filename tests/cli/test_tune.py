@@ -80,6 +80,7 @@ def test_a_tree_is_measured_best_first(tmp_path, capsys):
     assert "max_nodes" not in printed_config(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_search_runs_real_engines(tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
     ranges = ["--gamma=2,6", "--window=4", "--phrase-length=4", "--max-forwards=4"]

@@ -29,6 +29,7 @@ def load(name, monkeypatch):
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_kernels_are_checked_and_measured(tmp_path):
     path = tmp_path / "kernels.json"
     done = run("kernels.py", "--smoke", "--json", path)
@@ -81,6 +82,7 @@ def test_a_missing_gpu_is_said_at_once(name, tmp_path):
     assert "no GPU: --smoke runs" in done.stderr
 
 
+@pytest.mark.slow
 def test_step_times_with_and_without_trees(tmp_path):
     path = tmp_path / "step_time.json"
     done = run("step_time.py", "--smoke", "--only=plain,tree-8", "--profile", "--json", path)

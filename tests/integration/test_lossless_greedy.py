@@ -74,6 +74,7 @@ def test_output_equals_vllm(expected, method):
             {**OUROBOROS, **GPU_SIZES, "row_cost": 0},
             {"max_num_seqs": 4},
             id="ouroboros, the paper's sizes",
+            marks=pytest.mark.slow,
         ),
         pytest.param({**SMALL_OUROBOROS, "scope": "request"}, {}, id="ouroboros, own pools"),
         pytest.param({**SMALL_OUROBOROS, "max_forwards": 2}, {}, id="ouroboros, two forwards"),
@@ -163,6 +164,7 @@ def test_output_equals_vllm_whatever_is_drafted():
         assert len(sizes) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 @pytest.mark.parametrize(
     "method",

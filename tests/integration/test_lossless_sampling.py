@@ -126,6 +126,7 @@ def test_seeded_requests_survive_chunked_prefill(expected, method):
         assert ids == [output.token_ids for output in expected[index].outputs], name
 
 
+@pytest.mark.slow
 class TestDistribution:
     """Unseeded samples of a small vocabulary, against the target's own probabilities."""
 

@@ -22,6 +22,8 @@ import pytest
 import torch
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, Waits, generate, watched
 
+pytestmark = pytest.mark.slow
+
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 # 20 rows of a request in a draft forward: with the engine's budget of 48 tokens, two requests are

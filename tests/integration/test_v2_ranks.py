@@ -22,6 +22,8 @@ import pytest
 from test_v2_ouroboros import FORWARDS, SIZES, TARGET
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, generate
 
+pytestmark = pytest.mark.slow
+
 NUM_RANKS = 2
 WAITING = ({None}, {None, 0})  # for exit codes of ranks
 METHODS = {

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 ROOT = SCRIPT.parents[3]
 
