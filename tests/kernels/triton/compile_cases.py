@@ -14,9 +14,12 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
 from vllm_recycle.core import TableLayout, load_tree
 from vllm_recycle.core.adjacency import OVERLAY_ROWS
+from vllm_recycle.core.dynamic import RowLayout
 from vllm_recycle.kernels.triton import (
     attention_kernel,
     attention_splits,
+    context_rows,
+    growing,
     kv_cache,
     learning,
     nodes,
@@ -69,6 +72,8 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield case, arch
         yield place_case(), arch
         yield compact_case(), arch
+        yield grow_case(), arch
+        yield grow_case(beam=32), arch
         for case in pool_cases():
             yield case, arch
 
@@ -247,6 +252,30 @@ def pool_cases() -> Iterator[Case]:
             },
             {"num_warps": 1},
         )
+
+
+def grow_case(*, nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:
+    """Llama-3's vocabulary, eight successors, a quarter of a million rows that are hashed."""
+    layout = RowLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True, True)
+    lanes, words = triton.next_power_of_2(nodes), -(-(nodes + 1) // 32)
+    expanded = max(beam, lanes // layout.k)
+    return Case(
+        f"grow-nodes{nodes}-beam{beam}-levels{levels}",
+        growing._grow_kernel,
+        {
+            **dict.fromkeys(("drafts", "idx_mapping", "salts", "tails", "max_depths"), "*i64:16"),
+            **dict.fromkeys(("worth", "rates"), "*fp32:16"),
+            **dict.fromkeys(("parents", "depths", "ancestor_bits", "scratch", "table"), "*i32:16"),
+        },
+        {
+            **{"NODES": nodes, "LANES": lanes, "WORDS": words, "WORD_LANES": 4},
+            **{"BEAM": beam, "EXPANDED": expanded, "CHILDREN": 8, "LEVELS": levels},
+            **{"REACH": 8, "PLACES": 8},
+            "SIZE": levels * (2 * expanded * 8 + expanded) + 2 * expanded * 8,
+            **context_rows.constants_of(layout),
+        },
+        {"num_warps": growing._warps(expanded * 8)},
+    )
 
 
 def place_case() -> Case:
