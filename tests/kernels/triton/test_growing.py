@@ -6,23 +6,15 @@ import pytest
 import torch
 from beam_settings import Setting, settings_of_growth
 from dynamic_steps import make_rows
+from grown_trees import bits_of
 from hypothesis import given, settings
 
-from vllm_recycle.core import BatchTrees
 from vllm_recycle.core.dynamic.context_rows import write_rows
 from vllm_recycle.kernels.triton import growing
-from vllm_recycle.kernels.triton.topology import WORD_BITS, DeviceTrees
+from vllm_recycle.kernels.triton.topology import DeviceTrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_NUM_REQS = 5
-
-
-def bits_of(trees: BatchTrees) -> torch.Tensor:
-    """int32 [batch, rows, words], see `topology.ancestor_bits`."""
-    batch, rows, _ = trees.ancestor_mask.shape
-    mask = torch.nn.functional.pad(trees.ancestor_mask.to(torch.int32), (0, -rows % WORD_BITS))
-    words = mask.view(batch, rows, -1, WORD_BITS) << torch.arange(WORD_BITS, dtype=torch.int32)
-    return words.sum(3, dtype=torch.int32)
 
 
 def check(setting: Setting) -> None:

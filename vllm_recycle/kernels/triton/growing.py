@@ -94,7 +94,8 @@ def grow_by_levels(
 
 
 def _warps(children: int) -> int:
-    return min(8, max(1, children // 64))
+    """For 128 candidates of a level each: with fewer a sort is of few instructions, but waits."""
+    return min(8, max(1, children // 128))
 
 
 @triton.jit
