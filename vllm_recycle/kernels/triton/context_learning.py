@@ -20,7 +20,8 @@ import triton.language as tl
 from vllm_recycle.core.dynamic.context_rows import MAX_STEADINESS, RowLayout
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.context_counts import DeviceCounts, count_visits, fold_counts
-from vllm_recycle.kernels.triton.context_rows import absorb, constants_of, is_written, place_of
+from vllm_recycle.kernels.triton.context_marks import mark_rows
+from vllm_recycle.kernels.triton.context_rows import constants_of, is_written
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
@@ -176,7 +177,6 @@ def _mark_kernel(
 ) -> None:
     """A program a request and `LANES` of its rows, or so many places of its path to count at."""
     ROW_BLOCKS: tl.constexpr = (MAX_ROWS + LANES - 1) // LANES
-    PLACES: tl.constexpr = 2 * len(CONTEXTS)
     index = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     req_state_idx = tl.load(idx_mapping + index).to(tl.int64)
@@ -190,51 +190,28 @@ def _mark_kernel(
     token_ids += index * PATH
 
     if block < ROW_BLOCKS:
-        row = block * LANES + tl.arange(0, LANES)
-        parents += req_state_idx * parents_stride
-        row_token_ids += start
-        filled = row < num_rows
-        above = tl.where(filled, row, 0)
-        while tl.max(above, axis=0) > 0:
-            filled = filled & (tl.load(row_token_ids + above, mask=above > 0, other=0) >= 0)
-            above = tl.load(parents + above, mask=above > 0, other=0).to(tl.int32)
-        visited = tl.zeros([LANES], tl.int32)
-        for place in range(PATH):
-            visited |= (tl.load(path + place) == row).to(tl.int32)
-        number = 1 + (2 * start).to(tl.int32) + visited * num_rows + row
-        scratch = index * MAX_ROWS + row
-        tl.store(numbers + scratch, tl.where(filled, number, 0), mask=row < MAX_ROWS)
-
-        rows = tl.num_programs(0).to(tl.int64) * MAX_ROWS
-        known = filled
-        above = tl.where(filled, row, 0)
-        before = tl.zeros([LANES], tl.int32)  # how many tokens of the text were read
-        hashed = tl.zeros([LANES], tl.uint64)
-        newest = tl.zeros([LANES], tl.int64)
-        for length_index in tl.static_range(len(CONTEXTS)):
-            LENGTH: tl.constexpr = CONTEXTS[length_index]
-            SHORTER: tl.constexpr = CONTEXTS[length_index - 1] if length_index else 0
-            for place in tl.static_range(SHORTER, LENGTH):
-                in_tree = above > 0
-                token = tl.load(row_token_ids + above, mask=in_tree, other=-1)
-                older = tl.load(tails + before, mask=known & (above == 0), other=-1)
-                token = tl.where(in_tree, token, older)
-                if place == 0:
-                    newest = token
-                known = known & (token >= 0) & (token < VOCAB)
-                hashed = absorb(hashed, token)
-                before += (above == 0).to(tl.int32)
-                above = tl.load(parents + above, mask=in_tree, other=0).to(tl.int32)
-            for own in tl.static_range(2):
-                if HAS_OWN if own else WRITES_SHARED:
-                    address, head = place_of(hashed, newest, salt, LENGTH, own, VOCAB, SLOTS)
-                    PLACE: tl.constexpr = 2 * length_index + own
-                    tl.atomic_max(
-                        stamps + address, number * PLACES + PLACE, mask=known, sem="relaxed"
-                    )
-                    address = tl.where(known, address, -1)
-                    tl.store(addresses + PLACE * rows + scratch, address, mask=row < MAX_ROWS)
-                    tl.store(heads + PLACE * rows + scratch, head, mask=row < MAX_ROWS)
+        mark_rows(
+            numbers,
+            heads,
+            addresses,
+            stamps,
+            block * LANES + tl.arange(0, LANES),
+            index,
+            salt,
+            start,
+            num_rows,
+            tails,
+            parents + req_state_idx * parents_stride,
+            row_token_ids + start,
+            path,
+            MAX_ROWS,
+            PATH,
+            WRITES_SHARED,
+            VOCAB,
+            SLOTS,
+            CONTEXTS,
+            HAS_OWN,
+        )
     elif increments is not None:
         count_visits(
             increments,
@@ -288,9 +265,7 @@ def _write_kernel(
 ) -> None:
     """A program for one place of `ROWS` rows, or for `LANES` ranks of the counts."""
     program = tl.program_id(0)
-    if program < FOLD_BLOCKS:
-        fold_counts(counts, rates, increments, program * LANES, RANKS, LANES)
-    else:
+    if program >= FOLD_BLOCKS:
         program -= FOLD_BLOCKS
         place = FIRST_PLACE + program % WRITTEN * PLACE_STEP
         row = (program // WRITTEN * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -326,3 +301,5 @@ def _write_kernel(
             value,
             mask=last[:, None] & (column < 2 + K),
         )
+    elif counts is not None:
+        fold_counts(counts, rates, increments, program * LANES, RANKS, LANES)

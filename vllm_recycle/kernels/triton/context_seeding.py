@@ -168,9 +168,7 @@ def _mark_kernel(
     newest = tl.load(text, mask=real, other=-1).to(tl.int64)
     of_one = tl.full([LANES], -1, tl.int64)
     for index in tl.static_range(PLACES):
-        LENGTH: tl.constexpr = CONTEXTS[index]
-        SHORTER: tl.constexpr = CONTEXTS[index - 1] if index else 0
-        for place in tl.static_range(SHORTER, LENGTH):
+        for place in tl.static_range(CONTEXTS[index - 1] if index else 0, CONTEXTS[index]):
             token = tl.load(text - place, mask=known & (place <= newest_place), other=-1)
             known = known & (token >= 0) & (token < VOCAB)
             hashed = absorb(hashed, token)
@@ -178,7 +176,7 @@ def _mark_kernel(
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
             if HAS_OWN if own else (READS_SHARED or not HAS_OWN):
-                address, head = place_of(hashed, newest, salt, LENGTH, own, VOCAB, SLOTS)
+                address, head = place_of(hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS)
                 if HAS_OWN if own else READS_SHARED:
                     written, _there = is_written(table, address, head, salt * own, known, K)
                     rest = tl.where(written, address, rest)
