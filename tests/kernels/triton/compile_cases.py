@@ -74,10 +74,11 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield walk_case(grown=grown), arch
             yield place_case(grown=grown), arch
         yield compact_case(), arch
-        yield grow_case(), arch
-        yield grow_case(beam=32), arch
         for case in pool_cases():
             yield case, arch
+    for arch in (80, 90, 100, 120):
+        yield grow_case(), arch
+    yield grow_case(beam=32), 90
 
 
 TREE_ROWS = 81

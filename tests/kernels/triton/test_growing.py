@@ -9,7 +9,7 @@ from dynamic_steps import make_rows
 from grown_trees import bits_of
 from hypothesis import given, settings
 
-from vllm_recycle.core.dynamic.context_rows import write_rows
+from vllm_recycle.core.dynamic.context_rows import MAX_SALT, write_rows
 from vllm_recycle.kernels.triton import growing
 from vllm_recycle.kernels.triton.topology import DeviceTrees
 
@@ -57,23 +57,24 @@ def test_what_is_grown_equals_python(setting):
 
 
 def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
-    """Three texts of few tokens, of which much is known; no two rates are equal."""
+    """Three texts of few tokens, of which much is known; large tokens and salts."""
     generator = torch.Generator().manual_seed(k)
 
     def random_tokens(count: int) -> list[int]:
-        return torch.randint(9, (count,), generator=generator).tolist()
+        return (torch.randint(9, (count,), generator=generator) * 3571).tolist()
 
-    rows = make_rows(vocab_size=80, k=k, contexts=contexts, slots=1024)
-    for b in range(3):
-        rows.begin(b)
+    rows = make_rows(vocab_size=32_000, k=k, contexts=contexts, slots=1024)
+    rows.salts[:] = torch.tensor([MAX_SALT, 1, 2])
     text = random_tokens(60)
     for end in range(1, len(text)):
         context = text[:end][::-1][: rows.layout.reach]
-        successors = torch.randperm(80, generator=generator)[:k].tolist()
+        successors = torch.randperm(32_000, generator=generator)[:k].tolist()
         if end % 4:
             # Else what follows is hardly known itself.
             successors = [text[end], *[token for token in successors if token != text[end]]][:k]
-        write_rows(rows.table, context, 1, successors, rows.layout, own=end % 2 == 0, shared=True)
+        write_rows(
+            rows.table, context, MAX_SALT, successors, rows.layout, own=end % 2 == 0, shared=True
+        )
     rates = torch.rand(len(contexts), 2, k, 4, generator=generator)
     texts = [text[:20], text[:5], random_tokens(3)]
     return Setting(rows, rates, texts, [20, 20, 2], **options)
@@ -94,4 +95,11 @@ def test_any_sizes_equal_python(k, contexts, max_nodes, beam, levels):
     setting = random_setting(k, contexts, max_nodes=max_nodes, beam=beam, levels=levels)
     growth, _ = setting.grow()
     assert int(growth.num_nodes.max()) > min(max_nodes - 1, 3)
+    check(setting)
+
+
+def test_a_request_of_which_nothing_is_known_has_a_tree_without_nodes():
+    setting = random_setting(3, (1, 2), max_nodes=4, beam=2, levels=3)
+    setting.rows.clear()
+    assert not setting.grow()[0].num_nodes.any()
     check(setting)
