@@ -66,6 +66,8 @@ class Case:
 
 def cases() -> Iterator[tuple[Case, int]]:
     """What to compile, and for which architecture."""
+    from compile_cases_learning import learning_cases  # which takes `Case` from here
+
     yield from tree_attention_cases()
     for arch in (80, 90):
         for case in (*matrix_cases("bf16", vocab=128_256), *matrix_cases("fp32", vocab=32_000)):
@@ -74,7 +76,7 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield walk_case(grown=grown), arch
             yield place_case(grown=grown), arch
         yield compact_case(), arch
-        for case in pool_cases():
+        for case in (*pool_cases(), *learning_cases()):
             yield case, arch
     for arch in (80, 90, 100, 120):
         yield grow_case(), arch

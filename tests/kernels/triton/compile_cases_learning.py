@@ -31,28 +31,27 @@ def learning_cases() -> Iterator[Case]:
 
 
 def top_k_cases() -> Iterator[Case]:
-    for dtype, vocab, k in (("bf16", VOCAB, 8), ("fp32", 32_000, 64)):
-        group = learning.group_size(vocab, k)
-        rows = {"maxima": "*fp32:16", "logits": f"*{dtype}:16", "row_stride": "i32:16"}
-        sizes = {"VOCAB": vocab, "GROUP": group}
-        yield Case(
-            f"maxima-of-all-{dtype}-k{k}",
-            learning._group_maxima_kernel,
-            {**rows, "num_rows": "i32"},
-            {
-                **{**sizes, "GROUPS": learning.CHUNK // group, "LATER": learning.LATER},
-                **dict.fromkeys(("expanded_idx_mapping", "token_ids")),
-            },
-            {"num_warps": 8},
-        )
-        groups = triton.next_power_of_2(-(-vocab // group))
-        yield Case(
-            f"top-k-{dtype}-k{k}",
-            learning._top_k_kernel,
-            {**rows, "best": "*i32:16"},
-            {**sizes, "K": k, "KEPT": k, "GROUPS": max(k, groups)},
-            {"num_warps": 8},
-        )
+    k = 8
+    group = learning.group_size(VOCAB, k)
+    rows = {"maxima": "*fp32:16", "logits": "*bf16:16", "row_stride": "i32:16"}
+    sizes = {"VOCAB": VOCAB, "GROUP": group}
+    yield Case(
+        "maxima-of-all",
+        learning._group_maxima_kernel,
+        {**rows, "num_rows": "i32"},
+        {
+            **{**sizes, "GROUPS": learning.CHUNK // group, "LATER": learning.LATER},
+            **dict.fromkeys(("expanded_idx_mapping", "token_ids")),
+        },
+        {"num_warps": 8},
+    )
+    yield Case(
+        "top-k",
+        learning._top_k_kernel,
+        {**rows, "best": "*i32:16"},
+        {**sizes, "K": k, "KEPT": k, "GROUPS": triton.next_power_of_2(-(-VOCAB // group))},
+        {"num_warps": 8},
+    )
 
 
 def tails_case() -> Case:

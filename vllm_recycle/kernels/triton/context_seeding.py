@@ -14,6 +14,7 @@ the same. Memory is that of a slice. There is no word from the device to the hos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -66,12 +67,12 @@ def seed(
     if table.is_cuda:
         requests = requests.pin_memory().to(table.device, non_blocking=True)
     size, places = min(slice_size, num_positions), len(layout.contexts)
-    integers = {"dtype": torch.int32, "device": table.device}
+    empty = partial(torch.empty, dtype=torch.int32, device=table.device)
     # Of each position, and of each row that it writes.
-    followers, of_salts = torch.empty(2, size, **integers)
-    heads, seconds, thirds, runs = torch.empty(4, places, size, **integers)
-    addresses, rests = torch.empty(2, places, size, dtype=torch.int64, device=table.device)
-    merged = torch.empty(places, size, layout.width, **integers)
+    followers, of_salts = empty(2, size)
+    heads, seconds, thirds, runs = empty(4, places, size)
+    addresses, rests = empty(2, places, size, dtype=torch.int64)
+    merged = empty(places, size, layout.width)
     constants = {"PLACES": places, "K": layout.k}
     shape = {**constants, "LANES": LANES, "num_warps": 1}
     for first in range(0, num_positions, size):
