@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch_twins import tree_attention as torch_tree_attention
 
 from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
+from vllm_recycle.kernels.triton.topology import ancestor_bits
 from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 BLOCK_SIZE = 16

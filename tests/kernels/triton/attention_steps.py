@@ -10,7 +10,8 @@ import torch_twins
 
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.kernels.triton.attention_tiles import Tile
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
+from vllm_recycle.kernels.triton.topology import ancestor_bits
 from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

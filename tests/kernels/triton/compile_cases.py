@@ -14,9 +14,12 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
 from vllm_recycle.core import TableLayout, load_tree
 from vllm_recycle.core.adjacency import OVERLAY_ROWS
+from vllm_recycle.core.dynamic import RowLayout
 from vllm_recycle.kernels.triton import (
     attention_kernel,
     attention_splits,
+    context_rows,
+    growing,
     kv_cache,
     learning,
     nodes,
@@ -63,14 +66,21 @@ class Case:
 
 def cases() -> Iterator[tuple[Case, int]]:
     """What to compile, and for which architecture."""
+    from compile_cases_learning import learning_cases  # which takes `Case` from here
+
     yield from tree_attention_cases()
     for arch in (80, 90):
         for case in (*matrix_cases("bf16", vocab=128_256), *matrix_cases("fp32", vocab=32_000)):
             yield case, arch
-        yield place_case(), arch
+        for grown in (False, True):
+            yield walk_case(grown=grown), arch
+            yield place_case(grown=grown), arch
         yield compact_case(), arch
-        for case in pool_cases():
+        for case in (*pool_cases(), *learning_cases()):
             yield case, arch
+    for arch in (80, 90, 100, 120):
+        yield grow_case(), arch
+    yield grow_case(beam=32), 90
 
 
 TREE_ROWS = 81
@@ -90,6 +100,7 @@ def tree_attention_cases() -> Iterator[tuple[Case, int]]:
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp16", split=False)
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
         yield attend_case(arch, TREE_ROWS, 4, 128, own=True)
+        yield attend_case(arch, TREE_ROWS, 4, 128, grown=True)
         yield combine_case(128), arch
         yield combine_case(80), arch
     yield attend_case(100, TREE_ROWS, 4, 128)
@@ -106,6 +117,7 @@ def attend_case(
     dtype: str = "bf16",
     split: bool = True,
     own: bool = False,
+    grown: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Case, int]:
     tile = tile or choose_tile(
@@ -117,10 +129,12 @@ def attend_case(
         **dict.fromkeys(("own_keys", "own_values"), f"*{dtype}:16"),
         **dict.fromkeys(("own_key_stride", "own_value_stride"), "i32:16"),
     }
+    of_grown = {"idx_mapping": "*i64", "tree_stride": "i32"}
     case = Case(
         f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
         + ("" if split else "-unsplit")
-        + ("-own" if own else ""),
+        + ("-own" if own else "")
+        + ("-grown" if grown else ""),
         attention_kernel.attend_kernel,
         {
             **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
@@ -131,6 +145,7 @@ def attend_case(
             **dict.fromkeys(("max_rows", "num_splits", "num_words", "table_stride"), "i32"),
             **{f"{stride}_stride": "i32:16" for stride in strides},
             **(of_own if own else {}),
+            **(of_grown if grown else {}),
         },
         {
             "GROUP": group,
@@ -143,6 +158,7 @@ def attend_case(
             "SPLIT": split,
             "UPCAST": False,
             **({} if own else dict.fromkeys(of_own)),
+            **({} if grown else dict.fromkeys(of_grown)),
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
         tile.resident,
@@ -175,7 +191,7 @@ def combine_case(head_size: int) -> Case:
 
 
 def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
-    """Fill, walk and update, as an engine with the default tree, k and scope launches them."""
+    """Fill and update, as an engine with the default tree, k and scope launches them."""
     tree, layout = load_tree("default"), TableLayout(vocab, 8, OVERLAY_ROWS, True, True)
     name, lanes = f"{dtype}-vocab{vocab}", triton.next_power_of_2(tree.num_nodes)
     shape = {"NODES": tree.num_nodes, "PATH": tree.depth + 1, "LANES": lanes}
@@ -190,16 +206,6 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
             **dict.fromkeys(("paths", "ranks"), "*i64:16"),
         },
         {**shape, **table, "WIDTH": 1 + layout.k, "READS_SHARED": True},
-        {"num_warps": nodes._warps(lanes)},
-    )
-    yield Case(
-        f"walk-{name}",
-        nodes._walk_kernel,
-        {
-            **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
-            **{"lengths": "*i32:16", "cu_num_logits": "*i32", "paths": "*i64:16"},
-        },
-        {**shape, "PLACES": triton.next_power_of_2(tree.depth + 1)},
         {"num_warps": nodes._warps(lanes)},
     )
     group = learning.group_size(vocab, layout.k)
@@ -249,17 +255,69 @@ def pool_cases() -> Iterator[Case]:
         )
 
 
-def place_case() -> Case:
-    pointers = ("row_token_ids", "positions", "logits_indices", "shifts")
+def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:
+    """Llama-3's vocabulary, eight successors, a quarter of a million rows that are hashed."""
+    layout = RowLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True, True)
+    lanes, words = triton.next_power_of_2(num_nodes), -(-(num_nodes + 1) // 32)
+    expanded = max(beam, lanes // layout.k)
     return Case(
-        "place",
+        f"grow-nodes{num_nodes}-beam{beam}-levels{levels}",
+        growing._grow_kernel,
+        {
+            **dict.fromkeys(("drafts", "idx_mapping", "salts", "tails", "max_depths"), "*i64:16"),
+            **dict.fromkeys(("worth", "rates"), "*fp32:16"),
+            **dict.fromkeys(("parents", "depths", "ancestor_bits", "scratch", "table"), "*i32:16"),
+        },
+        {
+            **{"NODES": num_nodes, "LANES": lanes, "WORDS": words, "WORD_LANES": 4},
+            **{"BEAM": beam, "EXPANDED": expanded, "CHILDREN": 8, "LEVELS": levels},
+            **{"REACH": 8, "PLACES": 8},
+            "SIZE": levels * (2 * expanded * 8 + expanded) + 2 * expanded * 8,
+            **context_rows.constants_of(layout),
+        },
+        {"num_warps": growing._warps(expanded * 8)},
+    )
+
+
+def walk_case(*, grown: bool) -> Case:
+    """The default tree, or trees that are grown."""
+    tree = load_tree("default")
+    num_nodes, depth = (80, 8) if grown else (tree.num_nodes, tree.depth)
+    lanes = triton.next_power_of_2(num_nodes + 1)
+    return Case(
+        "walk" + ("-grown" if grown else ""),
+        nodes._walk_kernel,
+        {
+            **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
+            **{"lengths": "*i32:16", "cu_num_logits": "*i32"},
+            "parents": "*i32:16" if grown else "*i64:16",
+            **({"idx_mapping": "*i64:16"} if grown else {}),
+        },
+        {
+            **{"NODES": num_nodes, "PATH": depth + 1, "LANES": lanes},
+            **{"PLACES": triton.next_power_of_2(depth + 1), "ROUNDS": depth.bit_length()},
+            **({} if grown else {"idx_mapping": None}),
+        },
+        {"num_warps": nodes._warps(lanes)},
+    )
+
+
+def place_case(*, grown: bool) -> Case:
+    pointers = ("row_token_ids", "positions", "logits_indices")
+    return Case(
+        "place" + ("-grown" if grown else ""),
         tree_inputs._place_tree_rows_kernel,
         {
             **dict.fromkeys(pointers, "*i64:16"),
             **dict.fromkeys(("input_ids", "expanded_local_pos"), "*i32:16"),
+            "depths": "*i32:16" if grown else "*i64:16",
+            **({"expanded_idx_mapping": "*i64:16"} if grown else {}),
             "num_rows": "i32",
         },
-        {"ROWS": tree_inputs.ROWS},
+        {
+            **{"ROWS": tree_inputs.ROWS, "TREE_ROWS": TREE_ROWS},
+            **({} if grown else {"expanded_idx_mapping": None}),
+        },
         {"num_warps": 4},
     )
 

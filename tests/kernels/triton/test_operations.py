@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
+from grown_trees import batch_of
+from grown_trees import on_device as place_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import K, drafts, samples, trees
@@ -110,6 +114,32 @@ def test_the_walk_ends_where_the_scheduled_rows_end_although_drafts_go_on():
     assert result.path.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
     assert result.token_ids.tolist() == [[5, 6, -1, -1], [7, -1, -1, -1]]
     assert result.lengths.tolist() == [2, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(ragged_steps(), min_size=1, max_size=2),
+    idx_type=st.sampled_from([torch.int32, torch.int64]),
+    deeper=st.integers(0, 5),
+)
+def test_walk_of_a_tree_for_each_request_equals_torch(steps, idx_type, deeper):
+    templates = [tree for tree, drafted, _ in steps for _ in drafted]
+    trees = batch_of(templates, max(tree.num_nodes for tree in templates))
+    nodes, batch = trees.num_nodes, len(templates)
+    drafted = [[*tokens, *[-1] * nodes][:nodes] for _, several, _ in steps for tokens in several]
+    sampled = [tokens for _, _, several in steps for tokens in several]
+    flat = [token for tokens in sampled for token in tokens]
+    arguments = on_device(flat, drafted, [0, *accumulate(map(len, sampled))])
+    expected = REFERENCE.walk(*arguments, tree=trees)
+    idx_mapping = [*range(batch - 1, -1, -1)]
+    placed = place_trees(trees, idx_mapping, batch + 1, DEVICE, depth=trees.depth + deeper)
+    got = OPERATIONS.walk(
+        *arguments, tree=placed, idx_mapping=torch.tensor(idx_mapping, device=DEVICE).to(idx_type)
+    )
+    assert got.lengths.equal(expected.lengths)
+    for name in ("path", "token_ids"):
+        padded = torch.nn.functional.pad(getattr(expected, name), (0, deeper), value=-1)
+        assert getattr(got, name).equal(padded), name
 
 
 @pytest.mark.parametrize("depth", [1, 40, 256])

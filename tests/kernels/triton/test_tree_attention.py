@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_steps import DEVICE, NO_BLOCK, STEP, UNTOUCHED, Request, Shape, Step, below_chain
+from grown_trees import batch_of, on_device
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import BRIEF, trees
@@ -14,6 +17,7 @@ from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.kernels.triton.attention_tiles import WAVES, Tile, choose_num_splits, choose_tile
+from vllm_recycle.kernels.triton.topology import ancestor_bits
 from vllm_recycle.kernels.triton.tree_attention import (
     COMBINED_SPLITS,
     LEAST_SHARE,
@@ -90,6 +94,23 @@ def test_more_shares_than_are_combined_at_once_equal_the_reference():
     step = Step.make(PAPER, (Request(5, 1300), Request(2, 1), Request(1, 700)))
     assert (COMBINED_SPLITS + 1) * LEAST_SHARE < 1300
     assert_close(step.attend(num_splits=12), step.attend_in_torch())
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("idx_type", [torch.int32, torch.int64])
+def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type):
+    star = TreeTemplate(tuple((0, rank) for rank in range(40)))
+    placed = on_device(batch_of([CHAIN, PAPER.prefix(40), star], 40), [3, 0, 2], 5, DEVICE)
+    requests = (Request(26, 150), Request(0, 0), Request(36, 37), Request(41, 9))
+    step = Step.make(PAPER, requests)
+    idx_mapping = torch.tensor([2, 4, 0, 3], device=DEVICE).to(idx_type)
+    rows = replace(step.rows, ancestor_bits=placed.ancestor_bits, idx_mapping=idx_mapping)
+    several = replace(step, rows=rows).attend(num_splits=num_splits)
+    assert_close(several, replace(step, rows=rows).attend_in_torch())
+    for index, tree in ((0, star), (2, PAPER), (3, CHAIN)):
+        alone = replace(step.rows, ancestor_bits=ancestor_bits(tree).to(DEVICE))
+        flat = step.rows_of(index)
+        assert several[flat].equal(replace(step, rows=alone).attend(num_splits=num_splits)[flat])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_twins
+from grown_trees import batch_of, on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trees
@@ -54,6 +55,24 @@ def test_rows_are_placed_as_a_plain_loop_places_them(place_tree_rows, step):
         positions[token_row] += int(tree.depths[tree_row]) - tree_row
     assert input_ids.tolist() == token_ids
     assert changed.tolist() == positions
+
+
+@either
+@pytest.mark.parametrize("idx_type", [torch.int32, torch.int64])
+def test_each_request_has_the_depths_of_its_own_tree(place_tree_rows, idx_type):
+    chain, star = TreeTemplate(((0, 0), (1, 0), (2, 0))), TreeTemplate(((0, 0), (0, 1), (0, 2)))
+    placed = on_device(batch_of([chain, star], 3), [2, 0], 3, DEVICE)
+    input_ids = torch.tensor([5, 6, 7, 8, 9, 4, 3], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([50, 51, 52, 70, 71, 72, 73], device=DEVICE)
+    place_tree_rows(
+        input_ids,
+        positions,
+        torch.arange(7, device=DEVICE),
+        torch.tensor([0, 1, 2, 0, 1, 2, 3], dtype=torch.int32, device=DEVICE),
+        tree=placed,
+        expanded_idx_mapping=torch.tensor([2, 2, 2, 0, 0, 0, 0], device=DEVICE).to(idx_type),
+    )
+    assert positions.tolist() == [50, 51, 52, 70, 71, 71, 71]
 
 
 @either

@@ -10,7 +10,8 @@ import torch
 
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.paged_rows import WORD_BITS, PagedTreeRows
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
+from vllm_recycle.kernels.triton.topology import WORD_BITS, DeviceTrees
 
 
 def place_tree_rows(
@@ -19,11 +20,13 @@ def place_tree_rows(
     logits_indices: torch.Tensor,
     expanded_local_pos: torch.Tensor,
     *,
-    tree: TreeTemplate,
+    tree: TreeTemplate | DeviceTrees,
+    expanded_idx_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `vllm_recycle.kernels.triton.tree_inputs.place_tree_rows`."""
     token_ids = input_ids[logits_indices]
-    positions[logits_indices] += tree.shifts[expanded_local_pos]
+    whose = () if expanded_idx_mapping is None else (expanded_idx_mapping,)
+    positions[logits_indices] += tree.depths[*whose, expanded_local_pos] - expanded_local_pos
     input_ids[logits_indices] = token_ids.clamp(min=0)
     return token_ids.long()
 
@@ -73,7 +76,10 @@ def tree_attention(
                 torch.cat((context, side[flat].float()))
                 for context, side in zip((keys, values), own, strict=True)
             )
-        visible = _visible(rows.ancestor_bits, padding, num_rows, length)
+        bits = rows.ancestor_bits
+        if rows.idx_mapping is not None:
+            bits = bits[rows.idx_mapping[request]]
+        visible = _visible(bits, padding, num_rows, length)
         group = query.shape[1] // keys.shape[1]
         scores = torch.einsum(
             "rhd,thd->hrt", query[flat].float(), keys.repeat_interleave(group, dim=1)

@@ -28,7 +28,8 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
+from vllm_recycle.kernels.triton.topology import ancestor_bits
 from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")

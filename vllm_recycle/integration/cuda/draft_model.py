@@ -35,7 +35,8 @@ from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
 from vllm_recycle.kernels.triton.operations import OPERATIONS
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows, ancestor_bits
+from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
+from vllm_recycle.kernels.triton.topology import ancestor_bits
 
 
 def draft_forward_template(shape: DraftShape) -> TreeTemplate:

@@ -14,7 +14,13 @@ from vllm_recycle.kernels.triton.attention_splits import rows_of_request, share_
 # Arguments that differ from step to step, which must not make a kernel be compiled again.
 @triton.jit(
     do_not_specialize=["max_rows", "num_splits", "num_words"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "num_padding"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "num_padding",
+        "idx_mapping",
+    ],
 )
 def attend_kernel(
     query: tl.tensor,
@@ -27,6 +33,7 @@ def attend_kernel(
     seq_lens: tl.tensor,
     block_table: tl.tensor,
     num_padding: tl.tensor | None,
+    idx_mapping: tl.tensor | None,
     own_keys: tl.tensor | None,
     own_values: tl.tensor | None,
     log2_scale: tl.tensor,
@@ -41,6 +48,7 @@ def attend_kernel(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     table_stride: tl.tensor,
+    tree_stride: tl.tensor | None,
     own_key_stride: tl.tensor | None,
     own_value_stride: tl.tensor | None,
     GROUP: tl.constexpr,
@@ -82,6 +90,8 @@ def attend_kernel(
             mask=inside,
             other=0.0,
         )
+        if idx_mapping is not None:
+            ancestor_bits += tl.load(idx_mapping + request).to(tl.int64) * tree_stride
         bits = ancestor_bits + (row + padding) * num_words
         table = block_table + request.to(tl.int64) * table_stride
         cache = kv_cache + kv_head.to(tl.int64) * head_stride

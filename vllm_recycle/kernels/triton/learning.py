@@ -1,4 +1,6 @@
-"""Learning from the logits, in two launches: the twin of `core.adjacency.update_from_logits`.
+"""The most probable tokens of logits, in two launches, and learning from them in as many.
+
+Twins of `core.dynamic.learning.top_k` and of `core.adjacency.update_from_logits`.
 
 A row's logits are cut into groups of neighbours. The first launch streams through them and keeps
 the maximum of each group. The k groups with the greatest maxima (of equal ones the first) hold the
@@ -20,10 +22,23 @@ import triton.language as tl
 
 from vllm_recycle.core.adjacency import TableLayout
 
-# Logits that one program of the first launch of `update_from_logits` looks at.
+# Logits that one program of the first launch looks at.
 CHUNK = 8192
 # Rows after a row that its program looks at at a time.
 LATER = 128
+
+
+def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """See `vllm_recycle.core.dynamic.learning.top_k`.
+
+    Of equal logits the lower token comes first, and NaN counts as -inf.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    best = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
+    maxima, sizes = _group_maxima(logits, k)
+    _top_k_kernel[(len(logits),)](best, maxima, logits, logits.stride(0), **sizes, num_warps=8)
+    return best
 
 
 def update_from_logits(
@@ -38,12 +53,47 @@ def update_from_logits(
 
     Of equal logits the lower token comes first, and NaN counts as -inf.
     """
-    num_rows, vocab_size = logits.shape
     assert table.is_contiguous()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    expanded_idx_mapping, token_ids = expanded_idx_mapping.contiguous(), token_ids.contiguous()
-    group = group_size(vocab_size, layout.k)
+    rows = (expanded_idx_mapping.contiguous(), token_ids.contiguous())
+    maxima, sizes = _group_maxima(logits, layout.k, *rows)
+    _write_rows_kernel[(logits.shape[0],)](
+        table,
+        maxima,
+        *rows,
+        logits,
+        logits.stride(0),
+        logits.shape[0],
+        **sizes,
+        FIRST_OVERLAY=layout.first_overlay,
+        OVERLAY_ROWS=layout.overlay_rows,
+        WRITES_SHARED=layout.writes_shared,
+        LATER=LATER,
+        num_warps=8,
+    )
+
+
+def _group_maxima(
+    logits: torch.Tensor,
+    k: int,
+    expanded_idx_mapping: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """The first launch.
+
+    Args:
+        logits: [rows, vocab], those of a row side by side.
+        k: how many of the best will be looked for.
+        expanded_idx_mapping: of the rows; None where all rows are asked for.
+        token_ids: of the rows; the maxima of a row whose token its request has again are left out.
+
+    Returns:
+        float32 [rows, groups], and what kernels that look for the best are compiled with.
+
+    """
+    num_rows, vocab_size = logits.shape
+    group = group_size(vocab_size, k)
     num_groups = triton.cdiv(vocab_size, group)
     chunk = max(group, min(CHUNK, triton.next_power_of_2(vocab_size)))
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
@@ -61,26 +111,9 @@ def update_from_logits(
         num_warps=8,
     )
     # A power of two, and two at least: `tl.topk` of one is not to be had in every Triton.
-    kept = max(2, triton.next_power_of_2(layout.k))
-    _write_rows_kernel[(num_rows,)](
-        table,
-        maxima,
-        expanded_idx_mapping,
-        token_ids,
-        logits,
-        logits.stride(0),
-        num_rows,
-        VOCAB=vocab_size,
-        GROUPS=max(kept, triton.next_power_of_2(num_groups)),
-        GROUP=group,
-        K=layout.k,
-        KEPT=kept,
-        FIRST_OVERLAY=layout.first_overlay,
-        OVERLAY_ROWS=layout.overlay_rows,
-        WRITES_SHARED=layout.writes_shared,
-        LATER=LATER,
-        num_warps=8,
-    )
+    kept = max(2, triton.next_power_of_2(k))
+    groups = max(kept, triton.next_power_of_2(num_groups))
+    return maxima, {"VOCAB": vocab_size, "GROUPS": groups, "GROUP": group, "K": k, "KEPT": kept}
 
 
 def group_size(vocab_size: int, k: int) -> int:
@@ -107,17 +140,18 @@ def _group_maxima_kernel(
     """A program for a row and `GROUPS` of its groups, unless it is plain that nobody asks."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    token = tl.load(token_ids + row)
-    if token < 0:
-        return
-    # The rows of a request lie together, and a tree often has a token several times.
-    later = row + 1 + tl.arange(0, LATER)
-    same_token = tl.load(token_ids + later, mask=later < num_rows, other=-1) == token
-    same_request = tl.load(expanded_idx_mapping + later, mask=same_token, other=-1) == tl.load(
-        expanded_idx_mapping + row
-    )
-    if tl.max((same_token & same_request).to(tl.int32), axis=0) > 0:
-        return
+    if token_ids is not None:
+        token = tl.load(token_ids + row)
+        if token < 0:
+            return
+        # The rows of a request lie together, and a tree often has a token several times.
+        later = row + 1 + tl.arange(0, LATER)
+        same_token = tl.load(token_ids + later, mask=later < num_rows, other=-1) == token
+        same_request = tl.load(expanded_idx_mapping + later, mask=same_token, other=-1) == tl.load(
+            expanded_idx_mapping + row
+        )
+        if tl.max((same_token & same_request).to(tl.int32), axis=0) > 0:
+            return
     group = chunk * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = logits + row.to(tl.int64) * row_stride + column
@@ -130,6 +164,25 @@ def _group_maxima_kernel(
     maximum = tl.max(value, axis=1)
     num_groups = (VOCAB + GROUP - 1) // GROUP
     tl.store(maxima + row.to(tl.int64) * num_groups + group, maximum, mask=group < num_groups)
+
+
+@triton.jit
+def _top_k_kernel(
+    best: tl.tensor,
+    maxima: tl.tensor,
+    logits: tl.tensor,
+    row_stride: int,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> None:
+    """A program a row."""
+    row = tl.program_id(0)
+    rank = tl.arange(0, KEPT)
+    tokens = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
+    tl.store(best + row.to(tl.int64) * K + rank, tokens, mask=rank < K)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -174,6 +227,30 @@ def _write_rows_kernel(
     if (to_shared | to_overlay) == 0:
         return
 
+    successors = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
+    rank = tl.arange(0, KEPT)
+    if to_shared:
+        shared = table + (token + 1) * (1 + K)
+        tl.store(shared, token.to(tl.int32))
+        tl.store(shared + 1 + rank, successors, mask=rank < K)
+    if to_overlay:
+        own = table + (FIRST_OVERLAY + req_state_idx * OVERLAY_ROWS + slot) * (1 + K)
+        tl.store(own, token.to(tl.int32))
+        tl.store(own + 1 + rank, successors, mask=rank < K)
+
+
+@triton.jit
+def _best_of_row(
+    maxima: tl.tensor,
+    logits: tl.tensor,
+    row: tl.tensor,
+    row_stride: int,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> tl.tensor:
+    """int32 [KEPT], the most probable tokens of a row, best first."""
     group = tl.arange(0, GROUPS)
     num_groups = (VOCAB + GROUP - 1) // GROUP
     real = group < num_groups
@@ -184,17 +261,7 @@ def _write_rows_kernel(
     real = column < VOCAB
     value = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=real, other=0.0)
     N: tl.constexpr = KEPT * GROUP
-    successors = _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
-
-    rank = tl.arange(0, KEPT)
-    if to_shared:
-        shared = table + (token + 1) * (1 + K)
-        tl.store(shared, token.to(tl.int32))
-        tl.store(shared + 1 + rank, successors, mask=rank < K)
-    if to_overlay:
-        own = table + (FIRST_OVERLAY + req_state_idx * OVERLAY_ROWS + slot) * (1 + K)
-        tl.store(own, token.to(tl.int32))
-        tl.store(own + 1 + rank, successors, mask=rank < K)
+    return _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
 
 
 @triton.jit

@@ -13,6 +13,10 @@ import triton.language as tl
 from vllm_recycle.core.adjacency import TableLayout
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.kernels.triton.topology import DeviceTrees
+
+# Added up for as many rows as a path can have, still above the least int32.
+_FAR = tl.constexpr(-(1 << 20))
 
 
 def fill_tree(
@@ -52,15 +56,21 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate,
+    tree: TreeTemplate | DeviceTrees,
+    idx_mapping: torch.Tensor | None = None,
 ) -> WalkResult:
-    """See `vllm_recycle.core.verification.walk`; the tree's tables are on the same device."""
+    """See `vllm_recycle.core.verification.walk`; the tree's tables are on the same device.
+
+    With `DeviceTrees`, `idx_mapping`, integer [batch], says which are those of the batch.
+    """
     batch, nodes = draft_token_ids.shape
     assert nodes == tree.num_nodes
-    path = torch.empty(batch, tree.paths.shape[1], dtype=torch.int64, device=sampled.device)
+    assert (idx_mapping is None) == isinstance(tree, TreeTemplate)
+    places = tree.depth + 1
+    path = torch.empty(batch, places, dtype=torch.int64, device=sampled.device)
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32, device=sampled.device)
-    lanes = triton.next_power_of_2(nodes)
+    lanes = triton.next_power_of_2(nodes + 1)
     _walk_kernel[(batch,)](
         path,
         token_ids,
@@ -68,11 +78,13 @@ def walk(
         sampled.contiguous(),
         draft_token_ids.contiguous(),
         cu_num_logits.contiguous(),
-        tree.paths,
+        tree.parents,
+        idx_mapping,
         NODES=nodes,
-        PATH=path.shape[1],
+        PATH=places,
         LANES=lanes,
-        PLACES=triton.next_power_of_2(path.shape[1]),
+        PLACES=triton.next_power_of_2(places),
+        ROUNDS=tree.depth.bit_length(),
         num_warps=_warps(lanes),
     )
     return WalkResult(path, token_ids, lengths)
@@ -133,38 +145,42 @@ def _walk_kernel(
     sampled: tl.tensor,
     draft_token_ids: tl.tensor,
     cu_num_logits: tl.tensor,
-    paths: tl.tensor,
+    parents: tl.tensor,
+    idx_mapping: tl.tensor | None,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     LANES: tl.constexpr,
     PLACES: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ) -> None:
-    """A program a request and a lane a node: whether its whole path agrees, then the deepest."""
+    """A program a request and a lane a row: whether its whole path agrees, then the deepest."""
     index = tl.program_id(0).to(tl.int64)
+    if idx_mapping is not None:
+        parents += tl.load(idx_mapping + index).to(tl.int64) * (NODES + 1)
     start = tl.load(cu_num_logits + index).to(tl.int64)
     num_rows = tl.load(cu_num_logits + index + 1).to(tl.int64) - start
-    node = tl.arange(0, LANES)
-    # Parents come first: where a node is scheduled, so are its ancestors.
-    scheduled = (node < NODES) & (node + 1 < num_rows)
     produced = sampled + start
-    drafts = draft_token_ids + index * NODES
-    reached = scheduled
-    depth = tl.zeros([LANES], tl.int32)
-    parent = tl.zeros([LANES], tl.int64)
-    for level in range(1, PATH):
-        row = tl.load(paths + (node + 1) * PATH + level, mask=scheduled, other=-1)
-        below = row >= 0
-        draft = tl.load(drafts + row - 1, mask=below, other=-1)
-        agrees = (draft >= 0) & (tl.load(produced + parent, mask=below, other=-1) == draft)
-        reached = reached & (agrees | (row < 0))
-        depth += below.to(tl.int32)
-        parent = row
-    # The deepest, and of several the first, as one number; -1 where the root alone was reached.
-    best = tl.max(tl.where(reached, depth * LANES + (LANES - 1 - node), -1), axis=0)
-    last = tl.where(best >= 0, LANES - best % LANES, 0)
-    tl.store(lengths + index, tl.where(best >= 0, best // LANES, 0) + 1)
+    row = tl.arange(0, LANES)
+    # Parents come first: where a node is scheduled, so are its ancestors.
+    scheduled = (row > 0) & (row <= NODES) & (row < num_rows)
+    parent = tl.load(parents + row, mask=scheduled, other=0).to(tl.int32)
+    draft = tl.load(draft_token_ids + index * NODES + row - 1, mask=scheduled, other=-1)
+    agrees = (draft >= 0) & (tl.load(produced + parent, mask=scheduled, other=-1) == draft)
+    # The depth where all of a path agrees, else far below 0. Each round sees twice as much of it.
+    depth = tl.where(agrees, 1, tl.where(row == 0, 0, _FAR))
+    for _ in tl.static_range(ROUNDS):
+        depth += tl.gather(depth, parent, 0)
+        parent = tl.gather(parent, parent, 0)
+    # The deepest, and of several the first, as one number.
+    best = tl.max(tl.where(depth >= 0, depth * LANES + (LANES - 1 - row), 0), axis=0)
+    last = LANES - 1 - best % LANES
+    length = best // LANES + 1
+    tl.store(lengths + index, length)
     place = tl.arange(0, PLACES)
-    visited = tl.load(paths + last * PATH + place, mask=place < PATH, other=-1)
+    visited = tl.full([PLACES], -1, tl.int64)
+    for step in range(length):
+        visited = tl.where(place == length - 1 - step, last.to(tl.int64), visited)
+        last = tl.load(parents + last).to(tl.int32)
     emitted = tl.load(produced + visited, mask=visited >= 0, other=-1)
     tl.store(path + index * PATH + place, visited, mask=place < PATH)
     tl.store(token_ids + index * PATH + place, emitted.to(tl.int64), mask=place < PATH)

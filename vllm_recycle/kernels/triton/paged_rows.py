@@ -1,6 +1,6 @@
 """The rows that tree attention is given over vLLM's paged KV cache, and what they see.
 
-A request with a tree has R rows, the root and then a prefix of a template's nodes; they are its
+A request with a tree has R rows, the root and then a prefix of its tree's nodes; they are its
 last R tokens, and the C tokens before them are its context. The keys and values of all C + R
 tokens lie in the cache already, in linear slots: row r is token C + r. A row attends to the whole
 context, to its ancestors and to itself.
@@ -20,27 +20,26 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.tree import TreeTemplate
-
-WORD_BITS = 32
-
 
 @dataclass(frozen=True, slots=True)
 class PagedTreeRows:
     """The tree rows of a step; what all layers of a step share.
 
     Attributes:
-        ancestor_bits: int32 [rows, words], see the function of that name; contiguous.
+        ancestor_bits: int32 [rows, words] of one template for all, or [max_num_reqs, rows, words];
+            see `topology.ancestor_bits`; contiguous.
         query_start_loc: int32 [batch + 1], the flat row of each request's root, and the end. A
             request without rows is passed over.
         seq_lens: int32 [batch], tokens of each request with rows and padding; any without rows.
         block_table: int32 [batch, n], the blocks of each request; only those that hold its tokens
             are read, and with `own` those of its context.
-        max_rows: at least the rows of any request, at most those of the template. On the host,
-            because grids are made from it.
+        max_rows: at least the rows of any request, at most those of a tree. On the host, because
+            grids are made from it.
         num_padding: int32 [batch], how many of a request's first rows are none; None where all are
             rows. They are neither seen nor written, and its context ends at the row behind them.
             They may only be what a template begins with as a chain, above all other rows.
+        idx_mapping: integer [batch], which tree of `ancestor_bits` is a request's; None where one
+            is for all.
 
     """
 
@@ -50,22 +49,8 @@ class PagedTreeRows:
     block_table: torch.Tensor
     max_rows: int
     num_padding: torch.Tensor | None = None
+    idx_mapping: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
         return self.seq_lens.shape[0]
-
-
-def ancestor_bits(tree: TreeTemplate) -> torch.Tensor:
-    """The ancestor mask in bits: column c of a row is bit c % 32 of its word c // 32.
-
-    Returns:
-        int32 [rows, words] on the CPU, a constant of the template: move it to the device once.
-
-    """
-    rows = len(tree.ancestor_mask)
-    words = -(-rows // WORD_BITS)
-    mask = torch.zeros(rows, words * WORD_BITS, dtype=torch.int32)
-    mask[:, :rows] = tree.ancestor_mask
-    bit = torch.arange(WORD_BITS, dtype=torch.int32)
-    return (mask.view(rows, words, WORD_BITS) << bit).sum(dim=2, dtype=torch.int32)

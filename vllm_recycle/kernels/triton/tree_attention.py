@@ -74,6 +74,7 @@ def tree_attention(
     assert query.stride(2) == kv_cache.stride(3) == output.stride(2) == 1
     assert rows.block_table.stride(1) == 1
     assert rows.ancestor_bits.is_contiguous()
+    assert rows.ancestor_bits.ndim == (2 if rows.idx_mapping is None else 3)
     assert scale > 0
     own_keys, own_values = own or (None, None)
     for side in own or ():
@@ -113,12 +114,13 @@ def tree_attention(
         rows.seq_lens,
         rows.block_table,
         rows.num_padding,
+        rows.idx_mapping,
         own_keys,
         own_values,
         scale * LOG2_E,
         rows.max_rows,
         num_splits,
-        rows.ancestor_bits.shape[1],
+        rows.ancestor_bits.shape[-1],
         query.stride(0),
         query.stride(1),
         output.stride(0),
@@ -127,6 +129,7 @@ def tree_attention(
         kv_cache.stride(1),
         kv_cache.stride(2),
         rows.block_table.stride(0),
+        rows.ancestor_bits.stride(0) if rows.idx_mapping is not None else None,
         own_keys.stride(0) if own_keys is not None else None,
         own_values.stride(0) if own_values is not None else None,
         BLOCK_SIZE=block_size,

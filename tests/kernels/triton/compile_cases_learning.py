@@ -1,0 +1,162 @@
+"""What `compile_kernels` compiles of what learns context rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# Imported by a script of its own alone.
+import triton  # noqa: TID253
+from compile_cases import Case
+
+from vllm_recycle.core.dynamic import RowLayout
+from vllm_recycle.kernels.triton import (
+    context_learning,
+    context_seeding,
+    learning,
+    text_tails,
+)
+from vllm_recycle.kernels.triton.context_rows import constants_of
+
+VOCAB, MAX_ROWS, PATH = 128_256, 81, 17
+
+
+def learning_cases() -> Iterator[Case]:
+    """With the default k and contexts; and with the largest, of a sequence that shares nothing."""
+    yield from top_k_cases()
+    yield tails_case()
+    for contexts, k, shares in (((1, 2, 4, 8), 8, True), (tuple(range(1, 9)), 64, False)):
+        layout = RowLayout(VOCAB, k, contexts, 1 << 22, True, shares, shares)
+        yield from step_cases(layout, counted=shares)
+        yield from seed_cases(layout)
+
+
+def top_k_cases() -> Iterator[Case]:
+    k = 8
+    group = learning.group_size(VOCAB, k)
+    rows = {"maxima": "*fp32:16", "logits": "*bf16:16", "row_stride": "i32:16"}
+    sizes = {"VOCAB": VOCAB, "GROUP": group}
+    yield Case(
+        "maxima-of-all",
+        learning._group_maxima_kernel,
+        {**rows, "num_rows": "i32"},
+        {
+            **{**sizes, "GROUPS": learning.CHUNK // group, "LATER": learning.LATER},
+            **dict.fromkeys(("expanded_idx_mapping", "token_ids")),
+        },
+        {"num_warps": 8},
+    )
+    yield Case(
+        "top-k",
+        learning._top_k_kernel,
+        {**rows, "best": "*i32:16"},
+        {**sizes, "K": k, "KEPT": k, "GROUPS": triton.next_power_of_2(-(-VOCAB // group))},
+        {"num_warps": 8},
+    )
+
+
+def tails_case() -> Case:
+    return Case(
+        "tails",
+        text_tails._read_tails_kernel,
+        {
+            **{"tails": "*i64:16", "all_token_ids": "*i32:16", "stride": "i32:16"},
+            **{"idx_mapping": "*i32", "last": "*i64", "batch": "i32"},
+        },
+        {"REACH": 8, "PLACES": 8, "LANES": text_tails.LANES},
+        {"num_warps": 1},
+    )
+
+
+def step_cases(layout: RowLayout, *, counted: bool) -> Iterator[Case]:
+    name = f"k{layout.k}-contexts{len(layout.contexts)}"
+    places, of_counts = 2 * len(layout.contexts), ("counts", "rates", "increments")
+    rows = {
+        **dict.fromkeys(("table", "stamps", "numbers", "heads", "idx_mapping"), "*i32:16"),
+        **dict.fromkeys(("addresses", "salts"), "*i64:16"),
+        "cu_num_logits": "*i32",
+    }
+    yield Case(
+        f"learn-mark-{name}",
+        context_learning._mark_kernel,
+        {
+            **rows,
+            **dict.fromkeys(("text", "tails", "row_token_ids", "path", "token_ids"), "*i64:16"),
+            **{"parents": "*i32:16", "parents_stride": "i32", "learns": "*i1"},
+            **({"increments": "*i32:16"} if counted else {}),
+        },
+        {
+            **{"MAX_ROWS": MAX_ROWS, "PATH": PATH, "PATH_LANES": triton.next_power_of_2(PATH)},
+            **{"REACH": layout.reach, "REACH_LANES": triton.next_power_of_2(layout.reach)},
+            **{"LANES": context_learning.LANES, "WRITES_SHARED": layout.writes_shared},
+            **constants_of(layout),
+            **({} if counted else {"increments": None}),
+        },
+        {"num_warps": 1},
+    )
+    width, ranks = triton.next_power_of_2(layout.width), places * layout.k
+    types = dict(zip(of_counts, ("*fp64:16", "*fp32:16", "*i32:16"), strict=True))
+    yield Case(
+        f"learn-write-{name}",
+        context_learning._write_kernel,
+        {**rows, "successors": "*i32:16", "rows": "i32", **(types if counted else {})},
+        {
+            **{"MAX_ROWS": MAX_ROWS, "K": layout.k, "WIDTH": width},
+            **{"ROWS": max(1, context_learning.ELEMENTS // width), "PLACES": places},
+            "WRITTEN": len(layout.contexts) * (1 + layout.writes_shared),
+            **{"FIRST_PLACE": 1 - layout.writes_shared, "PLACE_STEP": 2 - layout.writes_shared},
+            **{"RANKS": ranks, "LANES": context_learning.LANES},
+            "FOLD_BLOCKS": -(-ranks // context_learning.LANES) if counted else 0,
+            **({} if counted else dict.fromkeys(of_counts)),
+        },
+        {"num_warps": 1},
+    )
+
+
+def seed_cases(layout: RowLayout) -> Iterator[Case]:
+    name = f"k{layout.k}-contexts{len(layout.contexts)}"
+    rows = {
+        **dict.fromkeys(("stamps", "heads", "of_salts", "followers"), "*i32:16"),
+        "addresses": "*i64:16",
+    }
+    found = dict.fromkeys(("seconds", "thirds", "runs"), "*i32:16")
+    sizes = {"count": "i32", "size": "i32"}
+    shape = {"PLACES": len(layout.contexts), "K": layout.k, "LANES": context_seeding.LANES}
+    yield Case(
+        f"seed-mark-{name}",
+        context_seeding._mark_kernel,
+        {
+            **{**rows, **found, **sizes, "rests": "*i64:16", "table": "*i32:16"},
+            **{"all_token_ids": "*i32:16", "stride": "i32:16", "salts": "*i64:16"},
+            **{"requests": "*i32:16", "num_requests": "i32", "first": "i32"},
+        },
+        {"BITS": 5, "LANES": context_seeding.LANES, **constants_of(layout)},
+        {"num_warps": 1},
+    )
+    for last in (False, True):
+        yield Case(
+            f"seed-gather-{name}" + ("-last" if last else ""),
+            context_seeding._gather_kernel,
+            {**rows, **found, **sizes},
+            {**shape, "LAST": last},
+            {"num_warps": 1},
+        )
+    yield Case(
+        f"seed-merge-{name}",
+        context_seeding._merge_kernel,
+        {
+            **{**rows, **found, **sizes, "rests": "*i64:16"},
+            **dict.fromkeys(("merged", "table"), "*i32:16"),
+        },
+        shape,
+        {"num_warps": 1},
+    )
+    yield Case(
+        f"seed-write-{name}",
+        context_seeding._write_kernel,
+        {
+            **{**sizes, "addresses": "*i64:16"},
+            **dict.fromkeys(("table", "stamps", "merged"), "*i32:16"),
+        },
+        {**shape, "WIDTH": triton.next_power_of_2(layout.width)},
+        {"num_warps": 1},
+    )
