@@ -49,8 +49,18 @@ def test_the_host_method_and_our_classes():
 def test_all_nodes_are_the_default():
     made = rewrite()
     assert made.speculative_config["num_speculative_tokens"] == 80
-    assert made.additional_config["vllm_recycle"]["max_nodes"] is None
+    assert made.additional_config["vllm_recycle"]["tree"] == "dynamic"
+    template = rewrite({"tree": "default"})
+    assert template.additional_config["vllm_recycle"]["max_nodes"] is None
+    assert template.speculative_config["num_speculative_tokens"] == 80
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
+
+
+@pytest.mark.parametrize("given", [{"row_cost": 0.1}, {"step_times_file": "times.json"}])
+@pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
+def test_rows_have_no_price_of_the_user_s(method, given):
+    with pytest.raises(NotImplementedError, match="expected none on a GPU"):
+        make(method | given)
 
 
 def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():

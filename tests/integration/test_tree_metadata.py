@@ -10,10 +10,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_recycle.core import load_tree
 from vllm_recycle.integration.plugin import register
+from vllm_recycle.kernels.triton.topology import DeviceTrees
+
+INDICES = torch.zeros(8, dtype=torch.int64)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def builder() -> TreeTritonBuilder:
     register()
     method = {**TOKEN_RECYCLING, "tree": "default", "max_nodes": 4}
@@ -21,7 +25,9 @@ def builder() -> TreeTritonBuilder:
         TARGET, speculative_config=method, dtype="float32", kv_cache_memory_bytes=1 << 24
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    return TreeTritonBuilder(spec, [], config, torch.device("cpu"))
+    builder = TreeTritonBuilder(spec, [], config, torch.device("cpu"))
+    builder.take_trees(load_tree("default").prefix(4), INDICES)
+    return builder
 
 
 def step(lengths: list[int], context: int = 20) -> CommonAttentionMetadata:
@@ -55,6 +61,16 @@ def test_a_step_of_trees_alone(builder):
     for name in ("query_start_loc", "seq_lens"):
         assert getattr(tree_step.trees, name).data_ptr() == getattr(common, name).data_ptr()
     assert tree_step.trees.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+
+
+def test_grown_trees_are_found_where_a_graph_looks_for_them(builder):
+    trees = DeviceTrees.make(8, 4, depth=2, device="cpu")
+    builder.take_trees(trees, INDICES)
+    builder.num_trees = 3
+    rows = builder.build(0, step([5, 5, 5])).tree_step.trees
+    assert rows.idx_mapping.shape == (3,)
+    assert rows.idx_mapping.data_ptr() == INDICES.data_ptr()
+    assert rows.ancestor_bits is trees.ancestor_bits
 
 
 def test_trees_of_several_sizes_before_other_requests(builder):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 NUM_RANKS = 2
 WAITING = ({None}, {None, 0})  # for exit codes of ranks
 METHODS = {
-    "token_recycling": {"k": 4, "max_nodes": 4},
+    "token_recycling": {"k": 4, "max_nodes": 4, "context_mib": 1},
     # The target drafts for itself: the heads of the small draft model are three.
     "ouroboros": {"model": TARGET, "max_forwards": FORWARDS, **SIZES},
 }
@@ -115,9 +115,9 @@ def serve(method: dict[str, Any] | None, batches: list) -> dict[str, Any]:
         "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens"),
     }
     if method is not None:
-        table = runner(llm).drafter.state.table
-        digest = sha256(table.numpy().tobytes()).hexdigest()
-        result["known"] = {"entries": int((table >= 0).sum()), "digest": digest}
+        tensors = runner(llm).drafter.state.tensors
+        digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+        result["known"] = {"entries": int((tensors[0] >= 0).sum()), "digest": digest}
         result["KV heads"] = runner(llm).paged_layers[0].kv_caches[0].shape[1]
     llm.llm_engine.engine_core.shutdown()
     return result

@@ -133,6 +133,13 @@ def test_steps_were_ahead_mixed_cut_and_preempted(result):
     assert seen["preemptions"] > 0
 
 
+def test_a_template_gives_the_same(result):
+    plain = [output["token_ids"] for output in result["plain"][: len(MIXED)]]
+    assert [output["token_ids"] for output in result["template"]] == plain
+    seen = result["seen of the template"]
+    assert min(seen["accepted tokens"], seen["moved rows"]) > 0
+
+
 def test_requests_that_look_back_get_no_drafts(result):
     assert result["seen"]["drafts of requests that look back"] == 0
 
@@ -245,10 +252,12 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     model_runner.prepare_attn = watched_prepare_attn
     model_runner.speculator.propose = watched_propose
     v2_runner.compact_path = watched_compact_path
-    operations = model_runner.drafter.proposer.operations
-    for name in ("walk", "update_from_logits"):
-        if not hasattr(getattr(operations, name), "watched"):
-            object.__setattr__(operations, name, watched(getattr(operations, name), waits))
+    drafter = model_runner.drafter
+    for name in ("observe", "accept"):
+        setattr(drafter, name, watched(getattr(drafter, name), waits))
+    operations = drafter.proposer.operations
+    if not hasattr(operations.walk, "watched"):
+        object.__setattr__(operations, "walk", watched(operations.walk, waits))
 
 
 def watched(function: Any, waits: Waits) -> Any:
@@ -262,13 +271,15 @@ def watched(function: Any, waits: Waits) -> Any:
     return call
 
 
-def serve(tree: str, batches: Any, waits: Waits, **arguments: Any) -> tuple[list, Counter]:
+def serve(
+    options: dict[str, Any], batches: Any, waits: Waits, **arguments: Any
+) -> tuple[list, Counter]:
     """In the process with the engines: an engine with trees, its outputs and what was seen."""
     from engines import counter, runner
     from v2_worker import TreeV2Runner
     from vllm import LLM
 
-    method = {"method": "token_recycling", "tree": tree}
+    method: dict[str, Any] = {"method": "token_recycling", **options}
     method["num_speculative_tokens_per_batch_size"] = SCHEDULE
     llm = LLM(**LLM_ARGUMENTS | arguments, speculative_config=method)
     assert type(runner(llm)) is TreeV2Runner
@@ -283,21 +294,25 @@ def serve(tree: str, batches: Any, waits: Waits, **arguments: Any) -> tuple[list
 
 
 def main(tree: str) -> dict[str, Any]:
-    """In the process with the engines: one without trees, and two with them."""
+    """In the process with the engines: one without trees, and three with them."""
     from vllm import LLM
 
     llm = LLM(**LLM_ARGUMENTS)
     plain = generate(llm)
     llm.llm_engine.engine_core.shutdown()
     waits = Waits()
-    trees, seen = serve(tree, BATCHES, waits)
-    one_at_a_time, seen_then = serve(tree, [LOOKING_BACK], waits, async_scheduling=False)
+    grown = {"max_nodes": TREE.num_nodes, "context_mib": 1}
+    trees, seen = serve(grown, BATCHES, waits)
+    template, seen_of_template = serve({"tree": tree}, [MIXED], waits)
+    one_at_a_time, seen_then = serve(grown, [LOOKING_BACK], waits, async_scheduling=False)
     with Waits() as planted:
         torch.ones(1).item()
     return {
         "plain": plain,
         "trees": trees,
         "seen": seen,
+        "template": template,
+        "seen of the template": seen_of_template,
         "one at a time": one_at_a_time,
         "seen one at a time": seen_then,
         "waits": waits.seen,

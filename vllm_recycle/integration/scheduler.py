@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_recycle.core.dynamic.beam import LEVELS
 from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.row_budget import even_limit
@@ -38,12 +39,16 @@ class TreeScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         options = get_options(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
-        # Of the runner that does not say it with each draft: the depth of each prefix.
-        self.depth_of_nodes = (
-            options.load_tree().depths.cummax(0).values.tolist()[1:]
-            if self.use_v2_model_runner
-            else []
-        )
+        # Of the runner that does not say it with each draft: the depth of each prefix. Of trees
+        # that are grown on a device it is what it may be at most.
+        self.depth_of_nodes: list[int] = []
+        if self.use_v2_model_runner:
+            nodes = range(1, options.num_nodes + 1)
+            self.depth_of_nodes = (
+                [min(count, LEVELS) for count in nodes]
+                if options.is_dynamic
+                else options.load_tree().depths.cummax(0).values.tolist()[1:]
+            )
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         if isinstance(options, OuroborosOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.

@@ -146,7 +146,7 @@ def test_a_step_is_learnt_at_once(seed, scope, contexts, slots, max_rows, counte
     rows = make_rows(scope, contexts, k, vocab_size=5, slots=slots)
     tables = [rows.table, rows.table.clone()]
     stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
-    counts = [DeviceCounts.of(AcceptanceTable(rows.layout), DEVICE) for _ in range(2)]
+    counts = [DeviceCounts.of(AcceptanceTable(rows.layout, device=DEVICE)) for _ in range(2)]
     # One more and these are halved.
     for each in counts:
         each.counts[0, ..., 1] = 1999.5
@@ -170,7 +170,7 @@ def test_where_no_two_rows_have_one_address_it_is_what_rows_learn_one_by_one(sco
     tables = [layouts.table, layouts.table.clone()]
     stamps = torch.zeros(len(layouts.table), dtype=torch.int32, device=DEVICE)
     acceptance = AcceptanceTable(layouts.layout)
-    counts = DeviceCounts.of(acceptance, DEVICE)
+    counts = DeviceCounts.of(acceptance)
     seeds = [0, 1, 2, 0, 1, 0, 2]  # what came before comes again: rows are found and steady
     for seed in seeds:
         step = make_step(seed, layouts.layout, max_rows=20, unfilled=0.0)

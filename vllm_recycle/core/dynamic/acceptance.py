@@ -30,6 +30,7 @@ class AcceptanceTable:
 
     Args:
         layout: of the rows.
+        device: where the counts live.
 
     Attributes:
         counts: float64 [contexts, 2 (shared, own), k, 5, 2]: of each steadiness, and of all, how
@@ -37,11 +38,10 @@ class AcceptanceTable:
 
     """
 
-    def __init__(self, layout: RowLayout) -> None:
+    def __init__(self, layout: RowLayout, *, device: torch.device | str = "cpu") -> None:
         self.layout = layout
-        self.counts = torch.empty(
-            len(layout.contexts), 2, layout.k, ANY_STEADINESS + 1, 2, dtype=torch.float64
-        )
+        shape = (len(layout.contexts), 2, layout.k, ANY_STEADINESS + 1, 2)
+        self.counts = torch.empty(shape, dtype=torch.float64, device=device)
         self.clear()
 
     def clear(self) -> None:

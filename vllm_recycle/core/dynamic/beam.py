@@ -22,6 +22,10 @@ from vllm_recycle.core.dynamic.growth import Growth
 from vllm_recycle.core.tree import BatchTrees
 from vllm_recycle.core.verification import NO_TOKEN
 
+# Rows of a level that are expanded, and levels, where nobody says otherwise.
+BEAM = 16
+LEVELS = 16
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:

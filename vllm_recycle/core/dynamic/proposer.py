@@ -21,7 +21,7 @@ class DynamicState:
 
     def __init__(self, rows: ContextRows) -> None:
         self.rows = rows
-        self.acceptance = AcceptanceTable(rows.layout)
+        self.acceptance = AcceptanceTable(rows.layout, device=rows.table.device)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from vllm_recycle.core import BatchTrees, WalkResult
-from vllm_recycle.core.dynamic import ContextRows, DynamicState, DynamicTreeProposer
-from vllm_recycle.core.dynamic.context_rows import slots_in
+from vllm_recycle.core.dynamic import DynamicState, DynamicTreeProposer
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.dynamic_rows import make_context_rows
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.kernels.cpu.dynamic_trees import native_dynamic_operations
@@ -30,22 +30,11 @@ class DynamicV1Drafter(PricedV1Drafter):
         assert isinstance(options, TokenRecyclingOptions)
         self.state_file = options.matrix_file
         self.read_prices()
-        assert options.context_mib is not None  # of grown trees
-        scheduler = vllm_config.scheduler_config
-        rows = ContextRows(
-            vllm_config.model_config.get_vocab_size(),
-            options.k,
-            contexts=options.contexts,
-            slots=slots_in(options.context_mib, options.k),
-            scope=options.scope,  # type: ignore[arg-type]
-            hot_start=options.hot_start,
-            max_num_reqs=scheduler.max_num_seqs,
-        )
-        self.state = DynamicState(rows)
+        self.state = DynamicState(make_context_rows(vllm_config, "cpu"))
         self.proposer = DynamicTreeProposer(
             self.state,
             max_nodes=options.num_nodes,
-            max_num_reqs=scheduler.max_num_seqs,
+            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
             seed_from_prompt=options.seed_from_prompt,
             operations=native_operations(),
             dynamic_operations=native_dynamic_operations(),

@@ -26,10 +26,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.attention_override import refuse_layer
-from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
-from vllm_recycle.kernels.triton.topology import ancestor_bits
+from vllm_recycle.kernels.triton.topology import DeviceTrees, ancestor_bits
 from vllm_recycle.kernels.triton.tree_attention import tree_attention
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
@@ -57,6 +57,8 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
 
     Attributes:
         num_trees: how many requests of the step that is built next are trees, set by the runner.
+        ancestor_bits, tree_indices: see `PagedTreeRows`; in the place of `idx_mapping` a buffer
+            for all requests.
 
     """
 
@@ -66,11 +68,15 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
     supports_update_block_table: bool = False
 
     num_trees: int = 0
+    ancestor_bits: torch.Tensor
+    tree_indices: torch.Tensor | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        tree = get_options(self.vllm_config).load_tree()
-        self.ancestor_bits = ancestor_bits(tree).to(self.device)
+    def take_trees(self, tree: TreeTemplate | DeviceTrees, tree_indices: torch.Tensor) -> None:
+        """Set what the rows of trees see, and where each request of a step has its tree."""
+        if isinstance(tree, TreeTemplate):
+            self.ancestor_bits, self.tree_indices = ancestor_bits(tree).to(self.device), None
+        else:
+            self.ancestor_bits, self.tree_indices = tree.ancestor_bits, tree_indices
 
     def build(
         self,
@@ -89,6 +95,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=common.seq_lens[:num_trees],
             block_table=common.block_table_tensor[:num_trees],
             max_rows=int(ends.diff().max()),
+            idx_mapping=None if self.tree_indices is None else self.tree_indices[:num_trees],
         )
         # Without vLLM's schedule for its own kernel, which does not run on these rows.
         metadata = super().build(0, common, fast_build=True)

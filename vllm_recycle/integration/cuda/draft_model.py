@@ -32,6 +32,7 @@ from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
+from vllm_recycle.integration.cuda.drafter import TemplateV2Drafter
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.integration.row_budget import head_length, largest_drafting_batch
 from vllm_recycle.kernels.triton.operations import OPERATIONS
@@ -47,7 +48,7 @@ def draft_forward_template(shape: DraftShape) -> TreeTemplate:
     return TreeTemplate((*chain, *below), "draft forward")
 
 
-class OuroborosSpeculator(OuroborosDrafter, StandaloneARSpeculator):
+class OuroborosSpeculator(OuroborosDrafter, TemplateV2Drafter, StandaloneARSpeculator):
     """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
     Args:

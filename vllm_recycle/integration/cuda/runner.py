@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
@@ -36,16 +35,19 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_recycle.core import WalkResult
+from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
+from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
+from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
-from vllm_recycle.integration.drafter import TreeDrafter
 from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.kv_cache import compact_path
-from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
+from vllm_recycle.kernels.triton.topology import DeviceTrees
 from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 
@@ -55,7 +57,7 @@ class TreeSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, drafter: TreeDrafter) -> None:
+    def __init__(self, drafter: TreeV2Drafter | DynamicV2Drafter) -> None:
         self.drafter = drafter
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -75,20 +77,23 @@ class TreeSpeculator(BaseSpeculator):
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         *args: Any,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """int64 [batch, nodes], -1 where there is no draft.
 
         A request in the middle of its prompt gets drafts too, which are never scheduled.
         """
-        idx_mapping = input_batch.idx_mapping
-        return self.drafter.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
+        if num_speculative_tokens == 0:
+            shape = (input_batch.num_reqs, self.drafter.tree.num_nodes)
+            return last_sampled.new_full(shape, NO_TOKEN)
+        return self.drafter.propose(input_batch.idx_mapping, last_sampled)
 
 
 class TreeModelRunner(GPUModelRunner):
     """vLLM's V2 runner, verifying trees instead of chains."""
 
-    drafter: TreeDrafter | OuroborosSpeculator
+    drafter: TreeV2Drafter | DynamicV2Drafter | OuroborosSpeculator
     speculator: TreeSpeculator | OuroborosSpeculator
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -100,7 +105,10 @@ class TreeModelRunner(GPUModelRunner):
                 vllm_config, device, may_speculate=self.may_speculate
             )
         else:
-            self.drafter = TreeDrafter(vllm_config, operations=OPERATIONS, device=device)
+            if get_options(vllm_config).is_dynamic:
+                self.drafter = DynamicV2Drafter(vllm_config, device, self.req_states)
+            else:
+                self.drafter = TreeV2Drafter(vllm_config, device)
             self.speculator = TreeSpeculator(self.drafter)
             # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
             # token of `max_model_len` and a request. Ours reads each prompt once.
@@ -110,7 +118,9 @@ class TreeModelRunner(GPUModelRunner):
                 device=device,
                 uva_instead_of_gpu=True,
             )
-        self.tree = self.drafter.proposer.tree
+        self.tree = self.drafter.tree
+        # Where each request of a step has its tree, for graphs, which read it where it always was.
+        self.tree_indices = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # Nodes of a tree by the number of requests, and most rows of all trees of a step.
         self.nodes_of_batch = build_dynamic_sd_schedule_lookup(
             self.speculative_config.num_speculative_tokens_per_batch_size,
@@ -134,6 +144,9 @@ class TreeModelRunner(GPUModelRunner):
         if sizes:
             graphs = plan_full_graphs(self.nodes_of_batch, sizes)
             replace_full_graphs(self.cudagraph_manager, graphs)
+        for groups in self.attn_groups:
+            for group in groups:
+                group.get_metadata_builder().take_trees(self.tree, self.tree_indices)
         if not is_profiling:
             layers = self.compilation_config.static_forward_context
             # A draft model's layers see no trees of the target's.
@@ -168,10 +181,7 @@ class TreeModelRunner(GPUModelRunner):
         if new:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             lengths = [len(request.prefill_token_ids) for request in new]
-            texts = self.req_states.all_token_ids.gpu
-            prompts = [texts[i, :length] for i, length in zip(indices, lengths, strict=True)]
-            expanded_idx_mapping = async_tensor_h2d(np.repeat(indices, lengths), device=self.device)
-            self.drafter.proposer.begin(expanded_idx_mapping, torch.cat(prompts).to(torch.int64))
+            self.drafter.begin(self.req_states.all_token_ids.gpu, indices, lengths)
             may_speculate = [_may_speculate(request.sampling_params) for request in new]
             self.may_speculate[indices] = may_speculate
 
@@ -193,7 +203,9 @@ class TreeModelRunner(GPUModelRunner):
             input_batch.logits_indices,
             input_batch.expanded_local_pos,
             tree=self.tree,
+            expanded_idx_mapping=self._own(input_batch.expanded_idx_mapping),
         )
+        self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
         num_nodes = input_batch.num_draft_tokens_per_req
         num_trees = 0 if num_nodes is None else np.count_nonzero(num_nodes)
         if num_trees == input_batch.num_reqs:
@@ -212,9 +224,7 @@ class TreeModelRunner(GPUModelRunner):
         """In the place of vLLM's: its sampler for every row, and the walk."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         # Here the logits are raw; the grammar changes them in place.
-        self.drafter.proposer.observe(
-            input_batch.expanded_idx_mapping, self.row_token_ids, logits, input_batch.cu_num_logits
-        )
+        self.drafter.observe(input_batch, self.row_token_ids, logits)
         if grammar_output is not None:
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits,
@@ -224,13 +234,22 @@ class TreeModelRunner(GPUModelRunner):
             )
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)
+            root = torch.zeros_like(output.sampled_token_ids, dtype=torch.int64)
+            walked = WalkResult(root, output.sampled_token_ids.long(), output.num_sampled)
         else:
-            output = self._sample_trees(logits, input_batch)
+            output, walked = self._sample_trees(logits, input_batch)
+        self.drafter.accept(input_batch, self.row_token_ids, walked, output.num_sampled)
         # `propose` is not given them.
         self.speculator.sampled_token_ids = output.sampled_token_ids
         return output, output.num_sampled, output.num_rejected
 
-    def _sample_trees(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+    def _own(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """Indices of requests where each has a tree of its own."""
+        return indices if isinstance(self.tree, DeviceTrees) else None
+
+    def _sample_trees(
+        self, logits: torch.Tensor, input_batch: Any
+    ) -> tuple[SamplerOutput, WalkResult]:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         sampled, scores = self._sample_rows(logits, input_batch)
         cu_num_logits = input_batch.cu_num_logits
@@ -239,6 +258,7 @@ class TreeModelRunner(GPUModelRunner):
             self.req_states.draft_tokens[input_batch.idx_mapping],
             cu_num_logits,
             tree=self.tree,
+            idx_mapping=self._own(input_batch.idx_mapping),
         )
         for layers, slot_mapping in zip(self.paged_layers, self.slot_mappings, strict=True):
             compact_path(
@@ -251,13 +271,14 @@ class TreeModelRunner(GPUModelRunner):
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        return SamplerOutput(
+        output = SamplerOutput(
             sampled_token_ids=result.token_ids,
             logprobs_tensors=self._logprobs(scores, input_batch, sampled, result.path),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+        return output, result
 
     def _sample_rows(
         self, logits: torch.Tensor, input_batch: Any

@@ -45,6 +45,12 @@ class MethodOptions(ABC):
             ValueError: naming the key, what was given and what is accepted.
 
         """
+        for key in ("row_cost", "step_times_file") if on_gpu else ():
+            if given.get(key) is not None:
+                raise NotImplementedError(
+                    f"speculative_config: {key} is {given[key]!r}, expected none on a GPU, where "
+                    "the number of nodes is given by the size of the batch alone"
+                )
         defaults = cls._defaults(given, on_gpu=on_gpu)
         missing = {key: value for key, value in defaults.items() if given.get(key) is None}
         values = {**given, **missing}

@@ -105,12 +105,6 @@ class OuroborosOptions(MethodOptions):
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        for key in ("row_cost", "step_times_file") if on_gpu else ():
-            if given.get(key) is not None:
-                raise NotImplementedError(
-                    f"speculative_config: {key} is {given[key]!r}, expected none on a GPU, where "
-                    "the number of nodes is given by the size of the batch alone"
-                )
         sizes = GPU_SIZES if on_gpu else CPU_SIZES
         # Neither of these is above gamma, whichever of them is given.
         limited = ("early_rows", "max_forwards")

@@ -72,12 +72,8 @@ class TokenRecyclingOptions(MethodOptions):
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        tree = given.get("tree") or ("default" if on_gpu else DYNAMIC)
+        tree = given.get("tree") or DYNAMIC
         if tree == DYNAMIC:
-            if on_gpu:
-                raise NotImplementedError(
-                    "speculative_config: tree is 'dynamic', expected a template on a GPU"
-                )
             return {
                 "tree": tree,
                 "max_nodes": DYNAMIC_MAX_NODES,

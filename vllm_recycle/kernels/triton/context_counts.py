@@ -23,10 +23,10 @@ _STEADINESSES = tl.constexpr(ANY_STEADINESS)
 
 @dataclass(frozen=True, slots=True)
 class DeviceCounts:
-    """An acceptance table on the device.
+    """An acceptance table on the device, and what learning needs beside it.
 
     Attributes:
-        counts: float64 [contexts, 2, k, 5, 2], see `AcceptanceTable`.
+        counts: float64 [contexts, 2, k, 5, 2], those of an `AcceptanceTable`, not a copy.
         rates: float32 [contexts, 2, k, 4], its rates, as they are after each step.
         increments: int32 [contexts, 2, k, 4, 2], of the step; zero between steps.
 
@@ -37,11 +37,11 @@ class DeviceCounts:
     increments: torch.Tensor
 
     @classmethod
-    def of(cls, table: AcceptanceTable, device: torch.device | str) -> DeviceCounts:
-        """Begin with the counts of a table."""
-        rates = table.rates().to(device, torch.float32)
-        increments = torch.zeros(*rates.shape, 2, dtype=torch.int32, device=device)
-        return cls(table.counts.to(device, copy=True), rates, increments)
+    def of(cls, table: AcceptanceTable) -> DeviceCounts:
+        """The counts of a table; who changes them otherwise brings the rates up to date."""
+        rates = table.rates().float()
+        increments = torch.zeros(*rates.shape, 2, dtype=torch.int32, device=rates.device)
+        return cls(table.counts, rates, increments)
 
 
 @triton.jit

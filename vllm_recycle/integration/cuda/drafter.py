@@ -1,0 +1,121 @@
+"""What Model Runner V2 asks a drafter for: what its trees are, and to learn from a step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_recycle.core import Proposer, TreeTemplate, WalkResult
+from vllm_recycle.integration.drafter import Drafter, TreeDrafter
+from vllm_recycle.kernels.triton.operations import OPERATIONS
+from vllm_recycle.kernels.triton.topology import DeviceTrees
+
+# Tokens of prompts that are taken in at once, but for one that is longer.
+MOST_TOKENS = 1 << 16
+
+
+class V2Drafter(Drafter):
+    """What the V2 runner asks for besides; nothing of it waits for the device."""
+
+    @property
+    @abstractmethod
+    def tree(self) -> TreeTemplate | DeviceTrees:
+        """What the nodes of drafts are: of all requests, or of each."""
+
+    @abstractmethod
+    def begin(
+        self, all_token_ids: torch.Tensor, req_state_indices: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Some requests start.
+
+        Args:
+            all_token_ids: int32 [max_num_reqs, max_model_len].
+            req_state_indices: of the requests.
+            lengths: of their texts.
+
+        """
+
+    @abstractmethod
+    def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Take in a step, before its tokens are sampled.
+
+        Args:
+            input_batch: of the step.
+            row_token_ids: int64 [logit rows], -1 where a row was not filled.
+            logits: [logit rows, vocab], raw.
+
+        """
+
+    def accept(
+        self,
+        input_batch: Any,
+        row_token_ids: torch.Tensor,
+        walked: WalkResult,
+        num_sampled: torch.Tensor,
+    ) -> None:
+        """Take in what was accepted of the step that was observed.
+
+        Args:
+            input_batch: of the step.
+            row_token_ids: int64 [logit rows], -1 where a row was not filled.
+            walked: what the walk accepted.
+            num_sampled: int32 [num_reqs], 0 where nothing of the walk is taken.
+
+        """
+
+
+class TemplateV2Drafter(V2Drafter):
+    """Where one tree serves all requests."""
+
+    @property
+    def _proposer(self) -> Proposer:
+        return cast("Proposer", self.proposer)
+
+    @property
+    def tree(self) -> TreeTemplate:
+        return self._proposer.tree
+
+    def begin(
+        self, all_token_ids: torch.Tensor, req_state_indices: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        for chosen in groups_of(lengths, MOST_TOKENS):
+            indices = [req_state_indices[i] for i in chosen]
+            counts = [lengths[i] for i in chosen]
+            texts = [all_token_ids[i, :count] for i, count in zip(indices, counts, strict=True)]
+            owners = async_tensor_h2d(np.repeat(indices, counts), device=all_token_ids.device)
+            self._proposer.begin(owners, torch.cat(texts).to(torch.int64))
+
+    def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        self._proposer.observe(
+            input_batch.expanded_idx_mapping, row_token_ids, logits, input_batch.cu_num_logits
+        )
+
+
+class TreeV2Drafter(TreeDrafter, TemplateV2Drafter):
+    """Token Recycling with a template."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, operations=OPERATIONS, device=device)
+
+    def propose(self, idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, nodes], -1 where there is no draft."""
+        return self.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
+
+
+def groups_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Indices of some texts in order, in groups of at most so many tokens, or of one text."""
+    group: list[int] = []
+    tokens = 0
+    for index, length in enumerate(lengths):
+        if group and tokens + length > most:
+            yield group
+            group, tokens = [], 0
+        group.append(index)
+        tokens += length
+    if group:
+        yield group
