@@ -90,7 +90,6 @@ class TreeTemplate:
         name: what the start-up line and benchmarks call it.
         provenance: where the tree comes from (free-form, kept in the file).
         parents, ranks, depths: int64 [rows]; the root has parent 0, rank 0, depth 0.
-        shifts: int64 [rows], depth - row: from a chain's positions to the tree's.
         ancestor_mask: bool [rows, rows], true where the column is the row or its ancestor.
         children: int64 [rows, children], rows of the children in list order, padded with -1.
         paths: int64 [rows, path], rows from the root to the row, padded with -1.
@@ -107,7 +106,6 @@ class TreeTemplate:
     parents: torch.Tensor = field(init=False, repr=False)
     ranks: torch.Tensor = field(init=False, repr=False)
     depths: torch.Tensor = field(init=False, repr=False)
-    shifts: torch.Tensor = field(init=False, repr=False)
     ancestor_mask: torch.Tensor = field(init=False, repr=False)
     children: torch.Tensor = field(init=False, repr=False)
     paths: torch.Tensor = field(init=False, repr=False)
@@ -133,7 +131,6 @@ class TreeTemplate:
             "parents": torch.tensor(parents),
             "ranks": torch.tensor(ranks),
             "depths": depths,
-            "shifts": depths - torch.arange(rows),
             "ancestor_mask": mask,
             "children": _padded(children),
             "paths": _padded(path_of),

@@ -170,7 +170,7 @@ def test_where_no_two_rows_have_one_address_it_is_what_rows_learn_one_by_one(sco
     tables = [layouts.table, layouts.table.clone()]
     stamps = torch.zeros(len(layouts.table), dtype=torch.int32, device=DEVICE)
     acceptance = AcceptanceTable(layouts.layout)
-    counts = DeviceCounts.of(acceptance)
+    counts = DeviceCounts.of(AcceptanceTable(layouts.layout, device=DEVICE))
     seeds = [0, 1, 2, 0, 1, 0, 2]  # what came before comes again: rows are found and steady
     for seed in seeds:
         step = make_step(seed, layouts.layout, max_rows=20, unfilled=0.0)
