@@ -33,7 +33,7 @@ class StepCase:
     rows: int  # of a request
     vocab: int = 128_256
     k: int = 8
-    sequences: int = 256
+    max_num_reqs: int = 256
     layers: int = 32
     kv_heads: int = 8
     head_size: int = 128
@@ -52,14 +52,14 @@ class StepInputs:
         num_rows = batch * rows
         self.tree = load_tree("default").prefix(rows - 1).to(DEVICE)
         self.matrix = AdjacencyMatrix(
-            vocab, case.k, scope="sequence", max_num_reqs=case.sequences, device=DEVICE
+            vocab, case.k, scope="sequence", max_num_reqs=case.max_num_reqs, device=DEVICE
         )
         learned = 2 * vocab  # which fills seven of eight rows
-        sequences, tokens = random_ids(case.sequences, learned), random_ids(vocab, learned)
+        sequences, tokens = random_ids(case.max_num_reqs, learned), random_ids(vocab, learned)
         self.matrix.update(sequences, tokens, random_ids(vocab, learned, case.k))
-        self.sequences = torch.randperm(case.sequences, device=DEVICE)[:batch]
-        self.row_sequences = self.sequences.repeat_interleave(rows)
-        self.row_starts = count(batch + 1, torch.int32) * rows
+        self.idx_mapping = torch.randperm(case.max_num_reqs, device=DEVICE)[:batch]
+        self.expanded_idx_mapping = self.idx_mapping.repeat_interleave(rows)
+        self.cu_num_logits = count(batch + 1, torch.int32) * rows
         self.last_token_ids = random_ids(vocab, batch)
         self.token_ids = random_ids(vocab, num_rows)
         self.logits = random(num_rows, vocab)
@@ -69,16 +69,18 @@ class StepInputs:
         self.drafts = (base + self.tree.ranks[1:]).masked_fill(empty, -1)
         self.sampled = base.repeat_interleave(rows, 0).flatten() + random_ids(2, num_rows)
         self.input_ids = random_ids(vocab, num_rows).to(torch.int32) - 1
-        self.token_rows = count(num_rows)
-        self.positions = self.token_rows.clone()
-        self.tree_rows = count(rows, torch.int32).repeat(batch)
+        self.logits_indices = count(num_rows)
+        self.positions = self.logits_indices.clone()
+        self.expanded_local_pos = count(rows, torch.int32).repeat(batch)
         self._make_cache()
 
     def _make_cache(self) -> None:
         case, place = self.case, CONTEXT + count(self.case.rows)
         blocks = -(-(CONTEXT + case.rows) // BLOCK_SIZE)
         table = torch.randperm(case.batch * blocks, device=DEVICE).view(case.batch, blocks)
-        self.slots = (table[:, place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE).flatten()
+        self.slot_mapping = (
+            table[:, place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+        ).flatten()
         shape = (case.batch * blocks, BLOCK_SIZE, case.kv_heads, 2 * case.head_size)
         kv_caches = [random(*shape).transpose(1, 2) for _ in range(case.layers)]
         self.layers = PagedLayers.make(kv_caches)
@@ -104,15 +106,17 @@ def step_calls(inputs: StepInputs, *, kernels: bool) -> dict[str, Call]:
     place = place_tree_rows if kernels else torch_place_tree_rows
     compact = compact_path if kernels else torch_compact_path
     table, layout, tree = inputs.matrix.table, inputs.matrix.layout, inputs.tree
-    ids, token_rows, starts = inputs.token_ids, inputs.token_rows, inputs.row_starts
-    placed = (inputs.input_ids, inputs.positions, token_rows, inputs.tree_rows)
-    learned = (table, inputs.row_sequences, ids, inputs.logits)
-    drafted = (table, inputs.sequences, inputs.last_token_ids)
+    ids, logits_indices, starts = inputs.token_ids, inputs.logits_indices, inputs.cu_num_logits
+    placed = (inputs.input_ids, inputs.positions, logits_indices, inputs.expanded_local_pos)
+    learned = (table, inputs.expanded_idx_mapping, ids, inputs.logits)
+    drafted = (table, inputs.idx_mapping, inputs.last_token_ids)
     return {
         "place": partial(place, *placed, tree=tree),
         "update": partial(operations.update_from_logits, *learned, layout=layout),
         "walk": partial(operations.walk, inputs.sampled, inputs.drafts, starts, tree=tree),
-        "compact": partial(compact, inputs.layers, inputs.slots, token_rows, starts, inputs.path),
+        "compact": partial(
+            compact, inputs.layers, inputs.slot_mapping, logits_indices, starts, inputs.path
+        ),
         "fill": partial(operations.fill_tree, *drafted, tree=tree, layout=layout),
     }
 
@@ -144,7 +148,7 @@ def update_in_order(inputs: StepInputs) -> None:
         logits.sort(dim=1, descending=True, stable=True).indices[:, : inputs.case.k]
         for logits in inputs.logits.split(inputs.case.rows)
     ]
-    inputs.matrix.update(inputs.row_sequences, inputs.token_ids, torch.cat(successors))
+    inputs.matrix.update(inputs.expanded_idx_mapping, inputs.token_ids, torch.cat(successors))
 
 
 def measure_step(case: StepCase, peaks: Peaks) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import marks
 import torch
 from kernel_attention import BLOCK_SIZE, AttentionCase, Heads, measure_attention
+from kernel_grown import GrownCase, measure_grown
 from kernel_step import StepCase, measure_step
 from kernel_timing import DTYPE, HAS_GPU, L2_BYTES, ROUNDS, Peaks, measure_peaks
 
@@ -50,7 +51,8 @@ DEFINITIONS = {
     "of the matrix product; for the other kernels bytes alone",
     "reference": "the torch twin, in a graph like the kernel",
     "host_us": "median wall time to enqueue the launches, outside graphs; the device is idle",
-    "together": "place, update, walk, compact, fill in one graph, as in a step",
+    "together": "place, update, walk, compact, fill in one graph, as in a step; of grown trees "
+    "tails, top_k, walk, learn, grow",
 }
 
 
@@ -67,7 +69,7 @@ def main() -> None:
     if not HAS_GPU and not args.smoke:
         parser.error("no GPU: --smoke runs without one, in Triton's interpreter")
     torch.manual_seed(0)
-    report = {"conditions": conditions(args), "attention": [], "steps": []}
+    report = {"conditions": conditions(args), "attention": [], "steps": [], "grown": []}
     with torch.inference_mode():
         peaks = measure_peaks()
         report["peaks"] = asdict(peaks)
@@ -89,17 +91,29 @@ def measurements(peaks: Peaks, *, smoke: bool) -> Iterator[tuple[str, dict[str, 
             AttentionCase(TINY, *sizes) for sizes in ((13, 20, 1), (13, 20, 2), (5, 20, 1))
         ]
         # The last of 13 rows is the first of the tree that moves when it is accepted.
-        sizes = {"vocab": 48, "k": 2, "sequences": 4, "layers": 2, "kv_heads": 2, "head_size": 16}
+        sizes = {
+            "vocab": 48,
+            "k": 2,
+            "max_num_reqs": 4,
+            "layers": 2,
+            "kv_heads": 2,
+            "head_size": 16,
+        }
         steps = [StepCase(batch, rows=13, **sizes) for batch in (1, 2)]
+        sizes = {"vocab": 48, "k": 2, "max_num_reqs": 4, "slots": 256, "text": 40, "words": 4}
+        grown = [GrownCase(batch, rows=13, **sizes) for batch in (1, 2)]
     else:
         fewer = [(rows, CONTEXTS[1], 1) for rows in FEWER_ROWS]
         sizes = [*itertools.product([ROWS], CONTEXTS, BATCHES), *fewer]
         attention = [AttentionCase(heads, *one) for heads in HEADS for one in sizes]
         steps = [StepCase(batch, ROWS) for batch in BATCHES]
+        grown = [GrownCase(batch, ROWS) for batch in BATCHES]
     for case in attention:
         yield "attention", measure_attention(case, peaks)
     for case in steps:
         yield "steps", measure_step(case, peaks)
+    for case in grown:
+        yield "grown", measure_grown(case, peaks)
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
@@ -180,8 +194,9 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             + " ".join(cell(time, 8) for time in times)
             + f" {times[0] / times[-1]:11.2f}"
         )
-    for step in report["steps"]:
-        yield f"\nstep of batch {step['batch']}, us     twin    floor  to enqueue"
+    for step in (*report["steps"], *report["grown"]):
+        kind = "grown trees" if "nodes" in step else "a template"
+        yield f"\nstep of {kind}, batch {step['batch']}, us     twin    floor  to enqueue"
         for name, host in step["host_us"].items():
             times = us(step, name), us(step, f"{name} reference"), step["floor_us"].get(name)
             yield f"  {name:<9} " + " ".join(cell(time, 8) for time in times) + cell(host, 12)

@@ -42,13 +42,17 @@ def test_kernels_are_checked_and_measured(tmp_path):
         assert set(step["host_us"]) == OPERATIONS
         assert set(step["times"]) > OPERATIONS
         assert step["moved_rows"] > 0
+    assert [step["batch"] for step in report["grown"]] == [1, 2]
+    for step in report["grown"]:
+        assert set(step["times"]) == {"tails", "top_k", "walk", "learn", "grow", "together"}
+        assert min(step["nodes"], step["accepted"]) > 0
     assert report["conditions"]["times"].startswith("mean nothing")
     assert done.stdout.count("not judged: ") == len(report["marks"]) == 3
 
 
 def test_a_kernel_that_is_wrong_ends_the_run(monkeypatch):
     module = load("kernel_step", monkeypatch)
-    case = module.StepCase(batch=2, rows=13, vocab=48, k=2, sequences=4, layers=2, kv_heads=2)
+    case = module.StepCase(batch=2, rows=13, vocab=48, k=2, max_num_reqs=4, layers=2, kv_heads=2)
     inputs = module.StepInputs(case)
     module.check_step(inputs)
     walk = module.OPERATIONS.walk
@@ -60,6 +64,19 @@ def test_a_kernel_that_is_wrong_ends_the_run(monkeypatch):
     monkeypatch.setattr(module, "OPERATIONS", wrong)
     with pytest.raises(SystemExit, match="wrong: walk: the kernel's result is not"):
         module.check_step(inputs)
+
+
+@pytest.mark.parametrize("broken", ["grow", "learn"])
+def test_growing_or_learning_that_is_wrong_ends_the_run(broken, monkeypatch):
+    module = load("kernel_grown", monkeypatch)
+    sizes = {"vocab": 48, "k": 2, "max_num_reqs": 4, "slots": 256, "text": 40, "words": 4}
+    inputs = module.GrownInputs(module.GrownCase(batch=2, rows=13, **sizes))
+    if broken == "grow":
+        inputs.worth += 1
+    else:
+        monkeypatch.setattr(module.torch_twins_dynamic, "learn", lambda *args, **kwargs: None)
+    with pytest.raises(SystemExit, match=f"wrong: {broken}: "):
+        module.check_grown(inputs)
 
 
 def test_attention_that_is_wrong_in_a_row_ends_the_run(monkeypatch):
