@@ -151,6 +151,9 @@ def configurations(tree_rows: Sequence[int]) -> Iterator[Configuration]:
         }
         depth = load_tree("default").prefix(nodes).depth
         yield Configuration(f"tree-{rows}", rows, depth + 1, tree)
+        # On CPU rows have a price, which would leave out most of these.
+        grown = tree | {"tree": "dynamic"} | ({} if HAS_GPU else {"row_cost": 0})
+        yield Configuration(f"grown-{rows}", rows, rows, grown)
 
 
 def write_model(shape: str, folder: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from vllm_recycle.cli.bench.methods import needs_plugin
+from vllm_recycle.core.dynamic import DynamicState
 
 HAS_GPU = torch.cuda.is_available()
 WARM_UP = 8  # steps after the last prompt
@@ -170,10 +171,17 @@ def randomize(model: torch.nn.Module) -> None:
 
 def fill_matrix(worker: Any) -> None:
     """Successors for every token, so that all nodes of all trees are filled; random ones."""
-    matrix = worker.drafter.proposer.matrix
-    tokens = torch.arange(matrix.vocab_size, device=matrix.table.device)
-    successors = torch.randint_like(tokens, matrix.vocab_size)[:, None] + tokens[: matrix.k]
-    matrix.update(torch.zeros_like(tokens), tokens, successors % matrix.vocab_size)
+    state = worker.drafter.state
+    layout = state.rows.layout if isinstance(state, DynamicState) else state.layout
+    tokens = torch.arange(layout.vocab_size, device=state.tensors[0].device)
+    successors = torch.randint_like(tokens, layout.vocab_size)[:, None] + tokens[: layout.k]
+    successors %= layout.vocab_size
+    if isinstance(state, DynamicState):
+        # Rows of one token: a head, successors, and the salt of what is shared.
+        rows = torch.cat((tokens[:, None] << 3, successors, torch.zeros_like(tokens)[:, None]), 1)
+        state.rows.table[: layout.vocab_size] = rows.int()
+    else:
+        state.update(torch.zeros_like(tokens), tokens, successors)
 
 
 def find_gaps(events: Sequence[dict[str, Any]]) -> dict[str, Any]:

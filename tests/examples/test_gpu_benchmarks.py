@@ -102,11 +102,13 @@ def test_a_missing_gpu_is_said_at_once(name, tmp_path):
 @pytest.mark.slow
 def test_step_times_with_and_without_trees(tmp_path):
     path = tmp_path / "step_time.json"
-    done = run("step_time.py", "--smoke", "--only=plain,tree-8", "--profile", "--json", path)
+    done = run(
+        "step_time.py", "--smoke", "--only=plain,tree-8,grown-8", "--profile", "--json", path
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
     names = [(row["name"], row["batch"]) for row in report["results"]]
-    assert names == [(name, batch) for name in ("plain", "tree-8") for batch in (1, 2)]
+    assert names == [(name, batch) for name in ("plain", "tree-8", "grown-8") for batch in (1, 2)]
     assert all(row["step_ms"] > 0 and row["ratio"] > 0 for row in report["results"])
     for row in report["results"]:
         assert (row["requests_scheduled"], row["rows_scheduled"]) == (row["batch"], row["rows"])
