@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import TOKEN_RECYCLING, core, counter, engine, read_prompts
+from engines import PAPER, TOKEN_RECYCLING, core, counter, engine, read_prompts
 from vllm import SamplingParams
 
 pytestmark = [
@@ -36,9 +36,16 @@ def expected():
         return generate(llm)
 
 
-@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
-def test_output_differs_at_near_ties_alone(expected, settings):
-    with engine(TOKEN_RECYCLING, **SETTINGS | settings) as llm:
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        pytest.param(TOKEN_RECYCLING, {}, id="grown, graphs"),
+        pytest.param(TOKEN_RECYCLING, {"enforce_eager": True}, id="grown, eager"),
+        pytest.param(PAPER, {}, id="paper-80, graphs"),
+    ],
+)
+def test_output_differs_at_near_ties_alone(expected, method, settings):
+    with engine(method, **SETTINGS | settings) as llm:
         got = generate(llm)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
     for (tokens, gaps), (others, _) in zip(expected, got, strict=True):
@@ -47,8 +54,9 @@ def test_output_differs_at_near_ties_alone(expected, settings):
         assert first is None or gaps[first] < NEAR_TIE
 
 
-def test_no_step_waits_for_the_device():
-    with engine(TOKEN_RECYCLING, **SETTINGS) as llm:
+@pytest.mark.parametrize("method", [TOKEN_RECYCLING, PAPER], ids=["grown", "paper-80"])
+def test_no_step_waits_for_the_device(method):
+    with engine(method, **SETTINGS) as llm:
         runner = core(llm).model_executor.driver_worker.worker.model_runner
         for owner, name in (
             (runner, "prepare_attn"),

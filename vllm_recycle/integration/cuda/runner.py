@@ -33,14 +33,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks,
     get_max_chunk_logits,
 )
-from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core import WalkResult
-from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.cuda.speculator import TreeSpeculator
 from vllm_recycle.integration.engine_config import get_options, opts_out
 from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
@@ -49,45 +48,6 @@ from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.topology import DeviceTrees
 from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
-
-
-class TreeSpeculator(BaseSpeculator):
-    """What V2 asks for drafts by Token Recycling, in the place of `ngram_gpu`'s speculator."""
-
-    supports_mm_inputs = False
-    draft_logits = None
-
-    def __init__(self, drafter: TreeV2Drafter | DynamicV2Drafter) -> None:
-        self.drafter = drafter
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        pass
-
-    def capture(self) -> None:
-        pass
-
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        *args: Any,
-        num_speculative_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """int64 [batch, nodes], -1 where there is no draft.
-
-        A request in the middle of its prompt gets drafts too, which are never scheduled.
-        """
-        if num_speculative_tokens == 0:
-            shape = (input_batch.num_reqs, self.drafter.tree.num_nodes)
-            return last_sampled.new_full(shape, NO_TOKEN)
-        return self.drafter.propose(input_batch.idx_mapping, last_sampled)
 
 
 class TreeModelRunner(GPUModelRunner):
