@@ -233,6 +233,19 @@ def test_step_times_are_measured_once_where_there_is_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
+def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
+    method = {**method, "scope": "shared", "seed_from_prompt": False}
+    [prompt] = read_prompts(1)
+    with engine(method, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
+        generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
+        assert len(llm.get_tokenizer()(prompt).input_ids) > 3 * 32
+        state = runner(llm).drafter.state
+        contexts = state.rows.layout.contexts if isinstance(state, DynamicState) else (1,)
+        rows = state.rows if isinstance(state, DynamicState) else state
+        assert rows.num_written == len(contexts)
+
+
+@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
 def test_a_server_can_start_warm(tmp_path, method):
     path = tmp_path / "matrix.safetensors"
     method = {**method, "matrix_file": str(path)}

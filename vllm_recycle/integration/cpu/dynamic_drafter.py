@@ -9,6 +9,7 @@ import torch
 
 from vllm_recycle.core import BatchTrees, WalkResult
 from vllm_recycle.core.dynamic import DynamicState, DynamicTreeProposer
+from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.dynamic_rows import make_context_rows
@@ -66,9 +67,11 @@ class DynamicV1Drafter(PricedV1Drafter):
         walked: WalkResult,
         ends: Ends,
     ) -> None:
+        tails = ends.tails(self.proposer.layout.reach)
+        tails[trees.row_token_ids[trees.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
         self.proposer.learn(
             idx_mapping,
-            ends.tails(self.proposer.layout.reach),
+            tails,
             trees.trees,
             trees.row_token_ids,
             trees.cu_num_logits,

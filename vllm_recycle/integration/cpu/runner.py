@@ -18,6 +18,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import ReqStateIndices
+from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts, TreeV1Drafter
 from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
@@ -93,6 +94,10 @@ class TreeCPUModelRunner(CPUModelRunner):
             last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
             row_token_ids=self.input_ids.gpu[logits_indices].long(),
         )
+        # In the middle of a prompt, which goes on as it does: nothing is learnt there. Else where
+        # others made a prompt be cut would be seen in what is drafted for it.
+        discarded = torch.from_numpy(self.discard_request_mask.np[:num_reqs])
+        trees.row_token_ids[trees.cu_num_logits[:-1][discarded]] = NO_TOKEN
         prepare_trees(
             trees,
             positions=self.positions,

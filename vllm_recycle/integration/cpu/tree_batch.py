@@ -25,7 +25,8 @@ class TreeBatch:
         num_nodes: int64 [batch], scheduled nodes of each request.
         first_token_row: int64 [batch], token row of each root.
         cu_num_logits: int64 [batch + 1], logit row of each root, and the number of logit rows.
-        row_token_ids: int64 [logit rows], input token of each logit row, -1 where not filled.
+        row_token_ids: int64 [logit rows], input token of each logit row, -1 where a node was not
+            filled, and at roots that nothing is sampled for.
         drafts: int64 [batch, nodes], -1 where not filled or not scheduled.
         request_of_logit_row: int64 [logit rows], the request that each logit row belongs to.
         tree_token_rows: int64 [n], token rows of all requests that have a draft.
