@@ -238,7 +238,7 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
     [prompt] = read_prompts(1)
     with engine(method, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
         generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
-        assert len(llm.get_tokenizer()(prompt).input_ids) > 3 * 32
+        assert len(llm.get_tokenizer()(prompt).input_ids) > 2 * 32
         state = runner(llm).drafter.state
         contexts = state.rows.layout.contexts if isinstance(state, DynamicState) else (1,)
         rows = state.rows if isinstance(state, DynamicState) else state

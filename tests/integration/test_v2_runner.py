@@ -74,7 +74,7 @@ LOOKING_BACK = [
     ((0, 12), {**GREEDY, "structured_outputs": {"choice": ["#### 180", "It travels"]}}),
 ]
 # Two blocks each for the prompt, which leaves too few for all to have a third.
-CROWDED = [((i, i + 61), GREEDY) for i in range(4)]
+CROWDED = [((i, i + 61), {**GREEDY, "max_tokens": 20}) for i in range(4)]
 # The second time, all of the second prompt but its last token comes from the prefix cache.
 BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, CROWDED]
 LOOKING_BACK_AT = slice(len(MIXED) + 1, len(MIXED) + 1 + len(LOOKING_BACK))

@@ -39,7 +39,7 @@ def worth_of(setting: Setting, b: int, growth: Growth) -> list[float]:
 def test_where_all_is_expanded_the_tree_is_that_of_a_best_first_search(setting):
     depths = [min(depth, MOST_LEVELS) for depth in setting.max_depths]
     setting = replace(setting, max_depths=depths, beam=ALL, levels=MOST_LEVELS)
-    times, slopes = StepTimes.linear(0.0, 200).at(0)
+    times, slopes = StepTimes.linear(0.0, 200).at(1, 0)
     free = {"times": times, "slopes": slopes, "num_other_rows": 0}
     best_first = grow(setting.rows.table, setting.rates.double(), **setting.arguments, **free)
     growth, worth = setting.grow()
