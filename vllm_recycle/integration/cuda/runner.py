@@ -41,7 +41,8 @@ from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
-from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
