@@ -8,10 +8,8 @@ seed and position, so a row's token does not depend on what was drawn before it,
 is that without speculation. No step waits for the device.
 
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
-such requests no drafts, as those that follow a grammar.
-
-The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with a draft
-come first.
+such requests no drafts, as those that follow a grammar. The speculator of vLLM's host method is
+replaced by ours. In V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations
