@@ -111,6 +111,12 @@ def test_what_is_no_configuration(given, message):
         EngineArgs(TARGET, speculative_config=given).create_engine_config()
 
 
+def test_a_flag_of_vllm_and_its_key():
+    with pytest.raises(ValueError, match="--spec-tokens is given and 'num_speculative_tokens' of"):
+        make_config({"num_speculative_tokens": 7}, spec_tokens=8)
+    assert make_config(spec_tokens=8).speculative_config.num_speculative_tokens == 8
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

@@ -91,9 +91,11 @@ def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
 def _partial_file(folder: Path) -> Iterator[BinaryIO]:
     """A new file to be renamed, removed where it was not; before it, what killed writers left."""
     for left in folder.glob(f"{PARTIAL_PREFIX}*"):
-        with contextlib.suppress(OSError), left.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+        with contextlib.suppress(OSError):
+            if left.is_file():
+                with left.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
     while True:
         path = folder / f"{PARTIAL_PREFIX}{secrets.token_hex(8)}"
         with path.open("xb") as file:

@@ -175,7 +175,8 @@ def finish(vllm_config: Any) -> None:
 
     Raises:
         NotImplementedError: naming the flag to change.
-        ValueError: a tree that is deeper than the context.
+        ValueError: a tree that is deeper than the context, a budget that has no draft, a state file
+            of another model.
 
     """
     options = get_options(vllm_config)
@@ -205,8 +206,8 @@ def finish(vllm_config: Any) -> None:
         )
     if isinstance(options, OuroborosOptions):
         _check_draft_model(vllm_config, options, platform)
-    check_state_file(options, vllm_config)
     _refuse(options.method, _unsupported(vllm_config, platform))
+    check_state_file(options, vllm_config)
 
 
 def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:

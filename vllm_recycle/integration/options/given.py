@@ -12,6 +12,7 @@ from vllm_recycle.integration.options.base import expect, is_int
 from vllm_recycle.integration.row_budget import Schedule
 
 TABLE = "num_speculative_tokens_per_batch_size"
+ANY = 1 << 62
 # vLLM's flags for some of the keys.
 FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
@@ -33,10 +34,10 @@ def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] |
             f"speculative_config: got {shorten(config)}, expected an object, such as "
             '{"method": "token_recycling"}'
         )
-    values = {key: getattr(engine_args, flag) for key, flag in FLAGS.items()}
-    values = {key: value for key, value in values.items() if value is not None}
     config = config or {}
-    method = config.get("method", values.get("method"))
+    flags = {key: getattr(engine_args, flag) for key, flag in FLAGS.items()}
+    flags = {key: value for key, value in flags.items() if value is not None}
+    method = config.get("method", flags.get("method"))
     expect("method", method, method is None or isinstance(method, str), "a name")
     if method not in methods:
         return None
@@ -49,7 +50,13 @@ def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] |
             raise ValueError(
                 f"speculative_config: {other!r} and {key!r} are one key, expected one of them"
             )
-    return values | {name: config[key] for name, key in given.items()}
+    if both := flags.keys() & given.keys():
+        key = min(both)
+        raise ValueError(
+            f"--{FLAGS[key].replace('_', '-')} is given and {key!r} of speculative_config too, "
+            "expected one of them"
+        )
+    return flags | {name: config[key] for name, key in given.items()}
 
 
 def check_table(table: Any, num_nodes: int) -> Schedule | None:
@@ -67,7 +74,7 @@ def check_table(table: Any, num_nodes: int) -> Schedule | None:
         and len(table) > 0
         and all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in table)
         and all(
-            is_int(first, 1, 1 << 30) and is_int(last, first, 1 << 30) and is_int(nodes, 0, 1 << 30)
+            is_int(first, 1, ANY) and is_int(last, first, ANY) and is_int(nodes, 0, ANY)
             for first, last, nodes in table
         )
     )
