@@ -144,6 +144,11 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
+def test_a_pipe_with_the_name_of_such_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / f"{PARTIAL_PREFIX}pipe")
+    check_place(tmp_path / "matrix", kind="matrix_file")
+
+
 @pytest.mark.parametrize("call", [check_tensors, load_tensors])
 @pytest.mark.parametrize("content", ["pipe", "torn", "header", "huge header", "other", "facts"])
 def test_a_hostile_file_is_found_by_its_header(call, content, tmp_path):
