@@ -69,7 +69,7 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
         ([], {"method": "ouroboros"}, "'model' is missing"),
         ([], {"method": "ngram", "num_speculative_tokens": 2}, "got method 'ngram', expected one"),
         (["--max-model-len", "99999999"], None, "max_model_len"),
-        (["--spec-method", "token_recycling", "--worker-cls", "x.Y"], None, "--worker-cls: got"),
+        (["--worker-cls", "x.Y"], None, "--worker-cls: got 'x.Y', expected none"),
     ],
 )
 def test_what_is_refused_names_one_thing(flags, config, message, capsys):
