@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -43,6 +46,15 @@ def test_max_nodes_shows_a_prefix(file, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("small[:5]: 5 nodes, depth 2, nodes per depth 4 / 1; ")
     assert lines[1:] == ["root", "├─ 0 ─ 0", "└─ 1 2 3"]
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "vllm_recycle.cli", "tree", "show", "paper-80"]
+    with os.fdopen(writing, "wb") as output:
+        result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("name", ["default", "paper-80"])

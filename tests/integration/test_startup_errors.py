@@ -8,15 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from engines import OUROBOROS, TARGET
-from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
 
-from vllm_recycle.core import AdjacencyMatrix
 from vllm_recycle.integration import engine_config, versions
-from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
-from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
-from vllm_recycle.integration.drafter import fingerprint
 from vllm_recycle.integration.plugin import register
 
 
@@ -84,6 +78,14 @@ def test_engine_arguments_can_be_used_twice():
         ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
         ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
         ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
+        ({"budget_share": 1e-300}, "budget_share is 1e-300, expected a token or more of --max-num"),
+        ({"hot-start": True, "hot_start": True}, "'hot-start' and 'hot_start' are one key"),
+        ({3: 4}, "key 3, expected names"),
+        ({"x" * 10_000: 1}, r"unknown key 'x{199}\.\.\. \(10,002 characters\), expected any"),
+        ({"tree": "y" * 10_000}, r"tree 'y{199}\.\.\. \(10,002 characters\): expected one of"),
+        ({"matrix_file": "z" * 10_000}, r"matrix_file is 'z{199}\.\.\. .*: File name too long"),
+        ({"matrix_file": "m\0"}, r"matrix_file is 'm\\x00', expected a path without NUL"),
+        ({"step_times_file": "\ud800"}, "expected a path that UTF-8 can express"),
         ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
         ({"tree": 7}, "tree is 7, expected a name or a path"),
     ],
@@ -91,6 +93,46 @@ def test_engine_arguments_can_be_used_twice():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         make_config(options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"got \[\], expected an object, such as {\"method\": \"token_recycling\"}"),
+        ([{"method": "token_recycling"}], r"got \[{'method': .*\], expected an object"),
+        (0, "got 0, expected an object"),
+        ("token_recycling", "got 'token_recycling', expected an object"),
+        ({"method": ["token_recycling"]}, r"method is \['token_recycling'\], expected a name"),
+        ({"method": 7}, "method is 7, expected a name"),
+    ],
+)
+def test_what_is_no_configuration(given, message):
+    with pytest.raises(ValueError, match=f"speculative_config: {message}"):
+        EngineArgs(TARGET, speculative_config=given).create_engine_config()
+
+
+def test_a_flag_of_vllm_and_its_key():
+    with pytest.raises(ValueError, match="--spec-tokens is given and 'num_speculative_tokens' of"):
+        make_config({"num_speculative_tokens": 7}, spec_tokens=8)
+    assert make_config(spec_tokens=8).speculative_config.num_speculative_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[1, 4, 81]], "has 81 nodes, expected at most the 80 that a tree has"),
+        ([["1", 4, 8]], r"is \[\['1', 4, 8\]\], expected a list of \[first batch size, last"),
+        ([[1, 4, True]], "expected a list of"),
+        ([[1, 4]], "expected a list of"),
+        ([], r"is \[\], expected a list of"),
+        ({}, "is {}, expected a list of"),
+        ([[2, 4, 8]], "The first batch-size range must start at 1"),
+        ([[1, 4, 8], [3, 5, 4]], "Batch-size ranges must be non-overlapping"),
+    ],
+)
+def test_bad_tables_of_nodes(table, message):
+    with pytest.raises(ValueError, match=f"num_speculative_tokens_per_batch_size.*{message}"):
+        make_config({"num_speculative_tokens_per_batch_size": table})
 
 
 @pytest.mark.parametrize(
@@ -154,6 +196,9 @@ def test_bad_tree_file(tmp_path):
     path = tmp_path / "tree.json"
     path.write_text(json.dumps({"format": "vllm_recycle.tree/1", "nodes": [[0, 0], [5, 0]]}))
     with pytest.raises(ValueError, match="node 1: parent row 5 has not come before it"):
+        make_config({"tree": str(path)})
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=f"tree file {path}: not JSON: nested too deep"):
         make_config({"tree": str(path)})
 
 
@@ -270,31 +315,3 @@ def test_registering_again_changes_nothing():
     before = EngineArgs.create_engine_config
     register()
     assert EngineArgs.create_engine_config is before
-
-
-def test_matrix_file_of_another_model(tmp_path):
-    path = tmp_path / "matrix.safetensors"
-    AdjacencyMatrix(4096, 8).save(path, fingerprint="of another model")
-    method = {"tree": "default", "matrix_file": str(path)}
-    holder = TreeV1Drafter(make_config(method))
-    with pytest.raises(ValueError, match="fingerprint is of another model, expected"):
-        holder.reset()
-
-
-def test_matrix_file_of_a_template(tmp_path):
-    path = tmp_path / "matrix.safetensors"
-    config = make_config({"matrix_file": str(path)})
-    same_model = fingerprint(config.model_config)
-    AdjacencyMatrix(4096, 8).save(path, fingerprint=same_model)
-    with pytest.raises(ValueError, match=r"contexts is None, expected \[1, 2, 4, 8\]"):
-        DynamicV1Drafter(config).reset()
-
-
-def test_opt_out_that_is_no_truth_value():
-    speculative_config = make_config().speculative_config
-    bad = SamplingParams(extra_args={"speculate": "no"})
-    with pytest.raises(VLLMValidationError, match="'speculate' is 'no', expected true or false"):
-        bad._validate_spec_decode(speculative_config)
-    SamplingParams(extra_args={"speculate": False}, min_p=0.1)._validate_spec_decode(
-        speculative_config
-    )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("bench", "tune", "tree", "demo")
+COMMANDS = ("check", "bench", "tune", "tree", "demo")
+SIGPIPE_STATUS = 141  # what a shell reports of tools that end so
 
 
 class UsageError(Exception):
@@ -43,7 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"vllm_recycle.cli.{name}").add_parser(subparsers)
     args = parser.parse_args(arguments)
     try:
-        return args.func(args)
+        status = args.func(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has enough. What is left of it must go somewhere,
+        # or Python complains when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGPIPE_STATUS
     except (UsageError, RunError) as error:
         print(f"vllm-recycle {args.command}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

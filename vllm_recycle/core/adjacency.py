@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 import torch
 
-from vllm_recycle.core.state_file import load_state, save_state
+from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
 from vllm_recycle.core.tree import TreeTemplate
 
 Scope = Literal["sequence", "shared", "isolated"]
@@ -179,7 +179,13 @@ class AdjacencyMatrix:
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the shared matrix as safetensors, with what `load` checks."""
-        save_state(path, "adjacency_matrix", self.shared, facts=self._facts(fingerprint))
+        facts = self._facts(fingerprint)
+        save_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
+
+    def check(self, path: str | Path, *, fingerprint: str) -> None:
+        """Raise ValueError, by its header alone, for a file that `load` would not read."""
+        facts = self._facts(fingerprint)
+        check_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
         """Read the shared matrix from a file that `save` wrote.
@@ -189,7 +195,9 @@ class AdjacencyMatrix:
 
         """
         facts = self._facts(fingerprint)
-        shared = load_state(path, "adjacency_matrix", self.shared, facts=facts, kind="matrix file")
+        shared = load_token_ids(
+            path, "adjacency_matrix", self.shared, facts=facts, kind="matrix_file"
+        )
         self.shared.copy_(shared)
         tags = torch.arange(self.vocab_size, dtype=torch.int32).where(shared[:, 0] >= 0, EMPTY_TAG)
         self.table[1 : self.vocab_size + 1, 0] = tags.to(self.table.device)

@@ -47,6 +47,23 @@ class DraftModel(Protocol):
         """
 
 
+def make_pool(
+    shape: DraftShape,
+    vocab_size: int,
+    *,
+    max_num_reqs: int,
+    is_shared: bool,
+    device: torch.device | str,
+) -> PhrasePool:
+    """The pool that drafts of a shape need: one for all requests, or one for each, side by side."""
+    return PhrasePool(
+        vocab_size if is_shared else vocab_size * max_num_reqs,
+        per_token=max(shape.guesses, shape.branches, 1),
+        length=shape.length,
+        device=device,
+    )
+
+
 class OuroborosProposer:
     """See `vllm_recycle.core.proposer.Proposer`.
 
@@ -94,11 +111,8 @@ class OuroborosProposer:
         self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
         # Rows of the pool between the same token of two requests.
         self.pool_stride = 0 if shares_pool else vocab_size
-        self.pool = PhrasePool(
-            vocab_size if shares_pool else vocab_size * max_num_reqs,
-            per_token=max(shape.guesses, shape.branches, 1),
-            length=shape.length,
-            device=device,
+        self.pool = make_pool(
+            shape, vocab_size, max_num_reqs=max_num_reqs, is_shared=shares_pool, device=device
         )
         # An index that is on the device already: a list would be copied there, and waited for.
         self.branch_rows = torch.tensor(shape.branch_rows, device=device)

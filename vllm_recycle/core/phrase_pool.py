@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from vllm_recycle.core.runs import run_starts
-from vllm_recycle.core.state_file import load_state, save_state
+from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
 from vllm_recycle.core.verification import NO_TOKEN
 
 
@@ -77,7 +77,13 @@ class PhrasePool:
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the pool as safetensors, with what `load` checks."""
-        save_state(path, "phrase_pool", self.phrases, facts=self._facts(fingerprint))
+        facts = self._facts(fingerprint)
+        save_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
+
+    def check(self, path: str | Path, *, fingerprint: str) -> None:
+        """Raise ValueError, by its header alone, for a file that `load` would not read."""
+        facts = self._facts(fingerprint)
+        check_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
         """Read the pool from a file that `save` wrote.
@@ -88,11 +94,11 @@ class PhrasePool:
 
         """
         facts = self._facts(fingerprint)
-        phrases = load_state(path, "phrase_pool", self.phrases, facts=facts, kind="phrase file")
+        phrases = load_token_ids(path, "phrase_pool", self.phrases, facts=facts, kind="pool_file")
         is_there = phrases >= 0
         first = is_there[:, :, :1]
         if not (is_there == first).all() or (first[:, 1:] < first[:, :-1]).any():
-            raise ValueError(f"phrase file {path}: it has phrases with gaps")
+            raise ValueError(f"pool_file {path}: it has phrases with gaps")
         self.phrases.copy_(phrases)
 
     def _facts(self, fingerprint: str) -> dict[str, object]:

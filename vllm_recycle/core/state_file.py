@@ -1,25 +1,176 @@
-"""What a proposer has learnt, in a file: tensors and what they must agree with."""
+"""Files that outlive an engine: where they may be, how they are written, what they must agree with.
+
+Nobody ever sees half of a file: it is written beside its place, under a name of its own, and then
+renamed. That name is locked for as long as its writer lives, so that what a killed one left behind
+is known by its lock being free, whichever machine or container it was on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
-from collections.abc import Mapping
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
+
+MAX_JSON_BYTES = 1 << 20
+PARTIAL_PREFIX = ".vllm_recycle-"
+DTYPES = {"I32": torch.int32, "I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
+
+
+class StateFileError(OSError):
+    """A file that could not be written; one line with its kind, its path and the reason."""
+
+
+def check_place(path: str | Path, *, kind: str, is_written: bool = True) -> None:
+    """Refuse a path that could not be read, or not be written later.
+
+    A file is made and removed beside it, since permissions do not tell all.
+
+    Args:
+        path: of a file that need not exist; through a symbolic link, of its target.
+        kind: what the message calls it.
+        is_written: whether it is written where it exists already.
+
+    Raises:
+        ValueError: in one line, with the reason.
+
+    """
+    named = f"{kind} is {shorten(path)}"
+    try:
+        if b"\0" in str(path).encode():
+            raise ValueError(f"{named}, expected a path without NUL")
+        target = Path(os.path.realpath(path))
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(target.stat().st_mode):
+                raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
+            target.open("rb").close()
+            if not is_written:
+                return
+        if not target.parent.is_dir():
+            raise ValueError(f"{named}, expected a file in a directory that exists")
+        with _partial_file(target.parent):
+            pass
+    except UnicodeEncodeError:
+        raise ValueError(f"{named}, expected a path that UTF-8 can express") from None
+    except OSError as error:
+        raise ValueError(
+            f"{named}, expected one that can be read and written: {error.strerror}"
+        ) from error
+
+
+def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
+    """Put a file in its place, whole or not at all; of a symbolic link, in its target's.
+
+    Raises:
+        StateFileError: it cannot be written.
+
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        with _partial_file(target.parent) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            Path(file.name).replace(target)
+    except OSError as error:
+        raise StateFileError(f"{kind} {path}: cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _partial_file(folder: Path) -> Iterator[BinaryIO]:
+    """A new file to be renamed, removed where it was not; before it, what killed writers left."""
+    for left in folder.glob(f"{PARTIAL_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if left.is_file():
+                with left.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
+    while True:
+        path = folder / f"{PARTIAL_PREFIX}{secrets.token_hex(8)}"
+        with path.open("xb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not path.exists():
+                continue  # somebody took it for a killed writer's before it was locked
+            try:
+                yield file
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def read_json(path: str | Path, *, kind: str) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        ValueError: in one line: it cannot be read, is too large, nested too deep, or no JSON.
+
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        return json.loads(text)
+    except OSError as error:
+        raise ValueError(f"{kind} {path}: cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(f"{kind} {path}: not JSON: nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{kind} {path}: not JSON: {error}") from error
 
 
 def save_tensors(
-    path: str | Path, tensors: Mapping[str, torch.Tensor], *, facts: Mapping[str, object]
+    path: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    facts: Mapping[str, object],
+    kind: str,
 ) -> None:
-    """Write tensors as safetensors, with the facts that `load_tensors` checks."""
-    partial = Path(f"{path}.{os.getpid()}")  # replicas may save at the same time
+    """Write tensors as safetensors, with the facts that `load_tensors` checks.
+
+    Raises:
+        StateFileError: the file cannot be written.
+
+    """
     metadata = {key: str(value) for key, value in facts.items()}
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_cpu, partial, metadata)
-    partial.replace(path)
+    write_file(path, save(on_cpu, metadata), kind=kind)
+
+
+def check_tensors(
+    path: str | Path,
+    like: Mapping[str, torch.Tensor],
+    *,
+    facts: Mapping[str, object],
+    kind: str,
+) -> None:
+    """Refuse, by its header alone, a file that `load_tensors` would not read.
+
+    Args:
+        path: of the file.
+        like: by name, what each tensor must have the type and the shape of; on any device, `meta`
+            too.
+        facts: what the file must have been written with.
+        kind: what messages call the file.
+
+    Raises:
+        ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
+
+    """
+    with _opened(path, like, facts=facts, kind=kind):
+        pass
 
 
 def load_tensors(
@@ -29,46 +180,44 @@ def load_tensors(
     facts: Mapping[str, object],
     kind: str,
 ) -> dict[str, torch.Tensor]:
-    """Read tensors, on the CPU, that `save_tensors` wrote.
+    """Read tensors, on the CPU, that `save_tensors` wrote; see `check_tensors`."""
+    with _opened(path, like, facts=facts, kind=kind) as file:
+        return {name: file.get_tensor(name) for name in like}
 
-    Args:
-        path: of the file.
-        like: by name, what each tensor must have the type and the shape of.
-        facts: what the file must have been written with.
-        kind: what messages call the file.
 
-    Raises:
-        ValueError: no such file, or one of other facts, tensors or shapes.
-
-    """
-    tensors = {}
+@contextlib.contextmanager
+def _opened(
+    path: str | Path,
+    like: Mapping[str, torch.Tensor],
+    *,
+    facts: Mapping[str, object],
+    kind: str,
+) -> Iterator[Any]:
+    """The file, whose header was checked; see `check_tensors`."""
+    nothing = f"{kind} {path}: no {' and '.join(name.replace('_', ' ') for name in like)}: "
+    if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
+        raise ValueError(f"{nothing}no such file")
     try:
         with safe_open(str(path), "pt") as file:
             got = file.metadata() or {}
             for key, expected in facts.items():
                 if got.get(key) != str(expected):
-                    raise ValueError(f"{kind} {path}: {key} is {got.get(key)}, expected {expected}")
-            for name, expected_tensor in like.items():
-                tensor = tensors[name] = file.get_tensor(name)
-                if tensor.dtype != expected_tensor.dtype or tensor.shape != expected_tensor.shape:
+                    found = str(got.get(key))[:200]
+                    raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}")
+            for name, tensor in like.items():
+                one = file.get_slice(name)
+                dtype, shape = DTYPES.get(one.get_dtype(), one.get_dtype()), one.get_shape()
+                if dtype != tensor.dtype or shape != list(tensor.shape):
                     raise ValueError(
-                        f"{kind} {path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                        f"{expected_tensor.dtype} {list(expected_tensor.shape)}"
+                        f"{kind} {path}: {name} is {dtype} {shape}, expected "
+                        f"{tensor.dtype} {list(tensor.shape)}"
                     )
+            yield file
     except (OSError, SafetensorError) as error:
-        names = " and ".join(name.replace("_", " ") for name in like)
-        raise ValueError(f"{kind} {path}: no {names}: {error}") from error
-    return tensors
+        raise ValueError(f"{nothing}{error}") from error
 
 
-def save_state(
-    path: str | Path, name: str, tensor: torch.Tensor, *, facts: Mapping[str, object]
-) -> None:
-    """Write a tensor of token ids; see `save_tensors`."""
-    save_tensors(path, {name: tensor}, facts=facts)
-
-
-def load_state(
+def load_token_ids(
     path: str | Path, name: str, like: torch.Tensor, *, facts: Mapping[str, object], kind: str
 ) -> torch.Tensor:
     """Read a tensor of token ids, padded with -1; see `load_tensors`.
@@ -81,3 +230,9 @@ def load_state(
     if int(tensor.min()) < -1 or int(tensor.max()) >= int(str(facts["vocab_size"])):
         raise ValueError(f"{kind} {path}: it has numbers that are no token ids")
     return tensor
+
+
+def shorten(value: object, most: int = 200) -> str:
+    """What a message shows of a value that may be of any size."""
+    text = repr(str(value) if isinstance(value, Path) else value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from vllm_recycle.core.state_file import read_json, shorten
+
 MAX_NODES = 256
 FORMAT = "vllm_recycle.tree/1"
 
@@ -205,17 +207,21 @@ def load_tree(source: str | Path) -> TreeTemplate:
     """
     shipped = shipped_trees()
     path = shipped.get(str(source), Path(source))
-    if not path.is_file():
-        raise ValueError(
-            f"tree {str(source)!r}: expected one of {sorted(shipped)} or the path of a JSON file"
-        )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"tree file {path}: not JSON: {error}") from error
+        is_file = path.is_file()
+    except OSError:  # a name that is too long, a directory that nobody may look into
+        is_file = False
+    if not is_file:
+        raise ValueError(
+            f"tree {shorten(source)}: expected one of {sorted(shipped)} or the path of a JSON file"
+        )
+    content = read_json(path, kind="tree file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"tree file {path}: expected an object with format {FORMAT!r}")
-    nodes, provenance = content.get("nodes"), content.get("provenance", {})
+    name, nodes = content.get("name", path.stem), content.get("nodes")
+    provenance = content.get("provenance", {})
+    if not isinstance(name, str):
+        raise ValueError(f"tree file {path}: expected 'name', a string")
     if not isinstance(nodes, list):
         raise ValueError(f"tree file {path}: expected 'nodes', a list of [parent, rank]")
     if not isinstance(provenance, dict):
@@ -223,7 +229,7 @@ def load_tree(source: str | Path) -> TreeTemplate:
     try:
         return TreeTemplate(
             tuple(tuple(node) if isinstance(node, list) else node for node in nodes),
-            str(content.get("name", path.stem)),
+            name,
             provenance,
         )
     except ValueError as error:
@@ -263,7 +269,7 @@ def _validate(nodes: Sequence[Node]) -> None:
             and len(node) == 2
             and all(isinstance(value, int) and not isinstance(value, bool) for value in node)
         ):
-            raise ValueError(f"node {index}: got {node!r}, expected [parent row, rank]")
+            raise ValueError(f"node {index}: got {shorten(node)}, expected [parent row, rank]")
         parent, rank = node
         if not 0 <= rank < MAX_NODES:
             raise ValueError(f"node {index}: rank {rank} is not among 0 to {MAX_NODES - 1}")

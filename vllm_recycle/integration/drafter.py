@@ -5,33 +5,20 @@ A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it f
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AdjacencyMatrix, AnyProposer, Operations, TokenRecyclingProposer
+from vllm_recycle.core import AnyProposer, Operations, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.learnt_state import LearntState, fingerprint, make_matrix
 from vllm_recycle.integration.options import TokenRecyclingOptions
 
 logger = init_logger("vllm.recycle")
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
-
-class LearntState(Protocol):
-    """What a proposer has learnt: `AdjacencyMatrix`, `DynamicState` or `PhrasePool`."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]: ...
-
-    def clear(self) -> None: ...
-    def load(self, path: str | Path, *, fingerprint: str) -> None: ...
-    def save(self, path: str | Path, *, fingerprint: str) -> None: ...
 
 
 class Drafter(ABC):
@@ -73,7 +60,12 @@ class Drafter(ABC):
         self.is_ready = True
 
     def save(self) -> str | None:
-        """Write the state file; returns its path, None where there is none."""
+        """Write the state file; returns its path, None where there is none.
+
+        Raises:
+            StateFileError: it cannot be written.
+
+        """
         path = self.state_file
         if path is not None:
             self.state.save(path, fingerprint=fingerprint(self.vllm_config.model_config))
@@ -115,17 +107,10 @@ class TreeDrafter(Drafter):
         self.vllm_config = vllm_config
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file = options.matrix_file
+        self.state_file = options.state_file
         # Here and not with the weights: this is before vLLM measures the memory that is left, and
         # outside what it discards when it sleeps.
-        self.state = AdjacencyMatrix(
-            vllm_config.model_config.get_vocab_size(),
-            options.k,
-            scope=options.scope,  # type: ignore[arg-type]
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-            hot_start=options.hot_start,
-            device=device,
-        )
+        self.state = make_matrix(options, vllm_config, device)
         self.proposer = TokenRecyclingProposer(
             self.state,
             options.load_tree().to(device),
@@ -141,23 +126,3 @@ class TreeDrafter(Drafter):
             f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
             f"kernels in {self.proposer.operations.name}"
         )
-
-
-def fingerprint(model_config: Any) -> str:
-    """What a state file must share with the engine: architecture and tokenizer."""
-    digest = hashlib.sha256()
-    hf_config = model_config.hf_text_config
-    for part in (
-        *(hf_config.architectures or ()),
-        hf_config.vocab_size,
-        hf_config.hidden_size,
-        hf_config.num_hidden_layers,
-    ):
-        digest.update(f"{part}\n".encode())
-    files = [Path(model_config.tokenizer) / name for name in _TOKENIZER_FILES]
-    present = [file for file in files if file.is_file()]
-    for file in present:
-        digest.update(file.read_bytes())
-    if not present:
-        digest.update(str(model_config.tokenizer).encode())
-    return digest.hexdigest()[:32]

@@ -15,12 +15,13 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import envs
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.integration.learnt_state import check_state_file
+from vllm_recycle.integration.opt_out import IS_OURS
 from vllm_recycle.integration.options import (
     METHODS,
     OUROBOROS,
@@ -28,6 +29,7 @@ from vllm_recycle.integration.options import (
     MethodOptions,
     OuroborosOptions,
 )
+from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
 from vllm_recycle.integration.row_budget import (
     draft_forward_rows,
     largest_drafting_batch,
@@ -38,8 +40,6 @@ logger = init_logger("vllm.recycle")
 ADDITIONAL_CONFIG_KEY = "vllm_recycle"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
-OPT_OUT = "speculate"
-IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +102,10 @@ def rewrite(engine_args: Any) -> Any | None:
         NotImplementedError: a platform that the method does not run on.
 
     """
-    given = dict(engine_args.speculative_config or {})
-    given = {key.replace("-", "_"): value for key, value in given.items()}
-    flags = {"method": "spec_method", "model": "spec_model"}
-    flags["num_speculative_tokens"] = "spec_tokens"
-    for key, flag in flags.items():
-        value = getattr(engine_args, flag)
-        if value is not None:
-            given.setdefault(key, value)
-    method = given.pop("method", None)
-    if method not in METHODS:
+    given = given_keys(engine_args, METHODS)
+    if given is None:
         return None
+    method = given.pop("method")
     platform = get_platform(method)
     # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
     runner = envs.VLLM_USE_V2_MODEL_RUNNER
@@ -123,7 +116,7 @@ def rewrite(engine_args: Any) -> Any | None:
         "--async-scheduling": engine_args.async_scheduling and not platform.use_v2_model_runner,
     }
     _refuse(method, early)
-    schedule = given.pop("num_speculative_tokens_per_batch_size", None)
+    table = given.pop(TABLE, None)
     options = METHODS[method].parse(given, on_gpu=platform.use_v2_model_runner)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
@@ -150,7 +143,7 @@ def rewrite(engine_args: Any) -> Any | None:
         "method": platform.host_methods[method],
         **options.host_config(),
         "num_speculative_tokens": options.num_nodes,
-        "num_speculative_tokens_per_batch_size": schedule or default_schedule,
+        TABLE: check_table(table, options.num_nodes) or default_schedule,
     }
     if platform.attention_backend is not None:
         _choose_attention_backend(rewritten, platform.attention_backend, needs)
@@ -171,11 +164,6 @@ def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum, need
     engine_args.attention_config.backend = ours
 
 
-def is_ours(speculative_config: Any) -> bool:
-    """Whether an engine's speculative configuration is one that `finish` completed."""
-    return hasattr(speculative_config, IS_OURS)
-
-
 def get_options(vllm_config: Any) -> MethodOptions:
     """The options that `rewrite` put into the configuration."""
     values = dict(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
@@ -187,7 +175,8 @@ def finish(vllm_config: Any) -> None:
 
     Raises:
         NotImplementedError: naming the flag to change.
-        ValueError: a tree that is deeper than the context.
+        ValueError: a tree that is deeper than the context, a budget that has no draft, a state file
+            of another model.
 
     """
     options = get_options(vllm_config)
@@ -210,9 +199,15 @@ def finish(vllm_config: Any) -> None:
                 f"tree {tree.name!r}: depth {tree.depth}, expected less than "
                 f"--max-model-len {max_model_len}"
             )
+    if int(options.budget_share * scheduler.max_num_batched_tokens) < 1:
+        raise ValueError(
+            f"speculative_config: budget_share is {options.budget_share}, expected a token or more "
+            f"of --max-num-batched-tokens {scheduler.max_num_batched_tokens} for drafts"
+        )
     if isinstance(options, OuroborosOptions):
         _check_draft_model(vllm_config, options, platform)
     _refuse(options.method, _unsupported(vllm_config, platform))
+    check_state_file(options, vllm_config)
 
 
 def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
@@ -321,29 +316,3 @@ def _refuse(method: str, features: dict[str, bool]) -> None:
             raise NotImplementedError(
                 f"{method} does not support {feature}; change it, or leave out --speculative-config"
             )
-
-
-def opts_out(params: Any) -> bool:
-    """Whether a request, by its sampling parameters, is to be decoded without speculation."""
-    return not (params.extra_args or {}).get(OPT_OUT, True)
-
-
-def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
-    """Judge a request's parameters where the engine runs one of ours; see `versions`.
-
-    Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
-
-    Raises:
-        VLLMValidationError: an opt-out that is neither true nor false.
-
-    """
-    if not is_ours(speculative_config):
-        return False
-    speculate = (params.extra_args or {}).get(OPT_OUT, True)
-    if speculate not in (True, False):  # 0 and 1 too: vLLM's server makes these of false and true
-        raise VLLMValidationError(
-            f"extra_args: {OPT_OUT!r} is {speculate!r}, expected true or false",
-            parameter="extra_args",
-            value=speculate,
-        )
-    return True

@@ -40,11 +40,11 @@ class OuroborosDrafter(Drafter):
             stops_early=stops_early,
             harvest_trunk=options.harvest_trunk,
             harvest_branches=options.harvest_branches,
-            shares_pool=options.scope == "shared",
+            shares_pool=options.shares_pool,
             operations=operations,
             device=device,
         )
-        self.state, self.state_file = self.proposer.pool, options.pool_file
+        self.state, self.state_file = self.proposer.pool, options.state_file
 
     def describe(self) -> str:
         proposer = self.proposer

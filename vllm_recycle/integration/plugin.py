@@ -13,8 +13,8 @@ def register() -> None:
         RuntimeError: vLLM is not of a supported version.
 
     """
-    from vllm_recycle.integration import engine_config, versions
+    from vllm_recycle.integration import engine_config, opt_out, versions
 
     versions.check_vllm_version()
     versions.wrap_create_engine_config(engine_config.rewrite, engine_config.finish)
-    versions.wrap_validate_spec_decode(engine_config.validate_sampling_params)
+    versions.wrap_validate_spec_decode(opt_out.validate_sampling_params)

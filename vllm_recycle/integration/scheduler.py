@@ -15,7 +15,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.dynamic.beam import LEVELS
-from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.row_budget import even_limit
 

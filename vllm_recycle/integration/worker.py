@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.engine_config import get_options
@@ -84,5 +85,7 @@ class TreeWorker(Worker):
             # There is nothing to save where the start failed.
             if self.model_runner is not None and self.drafter.is_ready:
                 self.save_draft_state()
+        except StateFileError as error:
+            logger.error("%s; what was learnt since the start is lost", error)
         finally:
             super().shutdown()

@@ -307,6 +307,6 @@ def test_a_file_of_other_tensors_is_refused(tmp_path, learnt, tensors, message):
 
 def refuses_to_load(state: DynamicState, path, message: str) -> None:
     before = [tensor.clone() for tensor in state.tensors]
-    with pytest.raises(ValueError, match=re.escape(f"matrix file {path}: {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"matrix_file {path}: {message}")):
         state.load(path, fingerprint=FINGERPRINT)
     assert all(map(torch.equal, state.tensors, before))

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_recycle.cli import UsageError
+from vllm_recycle.cli import RunError, UsageError
+from vllm_recycle.core.state_file import StateFileError, write_file
 
 FORMAT = "vllm_recycle.tune/1"
 
@@ -36,16 +37,21 @@ class State:
         ]
 
     def add(self, **measurement: Any) -> None:
-        """Keep one more measurement, in the file too."""
+        """Keep one more measurement, in the file too.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         self.measurements.append(measurement)
         content = {
             "format": FORMAT,
             "conditions": self.conditions,
             "measurements": self.measurements,
         }
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        try:
+            write_file(self.path, f"{json.dumps(content)}\n".encode(), kind="--state")
+        except StateFileError as error:
+            raise RunError(str(error)) from error
 
     def _read(self) -> list[dict[str, Any]]:
         another = "name another with --state, or remove it"

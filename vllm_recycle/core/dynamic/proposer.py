@@ -11,7 +11,7 @@ from vllm_recycle.core.dynamic.acceptance import AcceptanceTable
 from vllm_recycle.core.dynamic.context_rows import ContextRows, RowLayout
 from vllm_recycle.core.dynamic.operations import REFERENCE_DYNAMIC, DynamicOperations
 from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.state_file import load_tensors, save_tensors
+from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
 from vllm_recycle.core.tree import BatchTrees
 from vllm_recycle.core.verification import WalkResult
 
@@ -34,8 +34,13 @@ class DynamicState:
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write what sequences share as safetensors, with what `load` checks."""
-        tensors = {"context_rows": self.rows.shared_rows(), "acceptance": self.acceptance.counts}
-        save_tensors(path, tensors, facts=self._facts(fingerprint))
+        tensors = {**self._shared, "context_rows": self.rows.shared_rows()}
+        save_tensors(path, tensors, facts=self._facts(fingerprint), kind="matrix_file")
+
+    def check(self, path: str | Path, *, fingerprint: str) -> None:
+        """Raise ValueError, by its header alone, for a file that `load` would not read."""
+        facts = self._facts(fingerprint)
+        check_tensors(path, self._shared, facts=facts, kind="matrix_file")
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
         """Read what `save` wrote.
@@ -44,20 +49,24 @@ class DynamicState:
             ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
 
         """
-        like = {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
         facts = self._facts(fingerprint)
-        tensors = load_tensors(path, like, facts=facts, kind="matrix file")
-        self._check(path, tensors)
-        for name, tensor in like.items():
+        tensors = load_tensors(path, self._shared, facts=facts, kind="matrix_file")
+        self._check_numbers(path, tensors)
+        for name, tensor in self._shared.items():
             tensor.copy_(tensors[name])
 
-    def _check(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    @property
+    def _shared(self) -> dict[str, torch.Tensor]:
+        """By the name in a file, what that has."""
+        return {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
+
+    def _check_numbers(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
         successors, counts = tensors["context_rows"][:, 1:-1], tensors["acceptance"]
         if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
-            raise ValueError(f"matrix file {path}: it has numbers that are no token ids")
+            raise ValueError(f"matrix_file {path}: it has numbers that are no token ids")
         right, seen = counts[..., 0], counts[..., 1]
         if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
-            raise ValueError(f"matrix file {path}: it has counts that are none")
+            raise ValueError(f"matrix_file {path}: it has counts that are none")
 
     def _facts(self, fingerprint: str) -> dict[str, object]:
         layout = self.rows.layout

@@ -12,8 +12,8 @@ from vllm_recycle.core.dynamic import DynamicState, DynamicTreeProposer
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
-from vllm_recycle.integration.dynamic_rows import make_context_rows
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.learnt_state import make_dynamic_state
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.kernels.cpu.dynamic_trees import native_dynamic_operations
 from vllm_recycle.kernels.cpu.native import native_operations
@@ -29,9 +29,9 @@ class DynamicV1Drafter(PricedV1Drafter):
         self.vllm_config = vllm_config
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file = options.matrix_file
+        self.state_file = options.state_file
         self.read_prices()
-        self.state = DynamicState(make_context_rows(vllm_config, "cpu"))
+        self.state = make_dynamic_state(options, vllm_config, "cpu")
         self.proposer = DynamicTreeProposer(
             self.state,
             max_nodes=options.num_nodes,

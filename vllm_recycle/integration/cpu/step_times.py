@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ from vllm.platforms import current_platform
 
 from vllm_recycle.core import BatchTrees
 from vllm_recycle.core.dynamic import Load, StepTimes
+from vllm_recycle.core.state_file import shorten, write_file
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
-from vllm_recycle.integration.drafter import fingerprint
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.learnt_state import fingerprint
+from vllm_recycle.integration.options.base import STEP_TIMES_FORMAT, read_step_times
 
 T = TypeVar("T")
 Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
-FORMAT = "vllm_recycle.step_times/2"
 
 LOADS = ((1, 256), (1, 2048), (3, 512), (8, 512), (20, 512))
 # Rows of each request, in the order of how much they tell; a matrix product may work in tiles of 16
@@ -64,10 +64,8 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float, str]:
         origin = f"measured in {time.perf_counter() - started:.1f} s"
     if file and not known and is_first:
         seconds = [[*load, of_rows] for load, of_rows in points.items()]
-        content = {"format": FORMAT, "engine": _engine(runner, most), "seconds": seconds}
-        partial = Path(f"{file}.{os.getpid()}")  # replicas may read it meanwhile
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(file)
+        content = {"format": STEP_TIMES_FORMAT, "engine": _engine(runner, most), "seconds": seconds}
+        write_file(file, f"{json.dumps(content, indent=1)}\n".encode(), kind="step_times_file")
     first = min(points)
     shown = ", ".join(f"{rows}: {1e3 * points[first][rows]:.1f}" for rows in sorted(points[first]))
     return (
@@ -103,14 +101,12 @@ def _engine(runner: Any, most: int) -> dict[str, Any]:
 
 
 def _read(file: str, runner: Any, most: int) -> Points:
+    content = read_step_times(file)
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"format is {content['format']!r}, expected {FORMAT!r}")
         for key, expected in _engine(runner, most).items():
             if content["engine"].get(key) != expected:
                 got = content["engine"].get(key)
-                raise ValueError(f"{key} is {got!r}, expected {expected!r}")
+                raise ValueError(f"{key} is {shorten(got)}, expected {expected!r}")
         points = {
             (int(requests), int(context)): {int(rows): float(t) for rows, t in of_rows.items()}
             for requests, context, of_rows in content["seconds"]
@@ -120,7 +116,7 @@ def _read(file: str, runner: Any, most: int) -> Points:
             for (requests, _), times in points.items()
         ):
             raise ValueError("seconds are not of steps without drafts and of larger ones")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"step_times_file {file}: {error}; remove it to measure again") from error
     return points
 

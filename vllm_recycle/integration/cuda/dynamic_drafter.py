@@ -15,8 +15,8 @@ from vllm_recycle.core import WalkResult
 from vllm_recycle.core.dynamic import DynamicState
 from vllm_recycle.core.dynamic.beam import BEAM, LEVELS
 from vllm_recycle.integration.cuda.drafter import V2Drafter
-from vllm_recycle.integration.dynamic_rows import make_context_rows
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.learnt_state import make_dynamic_state
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.kernels.triton.context_counts import DeviceCounts
 from vllm_recycle.kernels.triton.context_learning import learn
@@ -70,8 +70,8 @@ class DynamicV2Drafter(V2Drafter):
         self.vllm_config, self.req_states = vllm_config, req_states
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file, self.seeds = options.matrix_file, options.seed_from_prompt
-        self.state = DynamicState(make_context_rows(vllm_config, device))
+        self.state_file, self.seeds = options.state_file, options.seed_from_prompt
+        self.state = make_dynamic_state(options, vllm_config, device)
         self.proposer = DeviceProposer(
             self.state,
             max_nodes=options.num_nodes,

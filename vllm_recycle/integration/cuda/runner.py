@@ -8,10 +8,8 @@ seed and position, so a row's token does not depend on what was drawn before it,
 is that without speculation. No step waits for the device.
 
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
-such requests no drafts, as those that follow a grammar.
-
-The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with a draft
-come first.
+such requests no drafts, as those that follow a grammar. The speculator of vLLM's host method is
+replaced by ours. In V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.speculator import TreeSpeculator
-from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OUROBOROS
 from vllm_recycle.integration.scheduler import looks_back
 from vllm_recycle.integration.versions import shrink_grammar_bitmask

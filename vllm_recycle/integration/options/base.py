@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from vllm_recycle.core.state_file import check_place, read_json, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.row_budget import Schedule
+
+STEP_TIMES_FORMAT = "vllm_recycle.step_times/2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class MethodOptions(ABC):
         for key in given:
             if key not in (*accepted, *others):
                 raise ValueError(
-                    f"speculative_config of {cls.method}: unknown key {key!r}, expected any "
+                    f"speculative_config of {cls.method}: unknown key {shorten(key)}, expected any "
                     f"of {['method', *accepted, *others]}"
                 )
         for field in fields:
@@ -89,7 +92,10 @@ class MethodOptions(ABC):
             isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < math.inf
         )
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        expect_file("step_times_file", self.step_times_file)
+        file = self.step_times_file
+        expect_file("step_times_file", file, is_written=False)
+        if file is not None and Path(file).exists():
+            read_step_times(file)
         if cost is not None and self.step_times_file is not None:
             raise ValueError(
                 "speculative_config: step_times_file is given with a row_cost, expected one of them"
@@ -98,6 +104,11 @@ class MethodOptions(ABC):
     @abstractmethod
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
+
+    @property
+    @abstractmethod
+    def state_file(self) -> str | None:
+        """Where what is learnt lives between engines, if anywhere."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -118,22 +129,37 @@ class MethodOptions(ABC):
         """Nodes of a tree by the size of the batch, where the user gives no table."""
 
 
+def read_step_times(path: str) -> dict[str, Any]:
+    """What a `step_times_file` says, which may be of another engine.
+
+    Raises:
+        ValueError: it is none.
+
+    """
+    content = read_json(path, kind="step_times_file")
+    got = content.get("format") if isinstance(content, dict) else None
+    if got != STEP_TIMES_FORMAT:
+        raise ValueError(
+            f"step_times_file {path}: format is {shorten(got)}, expected {STEP_TIMES_FORMAT!r}; "
+            "remove it to measure again"
+        )
+    return content
+
+
 def is_int(value: Any, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def expect(key: str, value: Any, valid: bool, expected: str) -> None:
     if not valid:
-        raise ValueError(f"speculative_config: {key} is {value!r}, expected {expected}")
+        raise ValueError(f"speculative_config: {key} is {shorten(value)}, expected {expected}")
 
 
 def expect_bool(key: str, value: Any) -> None:
     expect(key, value, isinstance(value, bool), "true or false")
 
 
-def expect_file(key: str, value: Any) -> None:
+def expect_file(key: str, value: Any, *, is_written: bool = True) -> None:
     expect(key, value, value is None or isinstance(value, str), "a path")
     if value is not None:
-        path = Path(value)
-        usable = path.parent.is_dir() and not path.is_dir()
-        expect(key, value, usable, "a file in a directory that exists")
+        check_place(value, kind=f"speculative_config: {key}", is_written=is_written)

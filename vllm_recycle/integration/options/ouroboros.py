@@ -127,11 +127,19 @@ class OuroborosOptions(MethodOptions):
             expect_bool(name, getattr(self, name))
         expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
         expect_file("pool_file", self.pool_file)
-        if self.pool_file is not None and self.scope != "shared":
+        if self.pool_file is not None and not self.shares_pool:
             raise ValueError(
                 "speculative_config: pool_file is given with scope 'request', expected scope "
                 "'shared': the pools of requests end with them"
             )
+
+    @property
+    def state_file(self) -> str | None:
+        return self.pool_file
+
+    @property
+    def shares_pool(self) -> bool:
+        return self.scope == "shared"
 
     def shape(self) -> DraftShape:
         """The sizes of a draft."""

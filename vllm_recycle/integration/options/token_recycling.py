@@ -117,6 +117,10 @@ class TokenRecyclingOptions(MethodOptions):
             )
 
     @property
+    def state_file(self) -> str | None:
+        return self.matrix_file
+
+    @property
     def is_dynamic(self) -> bool:
         return self.tree == DYNAMIC
 

@@ -1,0 +1,110 @@
+"""`vllm-recycle check`: what is supported, what refuses, and what a start would say as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_recycle.cli import main
+from vllm_recycle.integration import engine_config
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+VOCAB, FLAGS = 4096, ["--dtype", "float32", "--max-num-seqs", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _logging_level(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def check(capsys, *flags: str, config: dict | None = None, model: str = TARGET) -> tuple:
+    """The exit status, and what each line says by its name."""
+    given = [] if config is None else ["--speculative-config", json.dumps(config)]
+    status = main(["check", model, *FLAGS, *given, *flags])
+    lines = capsys.readouterr().out.splitlines()
+    return status, {line[:18].rstrip(): line[18:] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("config", "drafts", "num_bytes"),
+    [
+        (None, "grown trees, at most 80 nodes", None),
+        # A row is a tag and 8 successors; each sequence has an overlay of 4,096 rows.
+        (
+            {"method": "token_recycling", "tree": "default"},
+            "tree default[:15], at most 15 nodes",
+            4 * 9 * (VOCAB + 2 + 2 * 4096),
+        ),
+        (
+            {"method": "ouroboros", "model": DRAFT, "guesses": 5, "phrase_length": 4},
+            "tree ",
+            4 * (VOCAB + 1) * 5 * 3,
+        ),
+    ],
+)
+def test_what_is_supported(config, drafts, num_bytes, capsys):
+    status, said = check(capsys, config=config)
+    assert status == 0
+    method = (config or {"method": "token_recycling"})["method"]
+    assert said["supported"] == f"{TARGET} with {method}"
+    assert said["drafts"].startswith(drafts)
+    assert num_bytes is None or said["tables"].startswith(f"{num_bytes:,} bytes on each rank")
+    assert "refused" not in said
+    assert said["matplotlib"] == "found, for bench --plot"
+    assert {"g++", "ray", "arctic_inference"} <= said.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        (["--enable-lora"], None, "token_recycling does not support --enable-lora; change it"),
+        (["--kv-cache-dtype", "fp8"], None, "does not support --kv-cache-dtype fp8"),
+        ([], {"method": "token_recycling", "k": 0}, "k is 0, expected an integer 1 to 64"),
+        ([], {"method": "ouroboros"}, "'model' is missing"),
+        ([], {"method": "ngram", "num_speculative_tokens": 2}, "got method 'ngram', expected one"),
+        (["--max-model-len", "99999999"], None, "max_model_len"),
+        (["--worker-cls", "x.Y"], None, "--worker-cls: got 'x.Y', expected none"),
+    ],
+)
+def test_what_is_refused_names_one_thing(flags, config, message, capsys):
+    status, said = check(capsys, *flags, config=config)
+    assert status == 1
+    assert message in said["refused"]
+    assert "supported" not in said
+    assert "g++" in said
+
+
+def test_a_model_that_is_not_there(capsys, tmp_path):
+    status, said = check(capsys, model=str(tmp_path / "none"))
+    assert status == 1
+    assert str(tmp_path / "none") in said["refused"]
+
+
+def test_a_platform_that_is_not_supported(capsys, monkeypatch):
+    monkeypatch.setattr(engine_config, "PLATFORMS", {})
+    status, said = check(capsys)
+    assert status == 1
+    assert "token_recycling: got platform" in said["refused"]
+
+
+def test_what_is_missing_says_how_to_get_it(tmp_path):
+    """In a process of its own, with a path that has no compiler."""
+    command = [sys.executable, "-m", "vllm_recycle.cli", "check", TARGET, *FLAGS]
+    environment = {**os.environ, "PATH": str(tmp_path), "CXX": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "g++               missing: CPU kernels run in torch, slower" in result.stdout
+
+
+def test_flags_that_vllm_does_not_have(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["check", TARGET, "--no-such-flag"])
+    assert error.value.code == 2
+    line = capsys.readouterr().err
+    assert line == "vllm-recycle check: error: unrecognized arguments: --no-such-flag\n"

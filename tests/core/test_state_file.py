@@ -1,0 +1,204 @@
+"""Files that outlive an engine: refused places, whole writes, leftovers, hostile content."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import resource
+import stat
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from vllm_recycle.core.state_file import (
+    MAX_JSON_BYTES,
+    PARTIAL_PREFIX,
+    StateFileError,
+    _partial_file,
+    check_place,
+    check_tensors,
+    load_tensors,
+    read_json,
+    save_tensors,
+    write_file,
+)
+
+TENSORS = {"numbers": torch.arange(12, dtype=torch.int32).view(3, 4)}
+FACTS = {"k": 4}
+LONGEST_NAME = "n" * 255
+
+
+def load(path):
+    return load_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
+
+
+def save(path):
+    save_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
+
+
+@pytest.mark.parametrize("name", ["new", LONGEST_NAME, "link to nothing"])
+def test_a_place_that_is_accepted_can_be_written(name, tmp_path):
+    path = tmp_path / name
+    if name == "link to nothing":
+        path.symlink_to(tmp_path / "target")
+    check_place(path, kind="matrix_file")
+    assert not path.exists()
+    save(path)
+    check_place(path, kind="matrix_file")
+    assert load(path)["numbers"].equal(TENSORS["numbers"])
+    assert not list(tmp_path.glob(f"{PARTIAL_PREFIX}*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a\0b", "expected a path without NUL"),
+        ("a\ud800b", "expected a path that UTF-8 can express"),
+        (LONGEST_NAME + "n", "expected one that can be read and written: File name too long"),
+        ("x/" * 4000, r"\(\d,\d+ characters\), expected one that can be .*: File name too long"),
+        ("folder", "expected a file, not a directory, pipe or device"),
+        ("pipe", "expected a file, not a directory, pipe or device"),
+        ("no/such", "expected a file in a directory that exists"),
+        ("file/in", "expected one that can be read and written: Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused(name, message, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"^matrix_file is .*{message}$"):
+        check_place(f"{tmp_path}/{name}", kind="matrix_file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_read_only(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    tmp_path.chmod(0o500)
+    check_place(path, kind="step_times_file", is_written=False)
+    with pytest.raises(ValueError, match="Permission denied"):
+        check_place(path, kind="matrix_file")
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    folder, link = tmp_path / "elsewhere", tmp_path / "link"
+    folder.mkdir()
+    target = folder / "target"
+    target.touch(mode=0o600)
+    link.symlink_to(target)
+    save(link)
+    assert link.readlink() == target
+    assert load(target)["numbers"].equal(TENSORS["numbers"])
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+@contextmanager
+def largest_file(num_bytes: int):
+    """Writes beyond this fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "matrix"
+    save(path)
+    before = path.read_bytes()
+    message = re.escape(f"matrix_file {path}: cannot be written: File too large")
+    with largest_file(16), pytest.raises(StateFileError, match=f"^{message}$"):
+        save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _hold_a_partial_file(folder, held, end):
+    with _partial_file(folder) as file:
+        file.write(b"half")
+        file.flush()
+        held.set()
+        end.wait()
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path):
+    context = multiprocessing.get_context("fork")
+    held, end = context.Event(), context.Event()
+    writer = context.Process(target=_hold_a_partial_file, args=(tmp_path, held, end))
+    writer.start()
+    assert held.wait(60)
+    (partial,) = tmp_path.iterdir()
+    assert partial.name.startswith(PARTIAL_PREFIX)
+    write_file(tmp_path / "one", b"1", kind="matrix_file")
+    assert partial.exists()
+    writer.kill()
+    writer.join()
+    assert partial.exists()
+    check_place(tmp_path / "other", kind="pool_file")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_pipe_with_the_name_of_such_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / f"{PARTIAL_PREFIX}pipe")
+    check_place(tmp_path / "matrix", kind="matrix_file")
+
+
+@pytest.mark.parametrize("call", [check_tensors, load_tensors])
+@pytest.mark.parametrize("content", ["pipe", "torn", "header", "huge header", "other", "facts"])
+def test_a_hostile_file_is_found_by_its_header(call, content, tmp_path):
+    path = tmp_path / "matrix"
+    save(path)
+    whole, message = path.read_bytes(), "no numbers: "
+    if content == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif content == "torn":
+        path.write_bytes(whole[:-1])
+    elif content == "header":
+        path.write_bytes(whole[:8] + b"[" * 64)
+    elif content == "huge header":
+        path.write_bytes((1 << 62).to_bytes(8, "little") + whole[8:])
+    elif content == "other":
+        other = {"numbers": torch.zeros(2, 4)}
+        save_tensors(path, other, facts=FACTS, kind="matrix_file")
+        message = "numbers is torch.float32 [2, 4], expected torch.int32 [3, 4]"
+    else:
+        save_tensors(path, TENSORS, facts={"k": "5" * 1000}, kind="matrix_file")
+        message = f"k is {'5' * 200}, expected 4"
+    with pytest.raises(ValueError, match=f"^matrix_file {re.escape(f'{path}: {message}')}"):
+        call(path, TENSORS, facts=FACTS, kind="matrix_file")
+
+
+def test_a_header_is_checked_without_memory_for_its_tensors(tmp_path):
+    save(tmp_path / "matrix")
+    like = {"numbers": torch.empty(3, 4, dtype=torch.int32, device="meta")}
+    check_tensors(tmp_path / "matrix", like, facts=FACTS, kind="matrix_file")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 200_000, "not JSON: nested too deep"),
+        (b"[" + b"1" * 5000 + b"]", "not JSON: Exceeds the limit"),
+        (b" " * (MAX_JSON_BYTES + 1), "not JSON: more than 1,048,576 bytes"),
+        (b"\xff", "not JSON: "),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_json_that_is_none_is_refused_by_name(content, message, tmp_path):
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^tree file {re.escape(str(path))}: {message}"):
+        read_json(path, kind="tree file")
+
+
+def test_json_is_read(tmp_path):
+    (tmp_path / "file.json").write_text(json.dumps({"a": [1, "ä"]}), encoding="utf-8")
+    assert read_json(tmp_path / "file.json", kind="tree file") == {"a": [1, "ä"]}

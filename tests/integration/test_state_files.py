@@ -1,0 +1,121 @@
+"""Files of what was learnt and measured: refused before weights are loaded, saved or said why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from engines import OUROBOROS, TARGET, core, engine
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_recycle.core import AdjacencyMatrix
+from vllm_recycle.core.state_file import PARTIAL_PREFIX, StateFileError
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.learnt_state import describe_state, fingerprint
+from vllm_recycle.integration.plugin import register
+
+TEMPLATE = {"method": "token_recycling", "tree": "default"}
+GROWN = {"method": "token_recycling", "row_cost": 0, "context_mib": 1}
+# Of each kind of state: its options, and the option that names its file.
+STATES = {
+    "matrix": (TEMPLATE, "matrix_file"),
+    "rows": (GROWN, "matrix_file"),
+    "pool": (OUROBOROS, "pool_file"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register()
+
+
+def make_config(method: dict, **flags):
+    settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 24}
+    return EngineArgs(
+        TARGET, speculative_config=method, **(settings | flags)
+    ).create_engine_config()
+
+
+def write_state(method: dict, path: Path, **changed) -> None:
+    """The file that an engine of this configuration would write, for a model if told."""
+    config = make_config(method)
+    options = get_options(config)
+    model = changed.get("fingerprint") or fingerprint(config.model_config)
+    state = describe_state(options, config, device="cpu")
+    state.save(path, fingerprint=model)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_file_is_checked_before_weights_are_loaded(kind, tmp_path):
+    method, option = STATES[kind]
+    path = tmp_path / "state"
+    write_state(method, path)
+    method = {**method, option: str(path)}
+    make_config(method)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{option} {path}: no .*: "):
+        make_config(method)
+    write_state(STATES[kind][0], path, fingerprint="of another model")
+    with pytest.raises(ValueError, match="fingerprint is of another model, expected"):
+        make_config(method)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{option} is '{path}', expected a file, not a directory"):
+        make_config(method)
+
+
+def test_matrix_file_of_a_template(tmp_path):
+    path = tmp_path / "matrix.safetensors"
+    same_model = fingerprint(make_config(GROWN).model_config)
+    AdjacencyMatrix(4096, 8).save(path, fingerprint=same_model)
+    with pytest.raises(ValueError, match=r"contexts is None, expected \[1, 2, 4, 8\]"):
+        make_config({**GROWN, "matrix_file": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 200_000, "not JSON: nested too deep"),
+        ("{", "not JSON: "),
+        ("{}", "format is None, expected 'vllm_recycle.step_times/2'"),
+        ("[]", "format is None, expected 'vllm_recycle.step_times/2'"),
+    ],
+)
+def test_a_file_of_step_times_is_checked_before_weights_are_loaded(content, message, tmp_path):
+    path = tmp_path / "times.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"step_times_file {path}: {message}"):
+        make_config({"method": "token_recycling", "step_times_file": str(path)})
+
+
+def test_a_save_that_fails_at_shutdown_is_said_in_one_line(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.getLogger("vllm.recycle"), "error", lambda *args: said.append(args))
+    path = tmp_path / "folder" / "matrix"
+    path.parent.mkdir()
+    with engine({**TEMPLATE, "matrix_file": str(path)}) as llm:
+        llm.generate(["One"], SamplingParams(max_tokens=4), use_tqdm=False)
+        path.parent.rmdir()
+        with pytest.raises(
+            StateFileError, match=f"^matrix_file {path}: cannot be written: No such"
+        ):
+            core(llm).model_executor.collective_rpc("save_draft_state")
+    ((form, error),) = said
+    assert form % error == (
+        f"matrix_file {path}: cannot be written: No such file or directory; what was learnt since "
+        "the start is lost"
+    )
+
+
+def test_step_times_are_written_through_a_link(tmp_path):
+    link, target = tmp_path / "times.json", tmp_path / "elsewhere.json"
+    link.symlink_to(target)
+    with engine({"method": "token_recycling", "max_nodes": 4, "step_times_file": str(link)}):
+        pass
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["format"] == "vllm_recycle.step_times/2"
+    assert not list(tmp_path.glob(f"{PARTIAL_PREFIX}*"))

@@ -1,0 +1,131 @@
+"""`vllm-recycle check`: whether a model, vLLM's flags and this machine are supported.
+
+    vllm-recycle check MODEL
+    vllm-recycle check MODEL --max-num-seqs 64 --speculative-config '{"method": "ouroboros", ...}'
+
+What `vllm serve` with these arguments would refuse is found by what it would find it with, vLLM's
+own configuration and `vllm_recycle.integration.engine_config`, and no weights are loaded. What
+only a running engine knows, such as the memory that is left, is not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from vllm_recycle.cli import OneLineParser
+
+DEFAULT_CONFIG = {"method": "token_recycling"}
+# By module: what it is for, and how to get it.
+OPTIONAL_MODULES = {
+    "matplotlib": ("bench --plot", "pip install matplotlib"),
+    "ray": ("--distributed-executor-backend ray", "pip install ray"),
+    "arctic_inference": ("vLLM's `suffix` in bench", "`make suffix`"),
+}
+NAME_WIDTH = 18
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `check` to the command."""
+    parser = subparsers.add_parser(
+        "check", help="whether a model, vLLM's flags and this machine are supported"
+    )
+    parser.add_argument("model", metavar="MODEL", help="as for `vllm serve`")
+    parser.add_argument(
+        "flags",
+        nargs=argparse.REMAINDER,
+        metavar="FLAGS",
+        help="those of `vllm serve`; without --speculative-config it is token_recycling's",
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Say what is supported and what is there. The status is 1 where an engine would not start."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    refusal = None
+    try:
+        lines = list(_describe(_make_config(args.model, args.flags)))
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        refusal = _reason(error)
+        lines = [f"{'refused':{NAME_WIDTH}}{refusal}"]
+    print("\n".join([*lines, *_optional_parts()]))
+    return 0 if refusal is None else 1
+
+
+def _make_config(model: str, flags: list[str]) -> Any:
+    """The configuration that `vllm serve` would make.
+
+    Raises:
+        ImportError, OSError, RuntimeError, ValueError: it would not.
+
+    """
+    from vllm_recycle.integration.versions import check_vllm_version
+
+    check_vllm_version()  # before what another version may not have
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_recycle.integration.opt_out import is_ours
+
+    class Parser(OneLineParser, FlexibleArgumentParser):
+        pass
+
+    args = make_arg_parser(Parser(prog="vllm-recycle check")).parse_args([model, *flags])
+    args.model = args.model_tag
+    if args.speculative_config is None and args.spec_method is None:
+        args.speculative_config = DEFAULT_CONFIG
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    if not is_ours(config.speculative_config):
+        raise ValueError(
+            f"--speculative-config: got method {config.speculative_config.method!r}, expected one "
+            "of this package"
+        )
+    return config
+
+
+def _describe(config: Any) -> Iterator[str]:
+    """What is on, a line each."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    from vllm_recycle.integration.engine_config import get_options
+    from vllm_recycle.integration.learnt_state import describe_state
+
+    options = get_options(config)
+    num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors)
+    trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
+    facts = {
+        "supported": f"{config.model_config.model} with {options.method}",
+        "vllm": f"{vllm.__version__} on {current_platform.device_type}",
+        "drafts": f"{trees}, at most {options.num_nodes} nodes",
+        "tables": f"{num_bytes:,} bytes on each rank, beside weights and KV cache",
+    }
+    for name, fact in facts.items():
+        yield f"{name:{NAME_WIDTH}}{fact}"
+
+
+def _optional_parts() -> Iterator[str]:
+    """Which of them are here, a line each."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    without = "missing: CPU kernels run in torch, slower"
+    yield f"{'g++':{NAME_WIDTH}}{compiler or without}"
+    for name, (use, command) in OPTIONAL_MODULES.items():
+        found = "found" if find_spec(name) is not None else f"missing ({command})"
+        yield f"{name:{NAME_WIDTH}}{found}, for {use}"
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    from pydantic import ValidationError
+
+    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return " ".join(said.split()).removeprefix("Value error, ") or type(error).__name__

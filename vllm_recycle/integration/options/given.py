@@ -1,0 +1,91 @@
+"""What engine arguments say of speculation, before anything is known of it but its form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+from vllm_recycle.core.state_file import shorten
+from vllm_recycle.integration.options.base import expect, is_int
+from vllm_recycle.integration.row_budget import Schedule
+
+TABLE = "num_speculative_tokens_per_batch_size"
+ANY = 1 << 62
+# vLLM's flags for some of the keys.
+FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+
+
+def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The keys and values of a speculative configuration of ours, None of any other.
+
+    Args:
+        engine_args: whose `speculative_config` and flags are read.
+        methods: ours, by name.
+
+    Raises:
+        ValueError: what is no configuration, and keys that are no names or are given twice.
+
+    """
+    config = engine_args.speculative_config
+    if config is not None and not isinstance(config, Mapping):
+        raise ValueError(
+            f"speculative_config: got {shorten(config)}, expected an object, such as "
+            '{"method": "token_recycling"}'
+        )
+    config = config or {}
+    flags = {key: getattr(engine_args, flag) for key, flag in FLAGS.items()}
+    flags = {key: value for key, value in flags.items() if value is not None}
+    method = config.get("method", flags.get("method"))
+    expect("method", method, method is None or isinstance(method, str), "a name")
+    if method not in methods:
+        return None
+    given: dict[str, str] = {}
+    for key in config:
+        if not isinstance(key, str):
+            raise ValueError(f"speculative_config: key {shorten(key)}, expected names")
+        other = given.setdefault(key.replace("-", "_"), key)
+        if other != key:
+            raise ValueError(
+                f"speculative_config: {other!r} and {key!r} are one key, expected one of them"
+            )
+    if both := flags.keys() & given.keys():
+        key = min(both)
+        raise ValueError(
+            f"--{FLAGS[key].replace('_', '-')} is given and {key!r} of speculative_config too, "
+            "expected one of them"
+        )
+    return flags | {name: config[key] for name, key in given.items()}
+
+
+def check_table(table: Any, num_nodes: int) -> Schedule | None:
+    """vLLM's table of nodes by the size of the batch, as the user gives it, if at all.
+
+    Raises:
+        ValueError: it has what vLLM would take for numbers, more nodes than a tree has, or no
+            ranges that vLLM accepts.
+
+    """
+    if table is None:
+        return None
+    is_table = (
+        isinstance(table, list | tuple)
+        and len(table) > 0
+        and all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in table)
+        and all(
+            is_int(first, 1, ANY) and is_int(last, first, ANY) and is_int(nodes, 0, ANY)
+            for first, last, nodes in table
+        )
+    )
+    expect(TABLE, table, is_table, "a list of [first batch size, last batch size, nodes]")
+    most = max(nodes for _, _, nodes in table)
+    if most > num_nodes:
+        raise ValueError(
+            f"speculative_config: {TABLE} has {most} nodes, expected at most the {num_nodes} that "
+            "a tree has"
+        )
+    try:
+        return validate_and_normalize_dynamic_sd_schedule(list(table))
+    except ValueError as error:
+        raise ValueError(f"speculative_config: {TABLE} is {shorten(table)}: {error}") from error
