@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -19,6 +19,7 @@ from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import TokenRecyclingOptions
 
 logger = init_logger("vllm.recycle")
+T = TypeVar("T")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -161,3 +162,9 @@ def fingerprint(model_config: Any) -> str:
     if not present:
         digest.update(str(model_config.tokenizer).encode())
     return digest.hexdigest()[:32]
+
+
+def from_first_rank(value: T) -> T:
+    """What the first of the tensor-parallel ranks has, which must all do and draft alike."""
+    group = get_tp_group()
+    return group.broadcast_object(value) if group.world_size > 1 else value

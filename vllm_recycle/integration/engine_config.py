@@ -39,6 +39,7 @@ ADDITIONAL_CONFIG_KEY = "vllm_recycle"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
 OPT_OUT = "speculate"
+CHOOSES_SIZES = "chooses_sizes"
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
@@ -138,7 +139,9 @@ def rewrite(engine_args: Any) -> Any | None:
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
     rewritten.worker_cls = platform.worker
-    values = {"method": method, **dataclasses.asdict(options)}
+    # A table of the user's wins over what is chosen step by step.
+    chooses = options.is_dynamic and platform.use_v2_model_runner and not schedule
+    values = {"method": method, CHOOSES_SIZES: chooses, **dataclasses.asdict(options)}
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False
@@ -179,6 +182,7 @@ def is_ours(speculative_config: Any) -> bool:
 def get_options(vllm_config: Any) -> MethodOptions:
     """The options that `rewrite` put into the configuration."""
     values = dict(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    del values[CHOOSES_SIZES]
     return METHODS[values.pop("method")](**values)
 
 
@@ -321,11 +325,6 @@ def _refuse(method: str, features: dict[str, bool]) -> None:
             raise NotImplementedError(
                 f"{method} does not support {feature}; change it, or leave out --speculative-config"
             )
-
-
-def opts_out(params: Any) -> bool:
-    """Whether a request, by its sampling parameters, is to be decoded without speculation."""
-    return not (params.extra_args or {}).get(OPT_OUT, True)
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

@@ -25,9 +25,9 @@ from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_
 from vllm_recycle.integration.cpu.step_times import find_step_times
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
-from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import OUROBOROS
-from vllm_recycle.integration.scheduler import TreeDraftTokenIds
+from vllm_recycle.integration.scheduler import TreeDraftTokenIds, opts_out
 
 
 class TreeCPUModelRunner(CPUModelRunner):

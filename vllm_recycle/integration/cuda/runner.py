@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -33,61 +32,23 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks,
     get_max_chunk_logits,
 )
-from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core import WalkResult
-from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
-from vllm_recycle.integration.engine_config import get_options, opts_out
+from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
+from vllm_recycle.integration.cuda.step_costs import find_step_seconds
+from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
+from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import OUROBOROS
-from vllm_recycle.integration.scheduler import looks_back
+from vllm_recycle.integration.scheduler import looks_back, opts_out
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.topology import DeviceTrees
 from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
-
-
-class TreeSpeculator(BaseSpeculator):
-    """What V2 asks for drafts by Token Recycling, in the place of `ngram_gpu`'s speculator."""
-
-    supports_mm_inputs = False
-    draft_logits = None
-
-    def __init__(self, drafter: TreeV2Drafter | DynamicV2Drafter) -> None:
-        self.drafter = drafter
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        pass
-
-    def capture(self) -> None:
-        pass
-
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        *args: Any,
-        num_speculative_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """int64 [batch, nodes], -1 where there is no draft.
-
-        A request in the middle of its prompt gets drafts too, which are never scheduled.
-        """
-        if num_speculative_tokens == 0:
-            shape = (input_batch.num_reqs, self.drafter.tree.num_nodes)
-            return last_sampled.new_full(shape, NO_TOKEN)
-        return self.drafter.propose(input_batch.idx_mapping, last_sampled)
 
 
 class TreeModelRunner(GPUModelRunner):
@@ -109,7 +70,8 @@ class TreeModelRunner(GPUModelRunner):
                 self.drafter = DynamicV2Drafter(vllm_config, device, self.req_states)
             else:
                 self.drafter = TreeV2Drafter(vllm_config, device)
-            self.speculator = TreeSpeculator(self.drafter)
+            kind = SizedSpeculator if chooses_sizes(vllm_config) else TreeSpeculator
+            self.speculator = kind(self.drafter)
             # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
             # token of `max_model_len` and a request. Ours reads each prompt once.
             self.req_states.all_token_ids = StagedWriteTensor(
@@ -121,13 +83,9 @@ class TreeModelRunner(GPUModelRunner):
         self.tree = self.drafter.tree
         # Where each request of a step has its tree, for graphs, which read it where it always was.
         self.tree_indices = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
-        # Nodes of a tree by the number of requests, and most rows of all trees of a step.
-        self.nodes_of_batch = build_dynamic_sd_schedule_lookup(
-            self.speculative_config.num_speculative_tokens_per_batch_size,
-            self.max_num_reqs,
-            self.num_speculative_steps,
-        )
-        rows = [size * (nodes + 1) for size, nodes in enumerate(self.nodes_of_batch) if nodes]
+        # Nodes that trees may have by the number of requests, and most rows of all of a step.
+        self.sizes_of_batch = sizes_of(vllm_config)
+        rows = [batch * (1 + max(n)) for batch, n in enumerate(self.sizes_of_batch) if n]
         self.max_tree_rows = min(max(rows, default=0), self.max_num_tokens)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +100,7 @@ class TreeModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
-            graphs = plan_full_graphs(self.nodes_of_batch, sizes)
+            graphs = plan_full_graphs(self.sizes_of_batch, sizes)
             replace_full_graphs(self.cudagraph_manager, graphs)
         for groups in self.attn_groups:
             for group in groups:
@@ -157,6 +115,15 @@ class TreeModelRunner(GPUModelRunner):
                 )
                 for group in kv_cache_config.kv_cache_groups
             ]
+
+    @torch.inference_mode()
+    def price_rows(self) -> str | None:
+        """Measure what steps cost, where the scheduler is to know; returns what was found."""
+        if not isinstance(self.speculator, SizedSpeculator):
+            return None
+        self.speculator.times, found = find_step_seconds(self)
+        self.speculator.take_report()  # steps that warmed up have left one
+        return found
 
     def shutdown(self) -> None:
         self.paged_layers = []
@@ -215,6 +182,16 @@ class TreeModelRunner(GPUModelRunner):
             for group in groups:
                 group.get_metadata_builder().num_trees = num_trees
         return block_tables, self.slot_mappings
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As for all; what the step before has reported goes to the scheduler with the tokens."""
+        report = None
+        if isinstance(self.speculator, SizedSpeculator):
+            report = self.speculator.take_report()
+        output = super().sample_tokens(grammar_output)
+        if report is not None:
+            output.model_runner_output.draft_report = report
+        return output
 
     # After the forward: learn, walk, move. vLLM then updates its states and asks for drafts.
 
