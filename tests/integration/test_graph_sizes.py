@@ -11,7 +11,11 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
-from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
+from vllm_recycle.integration.row_budget import (
+    MAX_TREE_ROWS,
+    halving_schedule,
+    sizes_of_batches,
+)
 
 NODES = 80
 # As vLLM chooses them for a GPU, without speculation.
@@ -34,7 +38,8 @@ def make_manager(max_num_reqs: int) -> tuple[CudaGraphManager, list[int]]:
     for size in range(1, CAPTURE_SIZES[-1] + 1):
         fitting = next(desc for desc in piecewise if desc.num_tokens >= size)
         manager._candidates[size, 0] = [full, fitting]
-    replace_full_graphs(manager, plan_full_graphs(nodes_of_batch, CAPTURE_SIZES))
+    sizes_of_batch = [[nodes] if nodes else [] for nodes in nodes_of_batch]
+    replace_full_graphs(manager, plan_full_graphs(sizes_of_batch, CAPTURE_SIZES))
     return manager, nodes_of_batch
 
 
@@ -74,3 +79,19 @@ def test_the_graphs_of_trees_are_no_more_than_those_of_plain_decoding():
     tokens = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     assert tokens == sorted(tokens, reverse=True)
     assert max(tokens) <= CAPTURE_SIZES[-1]
+
+
+def test_sizes_that_are_chosen_step_by_step_have_graphs_too():
+    sizes_of_batch = sizes_of_batches(NODES, CAPTURE_SIZES[-1], 256)
+    assert sizes_of_batch[0] == []
+    assert sizes_of_batch[1] == [80, 40, 20, 10, 5]
+    assert sizes_of_batch[6] == [80, 40, 20, 10, 5, 2, 1]
+    assert sizes_of_batch[7] == [40, 20, 10, 5, 2, 1]
+    assert sizes_of_batch[256] == [1]
+    graphs = plan_full_graphs(sizes_of_batch, CAPTURE_SIZES)
+    assert len(graphs) == len(set(graphs)) < 120
+    for num_reqs in range(1, 257):
+        for nodes in sizes_of_batch[num_reqs]:
+            filled = min(n for rows, n in graphs if rows == nodes + 1 and n >= num_reqs)
+            assert filled * (nodes + 1) <= CAPTURE_SIZES[-1]
+            assert filled <= num_reqs * 1.25 or (filled - num_reqs) * (nodes + 1) <= 64

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -19,6 +19,7 @@ from vllm_recycle.integration.learnt_state import LearntState, fingerprint, make
 from vllm_recycle.integration.options import TokenRecyclingOptions
 
 logger = init_logger("vllm.recycle")
+T = TypeVar("T")
 
 
 class Drafter(ABC):
@@ -126,3 +127,9 @@ class TreeDrafter(Drafter):
             f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
             f"kernels in {self.proposer.operations.name}"
         )
+
+
+def from_first_rank(value: T) -> T:
+    """What the first of the tensor-parallel ranks has, which must all do and draft alike."""
+    group = get_tp_group()
+    return group.broadcast_object(value) if group.world_size > 1 else value

@@ -40,6 +40,7 @@ logger = init_logger("vllm.recycle")
 ADDITIONAL_CONFIG_KEY = "vllm_recycle"
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
+CHOOSES_SIZES = "chooses_sizes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,9 @@ def rewrite(engine_args: Any) -> Any | None:
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
     rewritten.worker_cls = platform.worker
-    values = {"method": method, **dataclasses.asdict(options)}
+    # A table of the user's wins over what is chosen step by step.
+    chooses = options.is_dynamic and platform.use_v2_model_runner and not table
+    values = {"method": method, CHOOSES_SIZES: chooses, **dataclasses.asdict(options)}
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
         rewritten.async_scheduling = False
@@ -167,6 +170,7 @@ def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum, need
 def get_options(vllm_config: Any) -> MethodOptions:
     """The options that `rewrite` put into the configuration."""
     values = dict(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    del values[CHOOSES_SIZES]
     return METHODS[values.pop("method")](**values)
 
 

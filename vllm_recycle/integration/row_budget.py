@@ -14,9 +14,11 @@ Schedule = Sequence[tuple[int, int, int]]
 
 # Rows of all trees of a step together, on a GPU. Below some 300 rows the matrix products of an
 # H100 in 16 bits take as long as the reading of their weights (990 TFLOPS, 3.35 TB/s, two bytes a
-# weight), so that further rows cost little; a tree of 80 nodes fits three times. A cost model that
-# is measured on the machine may replace this.
+# weight), so that further rows cost little; a tree of 80 nodes fits three times. For trees that are
+# grown this is where nothing else is known.
 MAX_TREE_ROWS = 256
+# Fewer rows than these of all trees of a step together are not worth a size of their own.
+MIN_TREE_ROWS = 6
 # Rows of a draft forward of Ouroboros, of all its requests together.
 MAX_DRAFT_ROWS = 1024
 
@@ -43,6 +45,29 @@ def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]
             first = last + 1
         num_nodes //= 2
     return [*schedule, (first, 1 << 20, 0)]
+
+
+def sizes_of_batches(num_nodes: int, max_rows: int, max_num_reqs: int) -> list[list[int]]:
+    """The sizes that trees may have, by the number of requests, largest first, without 0.
+
+    Few sizes and batches, since each has CUDA graphs of its own.
+
+    Args:
+        num_nodes: of the largest tree.
+        max_rows: of all trees of a batch together, roots included.
+        max_num_reqs: of the largest batch.
+
+    """
+    halved = [num_nodes >> shift for shift in range(num_nodes.bit_length())]
+    return [
+        [
+            nodes
+            for nodes in halved
+            if 0 < batch * (nodes + 1) <= max_rows
+            and (nodes == num_nodes or batch * (nodes + 1) >= MIN_TREE_ROWS)
+        ]
+        for batch in range(max_num_reqs + 1)
+    ]
 
 
 def head_length(shape: DraftShape) -> int:

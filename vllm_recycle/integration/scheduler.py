@@ -15,6 +15,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.dynamic.beam import LEVELS
+from vllm_recycle.integration.draft_sizes import DraftSizes, chooses_sizes
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OuroborosOptions
@@ -50,6 +51,10 @@ class TreeScheduler(Scheduler):
                 if options.is_dynamic
                 else options.load_tree().depths.cummax(0).values.tolist()[1:]
             )
+        self.sizes: DraftSizes | None = None
+        if chooses_sizes(vllm_config):
+            self.sizes = DraftSizes(self, vllm_config)
+            self.dynamic_sd_lookup = self.sizes
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         if isinstance(options, OuroborosOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
@@ -64,7 +69,16 @@ class TreeScheduler(Scheduler):
         for request, limit in zip(drafting, self._draft_limits(drafting), strict=True):
             # Not in place: an asynchronous scheduler's requests share one list.
             request.spec_token_ids = request.spec_token_ids[:limit]
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        if self.sizes is not None:
+            self.sizes.see_prompts(output)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As for all; and learn what trees are worth."""
+        if self.sizes is not None:
+            self.sizes.learn(scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _draft_limits(self, drafting: list[Any]) -> list[int]:
         """The longest draft of each of these requests that harms no other."""

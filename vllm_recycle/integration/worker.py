@@ -64,7 +64,7 @@ class TreeWorker(Worker):
 
     def price_rows(self) -> str | None:
         """Measure what rows cost, where that is done; returns what was found."""
-        return None
+        return self.model_runner.price_rows()
 
     def save_draft_state(self) -> str | None:
         """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0."""

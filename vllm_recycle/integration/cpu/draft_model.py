@@ -24,9 +24,10 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vllm_recycle.core.dynamic import NodeAcceptance, best_prefix
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, TemplateV1Drafter, Texts
-from vllm_recycle.integration.cpu.step_times import ROUNDS, from_first_rank
+from vllm_recycle.integration.cpu.step_times import ROUNDS
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import prepare_trees
+from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.kernels.cpu.native import native_operations
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -18,11 +18,11 @@ from vllm_recycle.core import BatchTrees
 from vllm_recycle.core.dynamic import Load, StepTimes
 from vllm_recycle.core.state_file import shorten, write_file
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.learnt_state import fingerprint
 from vllm_recycle.integration.options.base import STEP_TIMES_FORMAT, read_step_times
 
-T = TypeVar("T")
 Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
 
 LOADS = ((1, 256), (1, 2048), (3, 512), (8, 512), (20, 512))
@@ -179,12 +179,6 @@ def _time_steps(runner: Any, requests: int, sizes: list[int], context: int) -> d
         times.setdefault(requests * rows, []).append(seconds)
     # What is beyond the shortest is somebody else's.
     return {rows: min(seconds) for rows, seconds in times.items()}
-
-
-def from_first_rank(value: T) -> T:
-    """What the first of the tensor-parallel ranks has, which must all do and draft alike."""
-    group = get_tp_group()
-    return group.broadcast_object(value) if group.world_size > 1 else value
 
 
 @torch.inference_mode()

@@ -28,9 +28,6 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
         self.model_runner = self._make_model_runner()
 
-    def price_rows(self) -> str | None:
-        return self.model_runner.price_rows()
-
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():

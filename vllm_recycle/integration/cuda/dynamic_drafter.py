@@ -1,7 +1,8 @@
 """Token Recycling with grown trees on Model Runner V2: all of it lives on the device.
 
-Each request's tree has as many nodes as the step has room for; what a row costs is not looked at on
-the device. Its topology is data, in buffers that never move, for the kernels of the next step.
+Each request's tree has as many nodes as the largest size. What a row costs is not looked at on the
+device: what each node is worth is told to the scheduler, which takes the first ones of each tree.
+Topology is data, in buffers that never move, for the kernels of the next step.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class DynamicV2Drafter(V2Drafter):
     proposer: DeviceProposer
     state: DynamicState
     successors: torch.Tensor  # int32 [logit rows, k], of the step
+    worth: torch.Tensor  # float32 [batch, nodes], of the trees that were grown last
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.vllm_config, self.req_states = vllm_config, req_states
@@ -138,10 +140,10 @@ class DynamicV2Drafter(V2Drafter):
         rows, proposer = self.state.rows, self.proposer
         batch, nodes = len(idx_mapping), proposer.trees.num_nodes
         drafts = torch.empty(batch, nodes, dtype=torch.int64, device=idx_mapping.device)
-        worth = torch.empty(batch, nodes, device=idx_mapping.device)
+        self.worth = torch.empty(batch, nodes, device=idx_mapping.device)
         grow_by_levels(
             drafts,
-            worth,
+            self.worth,
             rows.table,
             proposer.counts.rates,
             idx_mapping,

@@ -20,33 +20,38 @@ from vllm.config.compilation import CUDAGraphMode
 
 # Batches of one size of tree are filled up by less than an eighth of the largest one.
 STEPS = 8
+# Who decodes for so few waits for each step.
+SMALL = (1, 2, 4)
 
 
 def batches_to_capture(first: int, last: int) -> list[int]:
-    """Batch sizes from `first` to `last`, some eight of them, the last among them."""
+    """Batch sizes from `first` to `last`, a dozen at most, the last and the smallest among them."""
     step = max(1, last // STEPS)
-    return [*range(last, first - 1, -step)][::-1]
+    small = [size for size in SMALL if first <= size <= last]
+    return sorted({*range(last, first - 1, -step), *small})
 
 
-def plan_full_graphs(nodes_of_batch: Sequence[int], capture_sizes: Sequence[int]) -> list[tuple]:
+def plan_full_graphs(
+    sizes_of_batch: Sequence[Sequence[int]], capture_sizes: Sequence[int]
+) -> list[tuple]:
     """The full graphs to capture.
 
     Args:
-        nodes_of_batch: nodes of a tree by batch size, from 0 (unused) to the largest.
+        sizes_of_batch: nodes that trees may have, by batch size from 0 (unused) to the largest; the
+            batches of a size are without gaps.
         capture_sizes: vLLM's token counts, of which the last is the largest to capture.
 
     Returns:
         (rows of a request, requests) of each graph.
 
     """
-    max_num_reqs, largest = len(nodes_of_batch) - 1, max(capture_sizes)
+    max_num_reqs, largest = len(sizes_of_batch) - 1, max(capture_sizes)
     graphs = [(1, size) for size in sorted({min(size, max_num_reqs) for size in capture_sizes})]
     batches = range(1, max_num_reqs + 1)
-    for nodes, tier in groupby(batches, key=nodes_of_batch.__getitem__):
-        if nodes:
-            first, *rest = tier
-            last = min(rest[-1] if rest else first, largest // (nodes + 1))
-            graphs += [(nodes + 1, num_reqs) for num_reqs in batches_to_capture(first, last)]
+    for nodes in sorted({nodes for sizes in sizes_of_batch[1:] for nodes in sizes}, reverse=True):
+        tier = [batch for batch in batches if nodes in sizes_of_batch[batch]]
+        last = min(tier[-1], largest // (nodes + 1))
+        graphs += [(nodes + 1, num_reqs) for num_reqs in batches_to_capture(tier[0], last)]
     return graphs
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -37,7 +36,9 @@ from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
-from vllm_recycle.integration.cuda.speculator import TreeSpeculator
+from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
+from vllm_recycle.integration.cuda.step_costs import find_step_seconds
+from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OUROBOROS
@@ -68,7 +69,8 @@ class TreeModelRunner(GPUModelRunner):
                 self.drafter = DynamicV2Drafter(vllm_config, device, self.req_states)
             else:
                 self.drafter = TreeV2Drafter(vllm_config, device)
-            self.speculator = TreeSpeculator(self.drafter)
+            kind = SizedSpeculator if chooses_sizes(vllm_config) else TreeSpeculator
+            self.speculator = kind(self.drafter)
             # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
             # token of `max_model_len` and a request. Ours reads each prompt once.
             self.req_states.all_token_ids = StagedWriteTensor(
@@ -80,13 +82,9 @@ class TreeModelRunner(GPUModelRunner):
         self.tree = self.drafter.tree
         # Where each request of a step has its tree, for graphs, which read it where it always was.
         self.tree_indices = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
-        # Nodes of a tree by the number of requests, and most rows of all trees of a step.
-        self.nodes_of_batch = build_dynamic_sd_schedule_lookup(
-            self.speculative_config.num_speculative_tokens_per_batch_size,
-            self.max_num_reqs,
-            self.num_speculative_steps,
-        )
-        rows = [size * (nodes + 1) for size, nodes in enumerate(self.nodes_of_batch) if nodes]
+        # Nodes that trees may have by the number of requests, and most rows of all of a step.
+        self.sizes_of_batch = sizes_of(vllm_config)
+        rows = [batch * (1 + max(n)) for batch, n in enumerate(self.sizes_of_batch) if n]
         self.max_tree_rows = min(max(rows, default=0), self.max_num_tokens)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +99,7 @@ class TreeModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
-            graphs = plan_full_graphs(self.nodes_of_batch, sizes)
+            graphs = plan_full_graphs(self.sizes_of_batch, sizes)
             replace_full_graphs(self.cudagraph_manager, graphs)
         for groups in self.attn_groups:
             for group in groups:
@@ -116,6 +114,15 @@ class TreeModelRunner(GPUModelRunner):
                 )
                 for group in kv_cache_config.kv_cache_groups
             ]
+
+    @torch.inference_mode()
+    def price_rows(self) -> str | None:
+        """Measure what steps cost, where the scheduler is to know; returns what was found."""
+        if not isinstance(self.speculator, SizedSpeculator):
+            return None
+        self.speculator.times, found = find_step_seconds(self)
+        self.speculator.take_report()  # steps that warmed up have left one
+        return found
 
     def shutdown(self) -> None:
         self.paged_layers = []
@@ -174,6 +181,16 @@ class TreeModelRunner(GPUModelRunner):
             for group in groups:
                 group.get_metadata_builder().num_trees = num_trees
         return block_tables, self.slot_mappings
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As for all; what the step before has reported goes to the scheduler with the tokens."""
+        report = None
+        if isinstance(self.speculator, SizedSpeculator):
+            report = self.speculator.take_report()
+        output = super().sample_tokens(grammar_output)
+        if report is not None:
+            output.model_runner_output.draft_report = report
+        return output
 
     # After the forward: learn, walk, move. vLLM then updates its states and asks for drafts.
 

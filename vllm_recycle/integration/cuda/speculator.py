@@ -1,19 +1,25 @@
-"""What Model Runner V2 takes for a speculator, where there is no draft model."""
+"""What V2 asks for drafts by Token Recycling, in the place of `ngram_gpu`'s speculator."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_recycle.core.dynamic.sizes import LOOK_EVERY
+from vllm_recycle.core.dynamic.step_seconds import StepSeconds
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
+from vllm_recycle.integration.draft_sizes import DraftReport
 
 
 class TreeSpeculator(BaseSpeculator):
-    """What V2 asks for drafts by Token Recycling, in the place of `ngram_gpu`'s speculator."""
+    """Drafts for all requests of a step, or for none."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -45,7 +51,60 @@ class TreeSpeculator(BaseSpeculator):
 
         A request in the middle of its prompt gets drafts too, which are never scheduled.
         """
-        if num_speculative_tokens == 0:
+        if num_speculative_tokens == 0 and not self._looks(input_batch):
             shape = (input_batch.num_reqs, self.drafter.tree.num_nodes)
             return last_sampled.new_full(shape, NO_TOKEN)
-        return self.drafter.propose(input_batch.idx_mapping, last_sampled)
+        drafts = self.drafter.propose(input_batch.idx_mapping, last_sampled)
+        self._see(input_batch, num_speculative_tokens)
+        return drafts
+
+    def _looks(self, input_batch: Any) -> bool:
+        """Whether trees are grown that nobody verifies."""
+        return False
+
+    def _see(self, input_batch: Any, num_speculative_tokens: int | None) -> None:
+        """Trees were grown."""
+
+
+class SizedSpeculator(TreeSpeculator):
+    """Reports what the trees are worth, for the scheduler to choose their size.
+
+    Attributes:
+        plain_steps: how many steps have had no drafts, since the last one that had.
+        report: of the trees that were grown last, on its way to the host.
+        times: of steps, to be reported once.
+
+    """
+
+    drafter: DynamicV2Drafter
+    plain_steps = 0
+    report: DraftReport | None = None
+    times: StepSeconds | None = None
+
+    def take_report(self) -> DraftReport | None:
+        """What was reported and not yet taken."""
+        report, self.report = self.report, None
+        return report
+
+    def _looks(self, input_batch: Any) -> bool:
+        if not _has_text(input_batch).any():
+            return False
+        self.plain_steps += 1
+        return self.plain_steps % LOOK_EVERY == 1
+
+    def _see(self, input_batch: Any, num_speculative_tokens: int | None) -> None:
+        if num_speculative_tokens:
+            self.plain_steps = 0
+        worth, has_text = self.drafter.worth, _has_text(input_batch)
+        if not has_text.all():
+            indices = async_tensor_h2d(np.flatnonzero(has_text), device=worth.device)
+            worth = worth[indices]
+        # On the stream of the step, so that it is there with the tokens of the next one.
+        times, self.times = self.times, None
+        self.report = DraftReport(async_copy_to_np(worth.sum(0)), int(has_text.sum()), times)
+
+
+def _has_text(input_batch: Any) -> np.ndarray:
+    """bool [num_reqs], which requests have all of their prompt behind them."""
+    ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+    return ends >= input_batch.prefill_len_np

@@ -24,7 +24,7 @@ class TreeGPUWorker(TreeWorker):
         runner = self.model_runner
         config, full = runner.scheduler_config, runner.num_speculative_steps
         max_num_seqs = config.max_num_seqs
-        config.max_num_seqs = max(1, runner.nodes_of_batch.count(full))
+        config.max_num_seqs = max(1, sum(full in sizes for sizes in runner.sizes_of_batch))
         try:
             return super().compile_or_warm_up_model()
         finally:

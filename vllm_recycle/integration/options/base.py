@@ -52,7 +52,7 @@ class MethodOptions(ABC):
             if given.get(key) is not None:
                 raise NotImplementedError(
                     f"speculative_config: {key} is {given[key]!r}, expected none on a GPU, where "
-                    "the number of nodes is given by the size of the batch alone"
+                    "steps are timed at each start, or sizes follow from the batch alone"
                 )
         defaults = cls._defaults(given, on_gpu=on_gpu)
         missing = {key: value for key, value in defaults.items() if given.get(key) is None}
