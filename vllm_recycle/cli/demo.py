@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     print(
         f"{plan.model}, {len(plan.prompts)} prompts, {plan.max_tokens} new tokens at most; greedy, "
-        "one prompt at a time,\nfloat32, in which the outputs can be compared token for token",
+        "one prompt at a time,\nnot compiled, in float32, where outputs can be compared token for token",
         flush=True,
     )
     totals = generate(plan)
@@ -127,6 +127,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         methods={name: METHODS[name] for name in TITLES},
         max_tokens=args.max_tokens,
         dtype="float32",
+        engine_args={"enforce_eager": True},  # to compile takes longer than all answers
     )
 
 
