@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     print(
         f"{plan.model}, {len(plan.prompts)} prompts, {plan.max_tokens} new tokens at most; greedy, "
-        "one prompt at a time,\nnot compiled, in float32, where outputs can be compared token for token",
+        "one prompt at a time,\nnot compiled, float32, where outputs can be compared exactly",
         flush=True,
     )
     totals = generate(plan)
