@@ -63,7 +63,7 @@ class AttentionInputs:
         self.seq_lens = torch.full((case.batch,), case.length, dtype=torch.int32, device=DEVICE)
 
     def rows(self, tree: TreeTemplate) -> PagedTreeRows:
-        starts, bits = self.query_start_loc, ancestor_bits(tree).to(DEVICE)
+        starts, bits = self.query_start_loc, ancestor_bits(tree.ancestor_mask).to(DEVICE)
         return PagedTreeRows(bits, starts, self.seq_lens, self.block_table, self.case.rows)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch_twins_dynamic
-from grown_trees import bits_of
 from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure, random, random_ids
 
 from vllm_recycle.core.dynamic import AcceptanceTable, ContextRows
@@ -23,7 +22,7 @@ from vllm_recycle.kernels.triton.growing import grow_by_levels
 from vllm_recycle.kernels.triton.learning import top_k
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.text_tails import read_tails
-from vllm_recycle.kernels.triton.topology import DeviceTrees
+from vllm_recycle.kernels.triton.topology import DeviceTrees, ancestor_bits
 
 CONTEXTS = (1, 2, 4, 8)
 
@@ -152,7 +151,7 @@ def check_grown(inputs: GrownInputs) -> None:
         (inputs.drafts, growth.token_ids),
         (inputs.worth, worth),
         (inputs.trees.parents[idx_mapping], growth.trees.parents.int()),
-        (inputs.trees.ancestor_bits[idx_mapping], bits_of(growth.trees)),
+        (inputs.trees.ancestor_bits[idx_mapping], ancestor_bits(growth.trees.ancestor_mask)),
     )
     if not all(one.cpu().equal(other) for one, other in pairs):
         sys.exit("wrong: grow: the kernel's trees are not those of its reference")

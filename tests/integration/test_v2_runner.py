@@ -133,6 +133,13 @@ def test_steps_were_ahead_mixed_cut_and_preempted(result):
     assert seen["preemptions"] > 0
 
 
+def test_learning_and_growing_are_told_where_texts_end(result):
+    seen = result["seen"]
+    assert seen["steps without trees"] > 0
+    assert seen["texts"] > 50
+    assert seen["texts that end elsewhere"] == 0
+
+
 def test_a_template_gives_the_same(result):
     plain = [output["token_ids"] for output in result["plain"][: len(MIXED)]]
     assert [output["token_ids"] for output in result["template"]] == plain
@@ -213,6 +220,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     from engines import core, runner
 
     from vllm_recycle.integration.cuda import runner as v2_runner
+    from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 
     model_runner, scheduler = runner(llm), core(llm).scheduler
     prepare_attn, propose = model_runner.prepare_attn, model_runner.speculator.propose
@@ -255,9 +263,42 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     drafter = model_runner.drafter
     for name in ("observe", "accept"):
         setattr(drafter, name, watched(getattr(drafter, name), waits))
+    if isinstance(drafter, DynamicV2Drafter):
+        watch_tails(drafter, seen)
     operations = drafter.proposer.operations
     if not hasattr(operations.walk, "watched"):
         object.__setattr__(operations, "walk", watched(operations.walk, waits))
+
+
+def watch_tails(drafter: Any, seen: Counter) -> None:
+    """Count the texts that learning and growing are told of, and those that end elsewhere."""
+    accept, propose, read_tails = drafter.accept, drafter.propose, drafter._tails
+    tails: list[torch.Tensor] = []
+    told: list[tuple[torch.Tensor, torch.Tensor]] = []  # where texts end, and where they should
+
+    def seen_tails(*args: Any) -> torch.Tensor:
+        tails.append(read_tails(*args))
+        return tails[-1]
+
+    def compared_accept(input_batch: Any, row_token_ids: torch.Tensor, *args: Any) -> None:
+        output, path = args
+        for end, expected in told:
+            seen["texts"] += len(end)
+            seen["texts that end elsewhere"] += int((end != expected).sum())
+        told.clear()
+        seen["steps without trees"] += path is None
+        accept(input_batch, row_token_ids, *args)
+        told.append((tails[-1][:, 0], row_token_ids[input_batch.cu_num_logits[:-1]]))
+        drafter.is_sampled = bool((output.num_sampled > 0).all())
+
+    def compared_propose(idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
+        drafts = propose(idx_mapping, last_sampled)
+        if drafter.is_sampled:  # else a prompt goes on behind what is told of it
+            told.append((tails[-1][:, 0], last_sampled[idx_mapping, 0]))
+        return drafts
+
+    drafter.is_sampled = False
+    drafter._tails, drafter.accept, drafter.propose = seen_tails, compared_accept, compared_propose
 
 
 def watched(function: Any, waits: Waits) -> Any:

@@ -111,7 +111,7 @@ class Step:
             own_keys[flat] = keys[-1][request.context :]
             own_values[flat] = values[-1][request.context :]
         rows = PagedTreeRows(
-            ancestor_bits=ancestor_bits(tree).to(DEVICE),
+            ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
             query_start_loc=starts.to(DEVICE, torch.int32),
             seq_lens=torch.tensor(
                 [request.padding + request.length for request in requests],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_recycle.core import BatchTrees, TreeTemplate
-from vllm_recycle.kernels.triton.topology import WORD_BITS, DeviceTrees
+from vllm_recycle.kernels.triton.topology import DeviceTrees, ancestor_bits
 
 
 def batch_of(templates: Sequence[TreeTemplate], num_nodes: int) -> BatchTrees:
@@ -16,14 +16,6 @@ def batch_of(templates: Sequence[TreeTemplate], num_nodes: int) -> BatchTrees:
     for b, template in enumerate(templates):
         parents[b, : template.num_nodes + 1] = template.parents
     return BatchTrees.from_parents(parents)
-
-
-def bits_of(trees: BatchTrees) -> torch.Tensor:
-    """int32 [batch, rows, words], see `topology.ancestor_bits`."""
-    batch, rows, _ = trees.ancestor_mask.shape
-    mask = torch.nn.functional.pad(trees.ancestor_mask.to(torch.int32), (0, -rows % WORD_BITS))
-    words = mask.view(batch, rows, -1, WORD_BITS) << torch.arange(WORD_BITS, dtype=torch.int32)
-    return words.sum(3, dtype=torch.int32)
 
 
 def on_device(
@@ -40,5 +32,5 @@ def on_device(
     index = torch.tensor(idx_mapping, device=device)
     placed.parents[index] = trees.parents.to(device, torch.int32)
     placed.depths[index] = trees.depths.to(device, torch.int32)
-    placed.ancestor_bits[index] = bits_of(trees).to(device)
+    placed.ancestor_bits[index] = ancestor_bits(trees.ancestor_mask).to(device)
     return placed

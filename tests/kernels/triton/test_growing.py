@@ -6,12 +6,11 @@ import pytest
 import torch
 from beam_settings import Setting, settings_of_growth
 from dynamic_steps import make_rows
-from grown_trees import bits_of
 from hypothesis import given, settings
 
 from vllm_recycle.core.dynamic.context_rows import MAX_SALT, write_rows
 from vllm_recycle.kernels.triton import growing
-from vllm_recycle.kernels.triton.topology import DeviceTrees
+from vllm_recycle.kernels.triton.topology import DeviceTrees, ancestor_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_NUM_REQS = 5
@@ -45,7 +44,7 @@ def check(setting: Setting) -> None:
     assert worth.cpu().equal(expected_worth)
     assert trees.parents[idx_mapping].cpu().long().equal(expected.trees.parents)
     assert trees.depths[idx_mapping].cpu().long().equal(expected.trees.depths)
-    assert trees.ancestor_bits[idx_mapping].cpu().equal(bits_of(expected.trees))
+    assert trees.ancestor_bits[idx_mapping].cpu().equal(ancestor_bits(expected.trees.ancestor_mask))
     others = [row for row in range(MAX_NUM_REQS) if row not in idx_mapping.tolist()]
     assert trees.parents[others].equal(before[others])
 

@@ -108,7 +108,7 @@ def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type):
     several = replace(step, rows=rows).attend(num_splits=num_splits)
     assert_close(several, replace(step, rows=rows).attend_in_torch())
     for index, tree in ((0, star), (2, PAPER), (3, CHAIN)):
-        alone = replace(step.rows, ancestor_bits=ancestor_bits(tree).to(DEVICE))
+        alone = replace(step.rows, ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE))
         flat = step.rows_of(index)
         assert several[flat].equal(replace(step, rows=alone).attend(num_splits=num_splits)[flat])
 

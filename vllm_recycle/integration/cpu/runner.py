@@ -225,7 +225,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         if not isinstance(drafter, PricedV1Drafter) or drafter.row_cost is not None:
             return None
         drafter.step_times, step_seconds, found = find_step_times(self)
-        return found + drafter.judge(step_seconds)
+        return found if step_seconds is None else found + drafter.judge(step_seconds)
 
     def _max_depth(self, request_id: str) -> int:
         """Tokens that a request may still have, but for the one that it gets without a draft."""

@@ -34,7 +34,7 @@ ROUNDS = 5
 MAX_SECONDS = 0.8  # for a load, but for the fewest rows and the most
 
 
-def find_step_times(runner: Any) -> tuple[StepTimes, float, str]:
+def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
     """The times of steps: of the drafter's file where there is one, else measured, and written.
 
     Args:
@@ -42,7 +42,8 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float, str]:
             has no requests.
 
     Returns:
-        The times, seconds of a step of one row, and a line that says what was found.
+        The times, seconds of a step of one row, None where no step has room for more, and a line
+        that says what was found.
 
     Raises:
         ValueError: the file is of another engine or machine, or none of ours.
@@ -51,7 +52,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float, str]:
     max_rows, file = runner.drafter.max_rows, runner.drafter.step_times_file
     most = _most_rows(runner, max_rows)
     if most < 2:
-        return StepTimes.linear(0.0, max_rows), math.inf, "no step has room for a draft"
+        return StepTimes.linear(0.0, max_rows), None, "no step has room for a draft"
     started, is_first = time.perf_counter(), get_tp_group().rank_in_group == 0
     points = None
     if file and is_first and Path(file).exists():
@@ -111,11 +112,18 @@ def _read(file: str, runner: Any, most: int) -> Points:
             (int(requests), int(context)): {int(rows): float(t) for rows, t in of_rows.items()}
             for requests, context, of_rows in content["seconds"]
         }
-        if not points or any(
-            min(times) != requests or len(times) < 2 or not 0 < min(times.values()) < math.inf
-            for (requests, _), times in points.items()
+        if (
+            not points
+            or min(points)[0] != 1
+            or any(
+                min(times) != requests or len(times) < 2 or not 0 < min(times.values()) < math.inf
+                for (requests, _), times in points.items()
+            )
         ):
-            raise ValueError("seconds are not of steps without drafts and of larger ones")
+            raise ValueError(
+                "seconds are not of steps without drafts, of one request among them, and of larger "
+                "ones"
+            )
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"step_times_file {file}: {error}; remove it to measure again") from error
     return points

@@ -74,7 +74,8 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
     def take_trees(self, tree: TreeTemplate | DeviceTrees, tree_indices: torch.Tensor) -> None:
         """Set what the rows of trees see, and where each request of a step has its tree."""
         if isinstance(tree, TreeTemplate):
-            self.ancestor_bits, self.tree_indices = ancestor_bits(tree).to(self.device), None
+            bits = ancestor_bits(tree.ancestor_mask).to(self.device)
+            self.ancestor_bits, self.tree_indices = bits, None
         else:
             self.ancestor_bits, self.tree_indices = tree.ancestor_bits, tree_indices
 

@@ -81,7 +81,7 @@ class OuroborosSpeculator(OuroborosDrafter, TemplateV2Drafter, StandaloneARSpecu
         self.make_proposer(OPERATIONS, device, stops_early=False)
         shape = self.proposer.shape
         template = draft_forward_template(shape)
-        self.ancestor_bits = ancestor_bits(template).to(device)
+        self.ancestor_bits = ancestor_bits(template.ancestor_mask).to(device)
         self.template, self.head_length = template.to(device), head_length(shape)
         table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         self.max_drafting = largest_drafting_batch(table, self.max_num_reqs)

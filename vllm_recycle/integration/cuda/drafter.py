@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_recycle.core import Proposer, TreeTemplate, WalkResult
+from vllm_recycle.core import Proposer, TreeTemplate
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.topology import DeviceTrees
@@ -55,16 +55,16 @@ class V2Drafter(Drafter):
         self,
         input_batch: Any,
         row_token_ids: torch.Tensor,
-        walked: WalkResult,
-        num_sampled: torch.Tensor,
+        output: Any,
+        path: torch.Tensor | None,
     ) -> None:
         """Take in what was accepted of the step that was observed.
 
         Args:
             input_batch: of the step.
             row_token_ids: int64 [logit rows], -1 where a row was not filled.
-            walked: what the walk accepted.
-            num_sampled: int32 [num_reqs], 0 where nothing of the walk is taken.
+            output: what was sampled, vLLM's `SamplerOutput`.
+            path: int64 [num_reqs, path], the visited rows; None where no request had a tree.
 
         """
 

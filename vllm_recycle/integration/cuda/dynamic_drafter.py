@@ -36,6 +36,7 @@ class DeviceProposer:
         trees: of all requests, by `req_state_idx`.
         counts: what the state's counts are on the device.
         stamps: int32 [addresses], for learning; zero between steps.
+        roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
 
     """
 
@@ -47,6 +48,7 @@ class DeviceProposer:
         self.trees = DeviceTrees.make(max_num_reqs, max_nodes, depth=depth, device=table.device)
         self.counts = DeviceCounts.of(state.acceptance)
         self.stamps = torch.zeros(len(table), dtype=torch.int32, device=table.device)
+        self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=table.device)
         self.max_depths = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=table.device)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
@@ -112,10 +114,12 @@ class DynamicV2Drafter(V2Drafter):
         self,
         input_batch: Any,
         row_token_ids: torch.Tensor,
-        walked: WalkResult,
-        num_sampled: torch.Tensor,
+        output: Any,
+        path: torch.Tensor | None,
     ) -> None:
         rows, proposer = self.state.rows, self.proposer
+        if path is None:
+            path = proposer.roots[: input_batch.num_reqs]
         roots = input_batch.logits_indices[input_batch.cu_num_logits[:-1]]
         learn(
             rows.table,
@@ -130,9 +134,9 @@ class DynamicV2Drafter(V2Drafter):
             row_token_ids=row_token_ids,
             cu_num_logits=input_batch.cu_num_logits,
             successors=self.successors,
-            walked=walked,
+            walked=WalkResult(path, output.sampled_token_ids.long(), output.num_sampled),
             max_rows=1 + (proposer.trees.num_nodes if input_batch.num_draft_tokens else 0),
-            learns=num_sampled,
+            learns=output.num_sampled,  # nothing in the middle of a prompt
         )
 
     def propose(self, idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:

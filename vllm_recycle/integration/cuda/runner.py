@@ -31,7 +31,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_recycle.core import WalkResult
 from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
@@ -171,7 +170,8 @@ class TreeModelRunner(GPUModelRunner):
             tree=self.tree,
             expanded_idx_mapping=self._own(input_batch.expanded_idx_mapping),
         )
-        self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
+        if isinstance(self.tree, DeviceTrees):
+            self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
         num_nodes = input_batch.num_draft_tokens_per_req
         num_trees = 0 if num_nodes is None else np.count_nonzero(num_nodes)
         if num_trees == input_batch.num_reqs:
@@ -208,13 +208,12 @@ class TreeModelRunner(GPUModelRunner):
                 grammar_output.structured_output_request_ids,
                 grammar_output.grammar_bitmask,
             )
+        path = None
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)
-            root = torch.zeros_like(output.sampled_token_ids, dtype=torch.int64)
-            walked = WalkResult(root, output.sampled_token_ids.long(), output.num_sampled)
         else:
-            output, walked = self._sample_trees(logits, input_batch)
-        self.drafter.accept(input_batch, self.row_token_ids, walked, output.num_sampled)
+            output, path = self._sample_trees(logits, input_batch)
+        self.drafter.accept(input_batch, self.row_token_ids, output, path)
         # `propose` is not given them.
         self.speculator.sampled_token_ids = output.sampled_token_ids
         return output, output.num_sampled, output.num_rejected
@@ -225,7 +224,8 @@ class TreeModelRunner(GPUModelRunner):
 
     def _sample_trees(
         self, logits: torch.Tensor, input_batch: Any
-    ) -> tuple[SamplerOutput, WalkResult]:
+    ) -> tuple[SamplerOutput, torch.Tensor]:
+        """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         sampled, scores = self._sample_rows(logits, input_batch)
         cu_num_logits = input_batch.cu_num_logits
@@ -254,7 +254,7 @@ class TreeModelRunner(GPUModelRunner):
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
-        return output, result
+        return output, result.path
 
     def _sample_rows(
         self, logits: torch.Tensor, input_batch: Any

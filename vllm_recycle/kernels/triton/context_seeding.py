@@ -26,8 +26,7 @@ from vllm_recycle.kernels.triton.context_rows import absorb, constants_of, is_wr
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
-# Positions of a slice. On 21,000 words of English 256 lose 1 % of the followers of one token, 1,024
-# lose 3 % and 4,096 lose 8 %.
+# Positions of a slice: the more of them, the more followers are lost, and the fewer launches.
 SLICE = 512
 LANES = 32  # positions of one program
 

@@ -40,7 +40,7 @@ class DeviceTrees:
     ) -> DeviceTrees:
         """Trees without a node, with room for some."""
         template = TreeTemplate(tuple((0, rank) for rank in range(num_nodes)))
-        tables = (template.parents, template.depths, ancestor_bits(template))
+        tables = (template.parents, template.depths, ancestor_bits(template.ancestor_mask))
         parents, depths, bits = (
             table.to(device, torch.int32).repeat(max_num_reqs, *[1] * table.ndim)
             for table in tables
@@ -52,16 +52,17 @@ class DeviceTrees:
         return self.parents.shape[1] - 1
 
 
-def ancestor_bits(tree: TreeTemplate) -> torch.Tensor:
-    """The ancestor mask in bits: column c of a row is bit c % 32 of its word c // 32.
+def ancestor_bits(ancestor_mask: torch.Tensor) -> torch.Tensor:
+    """Ancestor masks in bits: column c of a row is bit c % 32 of its word c // 32.
+
+    Args:
+        ancestor_mask: bool [..., rows, rows], see `core.tree`.
 
     Returns:
-        int32 [rows, words] on the CPU, a constant of the template: move it to the device once.
+        int32 [..., rows, words].
 
     """
-    rows = len(tree.ancestor_mask)
-    words = -(-rows // WORD_BITS)
-    mask = torch.zeros(rows, words * WORD_BITS, dtype=torch.int32)
-    mask[:, :rows] = tree.ancestor_mask
-    bit = torch.arange(WORD_BITS, dtype=torch.int32)
-    return (mask.view(rows, words, WORD_BITS) << bit).sum(dim=2, dtype=torch.int32)
+    columns = ancestor_mask.shape[-1]
+    mask = torch.nn.functional.pad(ancestor_mask.to(torch.int32), (0, -columns % WORD_BITS))
+    bit = torch.arange(WORD_BITS, dtype=torch.int32, device=mask.device)
+    return (mask.unflatten(-1, (-1, WORD_BITS)) << bit).sum(dim=-1, dtype=torch.int32)
