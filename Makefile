@@ -6,6 +6,7 @@
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
+#   make soak          twenty minutes of mixed traffic on a server, then every bad end
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
 #
@@ -13,6 +14,7 @@
 
 PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := .venv/bin
 LOCK := patches/cpu/requirements.lock
@@ -24,7 +26,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix test test-slow lint format format-check types
+.PHONY: setup demo model suffix test test-slow soak lint format format-check types
 
 setup: $(STAMP)
 
@@ -56,6 +58,9 @@ test: setup
 
 test-slow: setup
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+soak: setup
+	$(BIN)/python tests/soak/run.py $(SOAK_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -197,14 +199,20 @@ def test_output_equals_vllm_with_two_tensor_parallel_ranks(expected, method, tmp
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
     environment.pop("VLLM_CPU_NUM_OF_RESERVED_CPU", None)
-    subprocess.run(
+    # A group of processes: the workers of an engine that hangs would outlive it, and spin.
+    process = subprocess.Popen(
         [sys.executable, str(script), str(output)],
-        input=json.dumps([TARGET, method, PROMPTS[:12]]),
+        stdin=subprocess.PIPE,
         env=environment,
         text=True,
-        check=True,
-        timeout=300,
+        start_new_session=True,
     )
+    try:
+        process.communicate(json.dumps([TARGET, method, PROMPTS[:12]]), timeout=300)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
     accepted, outputs = json.loads(output.read_text())
     assert accepted > 0
     got = [[tuple(token_ids)] for token_ids in outputs]

@@ -1,25 +1,22 @@
-"""`vllm serve` as a user runs it, and the `openai` client."""
+"""What users do with a server, and find at it."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
-import signal
-import socket
+import re
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import openai
 import pytest
 from engines import SMALL_OUROBOROS, TARGET, engine, read_prompts
+from servers import MAX_TOKENS, Server
 from vllm import SamplingParams
 
 PROMPTS = read_prompts(8)
-MAX_TOKENS = 24
 # Of each method: its options, the option that names its file, and what its start-up line says.
 METHODS = {
     "token_recycling": (
@@ -29,66 +26,26 @@ METHODS = {
     ),
     "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
 }
-CHAT_TEMPLATE = "{% for message in messages %}Question: {{ message.content }}\nAnswer:{% endfor %}"
-START_TIMEOUT_S = 240
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 
-class Server:
+class MethodServer(Server):
+    """Serves with a method, and writes what it learnt to a file."""
+
     def __init__(self, folder: Path, method: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "server.log"
-        self.state_file = folder / "state.safetensors"
         options, file_option, self.start_up_line = METHODS[method]
+        self.state_file = folder / "state.safetensors"
         options = {**options, file_option: str(self.state_file)}
-        command = [
-            str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
-            "--served-model-name", "target", "--port", str(self.port), "--host", "127.0.0.1",
-            "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8",
-            "--kv-cache-memory-bytes", str(64 << 20), "--chat-template", CHAT_TEMPLATE,
-            "--speculative-config", json.dumps(options), "--shutdown-timeout", "20",
-        ]  # fmt: skip
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        environment["VLLM_LOGGING_LEVEL"] = "INFO"
-        self.process = subprocess.Popen(
-            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment
+        super().__init__(
+            folder / "server.log",
+            *("--speculative-config", json.dumps(options), "--shutdown-timeout", "20"),
+            *("--per-request-spec-decode-metrics", "detailed"),
         )
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5)
-            except OSError:
-                time.sleep(0.5)
-            else:
-                return
-        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
-
-    def counter(self, name: str) -> float:
-        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def complete(self, prompt: str, **kwargs):
-        settings = {"max_tokens": MAX_TOKENS, "temperature": 0} | kwargs
-        return self.client.completions.create(model="target", prompt=prompt, **settings)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        try:
-            return self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
 
 
 @pytest.fixture(scope="module", params=METHODS)
 def server(request, tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"), request.param)
+    server = MethodServer(tmp_path_factory.mktemp("server"), request.param)
     try:
         server.wait_until_healthy()
         yield server
@@ -156,6 +113,26 @@ def test_metrics(server):
     drafts, nodes, accepted = (server.counter(f"spec_decode_{name}") for name in names)
     assert 0 < drafts <= nodes <= 80 * drafts
     assert 0 < accepted <= 6 * drafts
+
+
+def test_the_dashboard_asks_for_what_the_server_has(server):
+    there = {re.split("[{ ]", line)[0] for line in server.metrics()}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {name for panel in panels for name in re.findall(r"vllm:\w+", json.dumps(panel))}
+    assert len(asked) > 10
+    assert asked <= there
+
+
+def test_metrics_of_a_request(server):
+    answer = server.complete(PROMPTS[0])
+    found = answer.model_extra["metrics"]["speculative_decoding"]
+    drafted, accepted = found["per_step_drafted"], found["per_step_accepted"]
+    assert found["num_draft_tokens"] == sum(drafted) > 0
+    assert found["num_accepted_draft_tokens"] == sum(accepted) > 0
+    assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
+    # A token each step beside the accepted ones, and the first one from the prompt's step.
+    assert 1 + len(accepted) + sum(accepted) >= answer.usage.completion_tokens
+    assert all(0 <= a <= d <= 80 for a, d in zip(accepted, drafted, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,20 @@ def test_the_nearest_context_is_taken():
 
 
 def test_the_nearest_number_of_requests_comes_before_the_nearest_context():
-    times = StepTimes({(1, 0): [1], (4, 1000): [2], (4, 50): [3], (16, 0): [4]})
+    times = StepTimes({(1, 0): [1] * 20, (4, 1000): [2] * 20, (4, 50): [3] * 20, (16, 0): [4] * 20})
     loads = [(1, 9), (2, 9), (3, 9), (3, 900), (7, 0), (9, 0), (500, 999)]
-    assert [float(times.at(*load)[0]) for load in loads] == [1, 1, 3, 2, 3, 4, 4]
+    assert [float(times.at(*load)[0][-1]) for load in loads] == [1, 1, 3, 2, 3, 4, 4]
+
+
+def test_a_row_costs_what_it_does_behind_as_many_rows_of_drafts():
+    # Of four requests: a plain step takes 1, and each row of a draft a half.
+    times = StepTimes({(4, 0): [1, 1, 1, 1, 1, 1.5, 2, 2.5, 3]})
+    for num_reqs in (2, 3, 4, 5, 7):
+        of_drafts, slopes = (values[num_reqs:].tolist() for values in times.at(num_reqs, 0))
+        assert of_drafts == [1, 1.5, 2, 2.5, 3]
+        assert slopes == [0.5] * 4 + [torch.inf]
+
+
+def test_a_given_cost_is_of_any_number_of_requests():
+    times, _ = StepTimes.linear(0.25, 6).at(3, 500)
+    assert times.tolist() == [1, 1, 1.25, 1.5, 1.75, 2, 2.25]

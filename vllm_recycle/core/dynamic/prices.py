@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-# Requests of a step, and the length of their contexts.
+# Requests of a step, 0 for any number, and the length of their contexts.
 Load = tuple[int, int]
+ANY = (0, 0)
 
 
 class StepTimes:
@@ -39,7 +40,7 @@ class StepTimes:
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
         """Every row beyond the first costs the same part of a step of one row."""
-        return cls({(1, 0): 1.0 + row_cost * np.maximum(np.arange(max_rows + 1) - 1, 0)})
+        return cls({ANY: 1.0 + row_cost * np.maximum(np.arange(max_rows + 1) - 1, 0)})
 
     @classmethod
     def measured(cls, points: Mapping[Load, Mapping[int, float]], max_rows: int) -> StepTimes:
@@ -69,15 +70,22 @@ class StepTimes:
     def at(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Times and slopes, float64 [rows + 1] each, for the nearest load.
 
-        That is the nearest number of requests by ratio, then the nearest length of context.
+        That is the nearest number of requests by ratio, then the nearest length of context. A row
+        costs what it does there behind as many rows of drafts.
         """
 
         def distance(index: int) -> tuple[float, float]:
             requests, length = self.loads[index]
-            return abs(math.log(requests / num_reqs)), abs(length - context)
+            return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
 
         index = min(range(len(self.loads)), key=distance)
-        return self.times[index], self.slopes[index]
+        fewer = (self.loads[index][0] or num_reqs) - num_reqs
+        return _moved(self.times[index], fewer), _moved(self.slopes[index], fewer)
+
+
+def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """`values` of so many rows more; of fewer, if negative, with the first one before them."""
+    return values[rows:] if rows >= 0 else torch.cat((values[:1].expand(-rows), values))
 
 
 def _rising(values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,127 @@
+"""What goes wrong around a server: ends of every kind, full disks, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+from servers import Server
+from traffic import Case
+
+FILE_LIMIT = 1 << 16  # bytes; a matrix file is larger
+
+
+def serve(folder: Path, name: str, *flags: str, **options: Any) -> Server:
+    """Start a server that keeps what it learns, a second's worth at most apart."""
+    method = {"method": "token_recycling", "matrix_file": str(folder / "matrix"), "save_every": 1}
+    return Server(
+        folder / f"{name}.log",
+        *("--speculative-config", json.dumps(method), "--shutdown-timeout", "30", *flags),
+        **options,
+    )
+
+
+def ends_in_traffic(folder: Path, cases: list[Case], kills: int) -> dict[str, Any]:
+    """SIGKILL at any moment, some of them in mid-write, then SIGTERM; each time starting again."""
+    choose, warm = random.Random(1), 0
+    for number in range(kills):
+        server = serve(folder, f"kill-{number}")
+        server.wait_until_healthy()
+        warm += _knows_something(server)
+        answered = _under_traffic(server, cases, choose.uniform(2, 6), server.kill)
+        assert answered, "nothing was answered before the kill"
+    server = serve(folder, "term")
+    server.wait_until_healthy()
+    warm += _knows_something(server)
+    status: list[int] = []
+    _under_traffic(server, cases, 3, lambda: status.append(server.stop(signal.SIGTERM)))
+    leftovers = sorted(path.name for path in folder.glob(".*"))
+    return {
+        "SIGKILL": kills,
+        "starts that knew what was learnt": warm,
+        "exit status at SIGTERM": status[0],
+        "leftovers": leftovers,
+    }
+
+
+def full_disk(folder: Path, cases: list[Case]) -> dict[str, Any]:
+    """No file may grow: the server serves, names the file it could not write, and keeps the old."""
+    before = (folder / "matrix").read_bytes()
+    limit = (FILE_LIMIT, FILE_LIMIT)
+    server = serve(
+        folder,
+        "full",
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    server.wait_until_healthy()
+    texts = [case.ask(server) for case in cases[:4]]
+    status = server.stop(signal.SIGTERM)
+    log = server.log.read_text()
+    return {
+        "answered": len(texts),
+        "exit status": status,
+        "the log names the file": str(folder / "matrix") in log and "File too large" in log,
+        "the file is the old one": (folder / "matrix").read_bytes() == before,
+    }
+
+
+def hostile_files(folder: Path) -> dict[str, Any]:
+    """Each is refused at start-up by a line that names the file."""
+    path = folder / "matrix"
+    good = path.read_bytes()
+    makers: dict[str, Callable[[], Any]] = {
+        "torn": lambda: path.write_bytes(good[: len(good) // 2]),
+        "noise": lambda: path.write_bytes(random.Random(2).randbytes(4096)),
+        "a header of 2^60 bytes": lambda: path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}"),
+        "empty": lambda: path.write_bytes(b""),
+        "a pipe": lambda: os.mkfifo(path),
+        "a directory": path.mkdir,
+    }
+    refused = {}
+    for name, make in makers.items():
+        make()
+        started = time.monotonic()
+        server = serve(folder, name.replace(" ", "-"))
+        status = server.process.wait(timeout=240)
+        named = str(path) in server.log.read_text()
+        refused[name] = {
+            "refused": status != 0 and named,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        path.rmdir() if path.is_dir() else path.unlink()
+    path.write_bytes(good)
+    return refused
+
+
+def _knows_something(server: Server) -> bool:
+    """Whether it started with what earlier ones had learnt."""
+    lines = server.log.read_text().splitlines()
+    line = next(line for line in lines if "token_recycling: dynamic trees" in line)
+    return ", 0 of " not in line
+
+
+def _under_traffic(
+    server: Server, cases: list[Case], seconds: float, end: Callable[[], Any]
+) -> int:
+    """Ask from eight clients, `end` the server meanwhile; nobody may wait for ever."""
+
+    def ask(case: Case) -> bool:
+        try:
+            return bool(case.ask(server))
+        except openai.APIError:
+            return False  # it ended
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, case) for case in cases]
+        time.sleep(seconds)
+        end()
+        return sum(answer.result(timeout=120) for answer in answers)

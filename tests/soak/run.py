@@ -1,0 +1,168 @@
+"""Twenty minutes of everything at once, then every bad end: `make soak`.
+
+A server with Token Recycling has a KV cache that is too small for its requests, so that they
+preempt each other, and clients who ask for everything that vLLM has, stream, and leave. What it
+answers is compared, text for text, with a server without speculation. The report is printed, and
+written as JSON; the exit status is 1 where anything in it is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "integration")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+
+import faults  # noqa: E402
+from servers import Server  # noqa: E402
+from traffic import Case, make_cases  # noqa: E402
+
+CLIENTS = 12
+TINY_CACHE = ("--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "1024")
+NUM_CASES = 160
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=20, help="of all of it, about")
+    parser.add_argument("--json", type=Path, help="file for the report")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    cases = make_cases(NUM_CASES)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        expected = reference(folder, cases)
+        # Bad ends take about five minutes.
+        seconds = max(30.0, arguments.minutes * 60 - (time.monotonic() - started) - 300)
+        report = {"traffic": soak(folder, cases, expected, seconds)}
+        report["ends"] = faults.ends_in_traffic(folder, cases, kills=4)
+        report["full disk"] = faults.full_disk(folder, cases)
+        report["hostile files"] = faults.hostile_files(folder)
+    report["minutes"] = round((time.monotonic() - started) / 60, 1)
+    report["as it should be"] = is_good(report)
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(f"{text}\n", encoding="utf-8")
+    return 0 if report["as it should be"] else 1
+
+
+def reference(folder: Path, cases: list[Case]) -> list[list[str]]:
+    """What vLLM answers without speculation."""
+    server = Server(folder / "reference.log", *TINY_CACHE)
+    try:
+        server.wait_until_healthy()
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            return list(pool.map(lambda case: case.ask(server), cases))
+    finally:
+        server.kill()
+
+
+def soak(
+    folder: Path, cases: list[Case], expected: list[list[str]], seconds: float
+) -> dict[str, Any]:
+    """Ask for so many seconds, and compare."""
+    server = faults.serve(folder, "soak", *TINY_CACHE)
+    counts: Counter[str] = Counter()
+    differences: list[dict[str, Any]] = []
+    memory: list[int] = []
+    try:
+        server.wait_until_healthy()
+        end = time.monotonic() + seconds
+
+        def client(number: int) -> None:
+            choose = random.Random(number)
+            while time.monotonic() < end:
+                index = choose.randrange(len(cases))
+                counts["sent"] += 1
+                if choose.random() < 0.15:
+                    cases[index].abort(server)
+                    counts["left"] += 1
+                    continue
+                texts = cases[index].ask(server, stream=choose.random() < 0.3)
+                counts["answered"] += 1
+                if texts == expected[index]:
+                    counts["equal"] += 1
+                else:
+                    got = {"kind": cases[index].kind, "got": texts, "expected": expected[index]}
+                    differences.append(got)
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            clients = [pool.submit(client, number) for number in range(CLIENTS)]
+            while any(not done.done() for done in clients):
+                memory.append(resident_mib(server.process.pid))
+                threading.Event().wait(10)
+            failed = [repr(done.exception()) for done in clients if done.exception()]
+        return {
+            **counts,
+            "failed": failed,
+            "differences": differences[:20],
+            "accepted draft tokens": server.counter("spec_decode_num_accepted_tokens_total"),
+            "preemptions": server.counter("num_preemptions_total"),
+            "KV cache in use at the end": idle_usage(server),
+            "resident MiB over time": memory[:: max(1, len(memory) // 40)],
+            "exit status": server.stop(),
+        }
+    finally:
+        server.kill()
+
+
+def idle_usage(server: Server) -> float:
+    """Share of the KV cache that is in use when nobody asks; slots that were not returned."""
+    deadline = time.monotonic() + 30
+    while server.counter("num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return server.counter("kv_cache_usage_perc")
+
+
+def resident_mib(group: int) -> int:
+    """Memory of all processes of a group; what they share is counted for each."""
+    pages = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[2]) == group:
+                pages += int((stat.parent / "statm").read_text().split()[1])
+        except OSError:
+            continue  # it has ended meanwhile
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def is_good(report: dict[str, Any]) -> bool:
+    traffic, ends, disk = report["traffic"], report["ends"], report["full disk"]
+    memory = traffic["resident MiB over time"]
+    return all(
+        [
+            traffic["answered"] == traffic["equal"] > 0,
+            traffic["sent"] == traffic["answered"] + traffic["left"],
+            not traffic["failed"],
+            traffic["accepted draft tokens"] > 0,
+            traffic["preemptions"] > 0,
+            traffic["KV cache in use at the end"] == 0,
+            memory[-1] < 1.1 * memory[len(memory) // 3],
+            ends["exit status at SIGTERM"] == 0,
+            # The first start has nothing to know.
+            ends["starts that knew what was learnt"] >= ends["SIGKILL"],
+            not ends["leftovers"],
+            disk["the log names the file"],
+            disk["the file is the old one"],
+            all(found["refused"] for found in report["hostile files"].values()),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
