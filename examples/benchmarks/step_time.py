@@ -187,7 +187,7 @@ def make_task(args: argparse.Namespace, one: Configuration, folder: str, *, last
         "speculative_config": one.speculative,
     }
     if HAS_GPU:
-        # A graph for every step that is timed, and none that is larger than its step.
+        # A graph for every step that is timed; without trees none is larger than its step.
         sizes = [size * one.rows for size in args.batch]
         engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         engine["async_scheduling"] = True

@@ -69,6 +69,19 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
     assert rewrite({TABLE: mine}).speculative_config[TABLE] == mine
 
 
+def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees():
+    assert rewrite().max_cudagraph_capture_size == 512
+    assert rewrite(max_num_seqs=2).max_cudagraph_capture_size == 336  # 2 x 2 x 81, in steps of 16
+    # What the user has said stays.
+    assert rewrite(max_cudagraph_capture_size=1000).max_cudagraph_capture_size == 1000
+    for given in ({"cudagraph_capture_sizes": [8]}, {"max_cudagraph_capture_size": 64}):
+        made = rewrite(compilation_config=given)
+        assert made.max_cudagraph_capture_size is None
+        assert [getattr(made.compilation_config, name) for name in given] == [*given.values()]
+    made = rewrite(cudagraph_capture_sizes=[8])
+    assert (made.max_cudagraph_capture_size, made.cudagraph_capture_sizes) == (None, [8])
+
+
 def test_ouroboros_is_hosted_by_vllm_s_draft_model():
     made = make(OUROBOROS)
     assert made.speculative_config["method"] == "draft_model"

@@ -73,7 +73,7 @@ def test_grown_trees_are_found_where_a_graph_looks_for_them(builder):
     assert rows.ancestor_bits is trees.ancestor_bits
 
 
-def test_trees_of_several_sizes_before_other_requests(builder):
+def test_trees_of_several_sizes_before_a_prompt(builder):
     common = step([5, 3, 1, 9])
     builder.num_trees = 2
     tree_step = builder.build(0, common).tree_step
@@ -85,6 +85,21 @@ def test_trees_of_several_sizes_before_other_requests(builder):
     assert others.seq_lens.tolist() == [21, 29]
     assert others.block_table.tolist() == common.block_table_tensor[2:].tolist()
     assert others.slot_mapping.tolist() == list(range(8, 18))
+
+
+def test_plain_requests_are_trees_of_their_roots(builder):
+    builder.num_trees = 4
+    tree_step = builder.build(0, step([5, 3, 1, 1])).tree_step
+    assert tree_step.trees.query_start_loc.tolist() == [0, 5, 8, 9, 10]
+    assert (tree_step.trees.max_rows, tree_step.num_tree_tokens) == (5, 10)
+    assert tree_step.others is None
+
+
+def test_a_graph_is_captured_for_the_rows_that_requests_may_have(builder):
+    common = step([2, 2, 1])
+    common.max_query_len = 5
+    trees = builder.build_for_cudagraph_capture(common).tree_step.trees
+    assert (trees.max_rows, trees.batch) == (5, 3)
 
 
 def test_the_next_step_has_no_trees_unless_told(builder):

@@ -7,7 +7,7 @@ a KV cache of the GPU's layout. What still differs from a GPU:
 
     the rows that are no tree are attended to by vLLM's Triton kernel instead of FlashAttention
     trees are attended to in larger tiles than float32 has, and no context is split
-    nothing is captured into CUDA graphs, so no batch is padded to a captured size
+    nothing is captured into CUDA graphs (but in `test_v2_full_graphs`)
     vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them
     float32, so that outputs compare; the interpreter knows nothing of tensor cores
     one process, one rank (but `test_v2_ranks`)

@@ -79,7 +79,7 @@ def test_what_a_model_costs_is_read_from_it(result):
 
 
 def test_each_captured_graph_is_replayed(result):
-    assert result["timed graphs"] == [[1, 2], [9, 1]]
+    assert result["timed graphs"] == [[2, 2, 1], [9, 1, 9]]
     assert result["replays"] == [6, 6]
 
 
@@ -99,6 +99,8 @@ def main() -> dict[str, Any]:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     from vllm_recycle.core.dynamic.roofline import Device
+    from vllm_recycle.core.dynamic.step_seconds import GraphShape
+    from vllm_recycle.integration.cuda.graph_sizes import replace_full_graphs
     from vllm_recycle.integration.cuda.step_costs import time_graphs
 
     batch = [((0, 16), GREEDY | {"max_tokens": 24}), ((0, 20), SEEDED | {"max_tokens": 24})]
@@ -166,13 +168,11 @@ def main() -> dict[str, Any]:
     for name, flops in (("dear rows", DEAR), ("free rows", FREE)):
         scheduler.sizes.times = replace(times, device=Device(flops, 1e6), drafting=0.0)
         result[name] = serve()
-    graphs = {
-        BatchExecutionDescriptor(CUDAGraphMode.FULL, rows * requests, requests, rows): (
-            v2_graphs.Graph()
-        )
-        for rows, requests in ((1, 2), (NODES + 1, 1))
-    }
-    manager = runner(llm).cudagraph_manager
+    manager, plain = runner(llm).cudagraph_manager, (2, 2, 1)
+    full = BatchExecutionDescriptor(CUDAGraphMode.FULL, *plain)
+    manager._capture_descs = {CUDAGraphMode.FULL: [full]}
+    replace_full_graphs(manager, [GraphShape(*plain), GraphShape(NODES + 1, 1, NODES + 1)])
+    graphs = {desc: v2_graphs.Graph() for desc in manager._capture_descs[CUDAGraphMode.FULL]}
     manager.graphs, manager.hidden_states = graphs, torch.empty(NODES + 1, 1)
     result["timed graphs"] = sorted(time_graphs(runner(llm)))
     result["replays"] = [graph.num_replays for graph in graphs.values()]

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.integration.capture_sizes import largest_capture_size
 from vllm_recycle.integration.learnt_state import check_state_file
 from vllm_recycle.integration.opt_out import IS_OURS
 from vllm_recycle.integration.options import (
@@ -148,6 +149,9 @@ def rewrite(engine_args: Any) -> Any | None:
         "num_speculative_tokens": options.num_nodes,
         TABLE: check_table(table, options.num_nodes) or default_schedule,
     }
+    if platform.use_v2_model_runner:
+        largest = largest_capture_size(engine_args, options.num_nodes)
+        rewritten.max_cudagraph_capture_size = largest
     if platform.attention_backend is not None:
         _choose_attention_backend(rewritten, platform.attention_backend, needs)
     return rewritten

@@ -8,7 +8,7 @@ import pytest
 from device_costs import LLAMA_8B, QWEN_30B_A3B
 
 from vllm_recycle.core.dynamic.roofline import NO_WEIGHTS, Weights, device_of, touched_experts
-from vllm_recycle.core.dynamic.step_seconds import StepSeconds
+from vllm_recycle.core.dynamic.step_seconds import GraphShape, StepSeconds
 
 A100, H100, H20 = (device_of(name) for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "H20"))
 
@@ -73,20 +73,27 @@ def test_many_rows_behind_a_long_context_are_bound_by_computing():
 
 def test_a_measured_step_is_that_of_the_next_larger_graph():
     times = StepSeconds(H100, replace(LLAMA_8B, head=NO_WEIGHTS, logits_bytes=0))
-    measured = {(1, 1): 5e-3, (1, 4): 6e-3, (41, 2): 7e-3}
+    shapes = {(1, 1, 1): 5e-3, (4, 4, 1): 6e-3, (82, 6, 41): 7e-3}
+    measured = {GraphShape(*shape): seconds for shape, seconds in shapes.items()}
     times = replace(times, measured=measured, drafting=1e-3)
     assert times.at(0, requests=1) == 5e-3
     assert times.at(0, requests=2) == times.at(0, requests=4) == 6e-3
     assert times.at(40, requests=1) == 7e-3 + 1e-3
+    # As many rows, of more requests; plain ones beside trees, and trees that are smaller.
+    assert times.at(20, requests=3) == times.at(40, requests=6, drafting=1) == 7e-3 + 1e-3
+    # No plain graph is left: that of trees has room.
+    assert times.at(0, requests=5) == 7e-3
     # All of these read the same weights, and so does what has no graph: the median.
-    assert times.at(0, requests=5) == pytest.approx(6e-3)
+    assert times.at(0, requests=7) == pytest.approx(6e-3)
     assert times.at(80, requests=1) == pytest.approx(6e-3 + 1e-3)
 
 
-def test_prompts_and_trees_beside_others_have_no_graph():
-    times = StepSeconds(H100, LLAMA_8B, {(1, 2): 1.0, (81, 2): 1.0})
+def test_prompts_beside_trees_have_no_graph():
+    measured = {GraphShape(2, 2, 1): 1.0, GraphShape(162, 6, 81): 1.0}
+    times = StepSeconds(H100, LLAMA_8B, measured)
     plain = StepSeconds(H100, LLAMA_8B)
-    assert times.at(80, requests=2) > 1.0
-    for given in ({"drafting": 1}, {"other_rows": 2048}):
-        assert times.at(80, requests=2, **given) > 50 * plain.at(80, requests=2, **given)
+    for drafting in (1, 2):
+        assert 1.0 < times.at(80, requests=2, drafting=drafting) < 1.1
+    given = {"requests": 2, "other_rows": 2048}
+    assert times.at(80, **given) > 50 * plain.at(80, **given)
     assert plain.at(80, requests=2, other_rows=2048) > 4 * plain.at(80, requests=2)

@@ -247,6 +247,39 @@ def test_a_chain_is_causal_attention_and_a_tree_is_not(num_splits):
         assert (error <= TOLERANCE[torch.float32]) == equal
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("max_rows", [26, 81])
+def test_rows_of_plain_requests_are_trees_of_their_roots(num_splits, max_rows):
+    """In a launch made for more requests, and for more rows of one."""
+    requests = (Request(26, 150), Request(1, 300), Request(9, 37), *[Request(1, 0)] * 2)
+    step = Step.make(PAPER, (*requests, *[Request(0, 0)] * 3))
+    trees = on_device(batch_of([PAPER, CHAIN], 80), [1, 0], 2, DEVICE)
+    idx_mapping = torch.tensor([1, 0, 1, 0, 0, 0, 0, 0], device=DEVICE)
+    rows = replace(
+        step.rows, max_rows=max_rows, ancestor_bits=trees.ancestor_bits, idx_mapping=idx_mapping
+    )
+    output = replace(step, rows=rows).attend(num_splits=num_splits)
+    assert_close(output, step.attend_in_torch())
+    for plain in (1, 3, 4):
+        assert_close(output[step.rows_of(plain)], causal_attention(step, plain))
+
+
+def test_contexts_are_split_for_the_requests_that_may_be_there(monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        "vllm_recycle.kernels.triton.tree_attention.choose_num_splits",
+        lambda programs, slots: launched.append(programs) or 1,
+    )
+    shape = Shape(kv_heads=1)
+    tree, none = Request(26, 9), Request(0, 0)
+    for requests in ((tree,), (tree, tree, tree), (tree, *[none] * 5)):
+        Step.make(PAPER, requests, shape).attend()
+    one, three, one_of_six = launched
+    assert three == 3 * one
+    # There are rows for a part of another tree.
+    assert one_of_six == 2 * one
+
+
 # Programs of a launch that splits nothing, on a device that runs 132: one Llama-3-8B request of 81
 # rows, eight of them, one on a rank of eight, and more than the device can run.
 @pytest.mark.parametrize(("programs", "splits"), [(24, 5), (192, 2), (3, 40), (133, 2), (5000, 1)])

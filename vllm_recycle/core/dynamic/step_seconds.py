@@ -1,18 +1,45 @@
 """The time of a step by the size of its trees: measured where it was, else a scaled roofline.
 
 `prices` has the times of a CPU, by rows and measured at several loads; here a step is one of
-captured graphs, each of so many requests with as many rows, filled up to the next larger one.
+captured graphs, filled up to what the graph has room for.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
 from vllm_recycle.core.dynamic.roofline import Device, ModelCosts
+
+
+class GraphShape(NamedTuple):
+    """What a step has, or what a graph has room for.
+
+    Attributes:
+        num_tokens: rows of all requests.
+        num_reqs: requests.
+        max_query_len: rows of the request that has most; 1 where nothing is drafted.
+
+    """
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+
+    def holds(self, step: GraphShape) -> bool:
+        """Whether a graph has room for a step."""
+        return all(room >= need for room, need in zip(self, step, strict=True))
+
+
+def by_preference(shapes: Iterable[GraphShape]) -> list[GraphShape]:
+    """Graphs in the order in which a step tries them: plain ones, then the smaller first."""
+    return sorted(
+        shapes,
+        key=lambda shape: (shape.max_query_len > 1, shape.num_tokens, shape.max_query_len),
+    )
 
 
 @dataclass(frozen=True)
@@ -22,14 +49,14 @@ class StepSeconds:
     Attributes:
         device: that it runs on.
         model: what it runs, on one rank.
-        measured: seconds of the layers by (rows of a request, requests), behind no context.
+        measured: seconds of the layers of each graph, behind no context.
         drafting: seconds to draft for a batch.
 
     """
 
     device: Device
     model: ModelCosts
-    measured: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    measured: Mapping[GraphShape, float] = field(default_factory=dict)
     drafting: float = 0.0
 
     def at(
@@ -53,9 +80,9 @@ class StepSeconds:
         """
         drafting = requests if drafting is None else drafting
         rows = requests + nodes * drafting
-        # Trees beside others have no full graph; nor has a prompt.
-        is_uniform = not other_rows and (drafting == requests or not nodes)
-        layers = self._measured(nodes + 1, requests) if is_uniform else None
+        # A step with a prompt has no full graph.
+        step = GraphShape(rows, requests, nodes + 1)
+        layers = self._measured(step) if not other_rows else None
         if layers is None:
             layers = self._scale * self.model.layers_seconds(self.device, rows + other_rows)
         return (
@@ -67,25 +94,19 @@ class StepSeconds:
             + (self.drafting if nodes else 0.0)
         )
 
-    def _measured(self, rows: int, requests: int) -> float | None:
-        """Of the graph that a step gets, the next larger one."""
-        sizes = self._graphs.get(rows, [])
-        index = bisect_left(sizes, requests)
-        return self.measured[rows, sizes[index]] if index < len(sizes) else None
+    def _measured(self, step: GraphShape) -> float | None:
+        """Of the graph that a step gets."""
+        return next((self.measured[graph] for graph in self._graphs if graph.holds(step)), None)
 
     @cached_property
-    def _graphs(self) -> dict[int, list[int]]:
-        """By rows of a request, the numbers of requests, ascending."""
-        graphs: dict[int, list[int]] = {}
-        for rows, requests in sorted(self.measured):
-            graphs.setdefault(rows, []).append(requests)
-        return graphs
+    def _graphs(self) -> list[GraphShape]:
+        return by_preference(self.measured)
 
     @cached_property
     def _scale(self) -> float:
         """How much longer steps take than arithmetic says."""
         ratios = [
-            seconds / self.model.layers_seconds(self.device, rows * requests)
-            for (rows, requests), seconds in self.measured.items()
+            seconds / self.model.layers_seconds(self.device, graph.num_tokens)
+            for graph, seconds in self.measured.items()
         ]
         return median(ratios) if ratios else 1.0

@@ -1,9 +1,10 @@
 """Trees on a CUDA attention backend of vLLM: one launch of ours a layer for the tree rows.
 
-In V2's batch order the requests with a draft come first, so the rows of a step are a range of
-trees and a range of others. The others stay with vLLM's kernels. In a batch of trees alone, what
-attention reads (masks, offsets, lengths, block table) lies in buffers that never move, so that the
-step can be captured into a CUDA graph.
+A request that decodes without a draft is a tree of its root alone. Where prompts are among the
+requests of a step only those with a draft are trees: in V2's batch order they come first, so the
+rows are a range of trees and a range of others, which stay with vLLM's kernels. In a batch of trees
+alone, what attention reads (masks, offsets, lengths, block table) lies in buffers that never move,
+so that the step can be captured into a CUDA graph, and replayed whatever rows its requests have.
 
 A draft forward has no metadata of vLLM's: its rows are trees whose keys and values are its own.
 """
@@ -62,7 +63,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
 
     """
 
-    # vLLM's graphs of uniform batches are for trees of one size; a mixed batch has none.
+    # A batch with a prompt has no graph. That others need not be uniform `graph_sizes` knows.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     # It would give another group's metadata a block table that ours do not follow.
     supports_update_block_table: bool = False
@@ -90,18 +91,20 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
         if not num_trees:
             return super().build(common_prefix_len, common, fast_build)
         ends = common.query_start_loc_cpu[: num_trees + 1]
+        is_all = num_trees == common.num_reqs
         trees = PagedTreeRows(
             ancestor_bits=self.ancestor_bits,
             query_start_loc=common.query_start_loc[: num_trees + 1],
             seq_lens=common.seq_lens[:num_trees],
             block_table=common.block_table_tensor[:num_trees],
-            max_rows=int(ends.diff().max()),
+            # Of a graph that is captured, more than the rows that it is captured with.
+            max_rows=common.max_query_len if is_all else int(ends.diff().max()),
             idx_mapping=None if self.tree_indices is None else self.tree_indices[:num_trees],
         )
         # Without vLLM's schedule for its own kernel, which does not run on these rows.
         metadata = super().build(0, common, fast_build=True)
         others = None
-        if num_trees < common.num_reqs:
+        if not is_all:
             behind = _requests_from(common, num_trees)
             others = super().build(0, behind, fast_build)
         metadata.tree_step = TreeStep(trees, int(ends[-1]), others)

@@ -98,8 +98,8 @@ class TreeModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
-            graphs = plan_full_graphs(self.sizes_of_batch, sizes)
-            replace_full_graphs(self.cudagraph_manager, graphs)
+            shapes = plan_full_graphs(self.sizes_of_batch, sizes)
+            replace_full_graphs(self.cudagraph_manager, shapes)
         for groups in self.attn_groups:
             for group in groups:
                 group.get_metadata_builder().take_trees(self.tree, self.tree_indices)
@@ -172,11 +172,14 @@ class TreeModelRunner(GPUModelRunner):
         )
         if isinstance(self.tree, DeviceTrees):
             self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
-        num_nodes = input_batch.num_draft_tokens_per_req
-        num_trees = 0 if num_nodes is None else np.count_nonzero(num_nodes)
-        if num_trees == input_batch.num_reqs:
-            # With those that only fill up a CUDA graph, and have no rows.
-            num_trees = input_batch.num_reqs_after_padding
+        num_nodes, num_trees = input_batch.num_draft_tokens_per_req, 0
+        if num_nodes is not None:
+            # Without prompts all are trees, with those that only fill up a CUDA graph.
+            num_trees = (
+                np.count_nonzero(num_nodes)
+                if input_batch.has_prefill
+                else input_batch.num_reqs_after_padding
+            )
         for groups in self.attn_groups:
             for group in groups:
                 group.get_metadata_builder().num_trees = num_trees

@@ -23,7 +23,8 @@ from vllm_recycle.core.dynamic.roofline import (
     Weights,
     device_of,
 )
-from vllm_recycle.core.dynamic.step_seconds import StepSeconds
+from vllm_recycle.core.dynamic.step_seconds import GraphShape, StepSeconds
+from vllm_recycle.integration.cuda.graph_sizes import shape_of
 from vllm_recycle.integration.drafter import from_first_rank
 
 ROUNDS = 5
@@ -112,30 +113,28 @@ def weights_of(parameters: list[torch.nn.Parameter], quantization: Any) -> Weigh
     return Weights(count, sum(parameter.nbytes for parameter in parameters))
 
 
-def time_graphs(runner: Any) -> dict[tuple[int, int], float]:
-    """Seconds of the layers by (rows of a request, requests), behind no context."""
+def time_graphs(runner: Any) -> dict[GraphShape, float]:
+    """Seconds of the layers of each graph, behind no context."""
     manager, times = runner.cudagraph_manager, {}
     for desc in manager.graphs if manager is not None else ():
-        if desc.uniform_token_count is None:
-            continue
+        shape = shape_of(desc)
         prepare_inputs_to_capture(
-            desc.num_reqs,
-            desc.num_tokens,
+            shape.num_reqs,
+            shape.num_tokens,
             runner.model_state,
             runner.input_buffers,
             runner.block_tables,
             runner.attn_groups,
             runner.kv_cache_config,
             full_cudagraph=True,
-            max_query_len=desc.uniform_token_count,
+            max_query_len=shape.max_query_len,
         )
         # Rows that fill up a batch meet no experts, and tokens that are all the same the same ones.
         runner.input_buffers.is_padding.fill_(False)
-        runner.input_buffers.input_ids[: desc.num_tokens].random_(
+        runner.input_buffers.input_ids[: shape.num_tokens].random_(
             runner.model_config.get_vocab_size()
         )
-        seconds = _median_seconds(partial(manager.run_fullgraph, desc), runner.device)
-        times[desc.uniform_token_count, desc.num_reqs] = seconds
+        times[shape] = _median_seconds(partial(manager.run_fullgraph, desc), runner.device)
     return times
 
 

@@ -89,7 +89,9 @@ def tree_attention(
     tiles = triton.cdiv(num_queries, tile.queries)
     if num_splits is None:
         slots = processors * tile.resident
-        num_splits = choose_num_splits(rows.batch * kv_heads * tiles, slots)
+        # So many requests may have so many rows: programs of others have less to do, or nothing.
+        full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
+        num_splits = choose_num_splits(full * kv_heads * tiles, slots)
 
     partial, partial_lse = output, output  # never touched without splits
     if num_splits > 1:
