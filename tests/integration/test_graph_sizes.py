@@ -219,9 +219,7 @@ def test_vllm_can_make_a_batch_of_each_graph(manager):
 
 def test_adapters_have_graphs_of_their_own():
     manager = with_ours(by_table(8), loras=(0, 2))
-    plain, lora = (
-        manager.dispatch(2, 82, None, active, max_query_len=81) for active in (0, 1)
-    )
+    plain, lora = (manager.dispatch(2, 82, None, active, max_query_len=81) for active in (0, 1))
     assert (plain.num_active_loras, lora.num_active_loras) == (0, 2)
     assert shape_of(plain) == shape_of(lora)
 
@@ -236,4 +234,3 @@ def test_what_a_step_costs_is_what_its_graph_took(sizes_of_batch, manager):
             step = GraphShape(sum(lengths), num_reqs, nodes + 1)
             expected = dispatch(manager, lengths).num_tokens
             assert times._measured(step) == expected
-

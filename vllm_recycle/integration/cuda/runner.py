@@ -176,7 +176,7 @@ class TreeModelRunner(GPUModelRunner):
         if num_nodes is not None:
             # Without prompts all are trees, with those that only fill up a CUDA graph.
             num_trees = (
-                np.count_nonzero(num_nodes)
+                int(np.count_nonzero(num_nodes))
                 if input_batch.has_prefill
                 else input_batch.num_reqs_after_padding
             )
