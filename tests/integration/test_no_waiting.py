@@ -15,6 +15,7 @@ MODULES = [
     *sorted(PACKAGE.glob("kernels/triton/*.py")),
     PACKAGE / "integration" / "cuda" / "runner.py",
     PACKAGE / "integration" / "cuda" / "draft_model.py",
+    PACKAGE / "integration" / "cuda" / "ouroboros_speculator.py",
     PACKAGE / "integration" / "cuda" / "draft_rounds.py",
     PACKAGE / "integration" / "cuda" / "backend.py",
 ]

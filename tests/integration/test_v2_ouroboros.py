@@ -165,7 +165,7 @@ class Watch:
         speculator = self.runner.speculator
         self.propose, speculator.propose = speculator.propose, self.watched_propose
         v2_runner.compact_path = self.watched_compact
-        for place, name in ((speculator.proposer, "observe"), (self.runner, "add_requests")):
+        for place, name in ((self.runner.drafter, "observe"), (self.runner, "add_requests")):
             setattr(place, name, watched(getattr(place, name), self.waits))
 
     def watched_schedule(self, *args: Any) -> Any:
@@ -230,16 +230,16 @@ def token_ids(llm: Any, names: Iterable[str]) -> dict[str, list]:
     }
 
 
-def capture_rounds_of_one(speculator: Any) -> None:
+def capture_rounds_of_one(runner: Any) -> None:
     """As the start of an engine does on a GPU; rounds of more requests are launched."""
     from vllm.config.compilation import CUDAGraphMode
 
     from vllm_recycle.integration.cuda import draft_rounds
 
     draft_rounds.LARGEST_BATCH = 1
-    speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
-    speculator.capture()
-    speculator.reset()
+    runner.speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
+    runner.speculator.capture()
+    runner.drafter.reset()
 
 
 def serve(name: str) -> dict[str, Any]:
@@ -251,11 +251,11 @@ def serve(name: str) -> dict[str, Any]:
     method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES, **method}
     llm = LLM(**ARGUMENTS | overrides, speculative_config=method)
     watch = Watch(llm)
-    speculator = watch.runner.speculator
     if name == REPLAYED:
-        capture_rounds_of_one(speculator)
+        capture_rounds_of_one(watch.runner)
     found = token_ids(llm, batches)
-    graphs = [] if speculator.graphs is None else speculator.graphs.graphs.values()
+    rounds = watch.runner.speculator.graphs
+    graphs = [] if rounds is None else rounds.graphs.values()
     for counted in ("drafts", "accepted_tokens"):
         watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
     watch.seen["preemptions"] = counter(llm, "num_preemptions")

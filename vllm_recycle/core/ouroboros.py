@@ -2,7 +2,7 @@
 
 arXiv 2402.13720, section 3. The pool of phrases is in `phrase_pool`, the rows of a draft forward
 and the window in `lookahead`, what is read off the target in `harvest`; this module ties them
-together. The draft model is the runner's, which knows its KV cache.
+together. The draft model is the runner's, which knows its KV cache, and comes with each round.
 
 Names of dimensions are those of `lookahead` and `phrase_pool`.
 """
@@ -25,7 +25,7 @@ WINDOW_SEED = 0
 
 
 class DraftModel(Protocol):
-    """The draft model and its KV cache."""
+    """The draft model and its KV cache, as one round finds them."""
 
     def forward(
         self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
@@ -68,7 +68,6 @@ class OuroborosProposer:
     """See `vllm_recycle.core.proposer.Proposer`.
 
     Args:
-        draft_model: what drafts.
         shape: sizes of a draft.
         vocab_size: number of token ids.
         max_num_reqs: every `req_state_idx` is below this.
@@ -91,7 +90,6 @@ class OuroborosProposer:
 
     def __init__(
         self,
-        draft_model: DraftModel,
         shape: DraftShape,
         *,
         vocab_size: int,
@@ -104,7 +102,7 @@ class OuroborosProposer:
         operations: Operations = REFERENCE,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.draft_model, self.shape, self.operations = draft_model, shape, operations
+        self.shape, self.operations = shape, operations
         self.tree, self.lookahead = shape.tree().to(device), shape.lookahead().to(device)
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
         self.stops_early = stops_early
@@ -148,6 +146,7 @@ class OuroborosProposer:
         idx_mapping: torch.Tensor,
         last_token_ids: torch.Tensor,
         *,
+        draft_model: DraftModel,
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draft below the last token of each request (sections 3.1 and 3.2).
@@ -155,6 +154,7 @@ class OuroborosProposer:
         Args:
             idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
+            draft_model: what drafts.
             room: int64 [batch], tokens of a trunk that the draft model has room to take in; below 0
                 where it has none for the last token. None where there is always enough.
 
@@ -173,7 +173,9 @@ class OuroborosProposer:
                 goes_on = goes_on[goes_on]
                 if not len(active):
                     break
-            new_token_ids, num_new = self._draft(idx_mapping[active], new_token_ids, last, goes_on)
+            new_token_ids, num_new = self._draft(
+                draft_model, idx_mapping[active], new_token_ids, last, goes_on
+            )
             # What is beyond gamma is of no account.
             start = count[active].clamp(max=gamma)[:, None]
             place = start + torch.arange(length + 1, device=start.device)
@@ -231,6 +233,7 @@ class OuroborosProposer:
 
     def _draft(
         self,
+        draft_model: DraftModel,
         idx_mapping: torch.Tensor,
         new_token_ids: torch.Tensor,
         last_token_ids: torch.Tensor,
@@ -239,6 +242,7 @@ class OuroborosProposer:
         """One draft forward.
 
         Args:
+            draft_model: what drafts.
             idx_mapping: int64 [batch].
             new_token_ids: int64 [batch, n], see `DraftModel.forward`.
             last_token_ids: int64 [batch], the last one of these.
@@ -256,7 +260,7 @@ class OuroborosProposer:
         is_filled = (level < num_filled[:, None])[:, :, None]
         guesses = self._newest(idx_mapping, last_token_ids, shape.guesses).flatten(1)
         in_window = window.where(is_filled, NO_TOKEN).flatten(1)
-        outputs = self.draft_model.forward(
+        outputs = draft_model.forward(
             idx_mapping, new_token_ids, torch.cat((in_window, guesses), dim=1)
         )
         if shape.window:

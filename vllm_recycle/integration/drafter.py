@@ -81,10 +81,6 @@ class Drafter(ABC):
         """See `TreeWorker.draft_statistics`."""
         return {"rounds": 0, "forwards": 0}
 
-    def propose(self, *args: Any, **kwargs: Any) -> Any:
-        """What vLLM's own runners would ask."""
-        raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
-
 
 class TreeDrafter(Drafter):
     """Token Recycling.

@@ -14,7 +14,7 @@ from vllm_recycle.integration.options import OuroborosOptions
 
 
 class OuroborosDrafter(Drafter):
-    """To be put before a draft model of vLLM; what makes its forwards is its `forward`."""
+    """Holds the proposer; what makes its draft forwards is the runner's."""
 
     proposer: OuroborosProposer
 
@@ -32,7 +32,6 @@ class OuroborosDrafter(Drafter):
         options = get_options(self.vllm_config)
         assert isinstance(options, OuroborosOptions)
         self.proposer = OuroborosProposer(
-            self,  # type: ignore[arg-type]
             options.shape(),
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs,

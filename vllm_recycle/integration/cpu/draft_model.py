@@ -122,6 +122,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
             drafted = self.proposer.propose(
                 texts.idx_mapping[chosen],
                 texts.last_token_ids(chosen),
+                draft_model=self,
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted

@@ -144,6 +144,10 @@ class V1Drafter(Drafter):
 
         """
 
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        """What vLLM's own runner would ask of what it has created."""
+        raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
+
 
 class PricedV1Drafter(V1Drafter):
     """To be put before a drafter that drafts as many rows as are worth their time.

@@ -1,6 +1,12 @@
-"""Rounds of drafting on the V2 runner: what one begins with, and CUDA graphs of whole ones.
+"""Rounds of drafting on the V2 runner: where one begins, how it goes on, and CUDA graphs of them.
 
-A round is launch after launch of small kernels, and what differs from round to round is in tensors.
+What is drafted in a round is computed again in each of its forwards, as a chain in front of the
+lookahead rows. So nothing is written ahead of the text, nothing is taken back, and a block that
+another request may read is the target's and the draft's alike. The first forward of a round writes
+what the target has computed in the step, its head's tokens but the newest.
+
+The number of forwards is fixed and all that differs between requests is in tensors, so nothing
+waits for the device, and a whole round is one CUDA graph where the target has such graphs.
 """
 
 from __future__ import annotations
@@ -14,23 +20,26 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+from vllm_recycle.integration.cuda.draft_model import DraftForward
+
 # The rows of more requests keep a device busy for longer than their launches take.
 LARGEST_BATCH = 16
 
 
-@dataclass(slots=True)
-class Round:
-    """Where the requests of a round stand.
+@dataclass(frozen=True, slots=True)
+class RoundStart:
+    """Where the requests of a round stand when it begins.
 
     Attributes:
         idx_mapping: int64 [batch].
         last_token_ids: int64 [batch].
-        heads: int64 [batch, head], what the draft's cache lacks, at the end of each row.
+        heads: int64 [batch, head], what the draft's cache lacks but for the last token, at the end
+            of each row.
         num_head: int64 [batch], how many tokens these are.
         num_cached: int64 [batch], the tokens before them.
         block_table: int32 [batch, n].
-        slot_mapping: int64 [batch, head - 1], where the first of the head are to be written, -1 for
-            nowhere; None where none are.
+        slot_mapping: int64 [batch, head - 1], where these tokens are to be written when the last
+            one stands behind them, -1 for nowhere.
 
     """
 
@@ -40,10 +49,10 @@ class Round:
     num_head: torch.Tensor
     num_cached: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor | None
+    slot_mapping: torch.Tensor
 
     @classmethod
-    def make(cls, batch: int, head: int, num_blocks: int, device: torch.device) -> Round:
+    def make(cls, batch: int, head: int, num_blocks: int, device: torch.device) -> RoundStart:
         """See `clear`."""
         number = torch.empty(batch, dtype=torch.int64, device=device)
         made = cls(
@@ -66,16 +75,65 @@ class Round:
         for field in fields(self):
             getattr(self, field.name).zero_()
         self.num_head.fill_(1)
-        self.slot_mapping.fill_(PAD_SLOT_ID)  # type: ignore[union-attr]
+        self.slot_mapping.fill_(PAD_SLOT_ID)
 
-    def first(self, batch: int) -> Round:
+    def first(self, batch: int) -> RoundStart:
         """Of the first requests; views."""
-        return Round(*(getattr(self, field.name)[:batch] for field in fields(self)))
+        return RoundStart(*(getattr(self, field.name)[:batch] for field in fields(self)))
 
-    def copy_(self, other: Round) -> None:
-        """Take over another round, of as many requests."""
+    def copy_(self, other: RoundStart) -> None:
+        """Take over another one, of as many requests."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
+
+
+class Round:
+    """See `vllm_recycle.core.ouroboros.DraftModel`.
+
+    Args:
+        model: what is run.
+        start: where the round begins.
+
+    """
+
+    def __init__(self, model: DraftForward, start: RoundStart) -> None:
+        self.model, self.start = model, start
+        self.heads, self.num_head, self.num_cached = start.heads, start.num_head, start.num_cached
+        self.slot_mapping: torch.Tensor | None = start.slot_mapping
+
+    def forward(
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """int64 [batch, nodes + 1]; a round has all of its requests in each forward."""
+        hidden_states = self.take_in(new_token_ids, row_token_ids)
+        return self.model.outputs(hidden_states, len(idx_mapping))
+
+    def take_in(
+        self, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A forward with these tokens, int64 [batch, n], padded with -1, behind the heads.
+
+        Returns:
+            See `DraftForward.run`.
+
+        """
+        place = torch.arange(self.heads.shape[1], device=self.heads.device)
+        num_new = (new_token_ids >= 0).sum(dim=1)
+        longer = torch.cat((self.heads, new_token_ids), dim=1)
+        self.heads = longer.gather(1, place + num_new[:, None])
+        self.num_head = self.num_head + num_new
+        hidden_states = self.model.run(
+            self.heads,
+            self.num_head,
+            self.num_cached,
+            self.start.block_table,
+            slot_mapping=self.slot_mapping,
+            row_token_ids=row_token_ids,
+        )
+        if self.slot_mapping is not None:
+            self.num_cached = self.num_cached + self.num_head - 1
+            self.num_head, self.slot_mapping = torch.ones_like(self.num_head), None
+        return hidden_states
 
 
 class DraftGraphs(CudaGraphManager):

@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core import Proposer, TreeTemplate
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
+from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.topology import DeviceTrees
 
@@ -105,6 +106,25 @@ class TreeV2Drafter(TreeDrafter, TemplateV2Drafter):
     def propose(self, idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
         """int64 [batch, nodes], -1 where there is no draft."""
         return self.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
+
+
+class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
+    """Ouroboros; what runs its rounds is the speculator.
+
+    Attributes:
+        num_rounds: counted once for each request; a round that is replayed counts nothing itself.
+
+    """
+
+    num_rounds = 0
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.make_proposer(OPERATIONS, device, stops_early=False)
+
+    def statistics(self) -> dict[str, int]:
+        forwards = self.num_rounds * self.proposer.max_forwards
+        return {"rounds": self.num_rounds, "forwards": forwards}
 
 
 def groups_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -31,10 +31,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_recycle.integration.cuda.draft_model import OuroborosSpeculator
-from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
+from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
 from vllm_recycle.integration.cuda.step_costs import find_step_seconds
 from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
@@ -52,7 +52,7 @@ from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 class TreeModelRunner(GPUModelRunner):
     """vLLM's V2 runner, verifying trees instead of chains."""
 
-    drafter: TreeV2Drafter | DynamicV2Drafter | OuroborosSpeculator
+    drafter: TreeV2Drafter | DynamicV2Drafter | OuroborosV2Drafter
     speculator: TreeSpeculator | OuroborosSpeculator
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -60,8 +60,9 @@ class TreeModelRunner(GPUModelRunner):
         # Whether the scheduler will take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
         if get_options(vllm_config).method == OUROBOROS:
-            self.drafter = self.speculator = OuroborosSpeculator(
-                vllm_config, device, may_speculate=self.may_speculate
+            self.drafter = OuroborosV2Drafter(vllm_config, device)
+            self.speculator = OuroborosSpeculator(
+                self.drafter, vllm_config, device, may_speculate=self.may_speculate
             )
         else:
             if get_options(vllm_config).is_dynamic:
@@ -126,9 +127,6 @@ class TreeModelRunner(GPUModelRunner):
     def shutdown(self) -> None:
         self.paged_layers = []
         super().shutdown()
-        # Else a draft model's weights and graphs would live as long as this does.
-        for name in ("model", "graphs", "round"):
-            vars(self.drafter).pop(name, None)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)
