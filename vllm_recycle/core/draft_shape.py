@@ -53,8 +53,7 @@ class DraftShape:
             "window * (phrase_length - 2) + guesses * (phrase_length - 1)": self.window
             * self.levels
             + self.guesses * self.length,
-            "gamma + (early_rows + 1) * branches * (phrase_length - 1)": self.gamma
-            + len(self.branch_rows) * self.branches * self.length,
+            "gamma + (early_rows + 1) * branches * (phrase_length - 1)": self.num_nodes,
         }
         for name, value in rows.items():
             if value > MAX_NODES:
@@ -69,6 +68,16 @@ class DraftShape:
     def levels(self) -> int:
         """Of the window."""
         return self.phrase_length - 2
+
+    @property
+    def num_nodes(self) -> int:
+        """Of `tree`."""
+        return self.gamma + len(self.branch_rows) * self.branches * self.length
+
+    @property
+    def num_runs(self) -> int:
+        """Phrases that the last token and the trunk may hold."""
+        return max(0, self.gamma + 2 - self.length)
 
     @property
     def branch_rows(self) -> list[int]:

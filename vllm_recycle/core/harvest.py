@@ -8,9 +8,71 @@ below the trunk and not used is replaced by what the target said at its rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.verification import NO_TOKEN
+
+
+class Phrases(NamedTuple):
+    """What is to enter the pool.
+
+    Attributes:
+        owners: int64 [batch, n], the token that each phrase follows, -1 for none.
+        phrases: int64 [batch, n, length].
+        replaced: int64 [batch, n, length], what is to go for each; None where nothing is.
+
+    """
+
+    owners: torch.Tensor
+    phrases: torch.Tensor
+    replaced: torch.Tensor | None = None
+
+
+def harvest(
+    row_token_ids: torch.Tensor,
+    sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    *,
+    shape: DraftShape,
+) -> tuple[Phrases, Phrases]:
+    """Phrases of the trunk and of the branches of every request, verified whole or in part.
+
+    Args:
+        row_token_ids: int64 [logit rows], -1 where a row was not filled.
+        sampled: int64 [logit rows], the target's token at each.
+        cu_num_logits: integer [batch + 1]; the rows of a request are the root, and then the nodes
+            of the tree that were verified.
+        shape: of the drafts.
+
+    """
+    row = torch.arange(shape.num_nodes + 1, device=row_token_ids.device)
+    num_rows = cu_num_logits.diff()[:, None]
+    rows = cu_num_logits[:-1, None] + row.minimum(num_rows - 1)
+    drafts = row_token_ids[rows].where(row < num_rows, NO_TOKEN)
+    said = sampled[rows].where(row < num_rows, NO_TOKEN)
+    behind, length = shape.gamma + 1, shape.length
+    trunk, said_there = drafts[:, :behind], said[:, :behind]
+    if shape.num_runs:
+        found = phrases_of_trunk(trunk, said_there, num_rows.flatten(), length=length)
+    else:
+        found = drafts[:, :0], drafts.new_empty(len(drafts), 0, length)
+    starts = shape.branch_rows
+    # The newest first, as they were proposed; inserted last, it stays the newest.
+    each = (len(drafts) * len(starts), shape.branches, length)
+    tried = drafts[:, behind:].reshape(each).flip(1)
+    agrees = (trunk[:, 1:] == said_there[:, :-1]).cumprod(dim=1)
+    owners, corrected = corrections_of_branches(
+        trunk[:, starts].flatten(),
+        tried,
+        said_there[:, starts].flatten(),
+        said[:, behind:].reshape(each).flip(1),
+        torch.nn.functional.pad(agrees, (1, 0), value=1)[:, starts].flatten() > 0,
+    )
+    flat = (len(drafts), len(starts) * shape.branches, length)
+    return Phrases(*found), Phrases(owners.view(flat[:2]), corrected.view(flat), tried.view(flat))
 
 
 def phrases_of_trunk(

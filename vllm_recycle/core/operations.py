@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from vllm_recycle.core.adjacency import fill_tree, update_from_logits
+from vllm_recycle.core.harvest import Phrases, harvest
 from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.core.verification import WalkResult, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """See `adjacency`, `verification` and `phrase_pool`, of which these are functions."""
+    """See `adjacency`, `verification`, `phrase_pool` and `harvest`, whose functions these are."""
 
     name: str
     fill_tree: Callable[..., torch.Tensor]
@@ -26,6 +27,9 @@ class Operations:
     walk: Callable[..., WalkResult]
     insert_phrases: Callable[..., None]
     newest_phrases: Callable[..., torch.Tensor]
+    harvest: Callable[..., tuple[Phrases, Phrases]]
 
 
-REFERENCE = Operations("torch", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases)
+REFERENCE = Operations(
+    "torch", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases, harvest
+)

@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 
 from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.harvest import corrections_of_branches, phrases_of_trunk
 from vllm_recycle.core.lookahead import advance_window
 from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.phrase_pool import PhrasePool
@@ -201,35 +200,15 @@ class OuroborosProposer:
         batch = len(cu_num_logits) - 1
         if len(token_ids) == batch:  # no drafts
             return
-        gamma = self.shape.gamma
-        row = torch.arange(self.tree.num_nodes + 1, device=token_ids.device)
-        num_rows = cu_num_logits.diff()[:, None]
-        rows = cu_num_logits[:-1, None] + row.minimum(num_rows - 1)
-        is_there = row < num_rows
-        drafts = token_ids[rows].where(is_there, NO_TOKEN)
-        sampled = logits.max(dim=1).indices[rows].where(is_there, NO_TOKEN)
+        sampled = logits.max(dim=1).indices
+        of_trunk, of_branches = self.operations.harvest(
+            token_ids, sampled, cu_num_logits, shape=self.shape
+        )
         idx_mapping = expanded_idx_mapping[cu_num_logits[:-1]]
-        trunk, sampled_trunk = drafts[:, : gamma + 1], sampled[:, : gamma + 1]
-        if self.harvest_trunk and gamma >= self.shape.length - 1:
-            owners, phrases = phrases_of_trunk(
-                trunk, sampled_trunk, num_rows.flatten(), length=self.shape.length
-            )
-            self._insert(idx_mapping, owners, phrases)
-        if self.harvest_branches and self.shape.branches:
-            starts = self.branch_rows
-            shape = (batch * len(starts), self.shape.branches, self.shape.length)
-            # The newest first, as they were proposed; inserted last, it stays the newest.
-            tried = drafts[:, gamma + 1 :].reshape(shape).flip(1)
-            agrees = (trunk[:, 1:] == sampled_trunk[:, :-1]).cumprod(dim=1)
-            owners, phrases = corrections_of_branches(
-                trunk[:, starts].flatten(),
-                tried,
-                sampled_trunk[:, starts].flatten(),
-                sampled[:, gamma + 1 :].reshape(shape).flip(1),
-                torch.nn.functional.pad(agrees, (1, 0), value=1)[:, starts].flatten() > 0,
-            )
-            idx_mapping = idx_mapping.repeat_interleave(len(starts))
-            self._insert(idx_mapping, owners, phrases, replaced=tried)
+        if self.harvest_trunk:
+            self._insert(idx_mapping, *of_trunk)
+        if self.harvest_branches:
+            self._insert(idx_mapping, *of_branches)
 
     def _draft(
         self,
@@ -332,7 +311,6 @@ class OuroborosProposer:
         idx_mapping: torch.Tensor,
         owners: torch.Tensor,
         phrases: torch.Tensor,
-        *,
         replaced: torch.Tensor | None = None,
     ) -> None:
         """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""

@@ -23,7 +23,6 @@ from vllm_recycle.kernels.triton import (
     kv_cache,
     learning,
     nodes,
-    phrase_pool,
     tree_inputs,
 )
 from vllm_recycle.kernels.triton.attention_tiles import Tile, choose_tile
@@ -67,6 +66,7 @@ class Case:
 def cases() -> Iterator[tuple[Case, int]]:
     """What to compile, and for which architecture."""
     from compile_cases_learning import learning_cases  # which takes `Case` from here
+    from compile_cases_ouroboros import ouroboros_cases
 
     yield from tree_attention_cases()
     for arch in (80, 90):
@@ -76,7 +76,7 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield walk_case(grown=grown), arch
             yield place_case(grown=grown), arch
         yield compact_case(), arch
-        for case in (*pool_cases(), *learning_cases()):
+        for case in (*ouroboros_cases(), *learning_cases()):
             yield case, arch
     for arch in (80, 90, 100, 120):
         yield grow_case(), arch
@@ -228,31 +228,6 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
         },
         {"num_warps": 8},
     )
-
-
-def pool_cases() -> Iterator[Case]:
-    """Insertion and look-up, with the paper's sizes."""
-    sizes = {"PER_TOKEN": 20, "LENGTH": 6, "TOKENS": 8}
-    pointers = {"rows": "*i32:16", "token_ids": "*i64:16"}
-    yield Case(
-        "newest",
-        phrase_pool._newest_phrases_kernel,
-        {**pointers, "newest": "*i64:16"},
-        {**sizes, "COUNT": 3, "PLACES": 4},
-        {"num_warps": 1},
-    )
-    for replaces in (False, True):
-        phrases = {"phrases": "*i64:16", **({"replaced": "*i64:16"} if replaces else {})}
-        yield Case(
-            "insert" + ("-replacing" if replaces else ""),
-            phrase_pool._insert_phrases_kernel,
-            {**pointers, **phrases, "num_phrases": "i32"},
-            {
-                **{**sizes, "PLACES": 32, "PHRASES": phrase_pool.PHRASES},
-                **({} if replaces else {"replaced": None}),
-            },
-            {"num_warps": 1},
-        )
 
 
 def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:

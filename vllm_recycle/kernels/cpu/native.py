@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from ctypes import c_float, c_int64, c_void_p
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -112,7 +113,15 @@ def native_operations() -> Operations:
     """The C++ set, or the torch set where it cannot be built."""
     if load_library() is None:
         return REFERENCE
-    return Operations("c++", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases)
+    return replace(
+        REFERENCE,
+        name="c++",
+        fill_tree=fill_tree,
+        update_from_logits=update_from_logits,
+        walk=walk,
+        insert_phrases=insert_phrases,
+        newest_phrases=newest_phrases,
+    )
 
 
 def fill_tree(

@@ -1,0 +1,121 @@
+"""Triton kernel of the harvest: phrases from what the target verified, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.harvest import Phrases
+
+
+def harvest(
+    row_token_ids: torch.Tensor,
+    sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    *,
+    shape: DraftShape,
+) -> tuple[Phrases, Phrases]:
+    """See `vllm_recycle.core.harvest.harvest`."""
+    batch, length = len(cu_num_logits) - 1, shape.length
+    runs, tried = shape.num_runs, len(shape.branch_rows) * shape.branches
+    make = row_token_ids.new_empty
+    of_trunk = Phrases(make(batch, runs), make(batch, runs, length))
+    of_branches = Phrases(
+        make(batch, tried), make(batch, tried, length), make(batch, tried, length)
+    )
+    if batch and runs + tried:
+        _harvest_kernel[(batch,)](
+            of_trunk.owners,
+            of_trunk.phrases,
+            of_branches.owners,
+            of_branches.phrases,
+            of_branches.replaced,
+            row_token_ids.contiguous(),
+            sampled.contiguous(),
+            cu_num_logits,
+            GAMMA=shape.gamma,
+            EARLY_ROWS=shape.early_rows,
+            BRANCHES=shape.branches,
+            LENGTH=length,
+            RUNS=runs,
+            TRIED=tried,
+            ROWS=triton.next_power_of_2(shape.gamma),
+            RUN_LANES=triton.next_power_of_2(max(1, runs)),
+            TRIED_LANES=triton.next_power_of_2(max(1, tried)),
+            TOKENS=triton.next_power_of_2(length),
+            num_warps=1,
+        )
+    return of_trunk, of_branches
+
+
+@triton.jit
+def _harvest_kernel(
+    run_owners: tl.tensor,
+    runs: tl.tensor,
+    tried_owners: tl.tensor,
+    corrected: tl.tensor,
+    replaced: tl.tensor,
+    row_token_ids: tl.tensor,
+    sampled: tl.tensor,
+    cu_num_logits: tl.tensor,
+    GAMMA: tl.constexpr,
+    EARLY_ROWS: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    RUNS: tl.constexpr,
+    TRIED: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN_LANES: tl.constexpr,
+    TRIED_LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    """A program a request."""
+    request = tl.program_id(0).to(tl.int64)
+    first = tl.load(cu_num_logits + request).to(tl.int64)
+    rows = tl.load(cu_num_logits + request + 1).to(tl.int64) - first
+    drafts, sampled = row_token_ids + first, sampled + first
+    column = tl.arange(0, TOKENS)[None, :]
+
+    if RUNS > 0:
+        run = tl.arange(0, RUN_LANES)
+        row = run[:, None] + column
+        is_run = (run < RUNS)[:, None] & (column < LENGTH)
+        said = tl.load(sampled + row, mask=is_run & (row < rows), other=-1)
+        # What the draft has behind each row but the last one of a run.
+        inside = is_run & (column < LENGTH - 1) & (row + 1 < rows)
+        drafted = tl.load(drafts + row + 1, mask=inside, other=-1)
+        differs = tl.max((inside & (drafted != said)).to(tl.int32), axis=1)
+        owner = tl.load(drafts + run, mask=(run < RUNS) & (run + LENGTH <= rows), other=-1)
+        owner = tl.where(differs > 0, -1, owner)
+        tl.store(run_owners + request * RUNS + run, owner, mask=run < RUNS)
+        tl.store(runs + (request * RUNS + run[:, None]) * LENGTH + column, said, mask=is_run)
+
+    if TRIED > 0:
+        # How far the target goes along with the trunk.
+        row = tl.arange(0, ROWS)
+        is_row = (row < GAMMA) & (row + 1 < rows)
+        drafted = tl.load(drafts + row + 1, mask=is_row, other=-1)
+        said = tl.load(sampled + row, mask=is_row, other=-1)
+        accepted = tl.min(tl.where(is_row & (drafted != said), row, GAMMA), axis=0)
+
+        lane = tl.arange(0, TRIED_LANES)
+        is_lane = lane < TRIED
+        # The newest first, as they were proposed; inserted last, it stays the newest.
+        group = lane // BRANCHES
+        branch = group * BRANCHES + BRANCHES - 1 - lane % BRANCHES
+        start = tl.where(group < EARLY_ROWS, group, GAMMA)
+        row = GAMMA + 1 + branch[:, None] * LENGTH + column
+        is_tried = is_lane[:, None] & (column < LENGTH)
+        there = is_tried & (row < rows)
+        tried = tl.load(drafts + row, mask=there, other=-1)
+        before = tl.where(column == 0, start[:, None], row - 1)
+        said = tl.load(sampled + before, mask=is_tried & (before < rows), other=-1)
+        lacks = tl.max((is_tried & (tried < 0)).to(tl.int32), axis=1)
+        owner = tl.load(drafts + start, mask=is_lane & (start < rows), other=-1)
+        owner = tl.where((lacks > 0) | (start > accepted), -1, owner)
+        at = (request * TRIED + lane[:, None]) * LENGTH + column
+        tl.store(tried_owners + request * TRIED + lane, owner, mask=is_lane)
+        tl.store(corrected + at, said, mask=is_tried)
+        tl.store(replaced + at, tried, mask=is_tried)
