@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 # What reads a tensor on the host, which no graph can hold.
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
+ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class Graph:
@@ -33,6 +34,20 @@ class Graph:
         self.num_replays += 1
         for launch in self.launches:
             launch()
+
+    @property
+    def num_kernels(self) -> int:
+        """How many of the launches there are on a device: memory and views of it take none."""
+        return sum(map(_is_kernel, self.launches))
+
+
+def _is_kernel(launch: Any) -> bool:
+    if launch.func is not _again:
+        return True
+    operator = launch.args[0]
+    aliases = [one.alias_info for one in operator._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return not is_view and operator.overloadpacket.__name__ not in ALLOCATES
 
 
 class Recording(TorchDispatchMode):
@@ -65,17 +80,25 @@ def launch(function: Callable) -> Callable:
 
     @wraps(function)
     def launched(*args: Any, **kwargs: Any) -> Any:
-        graph, Recording.graph = Recording.graph, None
-        try:
+        graph = Recording.graph
+        with unrecorded():
             result = function(*args, **kwargs)
-        finally:
-            Recording.graph = graph
         if graph is not None:
             assert result is None
             graph.launches.append(partial(function, *args, **kwargs))
         return result
 
     return launched
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What is launched meanwhile enters no graph."""
+    graph, Recording.graph = Recording.graph, None
+    try:
+        yield
+    finally:
+        Recording.graph = graph
 
 
 @contextmanager

@@ -84,6 +84,13 @@ class DraftShape:
         """Of the last token and the trunk, those that have phrases below them."""
         return [*range(self.early_rows), self.gamma]
 
+    def halved(self) -> DraftShape | None:
+        """With half the window and half the guesses; None where that is neither."""
+        window, guesses = self.window // 2, self.guesses // 2
+        if not window + guesses:
+            return None
+        return dataclasses.replace(self, window=window, guesses=guesses)
+
     def tree(self) -> TreeTemplate:
         """What the target verifies."""
         return lengthened_template(

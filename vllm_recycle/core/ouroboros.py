@@ -9,7 +9,7 @@ Names of dimensions are those of `lookahead` and `phrase_pool`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -68,6 +68,7 @@ class OuroborosProposer:
 
     Args:
         shape: sizes of a draft.
+        smaller_shapes: those of rounds with a smaller window and fewer guesses.
         vocab_size: number of token ids.
         max_num_reqs: every `req_state_idx` is below this.
         max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
@@ -82,6 +83,7 @@ class OuroborosProposer:
     Attributes:
         tree: what the target verifies.
         lookahead: the rows of a draft forward.
+        lookaheads: the same by the shape of the round.
         num_rounds: drafts made so far, counted once for each request.
         num_forwards: draft forwards so far, counted once for each request that took part.
 
@@ -91,6 +93,7 @@ class OuroborosProposer:
         self,
         shape: DraftShape,
         *,
+        smaller_shapes: Iterable[DraftShape] = (),
         vocab_size: int,
         max_num_reqs: int,
         max_forwards: int | None = None,
@@ -102,7 +105,9 @@ class OuroborosProposer:
         device: torch.device | str = "cpu",
     ) -> None:
         self.shape, self.operations = shape, operations
-        self.tree, self.lookahead = shape.tree().to(device), shape.lookahead().to(device)
+        self.tree = shape.tree().to(device)
+        self.lookaheads = {one: one.lookahead().to(device) for one in (shape, *smaller_shapes)}
+        self.lookahead = self.lookaheads[shape]
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
         self.stops_early = stops_early
         self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
@@ -117,6 +122,7 @@ class OuroborosProposer:
             max_num_reqs, shape.levels, shape.window, dtype=torch.int64, device=device
         )
         self.num_filled = torch.ones(max_num_reqs, dtype=torch.int64, device=device)
+        self.num_columns = torch.full_like(self.num_filled, shape.window)
         generator = torch.Generator().manual_seed(WINDOW_SEED)
         self.window_draw = torch.rand(shape.window, generator=generator).to(device)
         self.num_rounds = self.num_forwards = 0
@@ -146,6 +152,7 @@ class OuroborosProposer:
         last_token_ids: torch.Tensor,
         *,
         draft_model: DraftModel,
+        shape: DraftShape | None = None,
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draft below the last token of each request (sections 3.1 and 3.2).
@@ -154,11 +161,15 @@ class OuroborosProposer:
             idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
             draft_model: what drafts.
+            shape: of this round, with a smaller window and fewer guesses; None for all of them.
             room: int64 [batch], tokens of a trunk that the draft model has room to take in; below 0
                 where it has none for the last token. None where there is always enough.
 
         """
-        gamma, length = self.shape.gamma, self.shape.length
+        shape = shape or self.shape
+        gamma, length = shape.gamma, shape.length
+        if len(self.lookaheads) > 1:
+            self._widen_windows(idx_mapping, shape.window)
         # As wide as the last forward may make it.
         trunk = last_token_ids.new_full((len(idx_mapping), gamma + length + 1), NO_TOKEN)
         count = torch.zeros_like(idx_mapping)
@@ -173,7 +184,7 @@ class OuroborosProposer:
                 if not len(active):
                     break
             new_token_ids, num_new = self._draft(
-                draft_model, idx_mapping[active], new_token_ids, last, goes_on
+                draft_model, shape, idx_mapping[active], new_token_ids, last, goes_on
             )
             # What is beyond gamma is of no account.
             start = count[active].clamp(max=gamma)[:, None]
@@ -213,6 +224,7 @@ class OuroborosProposer:
     def _draft(
         self,
         draft_model: DraftModel,
+        shape: DraftShape,
         idx_mapping: torch.Tensor,
         new_token_ids: torch.Tensor,
         last_token_ids: torch.Tensor,
@@ -222,6 +234,7 @@ class OuroborosProposer:
 
         Args:
             draft_model: what drafts.
+            shape: of the round.
             idx_mapping: int64 [batch].
             new_token_ids: int64 [batch, n], see `DraftModel.forward`.
             last_token_ids: int64 [batch], the last one of these.
@@ -232,9 +245,9 @@ class OuroborosProposer:
             are, int64 [batch].
 
         """
-        shape = self.shape
-        batch = len(idx_mapping)
-        window, num_filled = self.windows[idx_mapping], self.num_filled[idx_mapping]
+        batch, lookahead = len(idx_mapping), self.lookaheads[shape]
+        num_filled = self.num_filled[idx_mapping]
+        window = self.windows[idx_mapping, :, : shape.window]
         level = torch.arange(shape.levels, device=idx_mapping.device)
         is_filled = (level < num_filled[:, None])[:, :, None]
         guesses = self._newest(idx_mapping, last_token_ids, shape.guesses).flatten(1)
@@ -245,18 +258,25 @@ class OuroborosProposer:
         if shape.window:
             outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
             step = advance_window(window, num_filled, outputs_in_window, last_token_ids)
-            self.windows[idx_mapping] = step.window.where(goes_on[:, None, None], window)
+            moved = step.window.where(goes_on[:, None, None], window)
+            self.windows[idx_mapping, :, : shape.window] = moved
             self.num_filled[idx_mapping] = step.num_filled.where(goes_on, num_filled)
             owners = step.owners.where(goes_on[:, None], NO_TOKEN)
             self._insert(idx_mapping, owners, step.phrases)
         # What follows is the longest guess that the draft agrees with, and the draft's next token.
-        rows = self.lookahead.num_nodes + 1
+        rows = lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)
         drafts = torch.cat((torch.full_like(in_window, NO_TOKEN), guesses), dim=1)
-        result = self.operations.walk(outputs.flatten(), drafts, starts, tree=self.lookahead)
+        result = self.operations.walk(outputs.flatten(), drafts, starts, tree=lookahead)
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
         drafted = tokens[:, : shape.length + 1].where(goes_on[:, None], NO_TOKEN)
         return drafted, result.lengths.where(goes_on, 0).long()
+
+    def _widen_windows(self, idx_mapping: torch.Tensor, columns: int) -> None:
+        """Columns that the last round of a request did without are filled anew, behind level 0."""
+        are_new = self.num_columns[idx_mapping] < columns
+        self.num_filled[idx_mapping] = self.num_filled[idx_mapping].masked_fill(are_new, 1)
+        self.num_columns[idx_mapping] = columns
 
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor

@@ -33,7 +33,8 @@ from vllm_recycle.integration.options import (
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
 from vllm_recycle.integration.row_budget import (
     draft_forward_rows,
-    largest_drafting_batch,
+    drafting_shapes,
+    most_draft_rows,
 )
 
 logger = init_logger("vllm.recycle")
@@ -287,7 +288,13 @@ def _check_draft_model(vllm_config: Any, options: OuroborosOptions, platform: Pl
                 f"speculative_config: a draft forward has {one} rows of a request, expected at "
                 f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
             )
-        rows = one * largest_drafting_batch(table, scheduler.max_num_seqs)
+        shapes = drafting_shapes(
+            shape,
+            table,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
+        rows = most_draft_rows(shapes)
         given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
         if given not in (None, target.tensor_parallel_size):
             raise NotImplementedError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from vllm_recycle.core import Operations
+from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.engine_config import get_options
@@ -19,20 +21,26 @@ class OuroborosDrafter(Drafter):
     proposer: OuroborosProposer
 
     def make_proposer(
-        self, operations: Operations, device: torch.device, *, stops_early: bool
+        self,
+        operations: Operations,
+        device: torch.device,
+        *,
+        stops_early: bool,
+        smaller_shapes: Iterable[DraftShape] = (),
     ) -> None:
         """Set `proposer`, `state` and `state_file`, from `vllm_config`.
 
         Args:
             operations: what walks, and reads and writes the pool.
             device: where the pool lives.
-            stops_early: see `OuroborosProposer`.
+            stops_early, smaller_shapes: see `OuroborosProposer`.
 
         """
         options = get_options(self.vllm_config)
         assert isinstance(options, OuroborosOptions)
         self.proposer = OuroborosProposer(
             options.shape(),
+            smaller_shapes=smaller_shapes,
             vocab_size=self.vllm_config.model_config.get_vocab_size(),
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs,
             max_forwards=options.max_forwards,

@@ -1,7 +1,7 @@
 """How many nodes a tree has in a batch of a given size: the default, and the fair cut of a step.
 
 Every prefix of a template is a tree, so a draft is made to fit by taking a prefix. Drafting by a
-draft model costs rows too, those of its forwards, which no prefix makes fewer.
+draft model costs rows too, those of its forwards, which fewer guesses make fewer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ Schedule = Sequence[tuple[int, int, int]]
 MAX_TREE_ROWS = 256
 # Fewer rows than these of all trees of a step together are not worth a size of their own.
 MIN_TREE_ROWS = 6
-# Rows of a draft forward of Ouroboros, of all its requests together.
+# Rows of a draft forward of Ouroboros, of all its requests together, where none can have fewer.
 MAX_DRAFT_ROWS = 1024
+# And where window and guesses are halved as batches grow: the paper's then have room for 16
+# requests. By its peaks an H100 takes less than twice as long for so many rows as for one.
+MAX_HALVED_DRAFT_ROWS = 512
 
 
 def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]]:
@@ -94,6 +97,45 @@ def draft_model_schedule(num_nodes: int, rows: int, max_rows: int) -> list[tuple
     """
     last = max(1, max_rows // rows)
     return [(1, last, num_nodes), (last + 1, 1 << 20, 0)]
+
+
+def halved_shapes(shape: DraftShape, max_rows: int) -> list[DraftShape]:
+    """How drafts are made for 1, 2, ... requests, up to as many as are drafted for.
+
+    Args:
+        shape: of a draft; one request has all of it, even beyond `max_rows`.
+        max_rows: of a batch in a draft forward.
+
+    """
+    shapes: list[DraftShape] = []
+    smaller: DraftShape | None = shape
+    while smaller is not None:
+        last = max_rows // draft_forward_rows(smaller)
+        shapes += [smaller] * (max(1, last) - len(shapes))
+        smaller = smaller.halved()
+    return shapes
+
+
+def drafting_shapes(
+    shape: DraftShape, schedule: Schedule, *, max_num_reqs: int, max_num_batched_tokens: int
+) -> list[DraftShape]:
+    """`halved_shapes`, for the batches that a schedule has drafts for: behind them the smallest."""
+    shapes = halved_shapes(shape, min(MAX_HALVED_DRAFT_ROWS, max_num_batched_tokens))
+    most = largest_drafting_batch(schedule, max_num_reqs)
+    return (shapes + [shapes[-1]] * most)[:most]
+
+
+def most_draft_rows(shapes: Sequence[DraftShape]) -> int:
+    """Rows of the largest draft forward, where these are the shapes for 1, 2, ... requests."""
+    return max((batch * draft_forward_rows(one) for batch, one in enumerate(shapes, 1)), default=0)
+
+
+def halved_draft_schedule(shape: DraftShape, max_rows: int) -> list[tuple[int, int, int]]:
+    """As `halving_schedule`, for a draft model whose forwards have `halved_shapes`."""
+    most = len(halved_shapes(shape, max_rows))
+    halved = halving_schedule(shape.tree().num_nodes, MAX_TREE_ROWS)
+    sizes = [(first, min(last, most), nodes) for first, last, nodes in halved if first <= most]
+    return [*sizes, (most + 1, 1 << 20, 0)]
 
 
 def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from compile_cases import Case
 
-from vllm_recycle.kernels.triton import harvest, phrase_pool
+from vllm_recycle.kernels.triton import harvest, phrase_pool, round_starts
 
 
 def ouroboros_cases() -> Iterator[Case]:
     yield from pool_cases()
     yield harvest_case()
+    yield round_case()
 
 
 def harvest_case() -> Case:
@@ -27,6 +28,23 @@ def harvest_case() -> Case:
             **{"GAMMA": 12, "EARLY_ROWS": 0, "BRANCHES": 3, "LENGTH": 6, "RUNS": 8, "TRIED": 3},
             **{"ROWS": 16, "RUN_LANES": 8, "TRIED_LANES": 4, "TOKENS": 8},
         },
+        {"num_warps": 1},
+    )
+
+
+def round_case() -> Case:
+    starts = ("idx_mapping", "last_token_ids", "heads", "num_head", "num_cached", "slot_mapping")
+    by_state = ("idx_mapping", "last_token_ids", "num_cached")
+    return Case(
+        "begin-round",
+        round_starts._begin_round_kernel,
+        {
+            **dict.fromkeys((*(f"start_{name}" for name in starts), *by_state), "*i64:16"),
+            **dict.fromkeys(("start_block_table", "block_tables", "texts"), "*i32:16"),
+            "num_computed": "*i32:16",
+            **dict.fromkeys(("text_stride", "table_stride", "start_table_stride"), "i32:16"),
+        },
+        {"BLOCK_SIZE": 16, "HEAD": 20, "PLACES": 32, "BLOCKS": 256},
         {"num_warps": 1},
     )
 

@@ -11,6 +11,7 @@ import torch
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
+from vllm_recycle.kernels.triton.round_starts import NO_SLOT, RoundStart
 from vllm_recycle.kernels.triton.topology import WORD_BITS, DeviceTrees
 
 
@@ -29,6 +30,35 @@ def place_tree_rows(
     positions[logits_indices] += tree.depths[*whose, expanded_local_pos] - expanded_local_pos
     input_ids[logits_indices] = token_ids.clamp(min=0)
     return token_ids.long()
+
+
+def begin_round(
+    start: RoundStart,
+    idx_mapping: torch.Tensor,
+    *,
+    texts: torch.Tensor,
+    last_token_ids: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_cached: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+) -> None:
+    """See `vllm_recycle.kernels.triton.round_starts.begin_round`."""
+    for row, state in enumerate(idx_mapping.tolist()):
+        cached = int(num_cached[state])
+        computed = min(int(num_computed[state]), cached + start.heads.shape[1] - 1)
+        tokens = torch.arange(cached, computed)
+        blocks = block_tables[state, tokens // block_size].long()
+        start.idx_mapping[row], start.last_token_ids[row] = state, last_token_ids[state, 0]
+        start.num_head[row], start.num_cached[row] = len(tokens), cached
+        start.heads[row], start.slot_mapping[row] = 0, NO_SLOT
+        if len(tokens):
+            start.heads[row, -len(tokens) :] = texts[state, cached:computed]
+            slots = blocks * block_size + tokens % block_size
+            start.slot_mapping[row, -len(tokens) :] = slots
+        used = -(-computed // block_size)
+        start.block_table[row, :used] = block_tables[state, :used]
+        num_cached[state] = computed
 
 
 def compact_path(

@@ -1,8 +1,8 @@
 """The draft model of Ouroboros on Model Runner V2: a forward over the same rows of each request.
 
-First come the rows of a request's head, the tokens that the cache lacks, which end where the
-lookahead rows begin. The mask is one for all; of a request a forward is only told how many of the
-first rows are none. Whatever has no slot is never written: the keys and values of such rows are the
+First come the rows of a request's head, the tokens that the cache lacks, which end where those of
+lookahead decoding begin. The mask is one for all; of a request a forward is only told how many of
+the first rows are none. What has no slot is never written: keys and values of rows are the
 forward's own.
 """
 
@@ -58,10 +58,10 @@ class DraftForward:
         heads: torch.Tensor,
         num_head: torch.Tensor,
         num_cached: torch.Tensor,
-        block_table: torch.Tensor,
+        row_token_ids: torch.Tensor,
         *,
-        slot_mapping: torch.Tensor | None = None,
-        row_token_ids: torch.Tensor | None = None,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor | None,
     ) -> torch.Tensor:
         """One forward.
 
@@ -69,35 +69,32 @@ class DraftForward:
             heads: int64 [batch, head], at the end of each row.
             num_head: int64 [batch], how many tokens these are.
             num_cached: int64 [batch], the tokens before them.
+            row_token_ids: int64 [batch, nodes], by the nodes of the lookahead tree, -1 for none.
             block_table: int32 [batch, n].
             slot_mapping: int64 [batch, head - 1], where the first rows are to be written, -1 for
                 nowhere; None where none are.
-            row_token_ids: int64 [batch, nodes], by the nodes of `lookahead`; None for none.
 
         Returns:
-            The hidden states, floating [batch * rows, hidden].
+            int64 [batch, nodes + 1], the most probable next token behind head and lookahead rows.
 
         """
-        token_ids = heads
-        if row_token_ids is not None:
-            token_ids = torch.cat((heads, row_token_ids), dim=1)
-        batch, num_rows = token_ids.shape
-        num_padding = self.head_length - num_head
-        positions = (num_cached - num_padding)[:, None] + self.depths[:num_rows]
+        batch, num_padding = len(heads), self.head_length - num_head
+        positions = (num_cached - num_padding)[:, None] + self.depths
         rows = PagedTreeRows(
             ancestor_bits=self.ancestor_bits,
-            query_start_loc=self.query_starts[: batch + 1] * num_rows,
-            seq_lens=(num_cached + num_rows).to(torch.int32),
+            query_start_loc=self.query_starts[: batch + 1] * self.num_rows,
+            seq_lens=(num_cached + self.num_rows).to(torch.int32),
             block_table=block_table,
-            max_rows=num_rows,
+            max_rows=self.num_rows,
             num_padding=num_padding.to(torch.int32),
         )
         slot_mappings = {}
         if slot_mapping is not None:
-            missing = num_rows - slot_mapping.shape[1]
+            missing = self.num_rows - slot_mapping.shape[1]
             slots = pad(slot_mapping, (0, missing), value=PAD_SLOT_ID)
             slot_mappings = dict.fromkeys(self.layer_names, slots.flatten())
-        return self.run_model(
+        token_ids = torch.cat((heads, row_token_ids), dim=1)
+        hidden_states = self.run_model(
             token_ids.clamp(min=0).flatten().to(torch.int32),
             # Padding, and rows beyond what the model can see, are computed for nothing.
             positions.clamp(min=0, max=self.last_position).flatten(),
@@ -105,9 +102,5 @@ class DraftForward:
             slot_mappings,
             None,
         )
-
-    def outputs(self, hidden_states: torch.Tensor, batch: int) -> torch.Tensor:
-        """int64 [batch, nodes + 1], the most probable next token behind head and lookahead rows."""
-        rows = hidden_states.view(batch, -1, hidden_states.shape[1])[:, self.head_length - 1 :]
-        logits = self.compute_logits(rows.flatten(0, 1))
-        return logits.max(dim=1).indices.view(batch, -1)
+        behind = hidden_states.view(batch, self.num_rows, -1)[:, self.head_length - 1 :]
+        return self.compute_logits(behind.flatten(0, 1)).max(dim=1).indices.view(batch, -1)

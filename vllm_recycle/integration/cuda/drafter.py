@@ -12,7 +12,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core import Proposer, TreeTemplate
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
+from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
+from vllm_recycle.integration.row_budget import drafting_shapes
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.topology import DeviceTrees
 
@@ -112,6 +115,7 @@ class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
     """Ouroboros; what runs its rounds is the speculator.
 
     Attributes:
+        shapes: of the drafts of rounds of 1, 2, ... requests.
         num_rounds: counted once for each request; a round that is replayed counts nothing itself.
 
     """
@@ -120,7 +124,15 @@ class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         self.vllm_config = vllm_config
-        self.make_proposer(OPERATIONS, device, stops_early=False)
+        scheduler, options = vllm_config.scheduler_config, get_options(vllm_config)
+        assert isinstance(options, OuroborosOptions)
+        self.shapes = drafting_shapes(
+            options.shape(),
+            vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
+        self.make_proposer(OPERATIONS, device, stops_early=False, smaller_shapes=self.shapes)
 
     def statistics(self) -> dict[str, int]:
         forwards = self.num_rounds * self.proposer.max_forwards

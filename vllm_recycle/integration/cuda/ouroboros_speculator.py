@@ -1,8 +1,8 @@
 """What V2 asks for drafts by Ouroboros, in the place of the speculator of vLLM's `draft_model`.
 
-The draft's layers share the block table with the target's, and their cache holds what the target's
-holds, in the same slots, and nothing beyond it. Rows of the step that are no tree's are taken in
-before a round, by a forward with the metadata that the target's own layers had.
+Steps that draft nothing do not run the draft model. What it lacks of a text then comes with the
+first forward of the request's next round; where that is more than the forward has rows for, as of a
+prompt, forwards before the round take it in, one a step, of no more rows than a step may have.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.cuda.draft_cache import DraftCache
 from vllm_recycle.integration.cuda.draft_model import DraftForward
-from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round, RoundStart
+from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter
-from vllm_recycle.integration.row_budget import largest_drafting_batch
+from vllm_recycle.integration.row_budget import head_length, most_draft_rows
+from vllm_recycle.kernels.triton.round_starts import RoundStart, begin_round
 
 
 class OuroborosSpeculator(StandaloneARSpeculator):
@@ -30,12 +33,12 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         drafter: the proposer, whose rounds it runs.
         vllm_config: of the engine.
         device: where the draft model is.
+        req_states: the runner's, whose texts are read.
         may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
 
     Attributes:
-        draft_model: runs the model.
-        max_drafting: requests of the largest forward.
-        sampled_token_ids: int64 [num_reqs, n], what the step sampled, set by the runner.
+        forwards: what runs the model, for rounds of 1, 2, ... requests.
+        cache: what the model's KV cache has.
         start: where a round begins; its tensors are those that graphs were captured with.
         drafts: int64 [batch, nodes], what rounds end with.
         graphs: of rounds, where there are any.
@@ -43,8 +46,8 @@ class OuroborosSpeculator(StandaloneARSpeculator):
     """
 
     num_extra_query_per_req = 0
-    sampled_token_ids: torch.Tensor
-    draft_model: DraftForward
+    forwards: list[DraftForward]
+    cache: DraftCache
     start: RoundStart
     graphs: DraftGraphs | None = None
 
@@ -54,12 +57,13 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         vllm_config: Any,
         device: torch.device,
         *,
+        req_states: Any,
         may_speculate: np.ndarray,
     ) -> None:
         super().__init__(vllm_config, device)
-        self.drafter, self.may_speculate = drafter, may_speculate
-        table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
-        self.max_drafting = largest_drafting_batch(table, self.max_num_reqs)
+        self.drafter, self.req_states, self.may_speculate = drafter, req_states, may_speculate
+        self.head_length = head_length(drafter.proposer.shape)
+        self.max_drafting = len(drafter.shapes)
         self.drafts = torch.empty(
             self.max_drafting, self.num_speculative_steps, dtype=torch.int64, device=device
         )
@@ -68,7 +72,9 @@ class OuroborosSpeculator(StandaloneARSpeculator):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
-        self.draft_model = DraftForward(self, self.drafter.proposer.shape)
+        shapes = self.drafter.shapes
+        made = {shape: DraftForward(self, shape) for shape in set(shapes)}
+        self.forwards = [made[shape] for shape in shapes]
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """As for all.
@@ -85,10 +91,13 @@ class OuroborosSpeculator(StandaloneARSpeculator):
                 f"ouroboros: the draft model's layers are in {len(holding)} KV cache groups, "
                 "expected one; use a draft model whose layers have the same kind of attention"
             )
-        self.kv_cache_group = holding[0]
-        num_blocks = self.block_tables.input_block_tables[holding[0]].shape[1]
-        head = self.draft_model.head_length
-        self.start = RoundStart.make(self.max_drafting, head, num_blocks, self.device)
+        self.kv_cache_group = group = holding[0]
+        tables = self.block_tables
+        num_blocks = tables.input_block_tables[group].shape[1]
+        self.start = RoundStart.make(self.max_drafting, self.head_length, num_blocks, self.device)
+        self.cache = DraftCache(
+            self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group], self.device
+        )
 
     def _are_drafts(self, layer_names: list[str]) -> bool:
         return not self.draft_attn_layer_names.isdisjoint(layer_names)
@@ -99,8 +108,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
             self.graphs = DraftGraphs(
                 self.vllm_config,
                 self.device,
-                num_rows=self.draft_model.num_rows,
-                max_drafting=self.max_drafting,
+                [forward.num_rows for forward in self.forwards],
             )
 
     @torch.inference_mode()
@@ -111,63 +119,100 @@ class OuroborosSpeculator(StandaloneARSpeculator):
 
     # A step.
 
+    def update_requests(self, scheduler_output: Any) -> None:
+        """Take in which requests start, and which blocks are given out."""
+        index_of = self.req_states.req_id_to_index
+        self.cache.follow(scheduler_output, index_of, self.kv_cache_group)
+
     @torch.inference_mode()
     def propose(
         self,
         input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
         *args: Any,
         num_speculative_tokens: int | None = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Take in what the target has computed in the step, and draft behind it.
+        """Draft behind what the target has computed, where the step is one that drafts.
 
         Returns:
             int64 [num_reqs, nodes], -1 where there is no draft.
 
         """
-        num_reqs = input_batch.num_reqs
-        shape = (num_reqs, self.num_speculative_steps)
+        if dummy_run and skip_attn_for_dummy_run:
+            self._run_largest_forwards()
+        # The requests of a dummy run are none: they have the states of others, and no KV slots.
+        chosen = np.zeros(0, dtype=np.int64)
+        if not dummy_run:
+            states = input_batch.idx_mapping_np
+            self.cache.missing[states] += self._most_computed(input_batch)
+            if num_speculative_tokens:
+                self._catch_up(input_batch)
+                chosen = self._choose(input_batch)
+                self.cache.missing[states[chosen]] = 0
+                self.cache.mark(states, self._least_computed(input_batch))
+        if len(chosen) == input_batch.num_reqs:
+            return self._draft(input_batch.idx_mapping)
+        shape = (input_batch.num_reqs, self.num_speculative_steps)
         drafts = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
-        if dummy_run:
-            # Its requests are none: they have the states of others, and no KV slots.
-            if skip_attn_for_dummy_run:
-                self._run_largest_forwards()
-            return drafts
-        num_nodes = input_batch.num_draft_tokens_per_req
-        has_tree = np.zeros(num_reqs, dtype=bool) if num_nodes is None else num_nodes > 0
-        # Warm-up steps ask for drafts in batches of any size.
-        is_drafting = bool(num_speculative_tokens) and num_reqs <= self.max_drafting
-        chosen = has_tree
-        if is_drafting:
-            computed = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
-            is_whole = computed >= input_batch.prefill_len_np
-            chosen = has_tree | (is_whole & self.may_speculate[input_batch.idx_mapping_np])
-        is_plain = ~has_tree & (~chosen | (input_batch.num_scheduled_tokens > 1))
-        if is_plain.any():
-            self._take_in_plain_rows(input_batch, attn_metadata, slot_mappings)
-        if chosen.any():
-            index = async_tensor_h2d(np.flatnonzero(chosen), device=self.device)
-            start = self._start(input_batch, slot_mappings, index, num_sampled, last_sampled)
-            if is_drafting:
-                drafts[index] = self._drafts_of_round(start)
-            else:
-                Round(self.draft_model, start).take_in(start.last_token_ids[:, None])
+        if len(chosen):
+            index = async_tensor_h2d(chosen, device=self.device)
+            drafts[index] = self._draft(input_batch.idx_mapping[index])
         return drafts
 
-    def _drafts_of_round(self, start: RoundStart) -> torch.Tensor:
-        """int64 [batch, nodes]."""
-        batch = len(start.idx_mapping)
+    def _catch_up(self, input_batch: Any) -> None:
+        """Take in what the first forward of a round would have no rows for, as far as it fits."""
+        states = input_batch.idx_mapping_np
+        missing = self.cache.missing[states]
+        is_late = self.may_speculate[states] & (missing >= self.head_length)
+        if is_late.any():
+            ends = np.where(is_late, missing, 0).cumsum().clip(max=self.max_num_tokens)
+            counts = np.diff(ends, prepend=0)
+            self._take_in(input_batch, counts)
+            self.cache.missing[states] -= counts
+
+    def _choose(self, input_batch: Any) -> np.ndarray:
+        """The places in the step of those to draft for, int64 [n]."""
+        states = input_batch.idx_mapping_np
+        computed = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
+        is_whole = computed >= input_batch.prefill_len_np
+        fits = self.cache.missing[states] < self.head_length
+        chosen = np.flatnonzero(self.may_speculate[states] & is_whole & fits)
+        # Warm-up steps ask for drafts in batches of any size.
+        return chosen[: self.max_drafting]
+
+    def _most_computed(self, input_batch: Any) -> np.ndarray:
+        """int [num_reqs], tokens of each text that the target has computed in the step, at most."""
+        rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
+        if nodes is None:
+            return rows
+        return rows - nodes + np.minimum(nodes, self.drafter.tree.depth)
+
+    def _least_computed(self, input_batch: Any) -> np.ndarray:
+        """int [num_reqs], tokens of each text that the target has computed, at least.
+
+        Where steps are scheduled ahead, of the drafts of the last one all count as accepted.
+        """
+        rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
+        ends = input_batch.num_computed_tokens_np + rows - (0 if nodes is None else nodes)
+        sure = np.minimum(ends, input_batch.prefill_len_np)
+        return np.maximum(sure, ends - self.num_speculative_steps)
+
+    def _draft(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, nodes], the drafts of a round of these requests, int64 [batch]."""
+        batch, states = len(idx_mapping), self.req_states
         self.drafter.num_rounds += batch
-        self.start.first(batch).copy_(start)
+        begin_round(
+            self.start.first(batch),
+            idx_mapping,
+            texts=states.all_token_ids.gpu,
+            last_token_ids=states.last_sampled_tokens,
+            num_computed=states.num_computed_tokens.gpu,
+            num_cached=self.cache.num_cached,
+            block_tables=self.block_tables.block_tables[self.kv_cache_group].gpu,
+            block_size=self.cache.block_size,
+        )
         if self.graphs is None or not self.graphs.replay(batch):
             self._run_round(batch)
         return self.drafts[:batch]
@@ -176,79 +221,72 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         """From `start` to `drafts`; on the device alone, and the same whatever they hold."""
         start = self.start.first(batch)
         self.drafts[:batch] = self.drafter.proposer.propose(
-            start.idx_mapping, start.last_token_ids, draft_model=Round(self.draft_model, start)
+            start.idx_mapping,
+            start.last_token_ids,
+            draft_model=Round(self.forwards[batch - 1], start),
+            shape=self.drafter.shapes[batch - 1],
         )
 
-    def _take_in_plain_rows(self, input_batch: Any, attn_metadata: Any, slot_mappings: Any) -> None:
-        """The rows of requests without a tree, which come behind those with one."""
-        names = self.draft_attn_layer_names
-        steps = {name: getattr(attn_metadata[name], "tree_step", None) for name in names}
-        metadata = {
-            name: attn_metadata[name] if step is None else step.others
-            for name, step in steps.items()
-        }
-        step = next(iter(steps.values()))
-        rows = slice(0 if step is None else step.num_tree_tokens, input_batch.num_tokens)
-        num_rows = rows.stop - rows.start
-        self._run_model(
-            # Compiled code wants them aligned.
-            self.input_buffers.input_ids[:num_rows].copy_(input_batch.input_ids[rows]),
-            self.input_buffers.positions[:num_rows].copy_(input_batch.positions[rows]),
-            metadata,
-            {name: slot_mappings[name][rows] for name in names},
-            None,
-        )
-
-    def _start(
-        self,
-        input_batch: Any,
-        slot_mappings: Any,
-        index: torch.Tensor,
-        num_sampled: torch.Tensor,
-        last_sampled: torch.Tensor,
-    ) -> RoundStart:
-        """Heads of all that the target has computed since the root of each tree.
-
-        Without a tree the last row of a request is a root. The newest token comes with the first
-        forward.
+    def _take_in(self, input_batch: Any, counts: np.ndarray) -> None:
+        """A forward over the next tokens that the cache lacks.
 
         Args:
             input_batch: of the step.
-            slot_mappings: of the step, by layer.
-            index: int64 [batch], the requests' places in the step.
-            num_sampled: int32 [num_reqs].
-            last_sampled: int64 [max_num_reqs, 1].
+            counts: int64 [num_reqs], tokens of each request.
 
         """
-        roots = input_batch.logits_indices[input_batch.cu_num_logits[index]].long()
-        head = self.draft_model.head_length
-        place = torch.arange(head, device=self.device)
-        num_head = num_sampled[index].long()
-        sampled = self.sampled_token_ids[index].long()
-        tokens = torch.cat((input_batch.input_ids[roots][:, None].long(), sampled), dim=1)
-        # How far behind the root each row will be when the newest token is the last one.
-        behind = place[:-1] - (head - 1 - num_head)[:, None]
-        slot_mapping = slot_mappings[next(iter(self.draft_attn_layer_names))]
-        slots = slot_mapping[roots[:, None] + behind.clamp(min=0)].where(behind >= 0, PAD_SLOT_ID)
-        # And how far it is now.
-        behind = place - (head - num_head)[:, None]
-        idx_mapping = input_batch.idx_mapping[index]
-        return RoundStart(
-            idx_mapping=idx_mapping,
-            last_token_ids=last_sampled[idx_mapping, 0],
-            heads=tokens.gather(1, behind.clamp(min=0, max=tokens.shape[1] - 1)),
-            num_head=num_head,
-            num_cached=input_batch.positions[roots],
-            block_table=self.block_tables.input_block_tables[self.kv_cache_group][index],
-            slot_mapping=slots,
+        num_reqs, num_rows = input_batch.num_reqs, int(counts.sum())
+        starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+        buffers, config = self.input_buffers, self.kv_cache_config
+        slots = self._place_next(input_batch, counts, starts)
+        positions = buffers.positions[:num_rows]
+        metadata = build_attn_metadata(
+            self.attn_groups,
+            num_reqs,
+            num_rows,
+            buffers.query_start_loc[: num_reqs + 1],
+            torch.from_numpy(starts),
+            int(counts.max()),
+            buffers.seq_lens[:num_reqs],
+            self.max_model_len,
+            [table[:num_reqs] for table in self.block_tables.input_block_tables],
+            slots,
+            config,
+            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
+            positions=positions,
         )
+        by_layer = build_slot_mappings_by_layer(slots, config)
+        self._run_model(buffers.input_ids[:num_rows], positions, metadata, by_layer, None)
+
+    def _place_next(self, input_batch: Any, counts: np.ndarray, starts: np.ndarray) -> torch.Tensor:
+        """Fill `input_buffers` with the next tokens; returns their slots, int64 [groups, rows]."""
+        buffers, idx_mapping = self.input_buffers, input_batch.idx_mapping
+        owner = np.repeat(np.arange(len(counts)), counts)
+        place = np.stack((owner, np.arange(len(owner)) - starts[owner]))
+        owner, offset = async_tensor_h2d(place, device=self.device)
+        taken = async_tensor_h2d(counts, device=self.device)
+        num_computed = self.req_states.num_computed_tokens.gpu[idx_mapping].long()
+        first = self.cache.advance(idx_mapping, taken, num_computed)
+        token = first[owner] + offset
+        query_start_loc = buffers.query_start_loc[: len(starts)]
+        query_start_loc.copy_(async_tensor_h2d(starts, device=self.device))
+        buffers.seq_lens[: len(counts)].copy_(first + taken)
+        positions = buffers.positions[: len(token)]
+        positions.copy_(token.clamp(max=self.max_model_len - 1))
+        texts = self.req_states.all_token_ids.gpu
+        buffers.input_ids[: len(token)].copy_(texts[idx_mapping[owner], positions])
+        slots = self.block_tables.compute_slot_mappings(
+            idx_mapping, query_start_loc, positions, len(token), out=self.expanded_slot_mappings
+        )
+        # Where a text has no more tokens: rows that are computed for nothing, and no other sees.
+        return slots.masked_fill_(token >= num_computed[owner], PAD_SLOT_ID)
 
     def _run_largest_forwards(self) -> None:
         """For vLLM to see what memory they take; they read and write no cache."""
-        num_rows = self.max_drafting * self.draft_model.num_rows
-        for count in (self.max_num_tokens, num_rows):
-            ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
-            if count:
-                hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)
+        num_rows = most_draft_rows(self.drafter.shapes)
+        ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
+        for count in (self.max_num_tokens, num_rows) if num_rows else ():
+            hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)
         if num_rows:
-            self.draft_model.outputs(hidden_states, self.max_drafting)
+            # Those of heads have none, but for the last one.
+            self.model.compute_logits(hidden_states).max(dim=1)

@@ -62,7 +62,11 @@ class TreeModelRunner(GPUModelRunner):
         if get_options(vllm_config).method == OUROBOROS:
             self.drafter = OuroborosV2Drafter(vllm_config, device)
             self.speculator = OuroborosSpeculator(
-                self.drafter, vllm_config, device, may_speculate=self.may_speculate
+                self.drafter,
+                vllm_config,
+                device,
+                req_states=self.req_states,
+                may_speculate=self.may_speculate,
             )
         else:
             if get_options(vllm_config).is_dynamic:
@@ -148,6 +152,11 @@ class TreeModelRunner(GPUModelRunner):
             may_speculate = [_may_speculate(request.sampling_params) for request in new]
             self.may_speculate[indices] = may_speculate
 
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        if isinstance(self.speculator, OuroborosSpeculator):
+            self.speculator.update_requests(scheduler_output)
+
     def _remove_request(self, req_id: str) -> bool:
         req_state_idx = self.req_states.req_id_to_index.get(req_id)
         removed = super()._remove_request(req_id)
@@ -215,8 +224,6 @@ class TreeModelRunner(GPUModelRunner):
         else:
             output, path = self._sample_trees(logits, input_batch)
         self.drafter.accept(input_batch, self.row_token_ids, output, path)
-        # `propose` is not given them.
-        self.speculator.sampled_token_ids = output.sampled_token_ids
         return output, output.num_sampled, output.num_rejected
 
     def _own(self, indices: torch.Tensor) -> torch.Tensor | None:

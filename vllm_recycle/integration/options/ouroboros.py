@@ -18,9 +18,11 @@ from vllm_recycle.integration.options.base import (
 )
 from vllm_recycle.integration.row_budget import (
     MAX_DRAFT_ROWS,
+    MAX_HALVED_DRAFT_ROWS,
     Schedule,
     draft_forward_rows,
     draft_model_schedule,
+    halved_draft_schedule,
 )
 
 OUROBOROS = "ouroboros"
@@ -69,8 +71,8 @@ class OuroborosOptions(MethodOptions):
         revision: see vLLM.
         code_revision: see vLLM.
         gamma: tokens that the draft model drafts in a round.
-        window: columns of the lookahead window, the paper's W.
-        guesses: phrases kept for a token and tried in a draft forward, the paper's G.
+        window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
+        guesses: phrases kept for a token and tried in a draft forward, the paper's G; likewise.
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
         early_rows: rows, from the last token on, that have phrases below them as well.
@@ -154,8 +156,8 @@ class OuroborosOptions(MethodOptions):
         return {key: value for key, value in values.items() if value is not None}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        return draft_model_schedule(
-            self.num_nodes,
-            draft_forward_rows(self.shape()),
-            min(MAX_DRAFT_ROWS, max_num_batched_tokens or MAX_DRAFT_ROWS),
-        )
+        shape, most = self.shape(), MAX_HALVED_DRAFT_ROWS if on_gpu else MAX_DRAFT_ROWS
+        max_rows = min(most, max_num_batched_tokens or most)
+        if on_gpu:
+            return halved_draft_schedule(shape, max_rows)
+        return draft_model_schedule(self.num_nodes, draft_forward_rows(shape), max_rows)
