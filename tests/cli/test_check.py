@@ -63,7 +63,7 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [
-        (["--enable-lora"], None, "token_recycling does not support --enable-lora; change it"),
+        (["--enable-lora", "--max-num-batched-tokens", "128"], None, "got 128, expected with"),
         (["--kv-cache-dtype", "fp8"], None, "does not support --kv-cache-dtype fp8"),
         ([], {"method": "token_recycling", "k": 0}, "k is 0, expected an integer 1 to 64"),
         ([], {"method": "ouroboros"}, "'model' is missing"),

@@ -210,11 +210,6 @@ def test_model_runner_v1_is_refused(monkeypatch):
         rewrite()
 
 
-def test_lora_is_refused():
-    with pytest.raises(NotImplementedError, match="--enable-lora"):
-        rewrite(enable_lora=True)
-
-
 @pytest.mark.parametrize("num_nodes", [1, 2, 15, 80, 255])
 @pytest.mark.parametrize("max_rows", [2, 64, 256])
 def test_the_schedule_fits_its_rows_and_has_no_gap(num_nodes, max_rows):

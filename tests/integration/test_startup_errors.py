@@ -211,7 +211,6 @@ def test_tree_deeper_than_the_context():
     ("flags", "message"),
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"enable_lora": True}, "--enable-lora"),
         ({"async_scheduling": True}, "--async-scheduling"),
         ({"data_parallel_size": 2}, "--data-parallel-size"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),

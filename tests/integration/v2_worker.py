@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cuda.backend import TreeAttentionImpl, TreeMetadataBuilder
 from vllm_recycle.integration.cuda.runner import TreeModelRunner
 from vllm_recycle.integration.worker import TreeWorker
@@ -35,7 +36,10 @@ class TreeTritonBackend(TritonAttentionBackend):
 
 
 class TreeV2Runner(TreeModelRunner, CPUModelRunner):
-    pass
+    def load_lora_model(self, *args, **kwargs):
+        model = super().load_lora_model(*args, **kwargs)
+        keep_base_rows_plain(model.lora_manager.modules.values())  # as Triton kernels do
+        return model
 
 
 class TreeV2Worker(TreeWorker, CPUWorker):

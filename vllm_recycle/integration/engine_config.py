@@ -113,7 +113,6 @@ def rewrite(engine_args: Any) -> Any | None:
     # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
     runner = envs.VLLM_USE_V2_MODEL_RUNNER
     early = {
-        "--enable-lora": engine_args.enable_lora,
         f"VLLM_USE_V2_MODEL_RUNNER={int(bool(runner))}": runner is not None
         and runner != platform.use_v2_model_runner,
         "--async-scheduling": engine_args.async_scheduling and not platform.use_v2_model_runner,

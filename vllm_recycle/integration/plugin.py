@@ -13,8 +13,10 @@ def register() -> None:
         RuntimeError: vLLM is not of a supported version.
 
     """
-    from vllm_recycle.integration import engine_config, opt_out, versions
+    from vllm_recycle.integration import engine_config, opt_out, row_budget, versions
 
     versions.check_vllm_version()
-    versions.wrap_create_engine_config(engine_config.rewrite, engine_config.finish)
+    versions.wrap_create_engine_config(
+        engine_config.rewrite, row_budget.explain_missing_rows, engine_config.finish
+    )
     versions.wrap_validate_spec_decode(opt_out.validate_sampling_params)

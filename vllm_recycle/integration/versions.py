@@ -38,12 +38,15 @@ def check_vllm_version() -> None:
     raise RuntimeError(message)
 
 
-def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[Any], None]) -> None:
+def wrap_create_engine_config(
+    rewrite: Callable[[Any], Any], explain: Callable[[Any], None], finish: Callable[[Any], None]
+) -> None:
     """Let `EngineArgs` accept our method names in `speculative_config`.
 
     Args:
         rewrite: from engine arguments to those that vLLM itself accepts, or None where our
             methods are not asked for.
+        explain: given those that vLLM refused with a ValueError, raises a clearer one if it can.
         finish: completes the configuration that vLLM made of those; raises for one that our
             methods do not support.
 
@@ -61,7 +64,11 @@ def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[A
         rewritten = rewrite(self)
         if rewritten is None:
             return original(self, *args, **kwargs)
-        config = original(rewritten, *args, **kwargs)
+        try:
+            config = original(rewritten, *args, **kwargs)
+        except ValueError:
+            explain(rewritten)
+            raise
         finish(config)
         return config
 

@@ -22,6 +22,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts, TreeV1Drafter
 from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
+from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_times import find_step_times
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
@@ -52,6 +53,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.input_batch.logitsprocs = LogitsProcessors(
             processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
         )
+
+    def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = super().load_lora_model(*args, **kwargs)
+        keep_base_rows_plain(model.lora_manager.modules.values())
+        return model
 
     def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_metadata_builders(*args, **kwargs)

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm_recycle.core import BatchTrees
 from vllm_recycle.core.dynamic import Load, StepTimes
 from vllm_recycle.core.state_file import shorten, write_file
+from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.engine_config import get_options
@@ -94,6 +95,7 @@ def _engine(runner: Any, most: int) -> dict[str, Any]:
         "quantization": config.model_config.quantization,
         "compilation_mode": str(config.compilation_config.mode),
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "max_lora_rank": getattr(config.lora_config, "max_lora_rank", None),
         "threads": torch.get_num_threads(),
         "cpu": current_platform.get_device_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -142,6 +144,7 @@ def _measure(runner: Any, most: int) -> Points:
                 sizes = [1, *(rows for rows in ROWS_OF_SEVERAL if rows <= largest)]
             if requests <= runner.max_num_reqs and len(sizes) > 1:
                 points[requests, context] = _time_steps(runner, requests, sizes, context)
+    runner.maybe_remove_all_loras(runner.lora_config)
     return points
 
 
@@ -191,7 +194,7 @@ def _time_steps(runner: Any, requests: int, sizes: list[int], context: int) -> d
 
 @torch.inference_mode()
 def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
-    """Seconds of a forward, with its logits and what is done with these."""
+    """Seconds of a forward, of an adapter with LoRA, its logits and what is done with these."""
     num_rows = requests * rows
     parents = torch.arange(-1, rows - 1).clamp(min=0)
     trees = TreeBatch.make(
@@ -212,10 +215,13 @@ def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
             uniform_decode=True,
             skip_eplb=True,
             profile_seq_lens=context + rows,
+            remove_lora=False,
+            num_active_loras=0 if runner.lora_config is None else 1,
         )
     finally:
         runner.uniform_decode_query_len = query_len
-    logits = runner.model.compute_logits(hidden[:num_rows])
+    with logits_of_an_adapter(runner, requests, rows):
+        logits = runner.model.compute_logits(hidden[:num_rows])
     runner.drafter.observe(torch.arange(requests), trees, logits)
     logits.argmax(dim=-1)
     return time.perf_counter() - started

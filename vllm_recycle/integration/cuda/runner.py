@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
 from vllm_recycle.integration.cuda.step_costs import find_step_seconds
@@ -57,6 +58,7 @@ class TreeModelRunner(GPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        self.lora_state = TreeLoraState(self.max_num_reqs)
         # Whether the scheduler will take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
         if get_options(vllm_config).method == OUROBOROS:
@@ -136,7 +138,8 @@ class TreeModelRunner(GPUModelRunner):
         super()._dummy_sampler_run(hidden_states)
         # vLLM samples one row a request when it measures memory. As many more as trees can have,
         # and the copy in float32 that sampling parameters need:
-        rows = hidden_states[:1].expand(self.max_num_reqs + self.max_tree_rows, -1)
+        num_rows = min(self.max_num_reqs + self.max_tree_rows, self.max_num_tokens)
+        rows = hidden_states[:1].expand(num_rows, -1)
         logits = self.model.compute_logits(rows.contiguous())
         logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
@@ -168,6 +171,7 @@ class TreeModelRunner(GPUModelRunner):
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, self.slot_mappings = super().prepare_attn(input_batch)
+        self.lora_state.num_logits = np.diff(input_batch.cu_num_logits_np)
         # After the slots, which stay linear.
         self.row_token_ids = place_tree_rows(
             input_batch.input_ids,
