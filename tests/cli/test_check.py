@@ -60,6 +60,11 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
     assert {"g++", "ray", "arctic_inference"} <= said.keys()
 
 
+def test_adapters_and_replicas_are_supported(capsys):
+    status, said = check(capsys, "--enable-lora", "--data-parallel-size", "2")
+    assert status == 0, said
+
+
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [

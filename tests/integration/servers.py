@@ -79,13 +79,15 @@ class Server:
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
         return [line for line in text.splitlines() if line.startswith("vllm:")]
 
-    def counter(self, name: str) -> float:
+    def counter(self, name: str, label: str = "") -> float:
+        """A counter of vLLM's metrics, summed over its labels, or over those with this one."""
         lines = [line for line in self.metrics() if line.startswith(f"vllm:{name}")]
+        lines = [line for line in lines if label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def complete(self, prompt: str, **kwargs: Any) -> Any:
-        settings = {"max_tokens": MAX_TOKENS, "temperature": 0} | kwargs
-        return self.client.completions.create(model="target", prompt=prompt, **settings)
+        settings = {"model": "target", "max_tokens": MAX_TOKENS, "temperature": 0} | kwargs
+        return self.client.completions.create(prompt=prompt, **settings)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> int:
         """Signal the server, then end what is left of its processes; returns its exit status."""

@@ -32,7 +32,7 @@ DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 class MethodServer(Server):
     """Serves with a method, and writes what it learnt to a file."""
 
-    def __init__(self, folder: Path, method: str) -> None:
+    def __init__(self, folder: Path, method: str, *flags: str, **environment: str) -> None:
         options, file_option, self.start_up_line = METHODS[method]
         self.state_file = folder / "state.safetensors"
         options = {**options, file_option: str(self.state_file)}
@@ -40,6 +40,8 @@ class MethodServer(Server):
             folder / "server.log",
             *("--speculative-config", json.dumps(options), "--shutdown-timeout", "20"),
             *("--per-request-spec-decode-metrics", "detailed"),
+            *flags,
+            environment=environment,
         )
 
 

@@ -212,7 +212,8 @@ def test_tree_deeper_than_the_context():
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"async_scheduling": True}, "--async-scheduling"),
-        ({"data_parallel_size": 2}, "--data-parallel-size"),
+        ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
+         "--data-parallel-size above 1 with a mixture-of-experts model"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"hf_overrides": {"sliding_window": 64}, }, "sliding-window"),

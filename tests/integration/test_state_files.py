@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from engines import OUROBOROS, TARGET, core, engine
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.core import AdjacencyMatrix
 from vllm_recycle.core.state_file import PARTIAL_PREFIX, StateFileError
+from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.learnt_state import describe_state, fingerprint
 from vllm_recycle.integration.plugin import register
@@ -119,3 +121,31 @@ def test_step_times_are_written_through_a_link(tmp_path):
     assert link.is_symlink()
     assert json.loads(target.read_text())["format"] == "vllm_recycle.step_times/2"
     assert not list(tmp_path.glob(f"{PARTIAL_PREFIX}*"))
+
+
+def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
+    method = {**TEMPLATE, "matrix_file": str(tmp_path / "matrix.safetensors")}
+
+    def start(rank: int) -> TreeV1Drafter:
+        config = make_config(method, data_parallel_size=2)
+        config.parallel_config.data_parallel_index = rank  # as vLLM does in a rank's process
+        drafter = TreeV1Drafter(config)
+        drafter.reset()
+        return drafter
+
+    def learn(drafter: TreeV1Drafter, token_ids: range) -> bytes:
+        drafter.begin(0, torch.tensor(token_ids), 0)
+        return Path(drafter.save()).read_bytes()
+
+    of_first = learn(start(0), range(3, 9))
+    second = start(1)
+    assert second.state.num_written == 5, "starts from the first rank's file"
+    of_second = learn(second, range(20, 24))
+    assert start(1).state.num_written == 5 + 3, "goes on from its own"
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert files == {"matrix.safetensors": of_first, "matrix.dp1.safetensors": of_second}
+
+    (tmp_path / "matrix.dp1.safetensors").write_bytes(of_second[:-1])
+    make_config(method)
+    with pytest.raises(ValueError, match=r"matrix_file .*/matrix\.dp1\.safetensors: no "):
+        make_config(method, data_parallel_size=2)

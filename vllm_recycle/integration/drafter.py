@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_recycle.core import AnyProposer, Operations, TokenRecyclingProposer
 from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.learnt_state import LearntState, fingerprint, make_matrix
+from vllm_recycle.integration.learnt_state import LearntState, fingerprint, make_matrix, rank_file
 from vllm_recycle.integration.options import TokenRecyclingOptions
 
 logger = init_logger("vllm.recycle")
@@ -29,7 +29,6 @@ class Drafter(ABC):
         vllm_config: of the engine, as `engine_config.rewrite` left it.
         proposer: what drafts.
         state: what it learns.
-        state_file: where that lives between engines, if anywhere.
         is_ready: whether `reset` was called.
 
     """
@@ -37,8 +36,13 @@ class Drafter(ABC):
     vllm_config: Any
     proposer: AnyProposer
     state: LearntState
-    state_file: str | None
     is_ready = False
+
+    @property
+    def state_file(self) -> str | None:
+        """Where what is learnt lives between engines, if anywhere; its own for each replica."""
+        path = get_options(self.vllm_config).state_file
+        return path and rank_file(path, self.vllm_config.parallel_config.data_parallel_index)
 
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
@@ -47,13 +51,16 @@ class Drafter(ABC):
             ValueError: the file is not of this model, tokenizer and sizes.
 
         """
-        state, path = self.state, self.state_file
+        state = self.state
         state.clear()
-        if path is not None:
+        if self.state_file is not None:
+            # A data-parallel rank that has no file yet starts from that of the first.
+            files = (self.state_file, get_options(self.vllm_config).state_file)
+            known = [file for file in files if file and Path(file).exists()]
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
             is_first = not parallel or get_tp_group().rank_in_group == 0
-            if is_first and Path(path).exists():
-                state.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+            if is_first and known:
+                state.load(known[0], fingerprint=fingerprint(self.vllm_config.model_config))
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
                 for tensor in state.tensors:
@@ -104,7 +111,6 @@ class TreeDrafter(Drafter):
         self.vllm_config = vllm_config
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file = options.state_file
         # Here and not with the weights: this is before vLLM measures the memory that is left, and
         # outside what it discards when it sleeps.
         self.state = make_matrix(options, vllm_config, device)

@@ -227,7 +227,9 @@ def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
-        "--data-parallel-size above 1": parallel.data_parallel_size > 1,
+        "--data-parallel-size above 1 with a mixture-of-experts model": (
+            parallel.data_parallel_size > 1 and model.is_moe
+        ),
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-dbo": parallel.enable_dbo,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),

@@ -12,6 +12,7 @@ from vllm_recycle.core import AdjacencyMatrix
 from vllm_recycle.core.dynamic import ContextRows, DynamicState
 from vllm_recycle.core.dynamic.context_rows import slots_in
 from vllm_recycle.core.ouroboros import make_pool
+from vllm_recycle.core.state_file import check_place
 from vllm_recycle.integration.options import (
     MethodOptions,
     OuroborosOptions,
@@ -85,17 +86,31 @@ def describe_state(
     return make(options, vllm_config, device)
 
 
+def rank_file(path: str, data_parallel_index: int) -> str:
+    """Where a data-parallel rank keeps what it learns: the first in the file that is named.
+
+    The others beside it: rank 1 in `NAME.dp1.safetensors` where that is `NAME.safetensors`.
+    """
+    if not data_parallel_index:
+        return path
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}.dp{data_parallel_index}{file.suffix}"))
+
+
 def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     """Refuse a state file that no engine of this configuration would read, by its header.
 
     Raises:
-        ValueError: it is torn, or not of this model, tokenizer and sizes.
+        ValueError: it is torn, or not of this model, tokenizer and sizes; or that of a rank could
+            not be written.
 
     """
-    path = options.state_file
-    if path is not None and Path(path).exists():
-        expected = describe_state(options, vllm_config)
-        expected.check(path, fingerprint=fingerprint(vllm_config.model_config))
+    ranks = range(vllm_config.parallel_config.data_parallel_size)
+    for path in [rank_file(options.state_file, rank) for rank in ranks if options.state_file]:
+        check_place(path, kind="state file")
+        if Path(path).exists():
+            expected = describe_state(options, vllm_config)
+            expected.check(path, fingerprint=fingerprint(vllm_config.model_config))
 
 
 def fingerprint(model_config: Any) -> str:

@@ -28,7 +28,7 @@ class OuroborosDrafter(Drafter):
         stops_early: bool,
         smaller_shapes: Iterable[DraftShape] = (),
     ) -> None:
-        """Set `proposer`, `state` and `state_file`, from `vllm_config`.
+        """Set `proposer` and `state`, from `vllm_config`.
 
         Args:
             operations: what walks, and reads and writes the pool.
@@ -51,7 +51,7 @@ class OuroborosDrafter(Drafter):
             operations=operations,
             device=device,
         )
-        self.state, self.state_file = self.proposer.pool, options.state_file
+        self.state = self.proposer.pool
 
     def describe(self) -> str:
         proposer = self.proposer

@@ -67,7 +67,10 @@ class TreeWorker(Worker):
         return self.model_runner.price_rows()
 
     def save_draft_state(self) -> str | None:
-        """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0."""
+        """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0.
+
+        All data-parallel ranks do, of which vLLM returns the result of the first, here and below.
+        """
         return self.drafter.save() if self.rank == 0 else None
 
     def draft_statistics(self) -> dict[str, int]:

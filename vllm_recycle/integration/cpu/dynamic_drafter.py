@@ -29,7 +29,6 @@ class DynamicV1Drafter(PricedV1Drafter):
         self.vllm_config = vllm_config
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file = options.state_file
         self.read_prices()
         self.state = make_dynamic_state(options, vllm_config, "cpu")
         self.proposer = DynamicTreeProposer(

@@ -74,7 +74,7 @@ class DynamicV2Drafter(V2Drafter):
         self.vllm_config, self.req_states = vllm_config, req_states
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
-        self.state_file, self.seeds = options.state_file, options.seed_from_prompt
+        self.seeds = options.seed_from_prompt
         self.state = make_dynamic_state(options, vllm_config, device)
         self.proposer = DeviceProposer(
             self.state,

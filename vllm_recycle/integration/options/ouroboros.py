@@ -82,7 +82,7 @@ class OuroborosOptions(MethodOptions):
         scope: whether requests share a pool that lives on (`shared`), or have each their own
             (`request`).
         pool_file: safetensors file of the shared pool; read at start-up where it exists, written
-            at shutdown.
+            at shutdown; of each data-parallel rank its own.
 
     """
 

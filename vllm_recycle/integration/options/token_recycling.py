@@ -40,7 +40,7 @@ class TokenRecyclingOptions(MethodOptions):
         scope: who reads and writes what, see `AdjacencyMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
-            written at shutdown.
+            written at shutdown; of each data-parallel rank its own.
         seed_from_prompt: whether the text of the prompt enters the matrix.
 
     """
