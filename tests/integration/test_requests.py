@@ -1,4 +1,4 @@
-"""Requests among each other: shares of a step, opting out, grammars, and what is left behind."""
+"""Requests among each other: shares of a step, opting out, and what is left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from engines import (
     runner,
 )
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_recycle.core.dynamic import DynamicState
 
@@ -109,37 +108,6 @@ def test_a_request_can_opt_out(method):
         assert draft_tokens(llm) > before
 
 
-@pytest.mark.parametrize(
-    ("constraint", "accepts"),
-    [
-        ({"choice": ["positive", "negative"]}, lambda text: text in ("positive", "negative")),
-        ({"regex": r"\d{3}-\d{4}"}, lambda text: len(text) == 8 and text[3] == "-"),
-        (
-            {"json": {"type": "object", "properties": {"a": {"type": "boolean"}},
-                      "required": ["a"], "additionalProperties": False}},
-            lambda text: text.lstrip().startswith("{"),
-        ),
-    ],
-)  # fmt: skip
-@both_methods
-def test_structured_output_gets_no_drafts_and_is_right(constraint, accepts, method):
-    prompts = read_prompts(4)
-    structured = SamplingParams(
-        temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(**constraint)
-    )
-    mixed = [structured, GREEDY, structured, GREEDY]
-    with engine() as llm:
-        expected = generate(llm, prompts, mixed)
-    with engine(method) as llm:
-        generate(llm, prompts, GREEDY)
-        results = llm.generate(prompts, mixed, use_tqdm=False)
-        assert [[tuple(o.token_ids) for o in result.outputs] for result in results] == expected
-        assert accepts(results[0].outputs[0].text)
-        before = draft_tokens(llm)
-        llm.generate(prompts, structured, use_tqdm=False)
-        assert draft_tokens(llm) == before
-
-
 @both_methods
 def test_nothing_is_left_of_requests_that_end_or_are_aborted(method):
     prompts = read_prompts(8)
@@ -171,7 +139,7 @@ def test_counters_count_nodes_and_depths(monkeypatch, method, most):
             step, its = schedule(*args, **kwargs), runner(llm)
             for name, draft in step.scheduled_spec_decode_tokens.items():
                 index = torch.tensor([its.req_state_indices[name]])
-                trees.append(int(its.drafter.depths_of(index)[0, : 1 + len(draft)].max()))
+                trees.append(int(its.drafter.trees_of(index).depths[0, : 1 + len(draft)].max()))
             return step
 
         def watching_count(*args, **kwargs):

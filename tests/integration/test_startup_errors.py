@@ -220,11 +220,19 @@ def test_tree_deeper_than_the_context():
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
         ({"reasoning_config": {"reasoning_start_str": "<", "reasoning_end_str": ">"}},
          "--reasoning-config"),
+        ({"structured_outputs_config": {"backend": "lm-format-enforcer"}},
+         "--structured-outputs-config.backend lm-format-enforcer"),
     ],
 )  # fmt: skip
 def test_features_that_are_not_supported(flags, message):
     with pytest.raises((NotImplementedError, ValueError), match=message):
         make_config(**flags)
+
+
+def test_a_reasoning_parser_alone_is_accepted():
+    config = make_config(reasoning_parser="deepseek_r1")
+    assert config.structured_outputs_config.reasoning_parser == "deepseek_r1"
+    assert config.reasoning_config is None
 
 
 REFUSED_BY_CONFIG = {

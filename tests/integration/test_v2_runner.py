@@ -71,13 +71,19 @@ LOOKING_BACK = [
     ((0, 24), {**GREEDY, "logprob_token_ids": [14, 15]}),
     ((0, 40), {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
     ((3, 40), {**SEEDED, "presence_penalty": 0.5, "bad_words": ["miles"]}),
-    ((0, 12), {**GREEDY, "structured_outputs": {"choice": ["#### 180", "It travels"]}}),
+]
+# They go on behind the end of the grammar, where all is allowed.
+GRAMMARS = [
+    ((0, 60), {**GREEDY, "structured_outputs": {"choice": [" 60 * 3 = 180 miles.", " no miles"]}}),
+    ((0, 60), {**SEEDED, "structured_outputs": {"regex": r" 60 \* \d = \d+ (miles|hours)\."}}),
+    ((0, 24), GREEDY),
 ]
 # Two blocks each for the prompt, which leaves too few for all to have a third.
 CROWDED = [((i, i + 61), {**GREEDY, "max_tokens": 20}) for i in range(4)]
 # The second time, all of the second prompt but its last token comes from the prefix cache.
-BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, CROWDED]
-LOOKING_BACK_AT = slice(len(MIXED) + 1, len(MIXED) + 1 + len(LOOKING_BACK))
+BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, GRAMMARS, CROWDED]
+ONE_AT_A_TIME = [LOOKING_BACK, GRAMMARS]
+ONE_AT_A_TIME_AT = slice(len(MIXED) + 1, len(MIXED) + 1 + sum(map(len, ONE_AT_A_TIME)))
 LOGPROB_TOLERANCE = 1e-4  # float32 sums, over batches of other shapes
 # What waits for the device, as CUDA's synchronisation debug mode would say.
 SYNCHRONISING = (
@@ -113,7 +119,7 @@ def test_logprobs_are_those_of_the_accepted_path(result):
         for kind, values in plain["logprobs"].items():
             assert trees["logprobs"][kind] == pytest.approx(values, abs=LOGPROB_TOLERANCE)
     kinds = Counter(kind for output in result["trees"] for kind in output["logprobs"])
-    assert kinds == {"sampled": 4, "prompt": 1, "chosen tokens": 1}
+    assert kinds == {"sampled": 5, "prompt": 1, "chosen tokens": 1}
 
 
 def test_trees_were_verified_accepted_and_compacted(result):
@@ -151,8 +157,13 @@ def test_requests_that_look_back_get_no_drafts(result):
     assert result["seen"]["drafts of requests that look back"] == 0
 
 
+@pytest.mark.parametrize("run", ["seen", "seen one at a time"])
+def test_drafts_are_accepted_where_a_grammar_is_followed(result, run):
+    assert result[run]["accepted tokens that follow a grammar"] > 0
+
+
 def test_tokens_are_the_same_without_scheduling_ahead(result):
-    plain = [output["token_ids"] for output in result["plain"][LOOKING_BACK_AT]]
+    plain = [output["token_ids"] for output in result["plain"][ONE_AT_A_TIME_AT]]
     assert [output["token_ids"] for output in result["one at a time"]] == plain
     seen = result["seen one at a time"]
     assert seen["steps scheduled ahead"] == 0
@@ -225,6 +236,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     model_runner, scheduler = runner(llm), core(llm).scheduler
     prepare_attn, propose = model_runner.prepare_attn, model_runner.speculator.propose
     schedule, compact_path = scheduler.schedule, v2_runner.compact_path
+    update_from_output = scheduler.update_from_output
 
     def watched_schedule(*args: Any) -> Any:
         ahead = any(request.num_output_placeholders for request in scheduler.running)
@@ -236,6 +248,14 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
             looks_back = not scheduler.may_speculate(request)
             seen["drafts of requests that look back"] += looks_back
         return output
+
+    def watched_update(step: Any, output: Any) -> Any:
+        for request_id in step.scheduled_spec_decode_tokens:
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.use_structured_output:
+                sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
+                seen["accepted tokens that follow a grammar"] += max(0, len(sampled) - 1)
+        return update_from_output(step, output)
 
     def watched_prepare_attn(input_batch: Any) -> Any:
         num_nodes = input_batch.num_draft_tokens_per_req
@@ -254,7 +274,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
             compact_path(layers, slots, rows, starts, path)
 
     add_requests, logprobs = model_runner.add_requests, model_runner._logprobs
-    scheduler.schedule = watched_schedule
+    scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
     model_runner.add_requests = watched(add_requests, waits)
     model_runner._logprobs = watched(logprobs, waits)
     model_runner.prepare_attn = watched_prepare_attn
@@ -345,7 +365,7 @@ def main(tree: str) -> dict[str, Any]:
     grown = {"max_nodes": TREE.num_nodes, "context_mib": 1}
     trees, seen = serve(grown, BATCHES, waits)
     template, seen_of_template = serve({"tree": tree}, [MIXED], waits)
-    one_at_a_time, seen_then = serve(grown, [LOOKING_BACK], waits, async_scheduling=False)
+    one_at_a_time, seen_then = serve(grown, ONE_AT_A_TIME, waits, async_scheduling=False)
     with Waits() as planted:
         torch.ones(1).item()
     return {

@@ -242,6 +242,22 @@ def shipped_trees() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
+def children_of(parents: Sequence[int]) -> list[list[int]]:
+    """The children of each row, the root first, from the parent of each node."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for row, parent in enumerate(parents, start=1):
+        children[parent].append(row)
+    return children
+
+
+def depth_of(parents: Sequence[int]) -> int:
+    """How many levels there are below the root, from the parent of each node."""
+    depths = [0]
+    for parent in parents:
+        depths.append(1 + depths[parent])
+    return max(depths)
+
+
 def from_rank_paths(
     paths: Iterable[Sequence[int]],
     *,

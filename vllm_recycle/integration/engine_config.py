@@ -190,6 +190,10 @@ def finish(vllm_config: Any) -> None:
     options = get_options(vllm_config)
     platform = get_platform(options.method)
     setattr(vllm_config.speculative_config, IS_OURS, True)
+    reasoning = vllm_config.reasoning_config
+    if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
+        # From --reasoning-parser alone, for thinking budgets, which requests are refused with.
+        vllm_config.reasoning_config = None
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
@@ -244,6 +248,10 @@ def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
+        ),
+        # vLLM would start, and then refuse each request that it is for.
+        "--structured-outputs-config.backend lm-format-enforcer": (
+            vllm_config.structured_outputs_config.backend == "lm-format-enforcer"
         ),
         "--enable-sleep-mode": model.enable_sleep_mode,
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,

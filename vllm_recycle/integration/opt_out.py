@@ -28,7 +28,8 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
     Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
 
     Raises:
-        VLLMValidationError: an opt-out that is neither true nor false, or a key that is all but it.
+        VLLMValidationError: an opt-out that is neither true nor false, or a key that is all but it;
+            a budget of tokens to think with.
 
     """
     if not is_ours(speculative_config):
@@ -47,6 +48,13 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
             f"extra_args: {OPT_OUT!r} is {speculate!r}, expected true or false",
             parameter="extra_args",
             value=speculate,
+        )
+    if params.thinking_token_budget is not None:
+        raise VLLMValidationError(
+            f"thinking_token_budget: got {params.thinking_token_budget}, expected none: the "
+            "--speculative-config of this engine does not support it",
+            parameter="thinking_token_budget",
+            value=params.thinking_token_budget,
         )
     return True
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.dynamic.beam import LEVELS
+from vllm_recycle.core.tree import depth_of
 from vllm_recycle.integration.draft_sizes import DraftSizes, chooses_sizes
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.grammar_masks import GrammarMasks
 from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.row_budget import even_limit
@@ -24,14 +27,14 @@ from vllm_recycle.integration.row_budget import even_limit
 
 @dataclass
 class TreeDraftTokenIds(DraftTokenIds):
-    """Drafts of a step, as vLLM's runner gives them to its scheduler, and what they are.
+    """Drafts of a step, as vLLM's runner gives them to its scheduler, and how they hang together.
 
     Attributes:
-        depths: of each request, the depth of each prefix of its draft, by its last node.
+        parents: of each request, the parent row of each node of its draft; the root is row 0.
 
     """
 
-    depths: list[list[int]]
+    parents: list[list[int]]
 
 
 class TreeScheduler(Scheduler):
@@ -55,6 +58,7 @@ class TreeScheduler(Scheduler):
         if chooses_sizes(vllm_config):
             self.sizes = DraftSizes(self, vllm_config)
             self.dynamic_sd_lookup = self.sizes
+        self.masks = GrammarMasks(self.structured_output_manager)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         if isinstance(options, OuroborosOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
@@ -64,7 +68,7 @@ class TreeScheduler(Scheduler):
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""
         drafting = [request for request in self.running if request.spec_token_ids]
         for request in drafting:
-            if not self.may_speculate(request):
+            if not (self.may_speculate(request) and self.will_know_draft(request)):
                 request.spec_token_ids = []
         for request, limit in zip(drafting, self._draft_limits(drafting), strict=True):
             # Not in place: an asynchronous scheduler's requests share one list.
@@ -101,14 +105,33 @@ class TreeScheduler(Scheduler):
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.
 
-        Not where it follows a grammar: a tree is not cut at its first ungrammatical node, as vLLM
-        would cut a chain. Nor, on Model Runner V2, where sampling looks back on the output: its
-        kernels for penalties and bad words take the rows before a row for its ancestors.
+        Not while it reasons ahead of what follows a grammar. Nor, on Model Runner V2, where
+        sampling looks back on the output: its kernels for penalties and bad words take the rows
+        before a row for its ancestors.
         """
         params = request.sampling_params
-        if request.use_structured_output or (self.use_v2_model_runner and looks_back(params)):
+        if request.use_structured_output and not self.masks.is_constrained(request):
             return False
-        return not opts_out(params)
+        return not (opts_out(params) or (self.use_v2_model_runner and looks_back(params)))
+
+    def will_know_draft(self, request: Any) -> bool:
+        """Whether the draft is here when masks are made of it, where that is needed."""
+        return True
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> GrammarOutput | None:
+        """As vLLM's, for trees: of each request that follows a grammar a mask for each row."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        scheduled = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
+        requests = [
+            request
+            for request in scheduled
+            if request and request.use_structured_output and not request.is_prefill_chunk
+        ]
+        if not requests:
+            return None
+        masks = self.masks.fill(requests, scheduler_output.scheduled_spec_decode_tokens)
+        return GrammarOutput([request.request_id for request in requests], masks)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         # Scheduling step by step, vLLM drops the tokens of an accepted path that lie behind a stop,
@@ -131,8 +154,10 @@ class TreeScheduler(Scheduler):
         if not self.log_stats or not num_draft_tokens:
             return None
         stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-        depths = self.depth_of_nodes or self.requests[request_id].draft_depths
-        depth = depths[num_draft_tokens - 1]
+        if self.depth_of_nodes:
+            depth = self.depth_of_nodes[num_draft_tokens - 1]
+        else:
+            depth = depth_of(self.requests[request_id].draft_parents[:num_draft_tokens])
         stats.observe_draft(num_draft_tokens=depth, num_accepted_tokens=num_accepted_tokens)
         stats.num_draft_tokens += num_draft_tokens - depth
         return stats
@@ -145,11 +170,29 @@ class TreeScheduler(Scheduler):
             if request is not None and not request.is_finished():
                 request.spec_token_ids = [] if request.is_prefill_chunk else draft
                 if isinstance(draft_token_ids, TreeDraftTokenIds):
-                    request.draft_depths = draft_token_ids.depths[index]
+                    request.draft_parents = draft_token_ids.parents[index]
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
-    """The same for engines that schedule ahead, where drafts are placeholders in the scheduler."""
+    """The same for engines that schedule ahead, where drafts are placeholders in the scheduler.
+
+    Where there is a grammar, vLLM lets sampling wait for the tokens of the step before, and brings
+    what was drafted in it.
+    """
+
+    def will_know_draft(self, request: Any) -> bool:
+        """Not what was drafted before that step, by which the device would go all the same."""
+        return not request.use_structured_output or request.num_output_placeholders > 0
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        """Put the drafts in the place of their placeholders, for the masks."""
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+        for index, (request_id, draft) in enumerate(drafts):
+            request = self.requests.get(request_id)
+            if request is not None and request_id in scheduled:
+                scheduled[request_id] = draft[: len(scheduled[request_id])]
+                request.draft_parents = draft_token_ids.parents[index]
 
 
 def looks_back(params: Any) -> bool:

@@ -102,14 +102,14 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
 
 
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
-    """Leave vLLM's device buffer of grammar masks a row a request instead of a row a node.
+    """Leave vLLM's device buffer of grammar masks the rows that a step may have.
 
-    Requests with a grammar get no drafts. For 1,024 requests, 80 nodes and a vocabulary of 128k
-    the buffer is 1.3 GB. vLLM 0.33 sends a row a node whether it is used or not, and needs it all.
+    It has one for every node that all requests could have together: 1.3 GB for 1,024 requests, 80
+    nodes and a vocabulary of 128k. vLLM 0.33 sends that many, used or not, and needs it all.
 
     Args:
         worker: vLLM's `StructuredOutputsWorker`.
-        num_rows: requests that a step may have.
+        num_rows: requests and draft tokens that a step may have.
 
     Remove with vLLM 0.32.
 

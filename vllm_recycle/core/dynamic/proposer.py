@@ -120,10 +120,6 @@ class DynamicTreeProposer:
         """The trees that were grown last for these requests, int64 [batch]."""
         return self._trees.select(idx_mapping)
 
-    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, nodes + 1], the depths of the rows of these trees."""
-        return self._trees.depths[idx_mapping]
-
     def propose(
         self,
         idx_mapping: torch.Tensor,

@@ -94,10 +94,6 @@ class V1Drafter(Drafter):
         """The trees that were drafted last for these requests, int64 [batch]."""
 
     @abstractmethod
-    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, rows], the depths of the rows of these trees."""
-
-    @abstractmethod
     def observe(
         self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
     ) -> torch.Tensor | None:
@@ -185,9 +181,6 @@ class TemplateV1Drafter(V1Drafter):
 
     def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
         return self._proposer.tree.of_batch(len(idx_mapping))
-
-    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        return self._proposer.tree.depths.expand(len(idx_mapping), -1)
 
     def observe(
         self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor

@@ -49,9 +49,6 @@ class DynamicV1Drafter(PricedV1Drafter):
     def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
         return self.proposer.trees_of(idx_mapping)
 
-    def depths_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        return self.proposer.depths_of(idx_mapping)
-
     def observe(
         self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
     ) -> torch.Tensor | None:

@@ -37,7 +37,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
     drafter: TreeV1Drafter | DynamicV1Drafter | OuroborosV1Drafter
-    draft_depths: list[list[int]]
+    draft_parents: list[list[int]]
     argmax: torch.Tensor | None  # of the raw logits, where they are what is sampled from
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -208,9 +208,9 @@ class TreeCPUModelRunner(CPUModelRunner):
             # Rows behind the last filled node would be verified for nothing.
             while draft and draft[-1] < 0:
                 draft.pop()
-        depths = self.drafter.depths_of(self.idx_mapping).cummax(1).values.tolist()
-        self.draft_depths = [
-            of_rows[1 : 1 + len(draft)] for of_rows, draft in zip(depths, drafts, strict=True)
+        parents = self.drafter.trees_of(self.idx_mapping).parents[:, 1:].tolist()
+        self.draft_parents = [
+            of_nodes[: len(draft)] for of_nodes, draft in zip(parents, drafts, strict=True)
         ]
         return drafts
 
@@ -218,7 +218,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, self.draft_depths)
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, self.draft_parents)
 
     def price_rows(self) -> str | None:
         """Measure what rows cost, where drafts depend on it; to be called without requests.
@@ -243,4 +243,4 @@ class TreeCPUModelRunner(CPUModelRunner):
         request = self.requests[request_id]
         params = request.sampling_params
         is_finished = len(request.output_token_ids) >= params.max_tokens
-        return not (is_finished or params.structured_outputs or opts_out(params))
+        return not (is_finished or opts_out(params))

@@ -8,8 +8,9 @@ seed and position, so a row's token does not depend on what was drawn before it,
 is that without speculation. No step waits for the device.
 
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
-such requests no drafts, as those that follow a grammar. The speculator of vLLM's host method is
-replaced by ours. In V2's batch order requests with a draft come first.
+such requests no drafts. Where a request follows a grammar, drafts go to the scheduler, as those of
+vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with
+a draft come first.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
@@ -86,6 +88,7 @@ class TreeModelRunner(GPUModelRunner):
                 uva_instead_of_gpu=True,
             )
         self.tree = self.drafter.tree
+        self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
         self.tree_indices = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # Nodes that trees may have by the number of requests, and most rows of all of a step.
@@ -95,7 +98,10 @@ class TreeModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        shrink_grammar_bitmask(self.structured_outputs_worker, self.max_num_reqs)
+        # As many as the scheduler lets a step have.
+        share = get_options(self.vllm_config).budget_share
+        num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
+        shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
@@ -336,4 +342,4 @@ class TreeModelRunner(GPUModelRunner):
 
 
 def _may_speculate(params: Any) -> bool:
-    return params.structured_outputs is None and not (looks_back(params) or opts_out(params))
+    return not (looks_back(params) or opts_out(params))

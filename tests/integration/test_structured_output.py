@@ -1,0 +1,213 @@
+"""Requests that follow a grammar have trees, and the output of vLLM, with every backend."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import GROWN, PAPER, SMALL_OUROBOROS, core, engine, generate, read_prompts
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+from vllm_recycle.core.tree import children_of
+from vllm_recycle.integration.grammar_masks import ALL_ALLOWED, fill_tree
+
+APPLES = """Tom has 3 apples.
+{"name": "Tom", "apples": 3}
+Anna has 5 apples.
+{"name": "Anna", "apples": 5}
+Ben has 7 apples.
+"""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "apples": {"type": "integer"}},
+    "required": ["name", "apples"],
+    "additionalProperties": False,
+}
+VERDICTS = ["The answer is right.", "The answer is wrong."]
+QUERIES = "SELECT age FROM people\nSELECT price FROM shops\n"
+# By kind, the text before, and what has to follow.
+JSON = (APPLES, {"json": SCHEMA})
+REGEX = ("Call 555-1234 now.\nCall 555-4321 now.\n", {"regex": r"Call \d{3}-\d{4} (now|later)\."})
+CHOICE = ("\n".join([*VERDICTS, ""]), {"choice": VERDICTS})
+EBNF = """root ::= "SELECT " ("age" | "name" | "price") " FROM " ("people" | "shops")"""
+LARK = """start: "SELECT " ("age" | "name" | "price") " FROM " ("people" | "shops")"""
+KINDS = {
+    "xgrammar": [JSON, REGEX, CHOICE, (QUERIES, {"grammar": EBNF})],
+    "guidance": [JSON, REGEX, CHOICE, (QUERIES, {"grammar": LARK})],
+    "outlines": [JSON, REGEX, CHOICE],
+}
+GREEDY = {"temperature": 0.0, "max_tokens": 24}
+SEEDED = {"temperature": 0.9, "max_tokens": 24, "seed": 7, "frequency_penalty": 0.2}
+# What ends a grammar ends no request that ignores it: then all is allowed.
+WAYS = [GREEDY, {**GREEDY, "ignore_eos": True}, SEEDED]
+PLAIN = read_prompts(2, max_words=30)
+CASES = {
+    "xgrammar": ("xgrammar", GROWN),
+    "guidance": ("guidance", GROWN),
+    "outlines": ("outlines", GROWN),
+    "a template": ("xgrammar", PAPER),
+    "ouroboros": ("xgrammar", SMALL_OUROBOROS),
+}
+
+
+def requests(backend: str) -> tuple[list[str], list[SamplingParams]]:
+    """One of each kind in each way, and two among them that follow no grammar."""
+    prompts, params = [], []
+    for text, grammar in KINDS[backend]:
+        for way in WAYS:
+            prompts.append(text)
+            structured = StructuredOutputsParams(**grammar)
+            params.append(SamplingParams(**way, structured_outputs=structured))
+    free = [SamplingParams(**GREEDY), SamplingParams(**SEEDED)]
+    return [PLAIN[0], *prompts, PLAIN[1]], [free[0], *params, free[1]]
+
+
+@cache
+def expected(backend: str) -> list[list[tuple[int, ...]]]:
+    with engine(structured_outputs_config={"backend": backend}) as llm:
+        return generate(llm, *requests(backend))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request):
+    backend, method = CASES[request.param]
+    expected(backend)
+    settings = {"per_request_spec_decode_metrics": "summary"}
+    with engine(method, structured_outputs_config={"backend": backend}, **settings) as llm:
+        yield SimpleNamespace(llm=llm, backend=backend)
+
+
+def test_output_equals_vllm_and_drafts_are_accepted_of_each_kind(served):
+    prompts, params = requests(served.backend)
+    for _ in range(2):  # the second time what was seen is drafted
+        results = served.llm.generate(prompts, params, use_tqdm=False)
+        outputs = [result.outputs[0] for result in results]
+        assert [[tuple(output.token_ids)] for output in outputs] == expected(served.backend)
+    for kind in range(len(KINDS[served.backend])):
+        first = 1 + len(WAYS) * kind
+        of_kind = [output.spec_decode_metrics for output in outputs[first : first + len(WAYS)]]
+        assert sum(map(num_accepted, of_kind)) > 0, KINDS[served.backend][kind]
+
+
+def num_accepted(metrics: Any) -> int:
+    return sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
+
+
+def test_greedy_output_equals_vllm_where_all_is_greedy(served):
+    prompts, params = requests(served.backend)
+    greedy = [i for i, one in enumerate(params) if not one.temperature]
+    got = generate(served.llm, [prompts[i] for i in greedy], [params[i] for i in greedy])
+    assert got == [expected(served.backend)[i] for i in greedy]
+
+
+def test_masks_of_a_tree_are_those_of_its_paths(served):
+    generate(served.llm, *requests(served.backend))  # at least once, so that there is a backend
+    backend = core(served.llm).structured_output_manager.backend
+    tokenizer, choose = served.llm.get_tokenizer(), random.Random(0)
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    letters = [t for t, text in texts.items() if re.fullmatch("[a-z]+", text)]
+    digits = [t for t, text in texts.items() if text.isdecimal()]
+    tokens = [*choose.sample(letters, 6), digits[0], tokenizer.eos_token_id, -1]
+
+    def compile_grammar() -> Any:
+        stop = {tokenizer.eos_token_id}
+        regex = (StructuredOutputOptions.REGEX, "[a-z]{2,9}")
+        return backend.compile_grammar(*regex, stop_token_ids=stop)
+
+    @cache
+    def mask_behind(path: tuple[int, ...]) -> torch.Tensor | None:
+        """None where the path cannot be."""
+        grammar = compile_grammar()
+        mask = backend.allocate_token_bitmask(1).fill_(ALL_ALLOWED)
+        for token in path:
+            if grammar.is_terminated():
+                return None
+            grammar.fill_bitmask(mask, 0)
+            if token < 0 or not mask[0, token // 32] >> token % 32 & 1:
+                return None
+            assert grammar.accept_tokens("", [token])
+        if grammar.is_terminated():
+            return mask[0].fill_(ALL_ALLOWED)
+        grammar.fill_bitmask(mask, 0)
+        return mask[0]
+
+    forbidden = ended = 0
+    for begun in [(), tuple(letters[:1])] * 20:
+        parents = [choose.randint(max(0, row - 4), row) for row in range(24)]
+        draft = choose.choices(tokens, k=len(parents))
+        masks = backend.allocate_token_bitmask(1 + len(parents)).fill_(ALL_ALLOWED)
+        grammar = compile_grammar()
+        assert grammar.accept_tokens("", list(begun))
+        fill_tree(masks, grammar, draft, parents)
+        paths = [begun]
+        for token, parent in zip(draft, parents, strict=True):
+            paths.append((*paths[parent], token))
+        for row, path in enumerate(paths):
+            mask = mask_behind(path)
+            assert torch.equal(masks[row], masks[row] * 0 - 1 if mask is None else mask)
+            forbidden += mask is None
+            ended += path[-1:] == (tokenizer.eos_token_id,) and mask is not None
+        # The grammar is where it was.
+        grammar.fill_bitmask(masks, 1)
+        assert torch.equal(masks[1], mask_behind(begun))
+        assert not grammar.is_terminated()
+    assert min(forbidden, ended) > 0
+    assert children_of([0, 0, 1]) == [[1, 2], [3], [], []]
+
+
+class UntilEqualsSign(ReasoningParser):
+    """What comes before the first equals sign of a text is reasoning."""
+
+    reasoning_start_str, reasoning_end_str = "<", "="
+
+    def is_reasoning_end(self, input_ids: Any) -> bool:
+        return bool(self._ends & set(input_ids))
+
+    def is_reasoning_end_streaming(self, input_ids: Any, delta_ids: Any) -> bool:
+        return self.is_reasoning_end(delta_ids)
+
+    @property
+    def _ends(self) -> set[int]:
+        return {self.vocab[text] for text in ("=", "Ġ=")}
+
+    def extract_content_ids(self, input_ids: Any) -> Any:
+        raise NotImplementedError
+
+    extract_reasoning = extract_reasoning_streaming = extract_content_ids
+
+
+def test_there_are_no_drafts_before_a_request_has_reasoned(monkeypatch):
+    ReasoningParserManager.register_module("until_equals_sign", module=UntilEqualsSign, force=True)
+    settings = {"reasoning_parser": "until_equals_sign"}
+    prompts = read_prompts(1) * 2
+    grammar = StructuredOutputsParams(regex=r" \d+ (apples|dollars|miles)\.")
+    params = SamplingParams(temperature=0, max_tokens=48, structured_outputs=grammar)
+    with engine(**settings) as llm:
+        plain = generate(llm, prompts, params)
+    with engine(GROWN, **settings) as llm:
+        with pytest.raises(VLLMValidationError, match="thinking_token_budget: got 8, expected"):
+            generate(llm, prompts, SamplingParams(thinking_token_budget=8))
+        generate(llm, prompts, params)
+        scheduler, seen = core(llm).scheduler, []
+        schedule = scheduler.schedule
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            step = schedule(*args, **kwargs)
+            for name in step.num_scheduled_tokens:
+                reasoned = scheduler.requests[name].structured_output_request.reasoning_ended
+                seen.append((bool(reasoned), name in step.scheduled_spec_decode_tokens))
+            return step
+
+        monkeypatch.setattr(scheduler, "schedule", watching)
+        assert generate(llm, prompts, params) == plain
+    assert {(False, False), (True, True)} <= set(seen)
+    assert (False, True) not in seen

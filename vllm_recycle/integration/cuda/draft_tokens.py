@@ -1,0 +1,49 @@
+"""Drafts on their way to the scheduler, which makes masks of them where there is a grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+from vllm_recycle.core import TreeTemplate
+from vllm_recycle.integration.scheduler import TreeDraftTokenIds
+from vllm_recycle.kernels.triton.topology import DeviceTrees
+
+
+class TreeDraftTokensHandler(DraftTokensHandler):
+    """vLLM's, which copies drafts for steps with a grammar; their topology travels with them.
+
+    Args:
+        device: that they are on.
+        tree: where the topology is.
+
+    """
+
+    def __init__(self, device: torch.device, tree: TreeTemplate | DeviceTrees) -> None:
+        super().__init__(device)
+        self.tree = tree
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        """Take drafts, int64 [num_reqs, nodes]."""
+        num_reqs, num_nodes = draft_tokens.shape
+        if input_batch.has_structured_output_reqs:
+            parents = self.tree.parents
+            if isinstance(self.tree, DeviceTrees):
+                parents = parents[input_batch.idx_mapping]
+            parents = parents[..., 1 : 1 + num_nodes].expand(num_reqs, -1)
+            draft_tokens = torch.cat((draft_tokens, parents), dim=1)
+        super().set_draft_tokens(input_batch, draft_tokens)
+        self.num_draft_tokens = num_nodes
+
+    def get_draft_tokens(self) -> DraftTokenIds | None:
+        """The drafts, and of steps with a grammar what they are."""
+        drafts = super().get_draft_tokens()
+        if self.draft_tokens_np is None:
+            return drafts
+        both, nodes = drafts.draft_token_ids, self.num_draft_tokens
+        return TreeDraftTokenIds(
+            drafts.req_ids, [row[:nodes] for row in both], [row[nodes:] for row in both]
+        )
