@@ -216,7 +216,7 @@ def test_tree_deeper_than_the_context():
          "--data-parallel-size above 1 with a mixture-of-experts model"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"hf_overrides": {"sliding_window": 64}, }, "sliding-window"),
+        ({"hf_overrides": {"rswa_window": 64}}, "reference sliding-window"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
         ({"reasoning_config": {"reasoning_start_str": "<", "reasoning_end_str": ">"}},
          "--reasoning-config"),

@@ -269,7 +269,7 @@ def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
 def _features_of(name: str, model: Any) -> dict[str, bool]:
     """What a model has that the trees were not built for."""
     return {
-        f"a {name} with sliding-window attention": model.get_sliding_window() is not None,
+        f"a {name} with reference sliding-window attention": model.rswa_window is not None,
         f"a {name} with ALiBi": model.uses_alibi,
         f"a {name} with M-RoPE": model.uses_mrope,
         f"a {name} with MLA": model.use_mla,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -13,6 +13,23 @@ from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import OuroborosOptions
+
+
+def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
+    """The KV cache group that the layers of a draft model are in.
+
+    Raises:
+        NotImplementedError: they do not share one block table.
+
+    """
+    groups = kv_cache_config.kv_cache_groups
+    holding = [i for i, group in enumerate(groups) if not layer_names.isdisjoint(group.layer_names)]
+    if len(holding) != 1:
+        raise NotImplementedError(
+            f"ouroboros: the draft model's layers are in {len(holding)} KV cache groups, "
+            "expected one; use a draft model whose layers have the same kind of attention"
+        )
+    return holding[0]
 
 
 class OuroborosDrafter(Drafter):

@@ -92,15 +92,17 @@ class TreeScheduler(Scheduler):
         limit = even_limit([len(r.spec_token_ids) for r in drafting], max(0, budget))
         # A draft is worth less than another request's KV cache: none may cost a preemption. So it
         # has the rest of its request's last block, and an even share of the blocks that are free
-        # when every request has one for its next token. Tokens whose ids are still on the device
-        # have slots too, and so has what a draft model writes ahead.
+        # when every request has one for its next token, in each KV cache group. Tokens whose ids
+        # are still on the device have slots too, and so has what a draft model writes ahead.
         ahead = self.num_lookahead_tokens
+        sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
         next_slots = [r.num_tokens + r.num_output_placeholders + ahead - 1 for r in self.running]
-        starting = sum(slot % self.block_size == 0 for slot in next_slots)
+        starting = sum(slot % size == 0 for slot in next_slots for size in sizes)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() - starting
-        free_slots = max(0, free_blocks) // max(1, len(self.running)) * self.block_size
+        share = max(0, free_blocks) // max(1, len(self.running) * len(sizes))
+        size = min(sizes)
         slots = [r.num_tokens + r.num_output_placeholders + ahead for r in drafting]
-        return [min(limit, -slot % self.block_size + free_slots) for slot in slots]
+        return [min(limit, -slot % size + share * size) for slot in slots]
 
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.

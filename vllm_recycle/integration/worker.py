@@ -43,12 +43,12 @@ class TreeWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with override_backend(self.replaced_backend, self.tree_backend):
             super().load_model(*args, **kwargs)
-        expected = self.tree_backend.get_impl_cls()
+        # Kinds of layers that vLLM serves by a backend derived from ours see other tokens.
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if type(layer.impl) is not expected:
-                raise RuntimeError(
-                    f"layer {name}: attention is {type(layer.impl).__name__}, expected "
-                    f"{expected.__name__}"
+            if layer.attn_backend is not self.tree_backend:
+                raise NotImplementedError(
+                    f"layer {name}: attention is {layer.attn_backend.__name__}, expected "
+                    f"{self.tree_backend.__name__}; leave out --speculative-config"
                 )
 
     def compile_or_warm_up_model(self) -> Any:

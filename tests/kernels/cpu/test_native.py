@@ -111,8 +111,10 @@ def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa)
     query = torch.randn(tokens, KV_HEADS * group, HEAD_SIZE).to(dtype)
     own = torch.randn(tokens, 2, KV_HEADS, HEAD_SIZE).to(dtype).unbind(1)
     expected, got = torch.empty_like(query), torch.empty_like(query)
+    window = data.draw(st.none() | st.integers(1, 3 * BLOCK_SIZE))
+    given = {"trees": trees, "scale": 0.2, "isa": isa, "own": own, "window": window}
     for twin, output in ((tree_attention, expected), (native, got)):
-        twin.tree_attention(query, kv_cache, output, trees=trees, scale=0.2, isa=isa, own=own)
+        twin.tree_attention(query, kv_cache, output, **given)
     assert expected.isfinite().all()
     assert is_within_tolerance(got, expected)
 

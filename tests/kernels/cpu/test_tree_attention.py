@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from cache_layouts import KV_HEADS, Layout, every_layout, halves, write
+from cache_layouts import STALE, every_layout
 from tolerance import is_within_tolerance
-from vllm import _custom_ops as ops
+from tree_steps import (
+    BUSH,
+    STEP,
+    UNTOUCHED,
+    Attention,
+    Sequence,
+    Step,
+    causal_attention,
+    rows_of,
+)
 
-from vllm_recycle.core import BatchTrees, TreeTemplate, load_tree
+from vllm_recycle.core import BatchTrees, TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.kernels.cpu import native, tree_attention
-from vllm_recycle.kernels.cpu.tree_attention import TreeRows
-
-HEADS = 6  # three queries a key: grouped-query attention
-UNTOUCHED = -7.0
-# What block tables hold behind the context where the rows are not in the cache.
-NO_BLOCK = 2**30
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A sequence of a step: `num_nodes` of the template, after the context, in these blocks."""
-
-    num_nodes: int
-    num_context: int
-    first: int
-    blocks: tuple[int, ...]
-
-
-# Rows 0, 4 and two behind the last tree belong to no tree. In blocks of 32 tokens the third tree
-# runs from one block into the next; the second has no context. The smaller trees end in a node
-# that is no ancestor of the largest tree's last, so that their padding would show.
-STEP = [
-    Sequence(num_nodes=25, num_context=70, first=5, blocks=(3, 0, 4)),
-    Sequence(num_nodes=2, num_context=0, first=1, blocks=(5,)),
-    Sequence(num_nodes=10, num_context=27, first=31, blocks=(2, 1)),
-]
-
-
-Attention = Callable[..., None]
 
 
 @pytest.fixture(scope="module", params=[tree_attention, native], ids=["torch", "c++"])
@@ -53,109 +32,10 @@ def attention(request) -> Attention:
     return request.param.tree_attention
 
 
-def rows_of(sequence: Sequence) -> slice:
-    return slice(sequence.first, sequence.first + sequence.num_nodes + 1)
-
-
 @pytest.fixture(params=[False, True], ids=["cached", "own"])
 def own(request) -> bool:
     """Whether the keys and values of the rows are given, instead of cached."""
     return request.param
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's tensors: queries, the cache as vLLM wrote it, and the dense keys and values."""
-
-    layout: Layout
-    query: torch.Tensor
-    kv_cache: torch.Tensor
-    dense: list[tuple[torch.Tensor, torch.Tensor]]
-    block_table: torch.Tensor
-    own: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @classmethod
-    def make(cls, layout: Layout, sequences: list[Sequence] = STEP, *, own: bool = False) -> Step:
-        """With `own` the cache holds the contexts alone, and NaN, and no block is behind them."""
-        torch.manual_seed(0)
-        # Two more behind the last tree.
-        num_rows = max(rows_of(sequence).stop for sequence in sequences) + 2
-        num_blocks = 1 + max(max(sequence.blocks) for sequence in sequences)
-        kv_cache, dense = layout.empty_cache()[:1].repeat(num_blocks, 1, 1, 1), []
-        width = max(len(sequence.blocks) for sequence in sequences) + 1
-        block_table = torch.zeros(len(sequences), width, dtype=torch.int32)
-        # The keys between others, as a fused projection has them; the values of another stride.
-        own_keys = torch.full((num_rows, 3 * KV_HEADS, layout.head_size), float("nan"))
-        own_keys = own_keys.to(layout.dtype)[:, KV_HEADS : 2 * KV_HEADS]
-        own_values = own_keys.contiguous()
-        if own:
-            kv_cache.fill_(float("nan"))
-            block_table.fill_(NO_BLOCK)
-        for index, sequence in enumerate(sequences):
-            length = sequence.num_context + sequence.num_nodes + 1
-            keys, values = layout.random_keys_values(length)
-            dense.append((keys, values))
-            cached = sequence.num_context if own else length
-            position = torch.arange(cached)
-            blocks = torch.tensor(sequence.blocks)[: -(-cached // layout.block_size)]
-            block_table[index, : len(blocks)] = blocks
-            slots = blocks[position // layout.block_size] * layout.block_size
-            slots += position % layout.block_size
-            write(kv_cache, keys[:cached], values[:cached], slots, layout.isa)
-            own_keys[rows_of(sequence)] = keys[sequence.num_context :]
-            own_values[rows_of(sequence)] = values[sequence.num_context :]
-        query = torch.randn(num_rows, HEADS, layout.head_size).to(layout.dtype)
-        given = (own_keys, own_values) if own else None
-        return cls(layout, query, kv_cache, dense, block_table, given)
-
-    @property
-    def scale(self) -> float:
-        return self.layout.head_size**-0.5
-
-    def tree_rows(self, tree: TreeTemplate, sequences: list[Sequence] = STEP) -> TreeRows:
-        return TreeRows(
-            trees=tree.of_batch(len(sequences)),
-            first=torch.tensor([sequence.first for sequence in sequences]),
-            num_rows=torch.tensor([sequence.num_nodes + 1 for sequence in sequences]),
-            num_context=torch.tensor([sequence.num_context for sequence in sequences]),
-            block_table=self.block_table,
-            block_size=self.layout.block_size,
-        )
-
-    def attend(self, attention: Attention, trees: TreeRows) -> torch.Tensor:
-        output = torch.full_like(self.query, UNTOUCHED)
-        attention(
-            self.query,
-            self.kv_cache,
-            output,
-            trees=trees,
-            scale=self.scale,
-            isa=self.layout.isa,
-            own=self.own,
-        )
-        return output
-
-    def reference(self, tree: TreeTemplate, sequences: list[Sequence] = STEP) -> torch.Tensor:
-        """Row by row in double precision, over the context and the row's ancestors alone."""
-        output = torch.full_like(self.query, UNTOUCHED, dtype=torch.float64)
-        for sequence, (keys, values) in zip(sequences, self.dense, strict=True):
-            group = HEADS // KV_HEADS
-            keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
-            for row in range(sequence.num_nodes + 1):
-                seen = [*range(sequence.num_context), sequence.num_context + row]
-                ancestor = row
-                while ancestor:
-                    ancestor = tree.nodes[ancestor - 1][0]
-                    seen.append(sequence.num_context + ancestor)
-                query = self.query[sequence.first + row].double()
-                scores = (keys[seen] * query).sum(dim=2) * self.scale
-                weights = scores.softmax(dim=0)[:, :, None]
-                output[sequence.first + row] = (weights * values[seen]).sum(dim=0)
-        return output
-
-
-DEEP_END = ((9, 0), (9, 1), (21, 0), (23, 0), (24, 1))
-BUSH = TreeTemplate((*load_tree("paper-80").nodes[:20], *DEEP_END))
 
 
 @every_layout
@@ -277,47 +157,6 @@ def test_a_mask_that_is_wrong_in_one_place_is_seen(attention, layout, own, row, 
     assert is_within_tolerance(output, reference)
 
 
-def causal_attention(step: Step, sequences: list[Sequence]) -> torch.Tensor:
-    """The same rows through vLLM's kernel, as its CPU backend calls it, in batch order."""
-    layout, dtype = step.layout, torch.int32
-    lengths = torch.tensor([sequence.num_nodes + 1 for sequence in sequences], dtype=dtype)
-    context = torch.tensor([sequence.num_context for sequence in sequences], dtype=dtype)
-    query_start_loc = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=dtype)))
-    query = torch.cat([step.query[rows_of(sequence)] for sequence in sequences])
-    scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(sequences),
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=layout.head_size,
-        seq_lens=context + lengths,
-        dtype=layout.dtype,
-        query_start_loc=query_start_loc,
-        causal=True,
-        sliding_window_size=-1,
-        isa=layout.isa,
-        enable_kv_split=True,
-    )
-    key_cache, value_cache = halves(step.kv_cache)
-    output = torch.empty_like(query)
-    ops.cpu_attention_with_kv_cache(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        output=output,
-        query_start_loc=query_start_loc,
-        seq_lens=context + lengths,
-        scale=step.scale,
-        causal=True,
-        alibi_slopes=None,
-        sliding_window=-1,
-        block_table=step.block_table,
-        softcap=0.0,
-        scheduler_metadata=scheduler_metadata,
-        s_aux=None,
-    )
-    return output
-
-
 @every_layout
 def test_a_tree_that_is_a_chain_equals_the_causal_kernel_of_vllm(attention, layout, own):
     step = Step.make(layout, own=own)
@@ -327,3 +166,45 @@ def test_a_tree_that_is_a_chain_equals_the_causal_kernel_of_vllm(attention, layo
         output = step.attend(attention, step.tree_rows(tree))
         rows = torch.cat([output[rows_of(sequence)] for sequence in STEP])
         assert is_within_tolerance(rows, causal) == equal
+
+
+# Of less than a path of the tree, of a context's end, of parts of blocks and whole ones, and longer
+# than all of them.
+WINDOWS = [1, 3, 20, 33, 64, 200]
+
+
+@every_layout
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_see_what_is_in_the_window_up_to_their_own_position(attention, layout, own, window):
+    step = Step.make(layout, own=own)
+    output = step.attend(attention, step.tree_rows(BUSH), window=window)
+    assert is_within_tolerance(output, step.reference(BUSH, window=window))
+    if window < 64:
+        assert not is_within_tolerance(output, step.reference(BUSH, window=window + 1))
+
+
+@every_layout
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_chain_with_a_window_equals_the_causal_kernel_of_vllm(attention, layout, own, window):
+    step = Step.make(layout, own=own)
+    chain = TreeTemplate(tuple((row, 0) for row in range(25)))
+    causal = causal_attention(Step.make(layout), STEP, window=window)
+    output = step.attend(attention, step.tree_rows(chain), window=window)
+    rows = torch.cat([output[rows_of(sequence)] for sequence in STEP])
+    assert is_within_tolerance(rows, causal)
+
+
+@every_layout
+def test_blocks_that_fell_out_of_the_window_are_others(attention, layout, own):
+    """vLLM gives them away; what it leaves in the block table is theirs by now."""
+    sequence = Sequence(num_nodes=25, num_context=200, first=0, blocks=(9, 6, 1, 0, 8, 2, 3, 4))
+    window = 40
+    step = Step.make(layout, [sequence], own=own)
+    trees = step.tree_rows(BUSH, [sequence])
+    expected = step.attend(attention, trees, window=window)
+    passed = (sequence.num_context + 1 - window) // layout.block_size
+    assert passed
+    step.kv_cache[list(sequence.blocks[:passed])] = STALE
+    assert step.attend(attention, trees, window=window).equal(expected)
+    assert is_within_tolerance(expected, step.reference(BUSH, [sequence], window=window))
+    assert not is_within_tolerance(step.attend(attention, trees), expected)

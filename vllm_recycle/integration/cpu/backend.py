@@ -123,8 +123,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        window = self.sliding_window != -1
-        refuse_layer(self, **{"a sliding window": window, "an fp8 KV cache": self.is_fp8_kv_cache})
+        refuse_layer(self, **{"an fp8 KV cache": self.is_fp8_kv_cache})
 
     def forward(
         self,
@@ -149,6 +148,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             scale=self.scale,
             isa=layer.isa,
             own=None if mixed.are_cached else (key, value),
+            window=None if self.sliding_window == -1 else self.sliding_window,
         )
         if mixed.other_rows is not None:
             others = torch.empty_like(output[mixed.other_rows])

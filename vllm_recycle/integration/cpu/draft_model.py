@@ -28,7 +28,7 @@ from vllm_recycle.integration.cpu.step_times import ROUNDS
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import prepare_trees
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
+from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter, group_of_draft_layers
 from vllm_recycle.kernels.cpu.native import native_operations
 
 
@@ -70,6 +70,9 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
                     f"ouroboros does not support a draft model whose layers share a KV cache, as "
                     f"{name} does; choose another model"
                 )
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        group_of_draft_layers(kv_cache_config, self.attention_layers)
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_attn_backend(*args, **kwargs)

@@ -33,15 +33,18 @@ logger = logging.getLogger("vllm.recycle")
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("operations", "dynamic", "tree_attention"))
-HEADERS = tuple(FOLDER / f"{name}.h" for name in ("amx", "lanes", "softmax", "top_k"))
+HEADERS = tuple(
+    FOLDER / f"{name}.h" for name in ("amx", "lanes", "softmax", "top_k", "tree_columns")
+)
 # Not -ffast-math, which would change the floating-point mode of the whole process.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing")
 DTYPES = (torch.float32, torch.bfloat16)
 LANES = 16
+NO_WINDOW = 2**62  # more tokens than a text has
 
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
-    "tree_attention": "pppppppppp" + "iiiiiiiiiiiiii" + "f" + "i",
+    "tree_attention": "ppppppppppp" + "iiiiiiiiiiiiiiii" + "f" + "i",
     "fill_tree": "ppppp" + "iiiiii" + "p",
     "walk": "ppppp" + "iiiii" + "ppp",
     "update_from_logits": "pppp" + "iiiiiiiii",
@@ -263,6 +266,7 @@ def tree_attention(
     scale: float,
     isa: str,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
 ) -> None:
     """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`, which serves what this cannot.
 
@@ -278,7 +282,7 @@ def tree_attention(
         or (isa == "amx" and not library.reads_amx_layout())
     ):
         torch_attention.tree_attention(
-            query, kv_cache, output, trees=trees, scale=scale, isa=isa, own=own
+            query, kv_cache, output, trees=trees, scale=scale, isa=isa, own=own, window=window
         )
         return
     assert kv_cache.dtype == output.dtype == query.dtype
@@ -306,6 +310,7 @@ def tree_attention(
         pointer(trees.num_context),
         trees.block_table.data_ptr(),
         mask.data_ptr(),
+        rows_pointer(trees.trees.depths),
         len(trees.first),
         query.shape[1],
         kv_cache.shape[1],
@@ -316,7 +321,9 @@ def tree_attention(
         trees.block_table.stride(0),
         mask.stride(0),
         mask.stride(1),
+        trees.trees.depths.stride(0),
         *own_strides,
+        NO_WINDOW if window is None else window,
         isa == "amx",
         query.dtype == torch.bfloat16,
         scale,

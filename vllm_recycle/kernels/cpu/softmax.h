@@ -1,4 +1,4 @@
-// The softmax of one row of scores, masked.
+// The softmax of one row of scores.
 
 #pragma once
 
@@ -29,16 +29,10 @@ inline Vec exp_negative(Vec x) {
   return reinterpret_cast<Vec&>(bits);
 }
 
-// Masks, scales and exponentiates one row of scores in place; returns 1 / sum. The columns of the
-// tree's rows begin at `first`.
-inline float softmax_row(float* scores, int64_t context, int64_t first, int64_t rows, int64_t padded,
-                  const uint8_t* visible, float scale) {
-  constexpr float HIDDEN = -1e30f;
-  std::fill(scores + context, scores + first, HIDDEN);
-  for (int64_t r = 0; r < rows; r++) {
-    if (!visible[r]) scores[first + r] = HIDDEN;
-  }
-  std::fill(scores + first + rows, scores + padded, HIDDEN);
+constexpr float HIDDEN = -1e30f;  // the score of what a row does not see
+
+// Scales and exponentiates one row of scores in place; returns 1 / sum.
+inline float softmax_row(float* scores, int64_t padded, float scale) {
   Vec top = splat(HIDDEN);
   for (int64_t c = 0; c < padded; c += LANES) {
     Vec value = load(scores + c);

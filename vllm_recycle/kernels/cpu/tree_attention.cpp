@@ -5,36 +5,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 #include <vector>
 
 #include "amx.h"
-#include "softmax.h"
+#include "tree_columns.h"
 
 namespace {
-
-// One KV head of one layer: `block(b)` is where that head's keys of block b begin.
-template <typename T>
-struct Cache {
-  const T* base;
-  int64_t block_stride, block_size, dim;
-  const int32_t* blocks;  // of the request
-
-  const T* keys(int64_t token) const {
-    return base + blocks[token / block_size] * block_stride;
-  }
-  const T* values(int64_t token) const { return keys(token) + block_size * dim; }
-};
-
-// Tokens with neighbouring columns of the scores, from `column` on.
-template <typename T>
-struct Segment {
-  Cache<T> cache;
-  int64_t tokens, column;
-};
-
-inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 // Query rows that share each load of a key or value: as many as keep their sums in registers.
 #ifdef __AVX512F__
@@ -72,92 +49,11 @@ void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d,
   for (int64_t i = 0; i < N; i++) out[i] = sum[i];
 }
 
-struct Attention {
-  const void* query;
-  void* output;
-  const void* kv_cache;
-  const void* own_keys;  // of the forward's rows; null where the cache has them
-  const void* own_values;
-  const int64_t* first;
-  const int64_t* num_rows;
-  const int64_t* num_context;
-  const int32_t* block_table;
-  const uint8_t* mask;
-  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride;
-  int64_t mask_batch_stride, mask_stride;
-  int64_t own_key_stride, own_value_stride;
-  int64_t amx;
-  float scale;
-};
-
-// The own keys and values of a tree's rows as a cache of one block, made in `buffer`.
-template <typename T>
-Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vector<T>& buffer) {
-  static constexpr int32_t ONLY_BLOCK = 0;
-  const int64_t rows = a.num_rows[request], size = whole_lanes(rows), dim = a.dim;
-  buffer.resize(2 * size * dim);
-  T* keys = buffer.data();
-  T* values = keys + size * dim;
-  for (int64_t t = 0; t < rows; t++) {
-    const int64_t row = a.first[request] + t;
-    const T* key = static_cast<const T*>(a.own_keys) + row * a.own_key_stride + kv_head * dim;
-    const T* value =
-        static_cast<const T*>(a.own_values) + row * a.own_value_stride + kv_head * dim;
-    for (int64_t d = 0; d < dim; d++) {
-      if (a.amx) {
-        keys[t / LANES * LANES * dim + d / 2 * 32 + t % LANES * 2 + d % 2] = key[d];
-        values[d / LANES * LANES * size + t / 2 * 32 + d % LANES * 2 + t % 2] = value[d];
-      } else {
-        keys[d * size + t] = key[d];
-        values[t * dim + d] = value[d];
-      }
-    }
-  }
-  return {buffer.data(), 0, size, dim, &ONLY_BLOCK};
-}
-
 // What a thread computes in; vectors keep their memory from tile to tile.
 template <typename T>
 struct Scratch {
   std::vector<float> queries, scores;
   std::vector<T> halves, own;
-};
-
-// One query of a tile.
-template <typename T>
-struct Query {
-  const T* in;
-  T* out;
-  const uint8_t* visible;
-
-  Query(const Attention& a, int64_t request, int64_t kv_head, int64_t index) {
-    const int64_t group = a.heads / a.kv_heads, row = index / group;
-    const int64_t head = kv_head * group + index % group, token = a.first[request] + row;
-    in = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
-    out = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
-    visible = a.mask + request * a.mask_batch_stride + row * a.mask_stride;
-  }
-};
-
-// The columns of the scores of a tile that ends before query `end`: the context, and the rows.
-template <typename T>
-struct Columns {
-  int64_t context, rows, first, padded;
-  Segment<T> segments[2];
-
-  Columns(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
-          int64_t end) {
-    context = a.num_context[request];
-    rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None of the tile sees further than its last.
-    first = own.base ? whole_lanes(context) : context;
-    padded = whole_lanes(first + rows);
-    segments[0] = {cache, own.base ? context : context + rows, 0};
-    segments[1] = {own, own.base ? rows : 0, first};
-  }
-
-  float softmax(float* scores, const Query<T>& query, float scale) const {
-    return softmax_row(scores, context, first, rows, padded, query.visible, scale);
-  }
 };
 
 template <int64_t N, typename T>
@@ -312,7 +208,8 @@ void attend(const Attention& a, int64_t batch, int64_t threads) {
       const int64_t head_size = a.block_size * 2 * a.dim;
       const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
                               a.kv_heads * head_size, a.block_size, a.dim,
-                              a.block_table + request * a.table_stride};
+                              a.block_table + request * a.table_stride +
+                                  a.passed_blocks(request)};
       Cache<T> own = {};
       if (a.own_keys) own = pack_own(a, request, kv_head, scratch.own);
       attend_queries<TILE, T>(a, cache, own, request, kv_head, begin, end, scratch);
@@ -336,17 +233,18 @@ int64_t reads_amx_layout() {
 void tree_attention(const void* query, void* output, const void* kv_cache, const void* own_keys,
                     const void* own_values, const int64_t* first, const int64_t* num_rows,
                     const int64_t* num_context, const int32_t* block_table, const uint8_t* mask,
-                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t dim,
-                    int64_t block_size, int64_t query_stride, int64_t output_stride,
-                    int64_t table_stride, int64_t mask_batch_stride, int64_t mask_stride, int64_t own_key_stride,
-                    int64_t own_value_stride, int64_t amx, int64_t is_bf16, float scale,
-                    int64_t threads) {
-  const Attention a = {query,         output,       kv_cache,          own_keys,
-                       own_values,    first,        num_rows,          num_context,
-                       block_table,   mask,         heads,             kv_heads,
-                       dim,           block_size,   query_stride,      output_stride,
-                       table_stride,  mask_batch_stride, mask_stride,  own_key_stride,
-                       own_value_stride, amx,       scale};
+                    const int64_t* depths, int64_t batch, int64_t heads, int64_t kv_heads,
+                    int64_t dim, int64_t block_size, int64_t query_stride, int64_t output_stride,
+                    int64_t table_stride, int64_t mask_batch_stride, int64_t mask_stride,
+                    int64_t depths_stride, int64_t own_key_stride, int64_t own_value_stride,
+                    int64_t window, int64_t amx, int64_t is_bf16, float scale, int64_t threads) {
+  const Attention a = {query,          output,         kv_cache,          own_keys,
+                       own_values,     first,          num_rows,          num_context,
+                       block_table,    mask,           depths,            heads,
+                       kv_heads,       dim,            block_size,        query_stride,
+                       output_stride,  table_stride,   mask_batch_stride, mask_stride,
+                       depths_stride,  own_key_stride, own_value_stride,  window,
+                       amx,            scale};
   if (is_bf16) attend<bf16>(a, batch, threads);
   else attend<float>(a, batch, threads);
 }

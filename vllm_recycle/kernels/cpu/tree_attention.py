@@ -95,6 +95,29 @@ class TreeRows:
         ancestors = self.trees.ancestor_mask[:, :rows, :rows]
         return torch.cat((context, ancestors), dim=2)[:, None]
 
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [batch, rows], of the tree's rows: siblings share one."""
+        return self.num_context[:, None] + self.trees.depths[:, : self.rows.shape[1]]
+
+    def in_window(self, window: int, *, own: bool) -> torch.Tensor:
+        """bool [batch, 1, rows, keys]: those keys of `visible` whose position is in the window.
+
+        Args:
+            window: positions up to a row's own that it sees.
+            own: of `visible_with_own`.
+
+        """
+        if own:
+            tokens = torch.arange(self.in_context.shape[1]).expand(len(self.positions), -1)
+            keys = torch.cat((tokens, self.positions), dim=1)
+        else:
+            token = torch.arange(self.used_blocks.shape[1] * self.block_size)[None]
+            row = (token - self.num_context[:, None]).clamp(0, self.positions.shape[1] - 1)
+            in_context = token < self.num_context[:, None]
+            keys = token.where(in_context, self.positions.gather(1, row))
+        return (keys[:, None] > self.positions[:, :, None] - window)[:, None]
+
 
 def tree_attention(
     query: torch.Tensor,
@@ -105,6 +128,7 @@ def tree_attention(
     scale: float,
     isa: str,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
 ) -> None:
     """Attend from every tree row to its context and its ancestors; their KV is written already.
 
@@ -118,6 +142,7 @@ def tree_attention(
         own: keys and values of the forward's rows, each [tokens, kv_heads, head_size], of any token
             stride. Where given, the trees' rows have theirs from here, and nothing behind the
             context is read from the cache.
+        window: of the layer, how many positions up to its own a row sees; None for all.
 
     """
     if own is None:
@@ -132,6 +157,8 @@ def tree_attention(
             for cached, side in zip(context, own, strict=True)
         )
         visible = trees.visible_with_own
+    if window is not None:
+        visible = visible & trees.in_window(window, own=own is not None)
     attended = F.scaled_dot_product_attention(
         query[trees.rows].transpose(1, 2),
         keys,

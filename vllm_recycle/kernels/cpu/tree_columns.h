@@ -1,0 +1,134 @@
+// What the rows of trees see, as columns of scores: the context in the cache, and the rows.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "softmax.h"
+
+namespace {
+
+// One KV head of one layer: `block(b)` is where that head's keys of block b begin.
+template <typename T>
+struct Cache {
+  const T* base;
+  int64_t block_stride, block_size, dim;
+  const int32_t* blocks;  // of the request
+
+  const T* keys(int64_t token) const {
+    return base + blocks[token / block_size] * block_stride;
+  }
+  const T* values(int64_t token) const { return keys(token) + block_size * dim; }
+};
+
+// Tokens with neighbouring columns of the scores, from `column` on.
+template <typename T>
+struct Segment {
+  Cache<T> cache;
+  int64_t tokens, column;
+};
+
+inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+struct Attention {
+  const void* query;
+  void* output;
+  const void* kv_cache;
+  const void* own_keys;  // of the forward's rows; null where the cache has them
+  const void* own_values;
+  const int64_t* first;
+  const int64_t* num_rows;
+  const int64_t* num_context;
+  const int32_t* block_table;
+  const uint8_t* mask;
+  const int64_t* depths;
+  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride;
+  int64_t mask_batch_stride, mask_stride, depths_stride;
+  int64_t own_key_stride, own_value_stride;
+  int64_t window;  // a row sees so many of the positions up to its own
+  int64_t amx;
+  float scale;
+
+  // The first blocks of a request that are in no row's window. vLLM may have given them to others.
+  int64_t passed_blocks(int64_t request) const {
+    return std::max<int64_t>(0, num_context[request] + 1 - window) / block_size;
+  }
+};
+
+// The own keys and values of a tree's rows as a cache of one block, made in `buffer`.
+template <typename T>
+Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vector<T>& buffer) {
+  static constexpr int32_t ONLY_BLOCK = 0;
+  const int64_t rows = a.num_rows[request], size = whole_lanes(rows), dim = a.dim;
+  buffer.resize(2 * size * dim);
+  T* keys = buffer.data();
+  T* values = keys + size * dim;
+  for (int64_t t = 0; t < rows; t++) {
+    const int64_t row = a.first[request] + t;
+    const T* key = static_cast<const T*>(a.own_keys) + row * a.own_key_stride + kv_head * dim;
+    const T* value =
+        static_cast<const T*>(a.own_values) + row * a.own_value_stride + kv_head * dim;
+    for (int64_t d = 0; d < dim; d++) {
+      if (a.amx) {
+        keys[t / LANES * LANES * dim + d / 2 * 32 + t % LANES * 2 + d % 2] = key[d];
+        values[d / LANES * LANES * size + t / 2 * 32 + d % LANES * 2 + t % 2] = value[d];
+      } else {
+        keys[d * size + t] = key[d];
+        values[t * dim + d] = value[d];
+      }
+    }
+  }
+  return {buffer.data(), 0, size, dim, &ONLY_BLOCK};
+}
+
+// One query of a tile.
+template <typename T>
+struct Query {
+  const T* in;
+  T* out;
+  const uint8_t* visible;
+  const int64_t* depths;  // of the tree's rows
+  int64_t reach;          // positions that it sees before the root's
+
+  Query(const Attention& a, int64_t request, int64_t kv_head, int64_t index) {
+    const int64_t group = a.heads / a.kv_heads, row = index / group;
+    const int64_t head = kv_head * group + index % group, token = a.first[request] + row;
+    in = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
+    out = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
+    visible = a.mask + request * a.mask_batch_stride + row * a.mask_stride;
+    depths = a.depths + request * a.depths_stride;
+    reach = a.window - 1 - depths[row];
+  }
+};
+
+// The columns of the scores of a tile that ends before query `end`: the context, and the rows.
+template <typename T>
+struct Columns {
+  int64_t context, rows, first, padded;
+  Segment<T> segments[2];
+
+  Columns(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
+          int64_t end) {
+    context = a.num_context[request] - a.passed_blocks(request) * a.block_size;
+    rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None of the tile sees further than its last.
+    first = own.base ? whole_lanes(context) : context;
+    padded = whole_lanes(first + rows);
+    segments[0] = {cache, own.base ? context : context + rows, 0};
+    segments[1] = {own, own.base ? rows : 0, first};
+  }
+
+  float softmax(float* scores, const Query<T>& query, float scale) const {
+    // What is before the window, and what is none of the row's ancestors.
+    std::fill_n(scores, std::clamp<int64_t>(context - query.reach, 0, context), HIDDEN);
+    for (int64_t r = 0; r < rows; r++) {
+      if (!query.visible[r] || query.depths[r] < -query.reach) scores[first + r] = HIDDEN;
+    }
+    std::fill(scores + context, scores + first, HIDDEN);
+    std::fill(scores + first + rows, scores + padded, HIDDEN);
+    return softmax_row(scores, padded, scale);
+  }
+};
+
+}  // namespace
