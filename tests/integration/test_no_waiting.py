@@ -18,6 +18,7 @@ MODULES = [
     PACKAGE / "integration" / "cuda" / "ouroboros_speculator.py",
     PACKAGE / "integration" / "cuda" / "draft_rounds.py",
     PACKAGE / "integration" / "cuda" / "draft_cache.py",
+    PACKAGE / "integration" / "cuda" / "row_sampling.py",
     PACKAGE / "integration" / "cuda" / "backend.py",
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.

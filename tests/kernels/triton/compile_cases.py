@@ -65,8 +65,10 @@ class Case:
 
 def cases() -> Iterator[tuple[Case, int]]:
     """What to compile, and for which architecture."""
-    from compile_cases_learning import learning_cases  # which takes `Case` from here
+    # Which take `Case` from here.
+    from compile_cases_learning import learning_cases
     from compile_cases_ouroboros import ouroboros_cases
+    from compile_cases_sampling import visitable_rows_case
 
     yield from tree_attention_cases()
     for arch in (80, 90):
@@ -76,6 +78,7 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield walk_case(grown=grown), arch
             yield place_case(grown=grown), arch
         yield compact_case(), arch
+        yield visitable_rows_case(), arch
         for case in (*ouroboros_cases(), *learning_cases()):
             yield case, arch
     for arch in (80, 90, 100, 120):
@@ -98,6 +101,9 @@ def tree_attention_cases() -> Iterator[tuple[Case, int]]:
         yield attend_case(arch, 32, 2, 256)
         yield attend_case(arch, TREE_ROWS, 4, 128, block_size=128)
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp16", split=False)
+        # The smallest tiles, in contexts that are too short for shares.
+        for rows in (8, 4):
+            yield attend_case(arch, rows, 4, 128, split=False)
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
         yield attend_case(arch, TREE_ROWS, 4, 128, own=True)
         yield attend_case(arch, TREE_ROWS, 4, 128, grown=True)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
@@ -38,6 +37,11 @@ from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
+from vllm_recycle.integration.cuda.row_sampling import (
+    pays,
+    sample_visitable_rows,
+    wants_processed,
+)
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
 from vllm_recycle.integration.cuda.step_costs import find_step_seconds
 from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
@@ -245,11 +249,24 @@ class TreeModelRunner(GPUModelRunner):
     ) -> tuple[SamplerOutput, torch.Tensor]:
         """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        sampled, scores = self._sample_rows(logits, input_batch)
+        drafts, scores = self.req_states.draft_tokens, logits
+        if isinstance(self.drafter, DynamicV2Drafter) and pays(self.sampler, logits, input_batch):
+            sampled, drafts = sample_visitable_rows(
+                self.sampler,
+                logits,
+                input_batch,
+                self.row_token_ids,
+                successors=self.drafter.successors,
+                draft_token_ids=drafts,
+                trees=self.drafter.tree,
+            )
+        else:
+            sampled, scores = self._sample_rows(logits, input_batch)
+            drafts = drafts[input_batch.idx_mapping]
         cu_num_logits = input_batch.cu_num_logits
         result = self.drafter.proposer.operations.walk(
             sampled,
-            self.req_states.draft_tokens[input_batch.idx_mapping],
+            drafts,
             cu_num_logits,
             tree=self.tree,
             idx_mapping=self._own(input_batch.idx_mapping),
@@ -286,10 +303,7 @@ class TreeModelRunner(GPUModelRunner):
         starts = input_batch.cu_num_logits_np
         positions = input_batch.positions[input_batch.logits_indices]
         upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
-        wants_processed = (
-            self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-            and self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
-        )
+        processed_are_wanted = wants_processed(self.sampler, input_batch)
         sampled, processed = [], []
         for first, last in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
             rows = slice(int(starts[first]), int(starts[last]))
@@ -302,12 +316,12 @@ class TreeModelRunner(GPUModelRunner):
                 self.row_token_ids[rows],
                 input_batch.expanded_local_pos[rows],
                 upper_bounds[first:last],
-                return_logprobs=wants_processed,
+                return_logprobs=processed_are_wanted,
             )
             sampled.append(token_ids.view(-1))
-            if wants_processed:
+            if processed_are_wanted:
                 processed.append(processed_logits)
-        return torch.cat(sampled), torch.cat(processed) if wants_processed else logits
+        return _joined(sampled), _joined(processed) if processed else logits
 
     def _logprobs(
         self,
@@ -343,3 +357,7 @@ class TreeModelRunner(GPUModelRunner):
 
 def _may_speculate(params: Any) -> bool:
     return not (looks_back(params) or opts_out(params))
+
+
+def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
