@@ -54,7 +54,7 @@ class GrownInputs:
         )
         self.texts = random_ids(case.words, case.max_num_reqs, case.text).to(torch.int32)
         self.idx_mapping = torch.randperm(case.max_num_reqs, device=DEVICE)[:batch]
-        self.last = torch.full((batch,), case.text - 1, device=DEVICE)
+        self.total_len = torch.full((case.max_num_reqs,), case.text, device=DEVICE)
         self.stamps = torch.zeros(len(self.rows.table), dtype=torch.int32, device=DEVICE)
         self.counts = DeviceCounts.of(AcceptanceTable(self.rows.layout, device=DEVICE))
         for req_state_idx in self.idx_mapping.tolist():
@@ -89,7 +89,7 @@ class GrownInputs:
 
     def read_tails(self) -> torch.Tensor:
         reach = self.rows.layout.reach
-        return read_tails(self.texts, self.idx_mapping, self.last, reach=reach)
+        return read_tails(self.texts, self.idx_mapping, self.total_len, reach=reach)
 
     def grow(self) -> None:
         grow_by_levels(

@@ -153,6 +153,13 @@ def test_a_template_gives_the_same(result):
     assert min(seen["accepted tokens"], seen["moved rows"]) > 0
 
 
+def test_a_template_does_not_learn_in_the_middle_of_a_prompt(result):
+    seen = result["seen of the template"]
+    assert seen["rows within prompts"] > 0
+    assert seen["rows within prompts learnt from"] == 0
+    assert seen["rows learnt from"] > seen["draft tokens"] / 2
+
+
 def test_requests_that_look_back_get_no_drafts(result):
     assert result["seen"]["drafts of requests that look back"] == 0
 
@@ -229,6 +236,7 @@ def pick(token_ids: Any, logprobs: Any) -> list[float]:
 def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     """In the process with the engines: count what the steps are like."""
     from engines import core, runner
+    from v2_learning import watch_prompts, watch_tails
 
     from vllm_recycle.integration.cuda import runner as v2_runner
     from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
@@ -285,40 +293,11 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
         setattr(drafter, name, watched(getattr(drafter, name), waits))
     if isinstance(drafter, DynamicV2Drafter):
         watch_tails(drafter, seen)
+    else:
+        watch_prompts(drafter, seen)
     operations = drafter.proposer.operations
     if not hasattr(operations.walk, "watched"):
         object.__setattr__(operations, "walk", watched(operations.walk, waits))
-
-
-def watch_tails(drafter: Any, seen: Counter) -> None:
-    """Count the texts that learning and growing are told of, and those that end elsewhere."""
-    accept, propose, read_tails = drafter.accept, drafter.propose, drafter._tails
-    tails: list[torch.Tensor] = []
-    told: list[tuple[torch.Tensor, torch.Tensor]] = []  # where texts end, and where they should
-
-    def seen_tails(*args: Any) -> torch.Tensor:
-        tails.append(read_tails(*args))
-        return tails[-1]
-
-    def compared_accept(input_batch: Any, row_token_ids: torch.Tensor, *args: Any) -> None:
-        output, path = args
-        for end, expected in told:
-            seen["texts"] += len(end)
-            seen["texts that end elsewhere"] += int((end != expected).sum())
-        told.clear()
-        seen["steps without trees"] += path is None
-        accept(input_batch, row_token_ids, *args)
-        told.append((tails[-1][:, 0], row_token_ids[input_batch.cu_num_logits[:-1]]))
-        drafter.is_sampled = bool((output.num_sampled > 0).all())
-
-    def compared_propose(idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
-        drafts = propose(idx_mapping, last_sampled)
-        if drafter.is_sampled:  # else a prompt goes on behind what is told of it
-            told.append((tails[-1][:, 0], last_sampled[idx_mapping, 0]))
-        return drafts
-
-    drafter.is_sampled = False
-    drafter._tails, drafter.accept, drafter.propose = seen_tails, compared_accept, compared_propose
 
 
 def watched(function: Any, waits: Waits) -> Any:

@@ -60,7 +60,7 @@ def tails_case() -> Case:
         text_tails._read_tails_kernel,
         {
             **{"tails": "*i64:16", "all_token_ids": "*i32:16", "stride": "i32:16"},
-            **{"idx_mapping": "*i32", "last": "*i64", "batch": "i32"},
+            **{"idx_mapping": "*i64", "total_len": "*i32:16", "batch": "i32"},
         },
         {"REACH": 8, "PLACES": 8, "LANES": text_tails.LANES},
         {"num_warps": 1},

@@ -53,14 +53,14 @@ def test_top_k_takes_nan_for_the_least_and_reads_logits_of_any_strides():
 # The ends of texts.
 
 
-@pytest.mark.parametrize("last_type", [torch.int32, torch.int64])
-def test_tails_go_back_from_the_last_token_to_the_first(last_type):
+@pytest.mark.parametrize("length_type", [torch.int32, torch.int64])
+def test_tails_go_back_from_the_last_token_to_the_first(length_type):
     all_token_ids = torch.arange(24, dtype=torch.int32, device=DEVICE).reshape(3, 8)
-    idx_mapping = torch.tensor([2, 0, 2], device=DEVICE)
-    last = torch.tensor([4, 1, 0], dtype=last_type, device=DEVICE)
-    tails = read_tails(all_token_ids, idx_mapping, last, reach=3)
+    idx_mapping = torch.tensor([2, 0, 1], device=DEVICE)
+    total_len = torch.tensor([2, 0, 5], dtype=length_type, device=DEVICE)
+    tails = read_tails(all_token_ids, idx_mapping, total_len, reach=3)
     assert tails.dtype == torch.int64
-    assert tails.tolist() == [[20, 19, 18], [1, 0, -1], [16, -1, -1]]
+    assert tails.tolist() == [[20, 19, 18], [1, 0, -1], [-1, -1, -1]]
 
 
 # Rows and counts.

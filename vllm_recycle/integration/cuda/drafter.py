@@ -11,6 +11,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core import Proposer, TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import OuroborosOptions
@@ -106,6 +107,15 @@ class TreeV2Drafter(TreeDrafter, TemplateV2Drafter):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, operations=OPERATIONS, device=device)
 
+    def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        reached = has_text(input_batch)
+        if not reached.all():
+            # What follows in the middle of a prompt is known, and not what the target would say.
+            is_within = np.repeat(~reached, np.diff(input_batch.cu_num_logits_np))
+            is_within = async_tensor_h2d(is_within, device=row_token_ids.device)
+            row_token_ids = row_token_ids.masked_fill(is_within, NO_TOKEN)
+        super().observe(input_batch, row_token_ids, logits)
+
     def propose(self, idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
         """int64 [batch, nodes], -1 where there is no draft."""
         return self.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
@@ -137,6 +147,12 @@ class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
     def statistics(self) -> dict[str, int]:
         forwards = self.num_rounds * self.proposer.max_forwards
         return {"rounds": self.num_rounds, "forwards": forwards}
+
+
+def has_text(input_batch: Any) -> np.ndarray:
+    """bool [num_reqs], which requests have all of their prompt behind them."""
+    ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+    return ends >= input_batch.prefill_len_np
 
 
 def groups_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

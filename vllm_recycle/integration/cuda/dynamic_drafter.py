@@ -120,7 +120,6 @@ class DynamicV2Drafter(V2Drafter):
         rows, proposer = self.state.rows, self.proposer
         if path is None:
             path = proposer.roots[: input_batch.num_reqs]
-        roots = input_batch.logits_indices[input_batch.cu_num_logits[:-1]]
         learn(
             rows.table,
             proposer.stamps,
@@ -129,7 +128,7 @@ class DynamicV2Drafter(V2Drafter):
             layout=rows.layout,
             idx_mapping=input_batch.idx_mapping,
             salts=rows.salts,
-            tails=self._tails(input_batch.idx_mapping, input_batch.positions[roots]),
+            tails=self._tails(input_batch.idx_mapping),
             parents=proposer.trees.parents,
             row_token_ids=row_token_ids,
             cu_num_logits=input_batch.cu_num_logits,
@@ -153,17 +152,17 @@ class DynamicV2Drafter(V2Drafter):
             idx_mapping,
             layout=rows.layout,
             salts=rows.salts,
-            tails=self._tails(idx_mapping, self.req_states.total_len.gpu[idx_mapping] - 1),
+            tails=self._tails(idx_mapping),
             max_depths=proposer.max_depths[:batch],
             trees=proposer.trees,
             beam=BEAM,
         )
         return drafts
 
-    def _tails(self, idx_mapping: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, reach], the ends of the texts whose last tokens are there."""
-        texts, reach = self.req_states.all_token_ids.gpu, self.state.rows.layout.reach
-        return read_tails(texts, idx_mapping, last, reach=reach)
+    def _tails(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, reach], the ends of the texts, each with its root or newest token."""
+        texts, total_len = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        return read_tails(texts, idx_mapping, total_len, reach=self.state.rows.layout.reach)
 
     def describe(self) -> str:
         rows = self.state.rows

@@ -182,7 +182,7 @@ class TreeModelRunner(GPUModelRunner):
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, self.slot_mappings = super().prepare_attn(input_batch)
         self.lora_state.num_logits = np.diff(input_batch.cu_num_logits_np)
-        # After the slots, which stay linear.
+        # After the slots, which stay linear. Without drafts it tells learning what the rows are.
         self.row_token_ids = place_tree_rows(
             input_batch.input_ids,
             input_batch.positions,
@@ -191,7 +191,7 @@ class TreeModelRunner(GPUModelRunner):
             tree=self.tree,
             expanded_idx_mapping=self._own(input_batch.expanded_idx_mapping),
         )
-        if isinstance(self.tree, DeviceTrees):
+        if isinstance(self.tree, DeviceTrees) and input_batch.num_draft_tokens:
             self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
         num_nodes, num_trees = input_batch.num_draft_tokens_per_req, 0
         if num_nodes is not None:

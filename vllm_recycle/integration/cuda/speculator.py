@@ -12,8 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core.dynamic.sizes import LOOK_EVERY
 from vllm_recycle.core.dynamic.step_seconds import StepSeconds
-from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cuda.drafter import TreeV2Drafter
+from vllm_recycle.integration.cuda.drafter import TreeV2Drafter, has_text
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.draft_sizes import DraftReport
 
@@ -53,7 +52,7 @@ class TreeSpeculator(BaseSpeculator):
         """
         if num_speculative_tokens == 0 and not self._looks(input_batch):
             shape = (input_batch.num_reqs, self.drafter.tree.num_nodes)
-            return last_sampled.new_full(shape, NO_TOKEN)
+            return last_sampled.new_empty(shape)  # vLLM puts -1 behind the size
         drafts = self.drafter.propose(input_batch.idx_mapping, last_sampled)
         self._see(input_batch, num_speculative_tokens)
         return drafts
@@ -87,7 +86,7 @@ class SizedSpeculator(TreeSpeculator):
         return report
 
     def _looks(self, input_batch: Any) -> bool:
-        if not _has_text(input_batch).any():
+        if not has_text(input_batch).any():
             return False
         self.plain_steps += 1
         return self.plain_steps % LOOK_EVERY == 1
@@ -95,16 +94,10 @@ class SizedSpeculator(TreeSpeculator):
     def _see(self, input_batch: Any, num_speculative_tokens: int | None) -> None:
         if num_speculative_tokens:
             self.plain_steps = 0
-        worth, has_text = self.drafter.worth, _has_text(input_batch)
-        if not has_text.all():
-            indices = async_tensor_h2d(np.flatnonzero(has_text), device=worth.device)
+        worth, counted = self.drafter.worth, has_text(input_batch)
+        if not counted.all():
+            indices = async_tensor_h2d(np.flatnonzero(counted), device=worth.device)
             worth = worth[indices]
         # On the stream of the step, so that it is there with the tokens of the next one.
         times, self.times = self.times, None
-        self.report = DraftReport(async_copy_to_np(worth.sum(0)), int(has_text.sum()), times)
-
-
-def _has_text(input_batch: Any) -> np.ndarray:
-    """bool [num_reqs], which requests have all of their prompt behind them."""
-    ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-    return ends >= input_batch.prefill_len_np
+        self.report = DraftReport(async_copy_to_np(worth.sum(0)), int(counted.sum()), times)

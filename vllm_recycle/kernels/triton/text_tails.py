@@ -10,7 +10,7 @@ LANES = 32  # requests of one program
 
 
 def read_tails(
-    all_token_ids: torch.Tensor, idx_mapping: torch.Tensor, last: torch.Tensor, *, reach: int
+    all_token_ids: torch.Tensor, idx_mapping: torch.Tensor, total_len: torch.Tensor, *, reach: int
 ) -> torch.Tensor:
     """The ends of texts.
 
@@ -18,7 +18,7 @@ def read_tails(
         all_token_ids: int32 [max_num_reqs, max_model_len], of the device or mapped for it; no
             more is read than the ends.
         idx_mapping: integer [batch].
-        last: integer [batch], the place of each text's last token.
+        total_len: integer [max_num_reqs], the tokens of each text.
 
     Returns:
         int64 [batch, reach], the newest token first, -1 before the first one.
@@ -31,7 +31,7 @@ def read_tails(
         all_token_ids,
         all_token_ids.stride(0),
         idx_mapping.contiguous(),
-        last.contiguous(),
+        total_len.contiguous(),
         batch,
         REACH=reach,
         PLACES=triton.next_power_of_2(reach),
@@ -47,7 +47,7 @@ def _read_tails_kernel(
     all_token_ids: tl.tensor,
     stride: int,
     idx_mapping: tl.tensor,
-    last: tl.tensor,
+    total_len: tl.tensor,
     batch: int,
     REACH: tl.constexpr,
     PLACES: tl.constexpr,
@@ -55,8 +55,9 @@ def _read_tails_kernel(
 ) -> None:
     index = tl.program_id(0) * LANES + tl.arange(0, LANES)
     real = index < batch
-    text = all_token_ids + tl.load(idx_mapping + index, mask=real, other=0).to(tl.int64) * stride
-    end = tl.load(last + index, mask=real, other=-1).to(tl.int64)
+    request = tl.load(idx_mapping + index, mask=real, other=0).to(tl.int64)
+    text = all_token_ids + request * stride
+    end = tl.load(total_len + request, mask=real, other=0).to(tl.int64) - 1
     place = tl.arange(0, PLACES)[None, :]
     newest = end[:, None] - place
     inside = (place < REACH) & (newest >= 0)
