@@ -20,6 +20,9 @@ from vllm_recycle.integration.engine_config import (
 )
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, sizes_of_batches
 
+# Steps after which requests are looked at again, though none came or went.
+LOOK_AGAIN_AFTER = 16
+
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
@@ -81,26 +84,43 @@ class DraftSizes:
         self.chooser = SizeChooser()
         self.times: StepSeconds | None = None
         self.prompt_rows = [0, 0]  # of the last two steps
+        # Of the running requests, at the last look: how many draft, and their mean length.
+        self.drafting, self.context = 0, 0.0
+        self.num_running = self.steps_since_look = 0
 
     def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests."""
         if self.times is None or self.chooser.gains is None:
             return self.table[num_reqs]
-        running = self.scheduler.running
-        may_speculate = self.scheduler.may_speculate
-        drafting = sum(not one.is_prefill_chunk and may_speculate(one) for one in running)
-        if not drafting:
+        self._count_requests()
+        if not self.drafting:
             return 0
         given = {
             "requests": num_reqs,
-            "drafting": min(drafting, num_reqs),
-            "context": sum(request.num_tokens for request in running) / len(running),
+            "drafting": min(self.drafting, num_reqs),
+            "context": self.context,
             # One prompt that comes in between is no reason to draft otherwise.
             "other_rows": min(self.prompt_rows),
         }
-        sizes = [n for n in self.sizes_of_batch[num_reqs] if n * drafting <= self.max_draft_tokens]
+        most = self.max_draft_tokens // self.drafting
+        sizes = [nodes for nodes in self.sizes_of_batch[num_reqs] if nodes <= most]
         seconds = {nodes: self.times.at(nodes, **given) for nodes in [*sizes, 0]}
         return self.chooser.choose(seconds, num_reqs=num_reqs, num_drafting=given["drafting"])
+
+    def _count_requests(self) -> None:
+        """Look at the running requests, where these may be others than at the last look.
+
+        Between looks nothing changes but that texts grow, by a little.
+        """
+        running = self.scheduler.running
+        self.steps_since_look += 1
+        is_same = len(running) == self.num_running and not any(self.prompt_rows)
+        if is_same and self.steps_since_look < LOOK_AGAIN_AFTER:
+            return
+        self.num_running, self.steps_since_look = len(running), 0
+        may_speculate = self.scheduler.may_speculate
+        self.drafting = sum(not one.is_prefill_chunk and may_speculate(one) for one in running)
+        self.context = sum(request.num_tokens for request in running) / max(1, len(running))
 
     def see_prompts(self, scheduler_output: Any) -> None:
         """Take in which rows of a step are prompts'."""
@@ -110,16 +130,12 @@ class DraftSizes:
 
     def learn(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Take in a step: what was accepted, and what was reported with it."""
-        sampled = model_runner_output.sampled_token_ids
-        places = model_runner_output.req_id_to_index
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        verified = [(len(draft), sampled[places[name]]) for name, draft in drafts.items()]
-        # None is sampled for a request whose step is taken back.
-        verified = [(size, tokens) for size, tokens in verified if tokens]
-        if verified:
-            self.chooser.verified(
-                [size for size, _ in verified], sum(len(tokens) - 1 for _, tokens in verified)
-            )
+        if drafts:
+            # Without a draft it is one token, or none in the middle of a prompt.
+            sampled = model_runner_output.sampled_token_ids
+            accepted = sum(map(len, sampled)) - sum(map(bool, sampled))
+            self.chooser.verified(list(map(len, drafts.values())), accepted)
         report: DraftReport | None = getattr(model_runner_output, "draft_report", None)
         if report is not None:
             self.chooser.learn(report.worth.tolist(), report.num_reqs)

@@ -69,7 +69,7 @@ class SizeChooser:
         """
         if self.gains is None:
             return
-        self._expected += sum(self.gains[size] for size in sizes)
+        self._expected += sum(map(self.gains.__getitem__, sizes))
         self._accepted += accepted
 
     def choose(self, seconds: Mapping[int, float], *, num_reqs: int, num_drafting: int) -> int:
