@@ -62,6 +62,7 @@ def test_a_place_that_is_accepted_can_be_written(name, tmp_path):
         ("folder", "expected a file, not a directory, pipe or device"),
         ("pipe", "expected a file, not a directory, pipe or device"),
         ("no/such", "expected a file in a directory that exists"),
+        ("no folder/", "expected a directory that exists, or a file"),
         ("file/in", "expected one that can be read and written: Not a directory"),
         ("loop", "Too many levels of symbolic links"),
     ],
@@ -73,6 +74,16 @@ def test_a_place_that_cannot_be_written_is_refused(name, message, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"^matrix_file is .*{message}$"):
         check_place(f"{tmp_path}/{name}", kind="matrix_file")
+
+
+def test_a_folder_is_accepted_where_files_may_be_written_in_it(tmp_path):
+    check_place(f"{tmp_path}/", kind="matrix_file", may_be_folder=True)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="expected a file, not a directory"):
+        check_place(tmp_path, kind="matrix_file")
+    tmp_path.rmdir()
+    with pytest.raises(ValueError, match=r"expected a directory that exists, or a file$"):
+        check_place(f"{tmp_path}/", kind="matrix_file", may_be_folder=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

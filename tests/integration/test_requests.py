@@ -220,9 +220,10 @@ def test_a_server_can_start_warm(tmp_path, method):
     prompts = read_prompts(2)
     with engine(method) as llm:
         expected = generate(llm, prompts, GREEDY)
-        written = learnt(llm)
         assert core(llm).model_executor.collective_rpc("save_draft_state") == [str(path)]
         path.unlink()
+        assert generate(llm, prompts, GREEDY) == expected
+        written = learnt(llm)
     assert path.exists(), "expected the matrix to be saved at shutdown"
     with engine(method) as llm:
         assert all(map(torch.equal, learnt(llm), written))

@@ -109,7 +109,7 @@ def test_a_save_that_fails_at_shutdown_is_said_in_one_line(tmp_path, monkeypatch
     ((form, error),) = said
     assert form % error == (
         f"matrix_file {path}: cannot be written: No such file or directory; what was learnt since "
-        "the start is lost"
+        "it was last written is lost"
     )
 
 

@@ -30,7 +30,9 @@ class StateFileError(OSError):
     """A file that could not be written; one line with its kind, its path and the reason."""
 
 
-def check_place(path: str | Path, *, kind: str, is_written: bool = True) -> None:
+def check_place(
+    path: str | Path, *, kind: str, is_written: bool = True, may_be_folder: bool = False
+) -> None:
     """Refuse a path that could not be read, or not be written later.
 
     A file is made and removed beside it, since permissions do not tell all.
@@ -39,6 +41,7 @@ def check_place(path: str | Path, *, kind: str, is_written: bool = True) -> None
         path: of a file that need not exist; through a symbolic link, of its target.
         kind: what the message calls it.
         is_written: whether it is written where it exists already.
+        may_be_folder: whether it may be that of a folder, to write files in.
 
     Raises:
         ValueError: in one line, with the reason.
@@ -49,6 +52,11 @@ def check_place(path: str | Path, *, kind: str, is_written: bool = True) -> None
         if b"\0" in str(path).encode():
             raise ValueError(f"{named}, expected a path without NUL")
         target = Path(os.path.realpath(path))
+        if may_be_folder and target.is_dir():
+            with _partial_file(target):
+                return
+        if str(path).endswith(os.sep):
+            raise ValueError(f"{named}, expected a directory that exists, or a file")
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(target.stat().st_mode):
                 raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
@@ -91,11 +99,7 @@ def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
 def _partial_file(folder: Path) -> Iterator[BinaryIO]:
     """A new file to be renamed, removed where it was not; before it, what killed writers left."""
     for left in folder.glob(f"{PARTIAL_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if left.is_file():
-                with left.open("rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    left.unlink()
+        remove_abandoned(left)
     while True:
         path = folder / f"{PARTIAL_PREFIX}{secrets.token_hex(8)}"
         with path.open("xb") as file:
@@ -108,6 +112,15 @@ def _partial_file(folder: Path) -> Iterator[BinaryIO]:
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove a file that its writer holds a lock on while it lives, where that is free."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def read_json(path: str | Path, *, kind: str) -> Any:

@@ -6,7 +6,6 @@ A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +13,17 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_recycle.core import AnyProposer, Operations, TokenRecyclingProposer
+from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.learnt_state import LearntState, fingerprint, make_matrix, rank_file
+from vllm_recycle.integration.learnt_state import (
+    LearntState,
+    describe_state,
+    fingerprint,
+    make_matrix,
+    rank_file,
+)
 from vllm_recycle.integration.options import TokenRecyclingOptions
+from vllm_recycle.integration.state_saver import StateSaver
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
@@ -29,18 +36,18 @@ class Drafter(ABC):
         vllm_config: of the engine, as `engine_config.rewrite` left it.
         proposer: what drafts.
         state: what it learns.
-        is_ready: whether `reset` was called.
 
     """
 
     vllm_config: Any
     proposer: AnyProposer
     state: LearntState
-    is_ready = False
 
     @property
     def state_file(self) -> str | None:
-        """Where what is learnt lives between engines, if anywhere; its own for each replica."""
+        """Where what is learnt lives between engines, if anywhere: a file of its own for each
+        data-parallel rank, or a folder of all.
+        """
         path = get_options(self.vllm_config).state_file
         return path and rank_file(path, self.vllm_config.parallel_config.data_parallel_index)
 
@@ -51,34 +58,47 @@ class Drafter(ABC):
             ValueError: the file is not of this model, tokenizer and sizes.
 
         """
-        state = self.state
-        state.clear()
+        self.state.clear()
         if self.state_file is not None:
-            # A data-parallel rank that has no file yet starts from that of the first.
-            files = (self.state_file, get_options(self.vllm_config).state_file)
-            known = [file for file in files if file and Path(file).exists()]
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
-            is_first = not parallel or get_tp_group().rank_in_group == 0
-            if is_first and known:
-                state.load(known[0], fingerprint=fingerprint(self.vllm_config.model_config))
+            if not parallel or get_tp_group().rank_in_group == 0:
+                # A data-parallel rank that has no file yet starts from that of the first.
+                first = self._place(get_options(self.vllm_config).state_file)
+                self._load(self._place(self.state_file), first)
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
-                for tensor in state.tensors:
+                for tensor in self.state.tensors:
                     get_tp_group().broadcast(tensor)
-        self.is_ready = True
 
-    def save(self) -> str | None:
-        """Write the state file; returns its path, None where there is none.
+    def make_saver(self) -> StateSaver | None:
+        """What writes the state file from now on; None where there is none."""
+        if self.state_file is None:
+            return None
+        options = get_options(self.vllm_config)
+        return StateSaver(
+            self.state,
+            describe_state(options, self.vllm_config, "cpu"),
+            self._place(self.state_file),
+            fingerprint=fingerprint(self.vllm_config.model_config),
+            every=options.save_seconds,
+        )
 
-        Raises:
-            StateFileError: it cannot be written.
+    def _place(self, path: str) -> StatePlace:
+        model = fingerprint(self.vllm_config.model_config)
+        method = get_options(self.vllm_config).method
+        return StatePlace(path, name=f"{method}-{model}")
 
-        """
-        path = self.state_file
-        if path is not None:
-            self.state.save(path, fingerprint=fingerprint(self.vllm_config.model_config))
-            logger.info("vllm_recycle: wrote %s", path)
-        return path
+    def _load(self, place: StatePlace, otherwise: StatePlace) -> None:
+        for path in place.candidates() or otherwise.candidates():
+            try:
+                self.state.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+            except ValueError as error:
+                if not place.is_folder:
+                    raise
+                logger.warning("%s; passed over", error)
+            else:
+                logger.info("vllm_recycle: read %s", path)
+                return
 
     @abstractmethod
     def describe(self) -> str:

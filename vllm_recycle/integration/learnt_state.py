@@ -89,9 +89,10 @@ def describe_state(
 def rank_file(path: str, data_parallel_index: int) -> str:
     """Where a data-parallel rank keeps what it learns: the first in the file that is named.
 
-    The others beside it: rank 1 in `NAME.dp1.safetensors` where that is `NAME.safetensors`.
+    The others beside it: rank 1 in `NAME.dp1.safetensors` where that is `NAME.safetensors`. In a
+    folder each engine has a file of its own anyway.
     """
-    if not data_parallel_index:
+    if not data_parallel_index or Path(path).is_dir():
         return path
     file = Path(path)
     return str(file.with_name(f"{file.stem}.dp{data_parallel_index}{file.suffix}"))
@@ -100,6 +101,8 @@ def rank_file(path: str, data_parallel_index: int) -> str:
 def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     """Refuse a state file that no engine of this configuration would read, by its header.
 
+    In a folder such a file is passed over.
+
     Raises:
         ValueError: it is torn, or not of this model, tokenizer and sizes; or that of a rank could
             not be written.
@@ -107,8 +110,8 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     """
     ranks = range(vllm_config.parallel_config.data_parallel_size)
     for path in [rank_file(options.state_file, rank) for rank in ranks if options.state_file]:
-        check_place(path, kind="state file")
-        if Path(path).exists():
+        check_place(path, kind="state file", may_be_folder=True)
+        if Path(path).is_file():
             expected = describe_state(options, vllm_config)
             expected.check(path, fingerprint=fingerprint(vllm_config.model_config))
 

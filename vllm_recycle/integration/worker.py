@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from vllm.config import get_layers_from_vllm_config
@@ -15,6 +16,7 @@ from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.engine_config import get_options
+from vllm_recycle.integration.state_saver import StateSaver
 
 logger = init_logger("vllm.recycle")
 
@@ -26,9 +28,11 @@ class TreeWorker(Worker):
         runner_class: our model runner.
         replaced_backend: the attention backend of vLLM that ours takes the place of.
         tree_backend: ours.
+        saver: of the first rank, once it is warm, where there is a state file.
 
     """
 
+    saver: StateSaver | None = None
     runner_class: ClassVar[type]
     replaced_backend: ClassVar[AttentionBackendEnum]
     tree_backend: ClassVar[type[AttentionBackend]]
@@ -57,6 +61,7 @@ class TreeWorker(Worker):
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
         if self.rank == 0:
+            self.saver = self.drafter.make_saver()
             logger.info(self.drafter.describe())
             if found is not None:
                 logger.info("%s: %s", get_options(self.vllm_config).method, found)
@@ -66,12 +71,23 @@ class TreeWorker(Worker):
         """Measure what rows cost, where that is done; returns what was found."""
         return self.model_runner.price_rows()
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._changing_state():
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with self._changing_state():
+            return super().sample_tokens(*args, **kwargs)
+
+    def _changing_state(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.saver is None else self.saver.changing()
+
     def save_draft_state(self) -> str | None:
         """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0.
 
         All data-parallel ranks do, of which vLLM returns the result of the first, here and below.
         """
-        return self.drafter.save() if self.rank == 0 else None
+        return None if self.saver is None else self.saver.save()
 
     def draft_statistics(self) -> dict[str, int]:
         """What the draft model has done since the start; for `collective_rpc`.
@@ -85,10 +101,9 @@ class TreeWorker(Worker):
 
     def shutdown(self) -> None:
         try:
-            # There is nothing to save where the start failed.
-            if self.model_runner is not None and self.drafter.is_ready:
-                self.save_draft_state()
+            if self.saver is not None:
+                self.saver.close()
         except StateFileError as error:
-            logger.error("%s; what was learnt since the start is lost", error)
+            logger.error("%s; what was learnt since it was last written is lost", error)
         finally:
             super().shutdown()

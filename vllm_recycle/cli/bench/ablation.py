@@ -69,7 +69,8 @@ def choose_ablation(args: argparse.Namespace) -> tuple[Methods, dict[str, str]]:
 def ablation(whole: dict[str, Any]) -> tuple[Methods, dict[str, str]]:
     """The same, of a speculative configuration of the whole method."""
     gamma = ouroboros_options(whole).gamma
-    whole = whole | {"gamma": gamma, "pool_file": None}  # each line starts with an empty pool
+    # Each line starts with an empty pool.
+    whole = whole | {"gamma": gamma, "pool_file": None, "save_every": None}
     draft_model = {"method": DRAFT_MODEL, "model": whole["model"], "num_speculative_tokens": gamma}
     methods: Methods = {"none": None, DRAFT_MODEL: draft_model}
     gain_over = {DRAFT_MODEL: "none"}

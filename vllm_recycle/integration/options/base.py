@@ -14,6 +14,8 @@ from vllm_recycle.core.state_file import check_place, read_json, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.row_budget import Schedule
 
+# Seconds between saves of what is learnt, and the most of them.
+SAVE_EVERY, MOST_SECONDS = 300.0, 1_000_000
 STEP_TIMES_FORMAT = "vllm_recycle.step_times/2"
 
 
@@ -27,6 +29,8 @@ class MethodOptions(ABC):
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
         step_times_file: JSON file of what was measured; read at start-up where it exists, else
             written.
+        save_every: seconds between saves of what is learnt to its file, where anything was learnt;
+            0 to save at shutdown and on request alone, None for the default.
 
     """
 
@@ -35,6 +39,7 @@ class MethodOptions(ABC):
     budget_share: float = 0.5
     row_cost: float | None = None
     step_times_file: str | None = None
+    save_every: float | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
@@ -85,13 +90,12 @@ class MethodOptions(ABC):
     def check(self) -> None:
         """Raise ValueError for the first value that is not accepted."""
         share = self.budget_share
-        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        is_share = is_number(share) and 0 < share <= 1
         expect("budget_share", share, is_share, "a number above 0, at most 1")
         cost = self.row_cost
-        is_cost = (
-            isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < math.inf
-        )
+        is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
+        self._check_save_every()
         file = self.step_times_file
         expect_file("step_times_file", file, is_written=False)
         if file is not None and Path(file).exists():
@@ -101,6 +105,22 @@ class MethodOptions(ABC):
                 "speculative_config: step_times_file is given with a row_cost, expected one of them"
             )
 
+    def _check_save_every(self) -> None:
+        every = self.save_every
+        is_time = is_number(every) and 0 <= every <= MOST_SECONDS
+        expected = f"a number of seconds, 0 to {MOST_SECONDS:,}"
+        expect("save_every", every, every is None or is_time, expected)
+        if every is not None and self.state_file is None:
+            raise ValueError(
+                f"speculative_config: save_every is {every}, expected none without a file for what "
+                "is learnt"
+            )
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds between saves, 0 for none."""
+        return SAVE_EVERY if self.save_every is None else self.save_every
+
     @abstractmethod
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
@@ -108,7 +128,7 @@ class MethodOptions(ABC):
     @property
     @abstractmethod
     def state_file(self) -> str | None:
-        """Where what is learnt lives between engines, if anywhere."""
+        """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -146,6 +166,10 @@ def read_step_times(path: str) -> dict[str, Any]:
     return content
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_int(value: Any, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -159,7 +183,10 @@ def expect_bool(key: str, value: Any) -> None:
     expect(key, value, isinstance(value, bool), "true or false")
 
 
-def expect_file(key: str, value: Any, *, is_written: bool = True) -> None:
+def expect_file(
+    key: str, value: Any, *, is_written: bool = True, may_be_folder: bool = False
+) -> None:
     expect(key, value, value is None or isinstance(value, str), "a path")
     if value is not None:
-        check_place(value, kind=f"speculative_config: {key}", is_written=is_written)
+        kind = f"speculative_config: {key}"
+        check_place(value, kind=kind, is_written=is_written, may_be_folder=may_be_folder)

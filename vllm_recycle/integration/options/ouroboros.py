@@ -82,7 +82,8 @@ class OuroborosOptions(MethodOptions):
         scope: whether requests share a pool that lives on (`shared`), or have each their own
             (`request`).
         pool_file: safetensors file of the shared pool; read at start-up where it exists, written
-            at shutdown; of each data-parallel rank its own.
+            while serving and at shutdown, of each data-parallel rank its own. Or a folder of such
+            files, one of each replica.
 
     """
 
@@ -128,7 +129,7 @@ class OuroborosOptions(MethodOptions):
         for name in ("harvest_trunk", "harvest_branches"):
             expect_bool(name, getattr(self, name))
         expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
-        expect_file("pool_file", self.pool_file)
+        expect_file("pool_file", self.pool_file, may_be_folder=True)
         if self.pool_file is not None and not self.shares_pool:
             raise ValueError(
                 "speculative_config: pool_file is given with scope 'request', expected scope "

@@ -40,7 +40,8 @@ class TokenRecyclingOptions(MethodOptions):
         scope: who reads and writes what, see `AdjacencyMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
-            written at shutdown; of each data-parallel rank its own.
+            written while serving and at shutdown, of each data-parallel rank its own. Or a folder
+            of such files, one of each replica.
         seed_from_prompt: whether the text of the prompt enters the matrix.
 
     """
@@ -109,7 +110,7 @@ class TokenRecyclingOptions(MethodOptions):
         expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
         for name in ("hot_start", "seed_from_prompt"):
             expect_bool(name, getattr(self, name))
-        expect_file("matrix_file", self.matrix_file)
+        expect_file("matrix_file", self.matrix_file, may_be_folder=True)
         if self.scope == "shared" and not self.hot_start:
             raise ValueError(
                 "speculative_config: hot_start is false with scope 'shared', expected scope "

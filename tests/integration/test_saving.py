@@ -1,0 +1,169 @@
+"""What is learnt is written while serving: whole, between steps, and kept when a worker is killed.
+
+This file is also the script of an engine that is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GROWN, OUROBOROS, core, counter, engine, generate, read_prompts, runner
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from vllm_recycle.core import AdjacencyMatrix
+from vllm_recycle.core.dynamic import DynamicState
+from vllm_recycle.core.state_place import StatePlace
+from vllm_recycle.integration.state_saver import StateSaver
+
+# Of each kind of state: a method, the option that names its file, and the tensor in it.
+KINDS = {
+    "matrix": (
+        {"method": "token_recycling", "tree": "default"}, "matrix_file", "adjacency_matrix",
+    ),
+    "rows": ({**GROWN, "context_mib": 1}, "matrix_file", "context_rows"),
+    "pool": (OUROBOROS, "pool_file", "phrase_pool"),
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = read_prompts(3)
+PATIENCE_S = 60.0
+
+
+def saving(kind: str, path: Path, every: float) -> dict:
+    method, option, _ = KINDS[kind]
+    return {**method, option: str(path), "save_every": every}
+
+
+def learnt_by(llm) -> str:
+    state = runner(llm).drafter.state
+    if isinstance(state, DynamicState):
+        return digest(state.rows.shared_rows())
+    return digest(state.shared if isinstance(state, AdjacencyMatrix) else state.phrases)
+
+
+def written_in(path: Path, kind: str) -> str | None:
+    return digest(load_file(path)[KINDS[kind][2]]) if path.exists() else None
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list:
+    with engine() as llm:
+        return generate(llm, PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_written_while_serving_and_outputs_are_as_before(kind, plain, tmp_path):
+    path = tmp_path / "state"
+    with engine(saving(kind, path, 0.01)) as llm:
+        time.sleep(0.2)
+        assert not path.exists(), "expected nothing to be written before anything is learnt"
+        assert generate(llm, PROMPTS, GREEDY) == plain
+        assert core(llm).model_executor.collective_rpc("save_draft_state") == [str(path)]
+        assert generate(llm, PROMPTS, GREEDY) == plain
+        # An idle engine writes what its last steps taught, and then nothing.
+        wait_until(lambda: written_in(path, kind) == learnt_by(llm))
+        time.sleep(0.2)
+        written = path.stat().st_mtime_ns
+        time.sleep(0.2)
+        assert path.stat().st_mtime_ns == written
+    assert path.stat().st_mtime_ns == written
+
+
+def test_nothing_is_written_before_the_end_where_it_is_not_asked_for(tmp_path):
+    path = tmp_path / "matrix"
+    with engine(saving("matrix", path, 0)) as llm:
+        generate(llm, PROMPTS[:1], GREEDY)
+        time.sleep(0.2)
+        assert not path.exists()
+        learnt = learnt_by(llm)
+    assert written_in(path, "matrix") == learnt
+
+
+def test_a_replica_starts_from_the_newest_file_that_can_be_read(tmp_path):
+    method, last = saving("matrix", tmp_path, 300), None
+    for prompts in (PROMPTS[:1], PROMPTS[1:]):
+        with engine(method) as llm:
+            assert last is None or learnt_by(llm) == last
+            generate(llm, prompts, GREEDY)
+            assert learnt_by(llm) != last
+            last = learnt_by(llm)
+        (path,) = tmp_path.iterdir()  # those of engines that ended before are gone
+        torn = path.with_stem(f"{path.stem}-torn")
+        torn.write_bytes(path.read_bytes()[:-1])
+    with engine(method) as llm:
+        assert learnt_by(llm) == last
+    assert sorted(tmp_path.iterdir()) == sorted([path, torn])  # it has learnt nothing
+
+
+def test_no_half_of_a_step_is_written(tmp_path):
+    """All rows are of one step, in every file that is ever there."""
+    path = tmp_path / "matrix"
+    state, copy, loaded = (AdjacencyMatrix(1 << 16, 8) for _ in range(3))
+    saver = StateSaver(state, copy, StatePlace(path, name=""), fingerprint="f", every=0.001)
+    seen, step = set(), 0
+    deadline = time.monotonic() + PATIENCE_S
+    while len(seen) < 10:
+        step += 1
+        with saver.changing():
+            for rows in state.shared.split(1 << 12):
+                rows.fill_(step % 1000)
+        if path.exists():
+            loaded.load(path, fingerprint="f")
+            (value,) = loaded.shared.unique().tolist()
+            seen.add(value)
+        assert time.monotonic() < deadline
+    saver.close()
+    loaded.load(path, fingerprint="f")
+    assert loaded.shared.equal(state.shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["matrix", "rows"])
+def test_a_killed_engine_keeps_what_it_learnt(kind, tmp_path):
+    path = tmp_path / "state"
+    command = [sys.executable, __file__, kind, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        try:
+            said = next(line for line in served.stdout if line.startswith("learnt "))
+            _, learnt, cold = said.split()
+            wait_until(lambda: written_in(path, kind) == learnt)
+            assert served.poll() is None
+        finally:
+            served.kill()
+    assert served.returncode == -signal.SIGKILL
+    with engine(saving(kind, path, 0)) as llm:
+        assert learnt_by(llm) == learnt
+        generate(llm, PROMPTS, GREEDY)
+        assert counter(llm, "spec_decode_num_accepted_tokens") > int(cold)
+
+
+def main(kind: str, path: str) -> None:
+    """In a process of its own: serve, say what was learnt, and idle until killed."""
+    with engine(saving(kind, Path(path), 0.2)) as llm:
+        generate(llm, PROMPTS, GREEDY)
+        accepted = counter(llm, "spec_decode_num_accepted_tokens")
+        print("learnt", learnt_by(llm), accepted, flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
