@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
+from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.plugin import register
 
 
@@ -32,6 +33,15 @@ def speculative_config():
 def test_an_opt_out_that_is_none(extra_args, message, speculative_config):
     with pytest.raises(VLLMValidationError, match=f"extra_args: {message}"):
         SamplingParams(extra_args=extra_args)._validate_spec_decode(speculative_config)
+
+
+@pytest.mark.parametrize(
+    ("speculate", "expected"), [(True, False), (1, False), (None, False), (False, True), (0, True)]
+)
+def test_what_opts_out(speculate, expected, speculative_config):
+    params = SamplingParams(extra_args={"speculate": speculate})
+    params._validate_spec_decode(speculative_config)
+    assert opts_out(params) == expected
 
 
 @pytest.mark.parametrize(

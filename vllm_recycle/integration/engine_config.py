@@ -31,6 +31,7 @@ from vllm_recycle.integration.options import (
     OuroborosOptions,
 )
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
+from vllm_recycle.integration.plugin import Registered
 from vllm_recycle.integration.row_budget import (
     draft_forward_rows,
     drafting_shapes,
@@ -189,7 +190,7 @@ def finish(vllm_config: Any) -> None:
     """
     options = get_options(vllm_config)
     platform = get_platform(options.method)
-    setattr(vllm_config.speculative_config, IS_OURS, True)
+    setattr(vllm_config.speculative_config, IS_OURS, Registered())
     reasoning = vllm_config.reasoning_config
     if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
         # From --reasoning-parser alone, for thinking budgets, which requests are refused with.

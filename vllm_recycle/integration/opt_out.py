@@ -19,7 +19,7 @@ def is_ours(speculative_config: Any) -> bool:
 
 def opts_out(params: Any) -> bool:
     """Whether a request, by its sampling parameters, is to be decoded without speculation."""
-    return not (params.extra_args or {}).get(OPT_OUT, True)
+    return not _says(params.extra_args or {})
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
@@ -42,7 +42,7 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
                 parameter="extra_args",
                 value=key,
             )
-    speculate = given.get(OPT_OUT, True)
+    speculate = _says(given)
     if speculate not in (True, False):  # 0 and 1 too: vLLM's server makes these of false and true
         raise VLLMValidationError(
             f"extra_args: {OPT_OUT!r} is {speculate!r}, expected true or false",
@@ -57,6 +57,12 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
             value=params.thinking_token_budget,
         )
     return True
+
+
+def _says(extra_args: dict[Any, Any]) -> Any:
+    # None is not said: Ray Data's rows have all fields that any of them has.
+    said = extra_args.get(OPT_OUT)
+    return True if said is None else said
 
 
 def _is_misspelt(key: Any) -> bool:

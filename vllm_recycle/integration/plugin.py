@@ -1,9 +1,13 @@
 """The entry point `vllm.general_plugins`: teaches vLLM our method names.
 
-vLLM calls `register` in every process, sometimes more than once.
+vLLM calls `register` in every process that makes a configuration or an engine, sometimes more than
+once. Ray Serve makes configurations in one process and uses them in another, where none is made:
+they bring it along.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 
 def register() -> None:
@@ -20,3 +24,15 @@ def register() -> None:
         engine_config.rewrite, row_budget.explain_missing_rows, engine_config.finish
     )
     versions.wrap_validate_spec_decode(opt_out.validate_sampling_params)
+
+
+class Registered:
+    """What a configuration of ours carries: where it is unpickled, `register` was called."""
+
+    def __reduce__(self) -> tuple[Callable[[], Registered], tuple[()]]:
+        return _arrive, ()
+
+
+def _arrive() -> Registered:
+    register()
+    return Registered()
