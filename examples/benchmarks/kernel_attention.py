@@ -63,8 +63,14 @@ class AttentionInputs:
         self.seq_lens = torch.full((case.batch,), case.length, dtype=torch.int32, device=DEVICE)
 
     def rows(self, tree: TreeTemplate) -> PagedTreeRows:
-        starts, bits = self.query_start_loc, ancestor_bits(tree.ancestor_mask).to(DEVICE)
-        return PagedTreeRows(bits, starts, self.seq_lens, self.block_table, self.case.rows)
+        return PagedTreeRows(
+            ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
+            depths=tree.depths.to(DEVICE),
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+            max_rows=self.case.rows,
+        )
 
 
 def measure_attention(case: AttentionCase, peaks: Peaks) -> dict[str, Any]:

@@ -87,7 +87,9 @@ def _attend(**given: Any) -> None:
             block = given["block_table"][request][token // size].long()
             keys, values = (given[name][block, token % size].transpose(0, 1) for name in "kv")
             query = given["q"][rows].transpose(0, 1)
-            mask = token <= torch.arange(length - num_rows, length)[:, None]
+            position = torch.arange(length - num_rows, length)[:, None]
+            window = given["window_size"][0] + 1 or length
+            mask = (token <= position) & (token > position - window)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 query, keys, values, mask, scale=given["softmax_scale"], enable_gqa=True
             )

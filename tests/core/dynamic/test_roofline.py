@@ -71,6 +71,18 @@ def test_many_rows_behind_a_long_context_are_bound_by_computing():
     assert LLAMA_8B.attention_seconds(H100, requests=1, rows=81, context=0) == 0
 
 
+def test_layers_with_a_window_read_no_more_than_it():
+    given = {"requests": 1, "rows": 1}
+    windowed = replace(LLAMA_8B, windows=((512, 24),))
+    half = replace(LLAMA_8B, windows=((512, 12), (1024, 4)))
+    shares = {windowed: {512: 1, 2048: 7 / 16}, half: {512: 1, 2048: 1 - (12 * 3 + 4 * 2) / 128}}
+    for model, share_of in shares.items():
+        for context, share in share_of.items():
+            seconds = LLAMA_8B.attention_seconds(H100, context=context, **given)
+            found = model.attention_seconds(H100, context=context, **given)
+            assert found == pytest.approx(share * seconds)
+
+
 def test_a_measured_step_is_that_of_the_next_larger_graph():
     times = StepSeconds(H100, replace(LLAMA_8B, head=NO_WEIGHTS, logits_bytes=0))
     shapes = {(1, 1, 1): 5e-3, (4, 4, 1): 6e-3, (82, 6, 41): 7e-3}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch_twins
 
-from vllm_recycle.core import TreeTemplate
+from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention_tiles import Tile
 from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
 from vllm_recycle.kernels.triton.topology import ancestor_bits
@@ -43,6 +43,22 @@ class Request:
 
 # The trees are prefixes of one template; the padding lies between them and behind them.
 STEP = (Request(26, 150), Request(0, 0), Request(9, 37), Request(3, 0), Request(0, 0))
+
+PAPER = load_tree("paper-80")
+CHAIN = TreeTemplate(tuple((row, 0) for row in range(40)))
+CHAINED = below_chain(PAPER, 4)
+# Each lacks other rows of the chain, or none.
+PADDED = (Request(29, 150, padding=3), Request(0, 0, padding=2), Request(9, 37), Request(3, 0, 4))
+
+# Outputs are averages of standard normal values, hence below 4 in magnitude: a rounding is off by
+# 2^-7 or 2^-10 at most, and results differ by a few (of outputs, and of weights before the sum). In
+# float32 sums over some hundred terms are what differs, by several times 2^-22.
+TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-18}
+
+
+def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[output.dtype]
+    torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,7 @@ class Step:
             own_values[flat] = values[-1][request.context :]
         rows = PagedTreeRows(
             ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
+            depths=tree.depths.to(DEVICE),
             query_start_loc=starts.to(DEVICE, torch.int32),
             seq_lens=torch.tensor(
                 [request.padding + request.length for request in requests],
@@ -148,7 +165,13 @@ class Step:
         block = int(self.rows.block_table[request, token // block_size])
         return block, slice(None), token % block_size
 
-    def attend(self, *, tile: Tile | None = SMALL, num_splits: int | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        *,
+        tile: Tile | None = SMALL,
+        num_splits: int | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
         tree_attention(
             self.query,
@@ -157,15 +180,22 @@ class Step:
             rows=self.rows,
             scale=self.scale,
             own=self.own,
+            window=window,
             tile=tile,
             num_splits=num_splits,
         )
         return output
 
-    def attend_in_torch(self) -> torch.Tensor:
+    def attend_in_torch(self, *, window: int | None = None) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
         torch_twins.tree_attention(
-            self.query, self.kv_cache, output, rows=self.rows, scale=self.scale, own=self.own
+            self.query,
+            self.kv_cache,
+            output,
+            rows=self.rows,
+            scale=self.scale,
+            own=self.own,
+            window=window,
         )
         return output
 

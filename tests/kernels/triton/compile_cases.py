@@ -107,6 +107,8 @@ def tree_attention_cases() -> Iterator[tuple[Case, int]]:
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
         yield attend_case(arch, TREE_ROWS, 4, 128, own=True)
         yield attend_case(arch, TREE_ROWS, 4, 128, grown=True)
+        yield attend_case(arch, TREE_ROWS, 4, 128, grown=True, windowed=True)
+        yield attend_case(arch, TREE_ROWS, 2, 256, windowed=True)
         yield combine_case(128), arch
         yield combine_case(80), arch
     yield attend_case(100, TREE_ROWS, 4, 128)
@@ -124,6 +126,7 @@ def attend_case(
     split: bool = True,
     own: bool = False,
     grown: bool = False,
+    windowed: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Case, int]:
     tile = tile or choose_tile(
@@ -135,19 +138,22 @@ def attend_case(
         **dict.fromkeys(("own_keys", "own_values"), f"*{dtype}:16"),
         **dict.fromkeys(("own_key_stride", "own_value_stride"), "i32:16"),
     }
-    of_grown = {"idx_mapping": "*i64", "tree_stride": "i32"}
+    of_grown = {"idx_mapping": "*i64", "tree_stride": "i32", "depths_stride": "i32"}
     case = Case(
         f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
         + ("" if split else "-unsplit")
         + ("-own" if own else "")
-        + ("-grown" if grown else ""),
+        + ("-grown" if grown else "")
+        + ("-windowed" if windowed else ""),
         attention_kernel.attend_kernel,
         {
             **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
             **dict.fromkeys(("partial", "partial_lse"), "*fp32:16" if split else f"*{dtype}:16"),
             "ancestor_bits": "*i32:16",
+            "depths": "*i32:16" if grown else "*i64:16",
             **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
             "log2_scale": "fp32",
+            **({"window": "i32"} if windowed else {}),
             **dict.fromkeys(("max_rows", "num_splits", "num_words", "table_stride"), "i32"),
             **{f"{stride}_stride": "i32:16" for stride in strides},
             **(of_own if own else {}),
@@ -165,6 +171,7 @@ def attend_case(
             "UPCAST": False,
             **({} if own else dict.fromkeys(of_own)),
             **({} if grown else dict.fromkeys(of_grown)),
+            **({} if windowed else {"window": None}),
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
         tile.resident,
@@ -184,7 +191,7 @@ def combine_case(head_size: int) -> Case:
             **dict.fromkeys(("output_token_stride", "output_head_stride"), "i32:16"),
         },
         {
-            "num_padding": None,
+            **{"num_padding": None, "window": None},
             "GROUP": 4,
             "HEAD_SIZE": head_size,
             "BLOCK_M": attention_splits.COMBINED_QUERIES,

@@ -7,13 +7,28 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_steps import DEVICE, NO_BLOCK, STEP, UNTOUCHED, Request, Shape, Step, below_chain
+from attention_steps import (
+    CHAIN,
+    CHAINED,
+    DEVICE,
+    NO_BLOCK,
+    PADDED,
+    PAPER,
+    STEP,
+    TOLERANCE,
+    UNTOUCHED,
+    Request,
+    Shape,
+    Step,
+    assert_close,
+    below_chain,
+)
 from grown_trees import batch_of, on_device
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import BRIEF, trees
 
-from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core import TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.kernels.triton.attention_tiles import WAVES, Tile, choose_num_splits, choose_tile
@@ -23,40 +38,22 @@ from vllm_recycle.kernels.triton.tree_attention import (
     LEAST_SHARE,
 )
 
-# Outputs are averages of standard normal values, hence below 4 in magnitude: a rounding is off by
-# 2^-7 or 2^-10 at most, and results differ by a few (of outputs, and of weights before the sum). In
-# float32 sums over some hundred terms are what differs, by several times 2^-22.
-TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-18}
-
-PAPER = load_tree("paper-80")
-CHAIN = TreeTemplate(tuple((row, 0) for row in range(40)))
-
-
 LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
-
-
-def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = TOLERANCE[output.dtype]
-    torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=0)
-
-
-CHAINED = below_chain(PAPER, 4)
-# Each lacks other rows of the chain, or none.
-PADDED = (Request(29, 150, padding=3), Request(0, 0, padding=2), Request(9, 37), Request(3, 0, 4))
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
 @pytest.mark.parametrize(("tree", "requests"), [(PAPER, STEP), (CHAINED, PADDED)])
-def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own):
+@pytest.mark.parametrize("window", [None, 2, 40])
+def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own, window):
     step = Step.make(tree, requests, own=own)
-    output = step.attend_in_torch()
+    output = step.attend_in_torch(window=window)
     for index, request in enumerate(requests):
         for row in range(request.rows):
-            seen = [*range(request.context), request.context + row]
-            ancestor = request.padding + row
-            while ancestor > request.padding:
-                ancestor = tree.nodes[ancestor - 1][0]
-                seen.append(request.context + ancestor - request.padding)
+            path = [row]
+            while path[0]:
+                path.insert(0, tree.nodes[request.padding + path[0] - 1][0] - request.padding)
+            seen = [*range(request.context), *(request.context + row for row in path)]
+            seen = seen[-(window or len(seen)) :]
             flat = step.rows_of(index).start + row
             for head in range(step.query.shape[1]):
                 keys = step.keys[index][seen, head // 2].double()
@@ -98,19 +95,23 @@ def test_more_shares_than_are_combined_at_once_equal_the_reference():
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("idx_type", [torch.int32, torch.int64])
-def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type):
+@pytest.mark.parametrize("window", [None, 20])
+def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type, window):
     star = TreeTemplate(tuple((0, rank) for rank in range(40)))
     placed = on_device(batch_of([CHAIN, PAPER.prefix(40), star], 40), [3, 0, 2], 5, DEVICE)
     requests = (Request(26, 150), Request(0, 0), Request(36, 37), Request(41, 9))
     step = Step.make(PAPER, requests)
     idx_mapping = torch.tensor([2, 4, 0, 3], device=DEVICE).to(idx_type)
-    rows = replace(step.rows, ancestor_bits=placed.ancestor_bits, idx_mapping=idx_mapping)
-    several = replace(step, rows=rows).attend(num_splits=num_splits)
-    assert_close(several, replace(step, rows=rows).attend_in_torch())
+    tables = {"ancestor_bits": placed.ancestor_bits, "depths": placed.depths}
+    rows = replace(step.rows, **tables, idx_mapping=idx_mapping)
+    several = replace(step, rows=rows).attend(num_splits=num_splits, window=window)
+    assert_close(several, replace(step, rows=rows).attend_in_torch(window=window))
     for index, tree in ((0, star), (2, PAPER), (3, CHAIN)):
-        alone = replace(step.rows, ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE))
+        bits = ancestor_bits(tree.ancestor_mask).to(DEVICE)
+        alone = replace(step.rows, ancestor_bits=bits, depths=tree.depths.to(DEVICE))
         flat = step.rows_of(index)
-        assert several[flat].equal(replace(step, rows=alone).attend(num_splits=num_splits)[flat])
+        output = replace(step, rows=alone).attend(num_splits=num_splits, window=window)
+        assert several[flat].equal(output[flat])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -184,7 +185,9 @@ def test_any_trees_equal_the_reference(tree, data):
     step = Step.make(below_chain(tree, chain), requests, shape, own=data.draw(st.booleans()))
     tile = Tile(queries=32, tokens=data.draw(st.sampled_from([16, 32, 64])), warps=4)
     num_splits = data.draw(st.integers(1, 4))
-    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
+    window = data.draw(st.none() | st.integers(1, 300))
+    output = step.attend(num_splits=num_splits, tile=tile, window=window)
+    assert_close(output, step.attend_in_torch(window=window))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])

@@ -90,6 +90,7 @@ def tree_attention(
     rows: PagedTreeRows,
     scale: float,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
 ) -> None:
     """See `vllm_recycle.kernels.triton.tree_attention.tree_attention`."""
     starts, lengths = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
@@ -106,10 +107,17 @@ def tree_attention(
                 torch.cat((context, side[flat].float()))
                 for context, side in zip((keys, values), own, strict=True)
             )
-        bits = rows.ancestor_bits
+        bits, depths = rows.ancestor_bits, rows.depths
         if rows.idx_mapping is not None:
-            bits = bits[rows.idx_mapping[request]]
+            bits, depths = (table[rows.idx_mapping[request]] for table in (bits, depths))
         visible = _visible(bits, padding, num_rows, length)
+        if window is not None:
+            depths = depths[padding : padding + num_rows] - padding
+            context = length - num_rows
+            position = torch.cat((torch.arange(context, device=depths.device), context + depths))
+            visible &= position > position[context:, None] - window
+            # What is before all windows may be anything.
+            values = values.masked_fill(~visible.any(dim=0)[:, None, None], 0)
         group = query.shape[1] // keys.shape[1]
         scores = torch.einsum(
             "rhd,thd->hrt", query[flat].float(), keys.repeat_interleave(group, dim=1)

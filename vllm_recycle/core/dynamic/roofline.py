@@ -92,6 +92,7 @@ class ModelCosts:
         kv_bytes: keys and values of a token, in all layers.
         attention_flops: of a row and a token of its context, in all layers.
         logits_bytes: read and written for a row by what samples from it and learns from it.
+        windows: of the layers that have a sliding one, its tokens and how many have it.
 
     """
 
@@ -104,6 +105,7 @@ class ModelCosts:
     expert: Weights = NO_WEIGHTS
     num_experts: int = 0
     experts_per_row: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
 
     def layers_seconds(self, device: Device, rows: float) -> float:
         """The layers, but for attention to the context."""
@@ -119,9 +121,15 @@ class ModelCosts:
         self, device: Device, *, requests: int, rows: float, context: float
     ) -> float:
         """Attention of so many rows in all, to the contexts of their requests."""
-        reading = requests * context * self.kv_bytes / (device.bandwidth * OF_BANDWIDTH)
-        computing = rows * context * self.attention_flops / (device.flops * OF_ATTENTION_FLOPS)
+        seen = self.mean_seen(context)
+        reading = requests * seen * self.kv_bytes / (device.bandwidth * OF_BANDWIDTH)
+        computing = rows * seen * self.attention_flops / (device.flops * OF_ATTENTION_FLOPS)
         return max(reading, computing)
+
+    def mean_seen(self, context: float) -> float:
+        """Tokens of a context that a layer sees, on average over the layers."""
+        hidden = sum(count * max(0.0, context - window) for window, count in self.windows)
+        return context - hidden / self.layers
 
     def logits_seconds(self, device: Device, rows: float) -> float:
         """The logits of so many rows, and what is done with them."""

@@ -12,6 +12,7 @@ A draft forward has no metadata of vLLM's: its rows are trees whose keys and val
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -58,8 +59,8 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
 
     Attributes:
         num_trees: how many requests of the step that is built next are trees, set by the runner.
-        ancestor_bits, tree_indices: see `PagedTreeRows`; in the place of `idx_mapping` a buffer
-            for all requests.
+        ancestor_bits, depths, tree_indices: see `PagedTreeRows`; in the place of `idx_mapping` a
+            buffer for all requests.
 
     """
 
@@ -70,10 +71,12 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
 
     num_trees: int = 0
     ancestor_bits: torch.Tensor
+    depths: torch.Tensor
     tree_indices: torch.Tensor | None
 
     def take_trees(self, tree: TreeTemplate | DeviceTrees, tree_indices: torch.Tensor) -> None:
         """Set what the rows of trees see, and where each request of a step has its tree."""
+        self.depths = tree.depths.to(self.device)
         if isinstance(tree, TreeTemplate):
             bits = ancestor_bits(tree.ancestor_mask).to(self.device)
             self.ancestor_bits, self.tree_indices = bits, None
@@ -94,6 +97,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
         is_all = num_trees == common.num_reqs
         trees = PagedTreeRows(
             ancestor_bits=self.ancestor_bits,
+            depths=self.depths,
             query_start_loc=common.query_start_loc[: num_trees + 1],
             seq_lens=common.seq_lens[:num_trees],
             block_table=common.block_table_tensor[:num_trees],
@@ -146,11 +150,13 @@ class TreeAttentionImpl(AttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         features = {
-            "a sliding window": self.sliding_window != (-1, -1),
             f"a KV cache in {self.kv_cache_dtype}": self.kv_cache_dtype not in KV_CACHE_DTYPES,
             f"a head size of {self.head_size}": self.head_size > MAX_HEAD_SIZE,
         }
         refuse_layer(self, **features)
+        # vLLM counts those before a row.
+        left, _ = self.sliding_window
+        self.window = None if left < 0 else left + 1
 
     def forward(
         self,
@@ -164,16 +170,18 @@ class TreeAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        attend = partial(
+            tree_attention, query, kv_cache, output, scale=self.scale, window=self.window
+        )
         if isinstance(attn_metadata, PagedTreeRows):
-            own = (key, value)
-            tree_attention(query, kv_cache, output, rows=attn_metadata, scale=self.scale, own=own)
+            attend(rows=attn_metadata, own=(key, value))
             return output
         step: TreeStep | None = getattr(attn_metadata, "tree_step", None)
         forward = super().forward
         scales = (output_scale, output_block_scale)
         if step is None:
             return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        tree_attention(query, kv_cache, output, rows=step.trees, scale=self.scale)
+        attend(rows=step.trees)
         if step.others is not None:
             rest = slice(step.num_tree_tokens, None)
             rows = (query[rest], key[rest], value[rest])

@@ -82,6 +82,7 @@ class DraftForward:
         positions = (num_cached - num_padding)[:, None] + self.depths
         rows = PagedTreeRows(
             ancestor_bits=self.ancestor_bits,
+            depths=self.depths,
             query_start_loc=self.query_starts[: batch + 1] * self.num_rows,
             seq_lens=(num_cached + self.num_rows).to(torch.int32),
             block_table=block_table,

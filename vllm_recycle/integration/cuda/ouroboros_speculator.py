@@ -22,6 +22,7 @@ from vllm_recycle.integration.cuda.draft_cache import DraftCache
 from vllm_recycle.integration.cuda.draft_model import DraftForward
 from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter
+from vllm_recycle.integration.ouroboros_drafter import group_of_draft_layers
 from vllm_recycle.integration.row_budget import head_length, most_draft_rows
 from vllm_recycle.kernels.triton.round_starts import RoundStart, begin_round
 
@@ -84,23 +85,13 @@ class OuroborosSpeculator(StandaloneARSpeculator):
 
         """
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)
-        groups = kv_cache_config.kv_cache_groups
-        holding = [i for i, names in enumerate(groups) if self._are_drafts(names.layer_names)]
-        if len(holding) != 1:
-            raise NotImplementedError(
-                f"ouroboros: the draft model's layers are in {len(holding)} KV cache groups, "
-                "expected one; use a draft model whose layers have the same kind of attention"
-            )
-        self.kv_cache_group = group = holding[0]
-        tables = self.block_tables
+        group = group_of_draft_layers(kv_cache_config, self.draft_attn_layer_names)
+        self.kv_cache_group, tables = group, self.block_tables
         num_blocks = tables.input_block_tables[group].shape[1]
         self.start = RoundStart.make(self.max_drafting, self.head_length, num_blocks, self.device)
         self.cache = DraftCache(
             self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group], self.device
         )
-
-    def _are_drafts(self, layer_names: list[str]) -> bool:
-        return not self.draft_attn_layer_names.isdisjoint(layer_names)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = None

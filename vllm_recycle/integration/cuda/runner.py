@@ -111,7 +111,7 @@ class TreeModelRunner(GPUModelRunner):
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
     ) -> None:
         # A cache that vLLM made to measure graphs, and has dropped, must not live on here.
-        self.paged_layers: list[PagedLayers] = []
+        self.paged_layers: dict[int, PagedLayers] = {}  # by KV cache group
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
@@ -124,12 +124,13 @@ class TreeModelRunner(GPUModelRunner):
             layers = self.compilation_config.static_forward_context
             # A draft model's layers see no trees of the target's.
             others: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
-            self.paged_layers = [
-                PagedLayers.make(
-                    [layers[name].kv_cache for name in group.layer_names if name not in others]
-                )
-                for group in kv_cache_config.kv_cache_groups
-            ]
+            caches_of = {
+                index: [layers[name].kv_cache for name in group.layer_names if name not in others]
+                for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            }
+            self.paged_layers = {
+                index: PagedLayers.make(caches) for index, caches in caches_of.items() if caches
+            }
 
     @torch.inference_mode()
     def price_rows(self) -> str | None:
@@ -141,7 +142,7 @@ class TreeModelRunner(GPUModelRunner):
         return found
 
     def shutdown(self) -> None:
-        self.paged_layers = []
+        self.paged_layers = {}
         super().shutdown()
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -271,9 +272,13 @@ class TreeModelRunner(GPUModelRunner):
             tree=self.tree,
             idx_mapping=self._own(input_batch.idx_mapping),
         )
-        for layers, slot_mapping in zip(self.paged_layers, self.slot_mappings, strict=True):
+        for group, layers in self.paged_layers.items():
             compact_path(
-                layers, slot_mapping, input_batch.logits_indices, cu_num_logits, result.path
+                layers,
+                self.slot_mappings[group],
+                input_batch.logits_indices,
+                cu_num_logits,
+                result.path,
             )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             result.lengths,

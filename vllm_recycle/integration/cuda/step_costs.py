@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
@@ -75,6 +77,8 @@ def costs_of(vllm_config: Any, model: torch.nn.Module) -> ModelCosts:
     layers, head_size = config.get_num_layers(parallel), config.get_head_size()
     item = config.dtype.itemsize
     head = config.get_vocab_size() * config.get_hidden_size() / parallel.tensor_parallel_size
+    attention = [module for module in model.modules() if isinstance(module, Attention)]
+    windows = [layer.sliding_window for layer in attention if layer.sliding_window is not None]
     moe = experts[0].moe_config if experts else None
     expert = NO_WEIGHTS
     if moe is not None:
@@ -93,6 +97,7 @@ def costs_of(vllm_config: Any, model: torch.nn.Module) -> ModelCosts:
         expert=expert,
         num_experts=moe.num_experts if moe is not None else 0,
         experts_per_row=moe.experts_per_token if moe is not None else 0,
+        windows=tuple(Counter(windows).items()),
     )
 
 

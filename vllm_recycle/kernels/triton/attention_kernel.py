@@ -29,6 +29,7 @@ def attend_kernel(
     partial: tl.tensor,  # float32 [batch, kv_heads, splits, queries, head_size]
     partial_lse: tl.tensor,  # float32 [batch, kv_heads, splits, queries], to base 2
     ancestor_bits: tl.tensor,
+    depths: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     block_table: tl.tensor,
@@ -36,6 +37,7 @@ def attend_kernel(
     idx_mapping: tl.tensor | None,
     own_keys: tl.tensor | None,
     own_values: tl.tensor | None,
+    window: tl.tensor | None,
     log2_scale: tl.tensor,
     max_rows: tl.tensor,
     num_splits: tl.tensor,
@@ -49,6 +51,7 @@ def attend_kernel(
     token_stride: tl.tensor,
     table_stride: tl.tensor,
     tree_stride: tl.tensor | None,
+    depths_stride: tl.tensor | None,
     own_key_stride: tl.tensor | None,
     own_value_stride: tl.tensor | None,
     GROUP: tl.constexpr,
@@ -73,9 +76,9 @@ def attend_kernel(
     length = tl.load(seq_lens + request) - padding
     context = length - rows
     cached = length if own_keys is None else context
-    blocks, share = share_of_context(length, num_splits, BLOCK_N, LEAST_TILES)
-    begin = split * share
-    if (tile * BLOCK_M < rows * GROUP) & (begin < blocks):
+    first, behind, share = share_of_context(length, rows, window, num_splits, BLOCK_N, LEAST_TILES)
+    begin = first + split * share
+    if (tile * BLOCK_M < rows * GROUP) & (begin < behind):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         row = m // GROUP
         head = kv_head * GROUP + m % GROUP
@@ -91,8 +94,13 @@ def attend_kernel(
             other=0.0,
         )
         if idx_mapping is not None:
-            ancestor_bits += tl.load(idx_mapping + request).to(tl.int64) * tree_stride
+            tree = tl.load(idx_mapping + request).to(tl.int64)
+            ancestor_bits += tree * tree_stride
+            depths += tree * depths_stride
         bits = ancestor_bits + (row + padding) * num_words
+        if window is not None:
+            depths += padding
+            oldest = _position(context + row, context, length, depths, padding) - window + 1
         table = block_table + request.to(tl.int64) * table_stride
         cache = kv_cache + kv_head.to(tl.int64) * head_stride
         if own_keys is not None:
@@ -111,8 +119,10 @@ def attend_kernel(
             token = block * BLOCK_N + column
             place = (token % BLOCK_SIZE) * token_stride + page.to(tl.int64) * block_stride
             pointer = cache + place[:, None] + dim[None, :]
-            # What lies behind may be anything, and weights of 0 do not undo a NaN.
+            # What lies behind, or before all windows, may be anything: 0 times NaN is NaN.
             written = (token < length)[:, None]
+            if window is not None:
+                written = written & (token > context - window)[:, None]
             if BLOCK_D != HEAD_SIZE:
                 written = written & (dim < HEAD_SIZE)[None, :]
             key = _or_own(pointer, own_keys, own_key_stride, token - context, dim)
@@ -126,6 +136,9 @@ def attend_kernel(
             if (block + 1) * BLOCK_N > context:
                 first_column = block * BLOCK_N - context + padding
                 scores = _mask(scores, bits, num_words, first_column, row, rows, BLOCK_M, BLOCK_N)
+            if window is not None:
+                position = _position(token, context, length, depths, padding)
+                scores = tl.where(position[None, :] >= oldest[:, None], scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1) * log2_scale)
             # A row may have seen nothing of this share yet; -inf minus itself is NaN.
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -186,6 +199,20 @@ def _or_own(
     else:
         place = row * stride  # May overflow where it is not used; wider numbers cost registers.
         return tl.where((row >= 0)[:, None], own + place[:, None] + dim[None, :], pointer)
+
+
+@triton.jit
+def _position(
+    token: tl.tensor,
+    context: tl.tensor,
+    length: tl.tensor,
+    depths: tl.tensor,
+    root_depth: tl.tensor,
+) -> tl.tensor:
+    """The position of each token: its own in the context, behind it that of its depth."""
+    row = token - context
+    depth = tl.load(depths + row, mask=(row >= 0) & (token < length), other=0) - root_depth
+    return tl.where(row < 0, token, context + depth.to(tl.int32))
 
 
 @triton.jit

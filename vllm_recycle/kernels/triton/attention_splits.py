@@ -12,11 +12,24 @@ COMBINED_QUERIES = 4
 
 @triton.jit
 def share_of_context(
-    length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """How many blocks of BLOCK_N tokens a request has, and how many of them a share takes."""
-    blocks = tl.cdiv(length, BLOCK_N)
-    return blocks, tl.maximum(tl.cdiv(blocks, num_splits), LEAST_TILES)
+    length: tl.tensor,
+    rows: tl.tensor,
+    window: tl.tensor | None,
+    num_splits: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The blocks of BLOCK_N tokens that a request's rows see, and how many of them a share takes.
+
+    Returns:
+        The first block, the one behind the last, and the blocks of a share.
+
+    """
+    first = 0
+    if window is not None:  # No row's begins before the root's.
+        first = tl.maximum(length - rows - window + 1, 0) // BLOCK_N
+    end = tl.cdiv(length, BLOCK_N)
+    return first, end, tl.maximum(tl.cdiv(end - first, num_splits), LEAST_TILES)
 
 
 @triton.jit(
@@ -30,6 +43,7 @@ def combine_kernel(
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
     num_padding: tl.tensor | None,
+    window: tl.tensor | None,
     num_splits: tl.tensor,
     num_queries: tl.tensor,
     output_token_stride: tl.tensor,
@@ -47,7 +61,7 @@ def combine_kernel(
     request = tl.program_id(2)
     first_row, rows, padding = rows_of_request(query_start_loc, num_padding, request)
     length = tl.load(seq_lens + request) - padding
-    blocks, share = share_of_context(length, num_splits, BLOCK_N, LEAST_TILES)
+    first, end, share = share_of_context(length, rows, window, num_splits, BLOCK_N, LEAST_TILES)
     if tl.program_id(0) * BLOCK_M < rows * GROUP:
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = m // GROUP
@@ -61,7 +75,7 @@ def combine_kernel(
         # Rows that are none weigh 1 and have nothing, so that nothing of theirs is NaN.
         total = tl.where(is_row, 0.0, 1.0)
         peak = tl.where(is_row, float("-inf"), 0.0)
-        used = tl.cdiv(blocks, share)
+        used = tl.cdiv(end - first, share)
         for start in range(0, used, CHUNK):
             split = start + tl.arange(0, CHUNK)
             is_used = split < used
@@ -74,8 +88,8 @@ def combine_kernel(
                 mask=is_used[:, None, None] & inside[None, :, :],
                 other=0.0,
             )
-            # Every row sees the first token of the first share, its context's or the root, so
-            # that the peak is finite from there on.
+            # Every row sees a token of the first shares, so that the peak is finite from there on:
+            # its window begins at most a tree's depth behind the root's, and they are longer.
             new_peak = tl.maximum(peak, tl.max(lse, 0))
             weights = tl.exp2(lse - new_peak[None, :])
             decay = tl.exp2(peak - new_peak)

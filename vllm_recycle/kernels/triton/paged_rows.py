@@ -28,6 +28,8 @@ class PagedTreeRows:
     Attributes:
         ancestor_bits: int32 [rows, words] of one template for all, or [max_num_reqs, rows, words];
             see `topology.ancestor_bits`; contiguous.
+        depths: integer [rows] of one template for all, or [max_num_reqs, rows]; contiguous. A layer
+            with a sliding window counts positions by them.
         query_start_loc: int32 [batch + 1], the flat row of each request's root, and the end. A
             request without rows is passed over.
         seq_lens: int32 [batch], tokens of each request with rows and padding; any without rows.
@@ -38,12 +40,12 @@ class PagedTreeRows:
         num_padding: int32 [batch], how many of a request's first rows are none; None where all are
             rows. They are neither seen nor written, and its context ends at the row behind them.
             They may only be what a template begins with as a chain, above all other rows.
-        idx_mapping: integer [batch], which tree of `ancestor_bits` is a request's; None where one
-            is for all.
+        idx_mapping: integer [batch], which of these trees is a request's; None: one for all.
 
     """
 
     ancestor_bits: torch.Tensor
+    depths: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor

@@ -45,6 +45,7 @@ def tree_attention(
     rows: PagedTreeRows,
     scale: float,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
     num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -62,6 +63,7 @@ def tree_attention(
         own: keys and values of the forward's rows, of the cache's type, each
             [tokens, kv_heads, head_size], of any token stride. Where given, the trees' rows have
             theirs from here, and nothing behind the context is read from the cache.
+        window: of the layer, how many positions up to its own a row sees; None for all.
         num_splits: shares of each context, chosen from the shapes where none is given.
         tile: likewise.
 
@@ -74,6 +76,7 @@ def tree_attention(
     assert query.stride(2) == kv_cache.stride(3) == output.stride(2) == 1
     assert rows.block_table.stride(1) == 1
     assert rows.ancestor_bits.is_contiguous()
+    assert rows.depths.is_contiguous()
     assert rows.ancestor_bits.ndim == (2 if rows.idx_mapping is None else 3)
     assert scale > 0
     own_keys, own_values = own or (None, None)
@@ -92,6 +95,9 @@ def tree_attention(
         # So many requests may have so many rows: programs of others have less to do, or nothing.
         full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
         num_splits = choose_num_splits(full * kv_heads * tiles, slots)
+        if window is not None:
+            most = triton.cdiv(window + rows.max_rows, LEAST_SHARE)
+            num_splits = min(num_splits, most)
 
     partial, partial_lse = output, output  # never touched without splits
     if num_splits > 1:
@@ -112,6 +118,7 @@ def tree_attention(
         partial,
         partial_lse,
         rows.ancestor_bits,
+        rows.depths,
         rows.query_start_loc,
         rows.seq_lens,
         rows.block_table,
@@ -119,6 +126,7 @@ def tree_attention(
         rows.idx_mapping,
         own_keys,
         own_values,
+        window,
         scale * LOG2_E,
         rows.max_rows,
         num_splits,
@@ -132,6 +140,7 @@ def tree_attention(
         kv_cache.stride(2),
         rows.block_table.stride(0),
         rows.ancestor_bits.stride(0) if rows.idx_mapping is not None else None,
+        rows.depths.stride(0) if rows.idx_mapping is not None else None,
         own_keys.stride(0) if own_keys is not None else None,
         own_values.stride(0) if own_values is not None else None,
         BLOCK_SIZE=block_size,
@@ -150,6 +159,7 @@ def tree_attention(
             rows.query_start_loc,
             rows.seq_lens,
             rows.num_padding,
+            window,
             num_splits,
             tiles * tile.queries,
             output.stride(0),
