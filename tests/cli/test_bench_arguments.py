@@ -66,6 +66,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
         ('{"prompt": 1}\n', "line 1: `prompt` must be a string"),
         ('{"turns": ["a", 2]}\n', "line 1: `prompt` must be a string, `turns` a list of strings"),
         ('{"prompt": "a", "category": 3}\n', "line 1: `category` must be a string, got 3"),
+        ('{"prompt": "a", "json_schema": [1]}\n', "line 1: `json_schema` must be an object, got"),
         ("\n", "has no prompts"),
         (None, "cannot be read"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from transformers import AutoTokenizer
 
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
@@ -73,6 +74,27 @@ def test_the_answers_go_into_the_next_turn(chat_model):
     told = ["".join(e["text"] for e in events if e["prompt"] == i) for i in range(len(PROMPTS))]
     assert told == texts
     assert sum(event["tokens"] for event in events) == reply["tokens"]
+
+
+def test_an_answer_follows_the_schema_of_its_prompt():
+    of_bool = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema = {**of_bool, "additionalProperties": False}
+    model, prompt = EXAMPLES / "models/target", PROMPTS[1]
+    prompts = (prompt, replace(prompt, json_schema=schema))
+    plan = Plan(str(model), Path("p"), prompts, {"none": None}, dtype="float32", engine_args=EAGER)
+    with driver.children(plan) as running:
+        driver.load(plan, running["none"], None)
+        free, follows = running["none"].ask("run", **driver.pass_arguments(plan, 2, 0))["outputs"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert not tokenizer.decode(free).lstrip().startswith("{")
+    assert json.loads(tokenizer.decode(follows, skip_special_tokens=True)).keys() == {"ok"}
+
+
+def test_there_are_prompts_with_schemas():
+    prompts = read_prompts(EXAMPLES / "prompts/json_schema.jsonl")
+    assert len(prompts) == 24
+    for prompt in prompts:
+        assert prompt.json_schema["required"] == list(prompt.json_schema["properties"])
 
 
 def _chat(model: str) -> tuple[list[list[int]], list[str]]:

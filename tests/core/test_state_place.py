@@ -63,6 +63,7 @@ def test_what_a_killed_writer_left_goes_when_another_has_written(name, tmp_path)
     write(place, "mine, later")
     assert ("of a dead one" in contents(starting)) == (name == "other")
     assert contents(place) == ["mine, later"]
+    place.close()
 
 
 def test_a_file_that_goes_while_the_folder_is_read_is_no_candidate(tmp_path):

@@ -80,19 +80,6 @@ def mixtral(folder: Path) -> str:
     return write_model(folder, config_of(TARGET) | architecture | sizes, weights=weights)
 
 
-def ultravox(folder: Path) -> str:
-    """A multimodal wrapper round the target; of what hears there are no weights."""
-    config = {
-        **{"architectures": ["UltravoxModel"], "model_type": "ultravox", "dtype": "bfloat16"},
-        **{"text_config": config_of(TARGET), "audio_config": {"model_type": "whisper"}},
-        **{key: config_of(TARGET)[key] for key in ("hidden_size", "vocab_size")},
-        "audio_token_index": 3,
-    }
-    weights = load_file(Path(TARGET) / WEIGHTS)
-    wrapped = {f"language_model.{name}": weight for name, weight in weights.items()}
-    return write_model(folder, config, weights=wrapped)
-
-
 def gemma3(folder: Path, window: int) -> str:
     """A Gemma 3 of five windowed layers and a full one, with random weights."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": NUM_LAYERS}

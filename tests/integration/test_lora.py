@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from adapters import write_adapter
 from engines import (
-    PAPER,
     SMALL_OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
@@ -33,7 +32,7 @@ PARAMS = [
 # requests are beside each adapter in turn, in the only slot.
 METHODS = {
     "priced with an adapter": (TOKEN_RECYCLING, 2),
-    "template": (PAPER, 2),
+    "template": ({**TOKEN_RECYCLING, "tree": "default"}, 2),
     "ouroboros": (SMALL_OUROBOROS, 1),
 }
 

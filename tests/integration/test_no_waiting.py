@@ -18,13 +18,14 @@ MODULES = [
     PACKAGE / "integration" / "cuda" / "ouroboros_speculator.py",
     PACKAGE / "integration" / "cuda" / "draft_rounds.py",
     PACKAGE / "integration" / "cuda" / "draft_cache.py",
+    PACKAGE / "integration" / "cuda" / "all_rows.py",
     PACKAGE / "integration" / "cuda" / "row_sampling.py",
     PACKAGE / "integration" / "cuda" / "backend.py",
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.
 WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "synchronize"}
 # Where a loop over requests is due: when they begin or get blocks, and when the engine begins.
-NOT_IN_A_STEP = {"add_requests", "follow", "_max_logit_rows"}
+NOT_IN_A_STEP = {"add_requests", "follow"}
 
 
 def complaints(source: str) -> list[str]:

@@ -118,6 +118,6 @@ def test_a_draft_model_must_have_one_kind_of_layers(models, folder):
     method, message = {**SMALL_OUROBOROS, "model": draft}, r"in \d KV cache groups, expected one"
     with (
         pytest.raises(NotImplementedError, match=message),
-        engine(method, model=models["all layers"], **SETTINGS),
+        engine(method, model=models["some layers"], **SETTINGS),
     ):
         pass

@@ -233,12 +233,6 @@ def test_features_that_are_not_supported(flags, message):
         make_config(**flags)
 
 
-def test_a_reasoning_parser_alone_is_accepted():
-    config = make_config(reasoning_parser="deepseek_r1")
-    assert config.structured_outputs_config.reasoning_parser == "deepseek_r1"
-    assert config.reasoning_config is None
-
-
 REFUSED_BY_CONFIG = {
     "decode_context_parallel_size": ("parallel_config", 2),
     "prefill_context_parallel_size": ("parallel_config", 2),

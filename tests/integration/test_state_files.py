@@ -135,7 +135,10 @@ def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
 
     def learn(drafter: TreeV1Drafter, token_ids: range) -> bytes:
         drafter.begin(0, torch.tensor(token_ids), 0)
-        return Path(drafter.save()).read_bytes()
+        saver = drafter.make_saver()
+        written = Path(saver.save()).read_bytes()
+        saver.close()
+        return written
 
     of_first = learn(start(0), range(3, 9))
     second = start(1)

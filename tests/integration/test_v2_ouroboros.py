@@ -334,7 +334,7 @@ def serve(name: str) -> dict[str, Any]:
     for counted in ("drafts", "accepted_tokens"):
         watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
     watch.seen["preemptions"] = counter(llm, "num_preemptions")
-    layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers]
+    layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers.values()]
     llm.llm_engine.engine_core.shutdown()
     return {
         "token ids": found,

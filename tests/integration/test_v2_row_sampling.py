@@ -88,6 +88,7 @@ def watch(model_runner: Any, seen: Counter, waits: Waits) -> None:
     """In the process with the engines: compare the walks of chosen rows with those of all."""
     from vllm_recycle.integration.cuda import row_sampling
     from vllm_recycle.integration.cuda import runner as v2_runner
+    from vllm_recycle.integration.cuda.all_rows import sample_rows
 
     operations = model_runner.drafter.proposer.operations
     walk, choose = operations.walk, row_sampling.choose_rows
@@ -101,7 +102,7 @@ def watch(model_runner: Any, seen: Counter, waits: Waits) -> None:
         return rows, drafts
 
     def watched_sample(sampler: Any, logits: torch.Tensor, batch: Any, *args: Any, **given: Any):
-        sampled, _ = model_runner._sample_rows(logits, batch)
+        sampled, _ = sample_rows(sampler, logits, batch, model_runner.row_token_ids)
         whole.append((sampled, model_runner.req_states.draft_tokens[batch.idx_mapping]))
         with waits:
             result = sample(sampler, logits, batch, *args, **given)

@@ -17,7 +17,7 @@ import openai
 from servers import Server
 from traffic import Case
 
-FILE_LIMIT = 1 << 16  # bytes; a matrix file is larger
+FILE_LIMIT = 1 << 20  # bytes; a matrix file is larger, and a log is not
 
 
 def serve(folder: Path, name: str, *flags: str, **options: Any) -> Server:
@@ -65,11 +65,10 @@ def full_disk(folder: Path, cases: list[Case]) -> dict[str, Any]:
     server.wait_until_healthy()
     texts = [case.ask(server) for case in cases[:4]]
     status = server.stop(signal.SIGTERM)
-    log = server.log.read_text()
     return {
         "answered": len(texts),
         "exit status": status,
-        "the log names the file": str(folder / "matrix") in log and "File too large" in log,
+        "the log names the file": _says(server, str(folder / "matrix"), "File too large"),
         "the file is the old one": (folder / "matrix").read_bytes() == before,
     }
 
@@ -84,22 +83,32 @@ def hostile_files(folder: Path) -> dict[str, Any]:
         "a header of 2^60 bytes": lambda: path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}"),
         "empty": lambda: path.write_bytes(b""),
         "a pipe": lambda: os.mkfifo(path),
-        "a directory": path.mkdir,
     }
     refused = {}
     for name, make in makers.items():
         make()
         started = time.monotonic()
         server = serve(folder, name.replace(" ", "-"))
-        status = server.process.wait(timeout=240)
-        named = str(path) in server.log.read_text()
+        try:
+            status = server.process.wait(timeout=240)
+        finally:
+            server.kill()
+        named = _says(server, str(path))
         refused[name] = {
             "refused": status != 0 and named,
             "seconds": round(time.monotonic() - started, 1),
         }
-        path.rmdir() if path.is_dir() else path.unlink()
+        path.unlink()
     path.write_bytes(good)
     return refused
+
+
+def _says(server: Server, *texts: str) -> bool:
+    """Whether a line of the log has all of these; vLLM's own repeats what was asked for."""
+    lines = server.log.read_text().splitlines()
+    return any(
+        all(text in line for text in texts) for line in lines if "non-default args" not in line
+    )
 
 
 def _knows_something(server: Server) -> bool:

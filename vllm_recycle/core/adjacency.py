@@ -179,12 +179,12 @@ class AdjacencyMatrix:
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the shared matrix as safetensors, with what `load` checks."""
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         save_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
 
     def check(self, path: str | Path, *, fingerprint: str) -> None:
         """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         check_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
@@ -194,7 +194,7 @@ class AdjacencyMatrix:
             ValueError: no such file, or one of another vocabulary, k or model.
 
         """
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         shared = load_token_ids(
             path, "adjacency_matrix", self.shared, facts=facts, kind="matrix_file"
         )
@@ -202,7 +202,8 @@ class AdjacencyMatrix:
         tags = torch.arange(self.vocab_size, dtype=torch.int32).where(shared[:, 0] >= 0, EMPTY_TAG)
         self.table[1 : self.vocab_size + 1, 0] = tags.to(self.table.device)
 
-    def _facts(self, fingerprint: str) -> dict[str, object]:
+    def facts(self, fingerprint: str) -> dict[str, object]:
+        """What a file of it is written with, and must agree with."""
         return {"vocab_size": self.vocab_size, "k": self.k, "fingerprint": fingerprint}
 
 

@@ -77,12 +77,12 @@ class PhrasePool:
 
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write the pool as safetensors, with what `load` checks."""
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         save_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
 
     def check(self, path: str | Path, *, fingerprint: str) -> None:
         """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         check_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
@@ -93,7 +93,7 @@ class PhrasePool:
                 that is not whole.
 
         """
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         phrases = load_token_ids(path, "phrase_pool", self.phrases, facts=facts, kind="pool_file")
         is_there = phrases >= 0
         first = is_there[:, :, :1]
@@ -101,7 +101,8 @@ class PhrasePool:
             raise ValueError(f"pool_file {path}: it has phrases with gaps")
         self.phrases.copy_(phrases)
 
-    def _facts(self, fingerprint: str) -> dict[str, object]:
+    def facts(self, fingerprint: str) -> dict[str, object]:
+        """What a file of it is written with, and must agree with."""
         facts = {"vocab_size": len(self.phrases), "per_token": self.phrases.shape[1]}
         return {**facts, "length": self.phrases.shape[2], "fingerprint": fingerprint}
 

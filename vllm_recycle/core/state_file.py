@@ -55,14 +55,14 @@ def check_place(
         if may_be_folder and target.is_dir():
             with _partial_file(target):
                 return
-        if str(path).endswith(os.sep):
-            raise ValueError(f"{named}, expected a directory that exists, or a file")
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(target.stat().st_mode):
                 raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
             target.open("rb").close()
             if not is_written:
                 return
+        if str(path).endswith(os.sep):
+            raise ValueError(f"{named}, expected a directory that exists, or a file")
         if not target.parent.is_dir():
             raise ValueError(f"{named}, expected a file in a directory that exists")
         with _partial_file(target.parent):
@@ -120,7 +120,9 @@ def remove_abandoned(path: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                # Not what its writer has put in its place meanwhile.
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    path.unlink()
 
 
 def read_json(path: str | Path, *, kind: str) -> Any:

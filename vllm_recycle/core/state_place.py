@@ -46,7 +46,7 @@ class StatePlace:
             return [self._path] if self._path.exists() else []
         written = {}
         for path in self._path.glob(f"{self._name}-*{SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):  # its writer is dead, another has written
+            with contextlib.suppress(OSError):  # its writer is dead, another has written
                 written[path] = path.stat().st_mtime_ns
         return sorted(written, key=lambda path: written[path], reverse=True)
 
@@ -74,9 +74,9 @@ class StatePlace:
             self._held.close()
 
     def _hold(self) -> None:
-        # Who finds the file before it is locked removes it, having written a newer one.
+        # Who finds the file before it is locked removes it, having just written one.
         with contextlib.suppress(OSError):
             held = self.file.open("rb")
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.close()
             self._held = held
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -85,7 +85,7 @@ class DraftSizes:
         self.times: StepSeconds | None = None
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
-        self.drafting, self.context = 0, 0.0
+        self.drafting, self.context = 0, 0
         self.num_running = self.steps_since_look = 0
 
     def __getitem__(self, num_reqs: int) -> int:
@@ -110,7 +110,7 @@ class DraftSizes:
     def _count_requests(self) -> None:
         """Look at the running requests, where these may be others than at the last look.
 
-        Between looks nothing changes but that texts grow, by a little.
+        Between looks texts grow by a little, and a request may end to reason.
         """
         running = self.scheduler.running
         self.steps_since_look += 1
@@ -120,7 +120,7 @@ class DraftSizes:
         self.num_running, self.steps_since_look = len(running), 0
         may_speculate = self.scheduler.may_speculate
         self.drafting = sum(not one.is_prefill_chunk and may_speculate(one) for one in running)
-        self.context = sum(request.num_tokens for request in running) / max(1, len(running))
+        self.context = sum(one.num_tokens for one in running) // max(1, len(running))
 
     def see_prompts(self, scheduler_output: Any) -> None:
         """Take in which rows of a step are prompts'."""

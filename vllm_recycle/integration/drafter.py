@@ -6,6 +6,7 @@ A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -63,8 +64,8 @@ class Drafter(ABC):
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
             if not parallel or get_tp_group().rank_in_group == 0:
                 # A data-parallel rank that has no file yet starts from that of the first.
-                first = self._place(get_options(self.vllm_config).state_file)
-                self._load(self._place(self.state_file), first)
+                of_first = get_options(self.vllm_config).state_file
+                self._load(self._place(self.state_file), self._place(of_first or self.state_file))
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
                 for tensor in self.state.tensors:
@@ -84,9 +85,10 @@ class Drafter(ABC):
         )
 
     def _place(self, path: str) -> StatePlace:
-        model = fingerprint(self.vllm_config.model_config)
+        facts = self.state.facts(fingerprint(self.vllm_config.model_config))
+        kind = repr((type(self.state).__name__, sorted(facts.items())))
         method = get_options(self.vllm_config).method
-        return StatePlace(path, name=f"{method}-{model}")
+        return StatePlace(path, name=f"{method}-{sha256(kind.encode()).hexdigest()[:16]}")
 
     def _load(self, place: StatePlace, otherwise: StatePlace) -> None:
         for path in place.candidates() or otherwise.candidates():

@@ -56,7 +56,7 @@ class TreeWorker(Worker):
                 )
 
     def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
+        times = self.warm_up()
         found = self.price_rows()
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
@@ -66,6 +66,10 @@ class TreeWorker(Worker):
             if found is not None:
                 logger.info("%s: %s", get_options(self.vllm_config).method, found)
         return times
+
+    def warm_up(self) -> Any:
+        """Compile, capture and warm up as vLLM does."""
+        return super().compile_or_warm_up_model()
 
     def price_rows(self) -> str | None:
         """Measure what rows cost, where that is done; returns what was found."""

@@ -224,7 +224,7 @@ def _measure(
 def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:
     """Make a child's engine."""
     engine = engine_arguments(plan, config)
-    prompts = [prompt.turns for prompt in plan.prompts]
+    prompts = [dataclasses.asdict(prompt) for prompt in plan.prompts]
     return child.ask("load", engine=engine, prompts=prompts, chat=plan.chat)
 
 

@@ -18,10 +18,12 @@ class Prompt:
     Attributes:
         turns: at least one; more than one only where they are put into a chat template.
         category: what the file calls its kind, if anything.
+        json_schema: that each answer has to follow, if any.
     """
 
     turns: tuple[str, ...]
     category: str | None = None
+    json_schema: Mapping[str, Any] | None = None
 
 
 def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
@@ -86,4 +88,7 @@ def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
     category = row.get("category")
     if category is not None and not isinstance(category, str):
         raise UsageError(f"{where}: `category` must be a string, got {json.dumps(category)}")
-    return Prompt(tuple(turns if chat else turns[:1]), category)
+    schema = row.get("json_schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise UsageError(f"{where}: `json_schema` must be an object, got {json.dumps(schema)}")
+    return Prompt(tuple(turns if chat else turns[:1]), category, schema)

@@ -1,6 +1,6 @@
 """A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
 
-    {"op": "load", "engine": {...}, "prompts": [[turn, ...], ...], "chat": B}
+    {"op": "load", "engine": {...}, "prompts": [{"turns": [...], ...}, ...], "chat": B}
                                             -> what the engine runs with
     {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B}
                                             -> one pass over the prompts from I to J, J excluded
@@ -70,16 +70,15 @@ class Worker:
     """One engine and the prompts that it runs; `events` is told of each step of a stream."""
 
     def __init__(
-        self, engine: dict[str, Any], prompts: list[list[str]], chat: bool, *, events: Events
+        self, engine: dict[str, Any], prompts: list[dict[str, Any]], chat: bool, *, events: Events
     ) -> None:
         from vllm import LLM
 
         self.llm = LLM(**engine)
         self.engine = self.llm.llm_engine
-        self.prompts = prompts
-        self.chat = chat
+        self.prompts, self.chat = prompts, chat
         # In advance, so that what is too long is refused before anything is measured.
-        self.first_turns = [self._render([_said(turns[0])], i) for i, turns in enumerate(prompts)]
+        self.first_turns = [self._render([_said(p["turns"][0])], i) for i, p in enumerate(prompts)]
         self.events = events
         self.method = (engine.get("speculative_config") or {}).get("method")
         self.timer: profile.ExclusiveTimer | None = None
@@ -186,7 +185,7 @@ class Worker:
         self, chosen: range, concurrency: int, params: Any, *, stream: bool
     ) -> PassCounts:
         counts = PassCounts({i: [] for i in chosen}, {i: PromptCounts() for i in chosen})
-        waiting = (Conversation(index, iter(self.prompts[index])) for index in chosen)
+        waiting = (Conversation(index, iter(self.prompts[index]["turns"])) for index in chosen)
         flying: dict[str, Conversation] = {}
         while True:
             for conversation in itertools.islice(waiting, concurrency - len(flying)):
@@ -215,12 +214,21 @@ class Worker:
             else self._render(conversation.messages, conversation.index)
         )
         request_id = next(self.request_ids)
-        if params.temperature:
-            params = params.clone()
-            params.seed = conversation.index
+        params = self._params_of(conversation.index, params)
         self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
         counts.prompts[conversation.index].requests += 1
         flying[request_id] = conversation
+
+    def _params_of(self, index: int, params: Any) -> Any:
+        """With what a prompt has of its own."""
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = params.clone()
+        if params.temperature:
+            params.seed = index
+        if schema := self.prompts[index]["json_schema"]:
+            params.structured_outputs = StructuredOutputsParams(json=schema)
+        return params
 
     def _render(self, messages: list[dict[str, str]], index: int) -> Any:
         """What the engine takes for a conversation, or without a template for its only turn."""

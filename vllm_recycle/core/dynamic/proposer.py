@@ -35,11 +35,11 @@ class DynamicState:
     def save(self, path: str | Path, *, fingerprint: str) -> None:
         """Write what sequences share as safetensors, with what `load` checks."""
         tensors = {**self._shared, "context_rows": self.rows.shared_rows()}
-        save_tensors(path, tensors, facts=self._facts(fingerprint), kind="matrix_file")
+        save_tensors(path, tensors, facts=self.facts(fingerprint), kind="matrix_file")
 
     def check(self, path: str | Path, *, fingerprint: str) -> None:
         """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         check_tensors(path, self._shared, facts=facts, kind="matrix_file")
 
     def load(self, path: str | Path, *, fingerprint: str) -> None:
@@ -49,7 +49,7 @@ class DynamicState:
             ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
 
         """
-        facts = self._facts(fingerprint)
+        facts = self.facts(fingerprint)
         tensors = load_tensors(path, self._shared, facts=facts, kind="matrix_file")
         self._check_numbers(path, tensors)
         for name, tensor in self._shared.items():
@@ -68,7 +68,8 @@ class DynamicState:
         if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
             raise ValueError(f"matrix_file {path}: it has counts that are none")
 
-    def _facts(self, fingerprint: str) -> dict[str, object]:
+    def facts(self, fingerprint: str) -> dict[str, object]:
+        """What a file of it is written with, and must agree with."""
         layout = self.rows.layout
         return {
             "vocab_size": layout.vocab_size,

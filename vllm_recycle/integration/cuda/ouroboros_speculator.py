@@ -14,6 +14,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -86,6 +87,12 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         """
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)
         group = group_of_draft_layers(kv_cache_config, self.draft_attn_layer_names)
+        spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        if isinstance(getattr(spec, "first_spec", spec), SlidingWindowSpec):
+            # What it catches up with may lie in blocks that vLLM has given to others.
+            raise NotImplementedError(
+                "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
+            )
         self.kv_cache_group, tables = group, self.block_tables
         num_blocks = tables.input_block_tables[group].shape[1]
         self.start = RoundStart.make(self.max_drafting, self.head_length, num_blocks, self.device)

@@ -1,11 +1,11 @@
 """Trees on vLLM's Model Runner V2, with nothing on the host that the device can do.
 
 A step differs from vLLM's in four places, each a short override: after the slots are known the rows
-of trees get the positions of their depths, and attention learns how many there are; all rows, with
-a draft or without, are sampled by vLLM's sampler and enter the matrix; the walk takes the place of
-rejection sampling, and the accepted KV moves; drafts come from the matrix. V2 keys its noise by
-seed and position, so a row's token does not depend on what was drawn before it, and seeded output
-is that without speculation. No step waits for the device.
+of trees get the positions of their depths, and attention learns how many there are; the rows, of
+large trees only those that a walk can visit, are sampled by vLLM's sampler, and all enter the
+matrix; the walk takes the place of rejection sampling, and the accepted KV moves; drafts come from
+the matrix. V2 keys its noise by seed and position, so a row's token does not depend on what was
+drawn before it, and seeded output is that without speculation. No step waits for the device.
 
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
 such requests no drafts. Where a request follows a grammar, drafts go to the scheduler, as those of
@@ -19,29 +19,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
-    _iter_request_chunks,
-    get_max_chunk_logits,
-)
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_recycle.integration.cuda.all_rows import logprobs_of_paths, sample_rows
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Drafter
 from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
-from vllm_recycle.integration.cuda.row_sampling import (
-    pays,
-    sample_visitable_rows,
-    wants_processed,
-)
+from vllm_recycle.integration.cuda.row_sampling import pays, sample_visitable_rows
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
 from vllm_recycle.integration.cuda.step_costs import find_step_seconds
 from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
@@ -65,7 +57,7 @@ class TreeModelRunner(GPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.lora_state = TreeLoraState(self.max_num_reqs)
-        # Whether the scheduler will take a draft for a request, by its req_state_idx.
+        # Whether the scheduler may take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
         if get_options(vllm_config).method == OUROBOROS:
             self.drafter = OuroborosV2Drafter(vllm_config, device)
@@ -222,7 +214,7 @@ class TreeModelRunner(GPUModelRunner):
     def sample(
         self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """In the place of vLLM's: its sampler for every row, and the walk."""
+        """In the place of vLLM's: its sampler for the rows, and the walk."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         # Here the logits are raw; the grammar changes them in place.
         self.drafter.observe(input_batch, self.row_token_ids, logits)
@@ -262,7 +254,7 @@ class TreeModelRunner(GPUModelRunner):
                 trees=self.drafter.tree,
             )
         else:
-            sampled, scores = self._sample_rows(logits, input_batch)
+            sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
             drafts = drafts[input_batch.idx_mapping]
         cu_num_logits = input_batch.cu_num_logits
         result = self.drafter.proposer.operations.walk(
@@ -289,80 +281,15 @@ class TreeModelRunner(GPUModelRunner):
         )
         output = SamplerOutput(
             sampled_token_ids=result.token_ids,
-            logprobs_tensors=self._logprobs(scores, input_batch, sampled, result.path),
+            logprobs_tensors=logprobs_of_paths(
+                self.sampler, scores, input_batch, sampled, result.path
+            ),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
         return output, result.path
 
-    def _sample_rows(
-        self, logits: torch.Tensor, input_batch: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row, in chunks of vLLM's size, and the logits that logprobs are of.
-
-        Returns:
-            int64 [logit rows], and floating [logit rows, vocab].
-
-        """
-        starts = input_batch.cu_num_logits_np
-        positions = input_batch.positions[input_batch.logits_indices]
-        upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
-        processed_are_wanted = wants_processed(self.sampler, input_batch)
-        sampled, processed = [], []
-        for first, last in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
-            rows = slice(int(starts[first]), int(starts[last]))
-            token_ids, processed_logits = self.sampler.sample(
-                logits[rows],
-                input_batch.expanded_idx_mapping[rows],
-                input_batch.idx_mapping[first:last],
-                input_batch.idx_mapping_np[first:last],
-                positions[rows],
-                self.row_token_ids[rows],
-                input_batch.expanded_local_pos[rows],
-                upper_bounds[first:last],
-                return_logprobs=processed_are_wanted,
-            )
-            sampled.append(token_ids.view(-1))
-            if processed_are_wanted:
-                processed.append(processed_logits)
-        return _joined(sampled), _joined(processed) if processed else logits
-
-    def _logprobs(
-        self,
-        logits: torch.Tensor,
-        input_batch: Any,
-        sampled: torch.Tensor,
-        path: torch.Tensor,
-    ) -> LogprobsTensors | None:
-        """Of the visited rows, where a request asked for them."""
-        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
-        if dims is None:
-            return None
-        # Of all rows, since which ones were visited only the device knows; then of each path,
-        # padded to one length.
-        found = compute_topk_scores(
-            logits,
-            dims[0],
-            sampled,
-            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=input_batch.expanded_idx_mapping,
-            max_per_req_token_ids=dims[1],
-            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-        )
-        num_reqs, length = path.shape
-        rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
-        return LogprobsTensors(
-            found.logprob_token_ids[rows],
-            found.logprobs[rows],
-            found.selected_token_ranks[rows],
-            list(range(0, num_reqs * length + 1, length)),
-        )
-
 
 def _may_speculate(params: Any) -> bool:
     return not (looks_back(params) or opts_out(params))
-
-
-def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

@@ -18,7 +18,7 @@ class TreeGPUWorker(TreeWorker):
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     tree_backend = TreeFlashAttentionBackend
 
-    def compile_or_warm_up_model(self) -> Any:
+    def warm_up(self) -> Any:
         # vLLM warms up with as many requests as fit, each with a whole tree: thousands of rows,
         # which no step has, and for which no memory was left.
         runner = self.model_runner
@@ -26,6 +26,6 @@ class TreeGPUWorker(TreeWorker):
         max_num_seqs = config.max_num_seqs
         config.max_num_seqs = max(1, sum(full in sizes for sizes in runner.sizes_of_batch))
         try:
-            return super().compile_or_warm_up_model()
+            return super().warm_up()
         finally:
             config.max_num_seqs = max_num_seqs

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeGuard
 
 from vllm_recycle.core.state_file import check_place, read_json, shorten
 from vllm_recycle.core.tree import TreeTemplate
@@ -166,7 +166,7 @@ def read_step_times(path: str) -> dict[str, Any]:
     return content
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
