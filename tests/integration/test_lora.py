@@ -22,6 +22,8 @@ from vllm.lora.request import LoRARequest
 
 from vllm_recycle.integration.plugin import register
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = read_prompts(4, max_words=40)
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 PARAMS = [

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_recycle.core import TreeTemplate
 
+pytestmark = pytest.mark.slow
+
 MODEL = str(Path(__file__).parents[2] / "examples" / "models" / "draft")
 TEXT = """Question: A train travels 60 miles an hour. How many miles does it travel in 3 hours?
 Answer: It travels 60 * 3 = 180 miles. #### 180
