@@ -8,15 +8,14 @@ launches on the tensors of the capture. Plain steps are not captured: their atte
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, SCHEDULE, SEEDED, TREE, generate
+from v2_scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -36,13 +35,7 @@ BATCHES = [
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
-    output = tmp_path_factory.mktemp("v2") / "result.json"
-    command = [sys.executable, __file__, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 def test_tokens_equal_those_without_speculation(result):

@@ -15,16 +15,15 @@ says what that leaves out.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, TREE, generate
+from v2_scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +47,7 @@ LEAST_STEPS = 2
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
-    output = tmp_path_factory.mktemp("v2") / "launches.json"
-    command = [sys.executable, __file__, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "launches.json")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,15 +6,14 @@ See `test_v2_runner` for how it runs without a GPU. vLLM's LoRA kernels are thos
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapters import write_adapter
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, MODEL, SCHEDULE, SEEDED, TEXT, TREE
+from v2_scripts import run_script
 
 # Which tokens of TEXT are the prompt, and the sampling parameters.
 REQUESTS = [((0, 40), {**GREEDY, "max_tokens": 16}), ((0, 16), SEEDED)]
@@ -30,16 +29,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
     folder = tmp_path_factory.mktemp("v2")
     plain = write_adapter(folder / "plain", MODEL, seed=2, has_head=False)
     head = write_adapter(folder / "head", MODEL, seed=1, has_head=True)
     output = folder / "result.json"
-    command = [sys.executable, __file__, output, plain, head]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, output, output, plain, head)
 
 
 def test_all_adapters_mixed_in_one_batch(result):

@@ -10,17 +10,16 @@ says what that leaves out.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, Waits, generate, watched
+from v2_scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +62,7 @@ CACHE_TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
-    output = tmp_path_factory.mktemp("v2") / "result.json"
-    command = [sys.executable, __file__, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 @pytest.fixture(scope="module")

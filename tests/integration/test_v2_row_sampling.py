@@ -7,10 +7,8 @@ says what that leaves out. Each step whose rows are chosen is sampled at all its
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from test_v2_runner import (
     Waits,
     generate,
 )
+from v2_scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -41,13 +40,7 @@ CHOSEN = ("cut and biased", "greedy beside")
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
-    output = tmp_path_factory.mktemp("v2") / "result.json"
-    command = [sys.executable, __file__, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 def test_tokens_equal_those_without_speculation(result):

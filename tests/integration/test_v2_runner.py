@@ -16,16 +16,15 @@ a KV cache of the GPU's layout. What still differs from a GPU:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from v2_scripts import run_script
 
 from vllm_recycle.core import TreeTemplate
 
@@ -99,15 +98,10 @@ SYNCHRONISING = (
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
     folder = tmp_path_factory.mktemp("v2")
     tree, output = folder / "tree.json", folder / "result.json"
     TREE.save(tree)
-    command = [sys.executable, __file__, tree, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, output, tree, output)
 
 
 def test_tokens_equal_those_without_speculation(result):

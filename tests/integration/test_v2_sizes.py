@@ -7,14 +7,13 @@ steps cost is replaced between batches of requests, so that rows are free, or de
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from v2_scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +24,7 @@ FREE, DEAR = 1e30, 1e6  # floating-point operations a second
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
-    output = tmp_path_factory.mktemp("v2") / "result.json"
-    command = [sys.executable, __file__, output]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 def test_tokens_are_the_same_whatever_the_size(result):

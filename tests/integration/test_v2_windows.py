@@ -6,13 +6,12 @@ It runs under the Triton interpreter, in a process of its own: see `test_v2_runn
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from v2_scripts import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -21,13 +20,8 @@ WINDOW = 24
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict[str, Any]:
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
     folder = tmp_path_factory.mktemp("v2")
-    command = [sys.executable, __file__, folder]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads((folder / "result.json").read_text())
+    return run_script(__file__, folder / "result.json", folder)
 
 
 def test_tokens_equal_those_without_speculation(result):

@@ -44,14 +44,6 @@ class Drafter(ABC):
     proposer: AnyProposer
     state: LearntState
 
-    @property
-    def state_file(self) -> str | None:
-        """Where what is learnt lives between engines, if anywhere: a file of its own for each
-        data-parallel rank, or a folder of all.
-        """
-        path = get_options(self.vllm_config).state_file
-        return path and rank_file(path, self.vllm_config.parallel_config.data_parallel_index)
-
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
 
@@ -60,12 +52,11 @@ class Drafter(ABC):
 
         """
         self.state.clear()
-        if self.state_file is not None:
+        if (path := get_options(self.vllm_config).state_file) is not None:
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
             if not parallel or get_tp_group().rank_in_group == 0:
                 # A data-parallel rank that has no file yet starts from that of the first.
-                of_first = get_options(self.vllm_config).state_file
-                self._load(self._place(self.state_file), self._place(of_first or self.state_file))
+                self._load(self._place(path), self._place(path, data_parallel_index=0))
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
                 for tensor in self.state.tensors:
@@ -73,18 +64,22 @@ class Drafter(ABC):
 
     def make_saver(self) -> StateSaver | None:
         """What writes the state file from now on; None where there is none."""
-        if self.state_file is None:
-            return None
         options = get_options(self.vllm_config)
+        if options.state_file is None:
+            return None
         return StateSaver(
             self.state,
             describe_state(options, self.vllm_config, "cpu"),
-            self._place(self.state_file),
+            self._place(options.state_file),
             fingerprint=fingerprint(self.vllm_config.model_config),
             every=options.save_seconds,
         )
 
-    def _place(self, path: str) -> StatePlace:
+    def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:
+        """Of a data-parallel rank, this one unless told: a file of its own, or a folder of all."""
+        if data_parallel_index is None:
+            data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
+        path = rank_file(path, data_parallel_index)
         facts = self.state.facts(fingerprint(self.vllm_config.model_config))
         kind = repr((type(self.state).__name__, sorted(facts.items())))
         method = get_options(self.vllm_config).method

@@ -22,7 +22,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_cache import DraftCache
 from vllm_recycle.integration.cuda.draft_model import DraftForward
 from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
-from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter
+from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, has_text
 from vllm_recycle.integration.ouroboros_drafter import group_of_draft_layers
 from vllm_recycle.integration.row_budget import head_length, most_draft_rows
 from vllm_recycle.kernels.triton.round_starts import RoundStart, begin_round
@@ -173,10 +173,8 @@ class OuroborosSpeculator(StandaloneARSpeculator):
     def _choose(self, input_batch: Any) -> np.ndarray:
         """The places in the step of those to draft for, int64 [n]."""
         states = input_batch.idx_mapping_np
-        computed = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
-        is_whole = computed >= input_batch.prefill_len_np
         fits = self.cache.missing[states] < self.head_length
-        chosen = np.flatnonzero(self.may_speculate[states] & is_whole & fits)
+        chosen = np.flatnonzero(self.may_speculate[states] & has_text(input_batch) & fits)
         # Warm-up steps ask for drafts in batches of any size.
         return chosen[: self.max_drafting]
 
