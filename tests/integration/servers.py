@@ -19,6 +19,12 @@ from engines import TARGET
 
 CHAT_TEMPLATE = "{% for message in messages %}Question: {{ message.content }}\nAnswer:{% endfor %}"
 START_TIMEOUT_S = 240
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    # Else it closes idle connections after seconds, maybe while a client sends its next request.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+}
 MAX_TOKENS = 24  # of an answer, unless told
 
 
@@ -56,9 +62,7 @@ class Server:
             command,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env=os.environ
-            | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-            | (environment or {}),
+            env=os.environ | ENVIRONMENT | (environment or {}),
             start_new_session=True,
             preexec_fn=before,
         )
