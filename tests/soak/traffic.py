@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "repetition": {"extra_body": {"repetition_penalty": 1.3}},
     "bad words": {"extra_body": {"bad_words": ["the", "of"]}},
     "stop string": {"stop": ["."]},
-    "at least": {"extra_body": {"min_tokens": 20}},
+    "at least": {"extra_body": {"min_tokens": 20}, "max_tokens": 24},
     "several": {"n": 2, "temperature": 1.0, "seed": 4},
     "logprobs": {"logprobs": 3},
     "opted out": {"extra_body": {"vllm_xargs": {"speculate": False}}},
