@@ -37,7 +37,7 @@ EMBEDDED_MODEL = Path("models/target")
 EMBEDDED_PROMPTS = (Path("prompts/gsm8k.jsonl"), Path("prompts/humaneval.jsonl"))
 PLAIN, RECYCLING = "none", "token_recycling"
 TITLES = {PLAIN: "plain decoding", RECYCLING: "token recycling"}
-NUM_PROMPTS = 8
+NUM_PROMPTS = 6
 WARM_UP_TOKENS = 16
 SHOWN_COLUMNS = 96
 COLOURS = (32, 33, 35, 36)  # of steps with several tokens, in turn; that of others is the text's
@@ -77,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="JSON lines with `prompt` or `turns`; default: the repository's, that suit the model",
     )
     parser.add_argument("--num-prompts", type=positive, help=f"default: {NUM_PROMPTS}, or all")
-    parser.add_argument("--max-tokens", type=positive, default=96, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=positive, default=64, help="default: %(default)s")
     parser.set_defaults(func=run)
 
 
