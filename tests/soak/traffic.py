@@ -14,6 +14,7 @@ SCHEMA = {
     "required": ["name", "count"],
     "additionalProperties": False,
 }
+ADAPTER = "adapter"  # a LoRA adapter of the model
 # Of the OpenAI API, and of vLLM's extension of it.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -28,6 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "at least": {"extra_body": {"min_tokens": 20}, "max_tokens": 24},
     "several": {"n": 2, "temperature": 1.0, "seed": 4},
     "logprobs": {"logprobs": 3},
+    "adapter": {"model": ADAPTER},
+    "sampling adapter": {"model": ADAPTER, "temperature": 0.7, "seed": 5},
     "opted out": {"extra_body": {"vllm_xargs": {"speculate": False}}},
     "JSON schema": {
         "extra_body": {"structured_outputs": {"json": SCHEMA}},
@@ -45,6 +48,10 @@ class Case:
     kind: str
     prompt: str
     settings: dict[str, Any]
+
+    @property
+    def wants_adapter(self) -> bool:
+        return self.settings.get("model") == ADAPTER
 
     def ask(self, server: Any, *, stream: bool = False) -> list[str]:
         """The texts of the answer; through a stream they are put together here."""
