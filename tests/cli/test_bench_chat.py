@@ -47,6 +47,7 @@ def prompts_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_answers_go_into_the_next_turn(chat_model):
     plan = Plan(
         str(chat_model),
@@ -76,6 +77,7 @@ def test_the_answers_go_into_the_next_turn(chat_model):
     assert sum(event["tokens"] for event in events) == reply["tokens"]
 
 
+@pytest.mark.slow
 def test_an_answer_follows_the_schema_of_its_prompt():
     of_bool = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema = {**of_bool, "additionalProperties": False}

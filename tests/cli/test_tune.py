@@ -57,6 +57,7 @@ def passes(monkeypatch, tmp_path):
     return lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_tree_is_measured_best_first(tmp_path, capsys):
     output = tmp_path / "tree.json"
     assert main(tune("token_recycling", output, *SMALL, "--num-prompts=3")) == 0

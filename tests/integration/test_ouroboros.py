@@ -113,11 +113,19 @@ def run_engine(
     "options",
     [
         pytest.param({}, id="whole"),
-        pytest.param({"max_forwards": 2}, id="two forwards"),
+        pytest.param({"max_forwards": 2}, id="two forwards", marks=pytest.mark.slow),
         pytest.param({"early_rows": 3}, id="early rows"),
-        pytest.param({"window": 0, "guesses": 1}, id="no window, fewer guesses than branches"),
-        pytest.param({"guesses": 0}, id="no guesses"),
-        pytest.param({"harvest_trunk": False, "harvest_branches": False}, id="no harvest"),
+        pytest.param(
+            {"window": 0, "guesses": 1},
+            id="no window, fewer guesses than branches",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"guesses": 0}, id="no guesses", marks=pytest.mark.slow),
+        pytest.param(
+            {"harvest_trunk": False, "harvest_branches": False},
+            id="no harvest",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_drafts_and_pool_equal_those_of_the_slow_reference(options, monkeypatch):

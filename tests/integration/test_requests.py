@@ -53,7 +53,14 @@ def schedules(llm, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("method", "share"), [(PAPER, 0.5), (GROWN, 1.0), (SMALL_OUROBOROS, 1.0)])
+@pytest.mark.parametrize(
+    ("method", "share"),
+    [
+        pytest.param(PAPER, 0.5, marks=pytest.mark.slow),
+        (GROWN, 1.0),
+        pytest.param(SMALL_OUROBOROS, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, share, method):
     prompts = read_prompts(64 - 24, max_words=20) + read_prompts(24, max_words=10)
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}

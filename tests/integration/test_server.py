@@ -45,7 +45,10 @@ class MethodServer(Server):
         )
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=["token_recycling", pytest.param("ouroboros", marks=pytest.mark.slow)],
+)
 def server(request, tmp_path_factory):
     server = MethodServer(tmp_path_factory.mktemp("server"), request.param)
     try:

@@ -9,7 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,12 @@ def _knows_something(server: Server) -> bool:
 def _under_traffic(
     server: Server, cases: list[Case], seconds: float, end: Callable[[], Any]
 ) -> int:
-    """Ask from eight clients, `end` the server meanwhile; nobody may wait for ever."""
+    """Ask from eight clients, and `end` the server so long after the first answer.
+
+    Returns:
+        How many were answered; nobody may wait for ever.
+
+    """
 
     def ask(case: Case) -> bool:
         try:
@@ -131,6 +136,7 @@ def _under_traffic(
 
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, case) for case in cases]
+        wait(answers, timeout=120, return_when=FIRST_COMPLETED)
         time.sleep(seconds)
         end()
         return sum(answer.result(timeout=120) for answer in answers)

@@ -38,6 +38,14 @@ WITH_ADAPTER = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules")
 NUM_CASES = 160
 
 
+class Report(dict[str, Any]):
+    """Says each part when it is known."""
+
+    def __setitem__(self, name: str, part: Any) -> None:
+        super().__setitem__(name, part)
+        print(f"{name}: {json.dumps(part)}", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20, help="of all of it, about")
@@ -52,7 +60,8 @@ def main() -> int:
         expected = reference(folder, cases, flags)
         # Bad ends take about five minutes.
         seconds = max(30.0, arguments.minutes * 60 - (time.monotonic() - started) - 300)
-        report = {"traffic": soak(folder, cases, expected, seconds, flags)}
+        report = Report()
+        report["traffic"] = soak(folder, cases, expected, seconds, flags)
         plain = [case for case in cases if not case.wants_adapter]
         report["ends"] = faults.ends_in_traffic(folder, plain, kills=4)
         report["full disk"] = faults.full_disk(folder, plain)
