@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 from engines import TARGET
 
 CHAT_TEMPLATE = "{% for message in messages %}Question: {{ message.content }}\nAnswer:{% endfor %}"
@@ -36,7 +36,6 @@ class Server:
         log: Path,
         *flags: str,
         environment: dict[str, str] | None = None,
-        before: Callable[[], None] | None = None,
     ) -> None:
         """Start it.
 
@@ -44,7 +43,6 @@ class Server:
             log: file for what it prints.
             flags: of `vllm serve`, beside those of all tests.
             environment: beside that of this process.
-            before: called in the new process, before the server.
 
         """
         with socket.socket() as probe:
@@ -64,7 +62,6 @@ class Server:
             stderr=subprocess.STDOUT,
             env=os.environ | ENVIRONMENT | (environment or {}),
             start_new_session=True,
-            preexec_fn=before,
         )
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -78,6 +75,10 @@ class Server:
             else:
                 return
         raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run now."""
+        return [(server := psutil.Process(self.process.pid)), *server.children(recursive=True)]
 
     def metrics(self) -> list[str]:
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 from servers import Server
 from traffic import Case
 
@@ -56,13 +56,10 @@ def ends_in_traffic(folder: Path, cases: list[Case], kills: int) -> dict[str, An
 def full_disk(folder: Path, cases: list[Case]) -> dict[str, Any]:
     """No file may grow: the server serves, names the file it could not write, and keeps the old."""
     before = (folder / "matrix").read_bytes()
-    limit = (FILE_LIMIT, FILE_LIMIT)
-    server = serve(
-        folder,
-        "full",
-        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )
-    server.wait_until_healthy()
+    server = serve(folder, "full")
+    server.wait_until_healthy()  # not before: vLLM's shared memory is files too
+    for process in server.processes():
+        process.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
     texts = [case.ask(server) for case in cases[:4]]
     status = server.stop(signal.SIGTERM)
     return {

@@ -9,6 +9,7 @@ written as JSON; the exit status is 1 where anything in it is not as it should b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
 import faults  # noqa: E402
+import psutil  # noqa: E402
 from adapters import write_adapter  # noqa: E402
 from engines import TARGET  # noqa: E402
 from servers import Server  # noqa: E402
@@ -125,7 +127,7 @@ def soak(
         with ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(client, number) for number in range(CLIENTS)]
             while any(not done.done() for done in clients):
-                memory.append(resident_mib(server.process.pid))
+                memory.append(resident_mib(server))
                 threading.Event().wait(10)
             failed = [repr(done.exception()) for done in clients if done.exception()]
         return {
@@ -150,17 +152,13 @@ def idle_usage(server: Server) -> float:
     return server.counter("kv_cache_usage_perc")
 
 
-def resident_mib(group: int) -> int:
-    """Memory of all processes of a group; what they share is counted for each."""
-    pages = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            if int(fields[2]) == group:
-                pages += int((stat.parent / "statm").read_text().split()[1])
-        except OSError:
-            continue  # it has ended meanwhile
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+def resident_mib(server: Server) -> int:
+    """Memory of all processes; what they share is counted for each."""
+    resident = 0
+    for process in server.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            resident += process.memory_info().rss
+    return resident >> 20
 
 
 def is_good(report: dict[str, Any]) -> bool:
