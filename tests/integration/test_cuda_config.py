@@ -60,6 +60,18 @@ def test_all_nodes_are_the_default():
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
 
+def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
+    for given, chooses in (
+        ({}, True),
+        ({"scope": "isolated"}, False),
+        ({TABLE: [(1, 4, 16), (5, 1024, 0)]}, False),
+        ({"tree": "default"}, False),
+    ):
+        made = rewrite(given)
+        assert made.additional_config["vllm_recycle"]["chooses_sizes"] == chooses
+        assert made.speculative_config[TABLE]
+
+
 @pytest.mark.parametrize("given", [{"row_cost": 0.1}, {"step_times_file": "times.json"}])
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
 def test_rows_have_no_price_of_the_user_s(method, given):

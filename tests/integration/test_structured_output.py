@@ -19,6 +19,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from vllm_recycle.core.tree import children_of
 from vllm_recycle.integration.grammar_masks import ALL_ALLOWED, fill_tree
+from vllm_recycle.integration.scheduler import TreeScheduler
 
 APPLES = """Tom has 3 apples.
 {"name": "Tom", "apples": 3}
@@ -109,6 +110,45 @@ def test_greedy_output_equals_vllm_where_all_is_greedy(served):
     assert got == [expected(served.backend)[i] for i in greedy]
 
 
+@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
+def test_what_a_grammar_forbids_has_no_rows(method, monkeypatch):
+    pruned, num_rows, num_forbidden = watched(method, monkeypatch)
+    monkeypatch.setattr(TreeScheduler, "_prune", keep_all)
+    whole, num_whole_rows, num_whole_forbidden = watched(method, monkeypatch)
+    assert pruned == whole == expected("xgrammar")
+    assert num_forbidden == 0 < num_whole_forbidden
+    assert 0 < num_rows <= num_whole_rows - num_whole_forbidden / 2
+
+
+def keep_all(scheduler: TreeScheduler, request: Any) -> None:
+    request.draft_rows = None
+
+
+def watched(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, int]:
+    """Tokens, rows of drafts that follow a grammar, and those of them that it forbids."""
+    seen = {"rows": 0, "forbidden": 0}
+    with engine(method, structured_outputs_config={"backend": "xgrammar"}) as llm:
+        scheduler = core(llm).scheduler
+        make_masks = scheduler.get_grammar_bitmask
+
+        def watching(step: Any) -> Any:
+            output = make_masks(step)
+            masks = iter(() if output is None else output.grammar_bitmask)
+            for name in () if output is None else output.structured_output_request_ids:
+                draft = step.scheduled_spec_decode_tokens.get(name, ())
+                of_rows = [next(masks) for _ in range(1 + len(draft))]
+                parents = scheduler.requests[name].draft_parents if draft else ()
+                for token, parent in zip(draft, parents, strict=False):
+                    seen["rows"] += 1
+                    allowed = token < 0 or of_rows[parent][token // 32] >> token % 32 & 1
+                    seen["forbidden"] += not allowed
+            return output
+
+        monkeypatch.setattr(scheduler, "get_grammar_bitmask", watching)
+        outputs = generate(llm, *requests("xgrammar"))
+    return outputs, seen["rows"], seen["forbidden"]
+
+
 def test_masks_of_a_tree_are_those_of_its_paths(served):
     generate(served.llm, *requests(served.backend))  # at least once, so that there is a backend
     backend = core(served.llm).structured_output_manager.backend
@@ -147,13 +187,14 @@ def test_masks_of_a_tree_are_those_of_its_paths(served):
         masks = backend.allocate_token_bitmask(1 + len(parents)).fill_(ALL_ALLOWED)
         grammar = compile_grammar()
         assert grammar.accept_tokens("", list(begun))
-        fill_tree(masks, grammar, draft, parents)
+        reached = fill_tree(masks, grammar, draft, parents)
         paths = [begun]
         for token, parent in zip(draft, parents, strict=True):
             paths.append((*paths[parent], token))
         for row, path in enumerate(paths):
             mask = mask_behind(path)
             assert torch.equal(masks[row], masks[row] * 0 - 1 if mask is None else mask)
+            assert row == 0 or (row in reached) == (mask is not None)
             forbidden += mask is None
             ended += path[-1:] == (tokenizer.eos_token_id,) and mask is not None
         # The grammar is where it was.

@@ -146,6 +146,11 @@ class AdjacencyMatrix:
         """How many rows of the shared matrix were ever written."""
         return int((self.table[1 : self.vocab_size + 1, 0] >= 0).sum())
 
+    @property
+    def share_written(self) -> float:
+        """The part of the rows of the shared matrix that were ever written."""
+        return self.num_written / self.vocab_size
+
     def clear(self) -> None:
         """Forget everything."""
         self.table.fill_(UNWRITTEN)

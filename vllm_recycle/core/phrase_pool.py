@@ -67,6 +67,11 @@ class PhrasePool:
         """How many phrases the pool holds."""
         return int((self.phrases[:, :, 0] >= 0).sum())
 
+    @property
+    def share_written(self) -> float:
+        """The part of the places that hold a phrase."""
+        return self.num_phrases / self.phrases[:, :, 0].numel()
+
     def clear(self) -> None:
         """Forget everything."""
         self.table.fill_(NO_TOKEN)

@@ -82,6 +82,25 @@ class BatchTrees:
         """Only the trees that an index or a mask chooses."""
         return BatchTrees(self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen])
 
+    def keep(self, rows_of: Mapping[int, Sequence[int]]) -> BatchTrees:
+        """Some trees with only these rows of nodes, ascending, each below one that is kept."""
+        if not rows_of:
+            return self
+        trees = BatchTrees(self.parents.clone(), self.depths.clone(), self.ancestor_mask.clone())
+        for index, rows in rows_of.items():
+            kept = torch.tensor([0, *rows])
+            end, there = len(kept), trees.ancestor_mask[index]
+            mask = there[kept][:, kept]
+            parents = parents_among(self.parents[index, 1:].tolist(), rows)
+            trees.parents[index, 1:end] = torch.tensor(parents, dtype=torch.int64)
+            trees.parents[index, end:] = 0
+            trees.depths[index, :end] = self.depths[index, kept]
+            trees.depths[index, end:] = 1
+            there.copy_(torch.eye(len(there), dtype=torch.bool))
+            there[:, 0] = True
+            there[:end, :end] = mask
+        return trees
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeTemplate:
@@ -248,6 +267,18 @@ def children_of(parents: Sequence[int]) -> list[list[int]]:
     for row, parent in enumerate(parents, start=1):
         children[parent].append(row)
     return children
+
+
+def parents_among(parents: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """The parent of each of some nodes where they are all, from the parent of each node.
+
+    Args:
+        parents: of each node.
+        rows: of those that are left, ascending, each below one that is left.
+
+    """
+    place = {0: 0} | {row: index for index, row in enumerate(rows, start=1)}
+    return [place[parents[row - 1]] for row in rows]
 
 
 def depth_of(parents: Sequence[int]) -> int:

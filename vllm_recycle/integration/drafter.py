@@ -101,9 +101,9 @@ class Drafter(ABC):
     def describe(self) -> str:
         """One line: what is on."""
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, float]:
         """See `TreeWorker.draft_statistics`."""
-        return {"rounds": 0, "forwards": 0}
+        return {"rounds": 0, "forwards": 0, "table_fill": self.state.share_written}
 
 
 class TreeDrafter(Drafter):

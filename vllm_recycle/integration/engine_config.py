@@ -134,8 +134,9 @@ def rewrite(engine_args: Any) -> Any | None:
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
     rewritten.worker_cls = platform.worker
-    # A table of the user's wins over what is chosen step by step.
-    chooses = options.is_dynamic and platform.use_v2_model_runner and not table
+    # A table of the user's wins over what is chosen step by step, from the drafts of all requests.
+    chooses = platform.use_v2_model_runner and options.is_dynamic and not options.isolates
+    chooses = chooses and not table
     values = {"method": method, CHOOSES_SIZES: chooses, **dataclasses.asdict(options)}
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}
     if not platform.use_v2_model_runner:
@@ -190,7 +191,8 @@ def finish(vllm_config: Any) -> None:
     """
     options = get_options(vllm_config)
     platform = get_platform(options.method)
-    setattr(vllm_config.speculative_config, IS_OURS, Registered())
+    traces = vllm_config.observability_config.otlp_traces_endpoint is not None
+    setattr(vllm_config.speculative_config, IS_OURS, Registered(traces))
     reasoning = vllm_config.reasoning_config
     if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
         # From --reasoning-parser alone, for thinking budgets, which requests are refused with.

@@ -36,6 +36,13 @@ class GrammarMasks:
         """Whether the next token of a request follows its grammar; not while it reasons first."""
         return self.manager._get_constraint_bounds(request, ()).constraint_start == 0
 
+    def allowed_rows(self, request: Any) -> list[int]:
+        """The rows of those nodes of the draft of a request that its grammar allows, ascending."""
+        draft, grammar = request.spec_token_ids, request.structured_output_request.grammar
+        if grammar.is_terminated():
+            return list(range(1, 1 + len(draft)))
+        return fill_tree(self._make_room(1 + len(draft)), grammar, draft, request.draft_parents)
+
     def fill(self, requests: Sequence[Any], drafts: Mapping[str, Sequence[int]]) -> np.ndarray:
         """The masks of the root and of each scheduled node of these requests, one after the other.
 
@@ -67,7 +74,7 @@ class GrammarMasks:
 
 def fill_tree(
     masks: torch.Tensor, grammar: Any, token_ids: Sequence[int], parents: Sequence[int]
-) -> None:
+) -> list[int]:
     """Fill the masks of a tree, depth first; the grammar is then where it was.
 
     Nothing is asked below what the grammar forbids, nor below its end, behind which all is allowed.
@@ -78,8 +85,12 @@ def fill_tree(
         token_ids: of each node, -1 where it was not filled.
         parents: of each node, its parent row.
 
+    Returns:
+        The rows of the nodes that are allowed, ascending; what is below an end is not among them.
+
     """
     children, words = children_of(parents), masks.numpy()
+    reached: list[int] = []
 
     def visit(row: int) -> None:
         if grammar.is_terminated():
@@ -90,7 +101,9 @@ def fill_tree(
             allowed = token >= 0 and int(words[row, token // 32]) >> token % 32 & 1
             # What accepts one token takes back one.
             if allowed and grammar.accept_tokens("", [token]):
+                reached.append(child)
                 visit(child)
                 grammar.rollback(1)
 
     visit(0)
+    return sorted(reached)

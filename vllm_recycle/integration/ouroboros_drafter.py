@@ -82,5 +82,6 @@ class OuroborosDrafter(Drafter):
             f"in {proposer.operations.name}"
         )
 
-    def statistics(self) -> dict[str, int]:
-        return {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+    def statistics(self) -> dict[str, float]:
+        counted = {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+        return super().statistics() | counted

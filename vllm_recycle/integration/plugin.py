@@ -27,12 +27,24 @@ def register() -> None:
 
 
 class Registered:
-    """What a configuration of ours carries: where it is unpickled, `register` was called."""
+    """What a configuration of ours carries: where it is unpickled, `register` was called.
 
-    def __reduce__(self) -> tuple[Callable[[], Registered], tuple[()]]:
-        return _arrive, ()
+    Args:
+        traces: whether spans of requests are made; they then say what was drafted.
+
+    """
+
+    def __init__(self, traces: bool) -> None:
+        self.traces = traces
+        if traces:
+            from vllm_recycle.integration import tracing, versions
+
+            versions.wrap_do_tracing(tracing.span_attributes)
+
+    def __reduce__(self) -> tuple[Callable[[bool], Registered], tuple[bool]]:
+        return _arrive, (self.traces,)
 
 
-def _arrive() -> Registered:
+def _arrive(traces: bool) -> Registered:
     register()
-    return Registered()
+    return Registered(traces)

@@ -16,7 +16,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.dynamic.beam import LEVELS
-from vllm_recycle.core.tree import depth_of
+from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_sizes import DraftSizes, chooses_sizes
 from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.grammar_masks import GrammarMasks
@@ -44,6 +44,7 @@ class TreeScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         options = get_options(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
+        self.isolates = options.isolates
         # Of the runner that does not say it with each draft: the depth of each prefix. Of trees
         # that are grown on a device it is what it may be at most.
         self.depth_of_nodes: list[int] = []
@@ -60,12 +61,17 @@ class TreeScheduler(Scheduler):
             self.dynamic_sd_lookup = self.sizes
         self.masks = GrammarMasks(self.structured_output_manager)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+        self.keeps_places = False
         if isinstance(options, OuroborosOptions):
+            self.keeps_places = True  # its nodes are what their place says
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
             self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""
+        if self.isolates:
+            # vLLM would cut a draft to what the prompts before it leave of the step.
+            self.running.sort(key=lambda request: request.is_prefill_chunk)
         drafting = [request for request in self.running if request.spec_token_ids]
         for request in drafting:
             if not (self.may_speculate(request) and self.will_know_draft(request)):
@@ -74,6 +80,11 @@ class TreeScheduler(Scheduler):
             # Not in place: an asynchronous scheduler's requests share one list.
             request.spec_token_ids = request.spec_token_ids[:limit]
         output = super().schedule(*args, **kwargs)
+        if not self.use_v2_model_runner:  # which knows its trees as they were drafted
+            rows = {
+                name: self.requests[name].draft_rows for name in output.scheduled_spec_decode_tokens
+            }
+            output.draft_rows = {name: kept for name, kept in rows.items() if kept is not None}
         if self.sizes is not None:
             self.sizes.see_prompts(output)
         return output
@@ -88,21 +99,34 @@ class TreeScheduler(Scheduler):
         """The longest draft of each of these requests that harms no other."""
         # Each running request needs a row beside its draft, and vLLM may ask for one more.
         rows = len(self.running) * (1 + self.draft_slots)
-        budget = min(self.max_draft_tokens, self.max_num_scheduled_tokens - rows)
-        limit = even_limit([len(r.spec_token_ids) for r in drafting], max(0, budget))
+        budget = max(0, min(self.max_draft_tokens, self.max_num_scheduled_tokens - rows))
         # A draft is worth less than another request's KV cache: none may cost a preemption. So it
-        # has the rest of its request's last block, and an even share of the blocks that are free
-        # when every request has one for its next token, in each KV cache group. Tokens whose ids
-        # are still on the device have slots too, and so has what a draft model writes ahead.
+        # has the rest of its request's last block, and a share of the other blocks. Tokens whose
+        # ids are still on the device have slots too, and so has what a draft model writes ahead.
         ahead = self.num_lookahead_tokens
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
-        next_slots = [r.num_tokens + r.num_output_placeholders + ahead - 1 for r in self.running]
-        starting = sum(slot % size == 0 for slot in next_slots for size in sizes)
-        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() - starting
-        share = max(0, free_blocks) // max(1, len(self.running) * len(sizes))
+        if self.isolates:
+            # By the number of requests alone: what one does not use is nobody else's.
+            limit = budget // max(1, len(self.running))
+            share = self._guaranteed_blocks(sizes)
+        else:
+            limit = even_limit([len(r.spec_token_ids) for r in drafting], budget)
+            share = self._unclaimed_blocks(sizes, ahead) // max(1, len(self.running) * len(sizes))
         size = min(sizes)
         slots = [r.num_tokens + r.num_output_placeholders + ahead for r in drafting]
         return [min(limit, -slot % size + share * size) for slot in slots]
+
+    def _unclaimed_blocks(self, sizes: list[int], ahead: int) -> int:
+        """KV blocks that are free when every request has one for its next token, of each group."""
+        next_slots = [r.num_tokens + r.num_output_placeholders + ahead - 1 for r in self.running]
+        starting = sum(slot % size == 0 for slot in next_slots for size in sizes)
+        return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - starting)
+
+    def _guaranteed_blocks(self, sizes: list[int]) -> int:
+        """KV blocks of a group that a request has room for, whatever the others have; or none."""
+        longest = [-(-self.max_model_len // size) for size in sizes]
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
+        return max(longest) if len(self.running) * sum(longest) <= num_blocks else 0
 
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.
@@ -173,6 +197,24 @@ class TreeScheduler(Scheduler):
                 request.spec_token_ids = [] if request.is_prefill_chunk else draft
                 if isinstance(draft_token_ids, TreeDraftTokenIds):
                     request.draft_parents = draft_token_ids.parents[index]
+                    if not self.use_v2_model_runner:
+                        self._prune(request)
+
+    def _prune(self, request: Any) -> None:
+        """Take out of the draft of a request what its grammar forbids, before it costs rows.
+
+        On Model Runner V2 drafts are not here before their rows are on the device.
+        """
+        request.draft_rows = None
+        draft = request.spec_token_ids
+        if not (draft and request.use_structured_output and self.masks.is_constrained(request)):
+            return
+        rows = self.masks.allowed_rows(request)
+        if self.keeps_places:
+            rows = list(range(1, 1 + max(rows, default=0)))
+        request.spec_token_ids = [draft[row - 1] for row in rows]
+        request.draft_parents = parents_among(request.draft_parents, rows)
+        request.draft_rows = rows
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):

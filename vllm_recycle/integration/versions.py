@@ -101,6 +101,40 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     SamplingParams._validate_spec_decode = _validate_spec_decode
 
 
+def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
+    """Let the span of a request say more.
+
+    Args:
+        attributes_of: given vLLM's state of a request that has ended, what its span is to say
+            beside what vLLM says.
+
+    Remove when vLLM says what was drafted and accepted (patches/0007).
+
+    """
+    from vllm.v1.engine import output_processor
+
+    original = output_processor.OutputProcessor.do_tracing
+    if hasattr(original, _SHIM):
+        return
+    make_span = output_processor.instrument_manual
+    added: dict[str, Any] = {}
+
+    def instrument_manual(*args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
+        return make_span(*args, attributes=attributes | added, **kwargs)
+
+    @functools.wraps(original)
+    def do_tracing(self: Any, output: Any, req_state: Any, *args: Any) -> None:
+        added.update(attributes_of(req_state))
+        try:
+            original(self, output, req_state, *args)
+        finally:
+            added.clear()
+
+    setattr(do_tracing, _SHIM, True)
+    output_processor.instrument_manual = instrument_manual
+    output_processor.OutputProcessor.do_tracing = do_tracing
+
+
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
     """Leave vLLM's device buffer of grammar masks the rows that a step may have.
 

@@ -93,12 +93,14 @@ class TreeWorker(Worker):
         """
         return None if self.saver is None else self.saver.save()
 
-    def draft_statistics(self) -> dict[str, int]:
-        """What the draft model has done since the start; for `collective_rpc`.
+    def draft_statistics(self) -> dict[str, float]:
+        """What vLLM's own metrics have no place for; for `collective_rpc`.
 
         Returns:
-            `rounds`, drafts made, and `forwards`, draft forwards, both counted once for each
-            request that took part; 0 without a draft model.
+            `rounds`, drafts that a draft model made since the start, and `forwards`, draft
+            forwards, both counted once for each request that took part; 0 without a draft model.
+            `table_fill`, the part of the matrix or pool that is written. Where rows are priced
+            one by one, `row_cost`: what a row more costs a step of one at least, in units of it.
 
         """
         return self.drafter.statistics()

@@ -162,7 +162,8 @@ def test_isolated_requests_leave_the_counts_alone(scope, counts_shared):
     write(proposer, [2], [3, 4, 5], own=True)
     learn_text(proposer, 0, [2], [3, 0, 1])
     assert bool(counted(proposer)) == counts_shared
-    learned = proposer.state.rows.table[address_of(proposer.layout, [2], 1, own=True)]
+    rows = proposer.state.rows
+    learned = rows.table[address_of(rows.layout, [2], int(rows.salts[0]), own=True)]
     assert learned[1:-1].tolist() == [3, 0, 1]
 
 

@@ -206,6 +206,35 @@ def test_isolated_requests_neither_write_nor_read_shared_rows():
     assert seen(rows, 0, [2, 1]) is None
 
 
+@BRIEF
+@given(
+    ones=st.lists(contexts, min_size=1, max_size=4),
+    others=st.lists(contexts, max_size=20),
+    slots=st.sampled_from([1, 8, 64]),
+)
+def test_an_isolated_request_keeps_and_finds_its_rows_whatever_others_write(ones, others, slots):
+    found = []
+    for busy in (False, True):
+        rows = make_rows("isolated", contexts=CONTEXTS, slots=slots)
+        for req_state_idx in (1, 2, 1, 0) if busy else (0,):
+            rows.begin(req_state_idx)
+        for context in ones:
+            write(rows, 0, context, [3] * K)
+        for number, context in enumerate(others if busy else ()):
+            write(rows, 1 + number % 2, context, [4] * K)
+        salt = int(rows.salts[0])
+        found.append([find_row(rows.table, context, salt, rows.layout) for context in ones])
+        assert all(seen(rows, 0, context) in (None, [3] * K) for context in ones)
+    assert found[0] == found[1]
+
+
+def test_there_is_a_part_for_each_isolated_request():
+    for requests, slots, parts in ((1, 8, 1), (3, 8, 4), (4, 2, 4), (5, 64, 8)):
+        layout = make_rows("isolated", max_num_reqs=requests, slots=slots).layout
+        assert (layout.parts, layout.slots) == (parts, max(slots, parts))
+        assert make_rows(max_num_reqs=requests, slots=slots).layout.parts == 1
+
+
 def test_without_hot_start_others_rows_are_written_and_not_read():
     rows = started(hot_start=False)
     write(rows, 0, [1, 2], [3] * K)

@@ -329,3 +329,11 @@ def test_a_row_costs_what_it_does_behind_as_many_rows_of_drafts():
 def test_a_given_cost_is_of_any_number_of_requests():
     times, _ = StepTimes.linear(0.25, 6).at(3, 500)
     assert times.tolist() == [1, 1, 1.25, 1.5, 1.75, 2, 2.25]
+
+
+def test_times_of_each_are_those_of_all_where_all_have_as_many_rows():
+    step_times = StepTimes.linear(0.25, 12)
+    times, slopes = step_times.of_each(3, 0)
+    assert times.tolist() == [1, 1.5, 2.25, 3, 3.75]
+    assert slopes.tolist() == [0, 0.75, 0.75, 0.75, torch.inf]
+    assert step_times.of_each(1, 0)[0].tolist() == step_times.at(1, 0)[0].tolist()

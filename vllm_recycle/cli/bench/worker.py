@@ -301,7 +301,7 @@ class Worker:
         if self.method != "ouroboros":
             return {}
         statistics = self.llm.collective_rpc("draft_statistics")[0]
-        return {f"draft_{name}": number for name, number in statistics.items()}
+        return {f"draft_{name}": statistics[name] for name in ("rounds", "forwards")}
 
 
 def _said(turn: str) -> dict[str, str]:

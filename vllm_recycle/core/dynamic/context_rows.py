@@ -13,6 +13,8 @@ row of another context is passed over; where both agree by chance a draft is wro
 row and never an output. What a sequence wrote for itself (`own`) is hashed with its salt, a number
 that no other has, and carries it, so that no other sequence reads it; 0 is the salt of what is
 shared. So own rows need no table for each sequence, and are overwritten in time when it has ended.
+Under `isolated` each running sequence has a part of the slots for itself, since what another one
+overwrites would be seen in the drafts: its salt, modulo the number of parts, says which.
 
 Steadiness counts up to 3 how often in a row an update left the most probable successor as it was.
 
@@ -52,6 +54,7 @@ class RowLayout:
         has_own: whether sequences write and read rows of their own.
         reads_shared: whether a sequence reads what others wrote.
         writes_shared: whether it writes for others.
+        parts: of the slots, a power of two, each for one running sequence; 1 where all share them.
 
     """
 
@@ -62,6 +65,7 @@ class RowLayout:
     has_own: bool
     reads_shared: bool
     writes_shared: bool
+    parts: int = 1
 
     @property
     def width(self) -> int:
@@ -85,6 +89,8 @@ class RowLayout:
 
         """
         hashed, seen = 0, 0
+        slots = self.slots // self.parts
+        first = self.vocab_size + salt % self.parts * slots
         for index, length in enumerate(self.contexts):
             for token in context[seen:length]:
                 if not 0 <= token < self.vocab_size:
@@ -98,10 +104,12 @@ class RowLayout:
                 if length == 1 and not own:
                     yield index, 0, context[0], context[0] << 3
                     continue
-                key = (hashed + (salt if own else 0) * _FINISH + length) * _FINISH & _64_BITS
+                # Nothing of others is in a part, and where its rows are says nothing of others.
+                salted = salt if own and self.parts == 1 else 0
+                key = (hashed + salted * _FINISH + length) * _FINISH & _64_BITS
                 key = (key ^ key >> 29) * _MIX & _64_BITS
                 head = (key >> _TAG_SHIFT) << 3 | own << 2
-                yield index, own, self.vocab_size + (key & (self.slots - 1)), head
+                yield index, own, first + (key & (slots - 1)), head
 
 
 class ContextRows:
@@ -111,7 +119,8 @@ class ContextRows:
         vocab_size: number of token ids, below 2^28.
         k: successors kept for each context.
         contexts: lengths of contexts, ascending from 1.
-        slots: rows that are found by a hash, a power of two below 2^36.
+        slots: rows that are found by a hash, a power of two below 2^36; under `isolated` at least
+            one for each sequence.
         scope: as for `AdjacencyMatrix`: who reads and writes what.
         hot_start: whether a sequence reads the shared rows.
         max_num_reqs: every `req_state_idx` is below this.
@@ -138,19 +147,20 @@ class ContextRows:
         if slots < 1 or slots & (slots - 1):
             raise ValueError(f"slots: got {slots}, expected a power of two")
         self.scope = scope
+        parts = 1 << (max_num_reqs - 1).bit_length() if scope == "isolated" else 1
         self.layout = RowLayout(
             vocab_size=vocab_size,
             k=k,
             contexts=check_contexts(contexts),
-            slots=slots,
+            slots=max(slots, parts),
             has_own=scope != "shared",
             reads_shared=hot_start and scope != "isolated",
             writes_shared=scope != "isolated",
+            parts=parts,
         )
-        self.table = torch.empty(
-            vocab_size + slots, self.layout.width, dtype=torch.int32, device=device
-        )
-        self._last_salt = 0
+        rows = vocab_size + self.layout.slots
+        self.table = torch.empty(rows, self.layout.width, dtype=torch.int32, device=device)
+        self._num_begun = 0
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
 
@@ -169,8 +179,9 @@ class ContextRows:
 
     def begin(self, req_state_idx: int) -> None:
         """A sequence starts: it sees nothing that an earlier one wrote for itself."""
-        self._last_salt = self._last_salt % MAX_SALT + 1
-        self.salts[req_state_idx] = self._last_salt
+        parts = self.layout.parts
+        self._num_begun = self._num_begun % (MAX_SALT // parts) + 1
+        self.salts[req_state_idx] = self._num_begun * parts + req_state_idx % parts
 
     def shared_rows(self) -> torch.Tensor:
         """A copy of the table without what sequences wrote for themselves."""

@@ -82,6 +82,11 @@ class StepTimes:
         fewer = (self.loads[index][0] or num_reqs) - num_reqs
         return _moved(self.times[index], fewer), _moved(self.slopes[index], fewer)
 
+    def of_each(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `at`, but by the rows of one request, where each of them has as many."""
+        times, slopes = self.at(num_reqs, context)
+        return times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs
+
 
 def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
     """`values` of so many rows more; of fewer, if negative, with the first one before them."""

@@ -27,6 +27,11 @@ class DynamicState:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.rows.table, self.acceptance.counts)
 
+    @property
+    def share_written(self) -> float:
+        """The part of the rows that were ever written."""
+        return self.rows.num_written / len(self.rows.table)
+
     def clear(self) -> None:
         """Forget everything but what is shipped."""
         self.rows.clear()

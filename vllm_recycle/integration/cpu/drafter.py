@@ -164,6 +164,10 @@ class PricedV1Drafter(V1Drafter):
         self.max_rows = scheduler.max_num_seqs + drafts
         self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
 
+    def statistics(self) -> dict[str, float]:
+        _, slopes = self.step_times.at(1, 0)
+        return super().statistics() | {"row_cost": float(slopes[1])}
+
     def judge(self, step_seconds: float) -> str:
         """What is to be said of drafting where a plain step takes so long, if anything."""
         return ""

@@ -30,6 +30,7 @@ class DynamicV1Drafter(PricedV1Drafter):
         options = get_options(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
         self.read_prices()
+        self.isolates = options.isolates
         self.state = make_dynamic_state(options, vllm_config, "cpu")
         self.proposer = DynamicTreeProposer(
             self.state,
@@ -79,19 +80,28 @@ class DynamicV1Drafter(PricedV1Drafter):
         max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
         drafts = torch.full((len(texts.wants_draft), max_nodes), -1)
         chosen = np.nonzero(texts.wants_draft)[0]
-        if len(chosen):
-            last = texts.num_computed_tokens[chosen]
-            times, slopes = self.step_times.at(len(drafts), float(last.mean()))
-            drafts[chosen] = self.proposer.propose(
-                texts.idx_mapping[chosen],
-                Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
-                max_depths=torch.from_numpy(texts.max_depths[chosen]),
-                times=times,
-                slopes=slopes,
-                num_other_rows=len(drafts) - len(chosen),
-                max_nodes=max_nodes,
-            )
+        for group in chosen[:, None] if self.isolates else [chosen]:
+            if len(group):
+                drafts[group] = self._grow(texts, group, max_nodes)
         return drafts
+
+    def _grow(self, texts: Texts, chosen: np.ndarray, max_nodes: int) -> torch.Tensor:
+        """Trees of some requests, int64 [n, nodes]: those that share the rows of the step.
+
+        Under `isolated` each is grown alone, as if all drafted as many nodes as it does.
+        """
+        batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
+        prices = self.step_times.of_each if self.isolates else self.step_times.at
+        times, slopes = prices(batch, float(last.mean()))
+        return self.proposer.propose(
+            texts.idx_mapping[chosen],
+            Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
+            max_depths=torch.from_numpy(texts.max_depths[chosen]),
+            times=times,
+            slopes=slopes,
+            num_other_rows=0 if self.isolates else batch - len(chosen),
+            max_nodes=max_nodes,
+        )
 
     def describe(self) -> str:
         proposer, rows = self.proposer, self.state.rows

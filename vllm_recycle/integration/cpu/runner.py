@@ -95,8 +95,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.idx_mapping = torch.tensor(
             [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
         )
+        # Of drafts that follow a grammar only what it allows was scheduled.
+        index_of, rows = self.input_batch.req_id_to_index, scheduler_output.draft_rows
+        kept = {index_of[name]: of_nodes for name, of_nodes in rows.items()}
         trees = self.trees = TreeBatch.make(
-            trees=self.drafter.trees_of(self.idx_mapping),
+            trees=self.drafter.trees_of(self.idx_mapping).keep(kept),
             num_nodes=torch.tensor(metadata.num_draft_tokens),
             last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
             row_token_ids=self.input_ids.gpu[logits_indices].long(),

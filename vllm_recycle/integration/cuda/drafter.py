@@ -144,9 +144,9 @@ class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
         )
         self.make_proposer(OPERATIONS, device, stops_early=False, smaller_shapes=self.shapes)
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, float]:
         forwards = self.num_rounds * self.proposer.max_forwards
-        return {"rounds": self.num_rounds, "forwards": forwards}
+        return super().statistics() | {"rounds": self.num_rounds, "forwards": forwards}
 
 
 def has_text(input_batch: Any) -> np.ndarray:

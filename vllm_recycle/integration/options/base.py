@@ -136,6 +136,11 @@ class MethodOptions(ABC):
         return False
 
     @property
+    def isolates(self) -> bool:
+        """Whether nothing of a request may be seen in the drafts of another, nor their number."""
+        return False
+
+    @property
     def num_nodes(self) -> int:
         """The most nodes that a draft has."""
         return self.load_tree().num_nodes

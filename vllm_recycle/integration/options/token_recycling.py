@@ -126,6 +126,10 @@ class TokenRecyclingOptions(MethodOptions):
         return self.tree == DYNAMIC
 
     @property
+    def isolates(self) -> bool:
+        return self.scope == "isolated"
+
+    @property
     def num_nodes(self) -> int:
         if self.is_dynamic:
             assert self.max_nodes is not None

@@ -21,7 +21,7 @@ constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 struct Rows {
   int32_t* table;
   const int64_t* lengths;  // of contexts, ascending from 1
-  int64_t num_contexts, vocab, k, slots, has_own, reads_shared, writes_shared;
+  int64_t num_contexts, vocab, k, slots, has_own, reads_shared, writes_shared, parts;
 
   int64_t reach() const { return lengths[num_contexts - 1]; }
   int32_t* row(int64_t address) const { return table + address * (k + 2); }
@@ -61,6 +61,8 @@ template <typename Visit>
 void each_place(const Rows& rows, const Context& context, int64_t salt, Visit visit) {
   uint64_t hashed = 0;
   int64_t seen = 0;
+  const int64_t slots = rows.slots / rows.parts;
+  const int64_t first = rows.vocab + (salt & (rows.parts - 1)) * slots;
   for (int64_t index = 0; index < rows.num_contexts; index++) {
     const int64_t length = rows.lengths[index];
     for (; seen < length; seen++) {
@@ -74,9 +76,10 @@ void each_place(const Rows& rows, const Context& context, int64_t salt, Visit vi
         visit(Place{index, 0, row, int32_t(context.tokens[0] << 3), 0, rows.k});
         continue;
       }
-      uint64_t key = (hashed + (own ? uint64_t(salt) : 0) * FINISH + uint64_t(length)) * FINISH;
+      const uint64_t salted = own && rows.parts == 1 ? uint64_t(salt) : 0;
+      uint64_t key = (hashed + salted * FINISH + uint64_t(length)) * FINISH;
       key = (key ^ key >> 29) * MIX;
-      const int64_t address = rows.vocab + int64_t(key & uint64_t(rows.slots - 1));
+      const int64_t address = first + int64_t(key & uint64_t(slots - 1));
       const int32_t head = int32_t(key >> 36 << 3 | uint64_t(own) << 2);
       visit(Place{index, own, rows.row(address), head, int32_t(own ? salt : 0), rows.k});
     }
@@ -137,12 +140,12 @@ extern "C" {
 // Drafts and parents come filled with -1 and 0, depths and masks with 0.
 void grow(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t vocab, int64_t k,
           int64_t slots, int64_t has_own, int64_t reads_shared, int64_t writes_shared,
-          const double* rates, const int64_t* salts, const int64_t* tails,
+          int64_t parts, const double* rates, const int64_t* salts, const int64_t* tails,
           const int64_t* max_depths, const double* times, const double* slopes, int64_t num_times,
           int64_t num_other_rows, int64_t batch, int64_t max_nodes, int64_t* num_nodes,
           int64_t* token_ids, int64_t* parents, int64_t* depths, uint8_t* masks) {
   const Rows rows_of = {table, lengths, num_contexts, vocab, k,
-                        slots, has_own, reads_shared, writes_shared};
+                        slots, has_own, reads_shared, writes_shared, parts};
   const int64_t reach = rows_of.reach(), width = max_nodes + 1;
   std::vector<std::vector<Node>> trees(batch);
   std::priority_queue<Candidate> heap;
@@ -209,12 +212,12 @@ void grow(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t 
 
 void learn(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t vocab, int64_t k,
            int64_t slots, int64_t has_own, int64_t reads_shared, int64_t writes_shared,
-           double* counts, const int64_t* salts, const int64_t* tails, const int64_t* parents,
-           int64_t parents_stride, const int64_t* row_token_ids, const int64_t* cu_num_logits,
-           const int32_t* successors, const int64_t* path, const int64_t* token_ids,
-           int64_t path_length, int64_t batch) {
+           int64_t parts, double* counts, const int64_t* salts, const int64_t* tails,
+           const int64_t* parents, int64_t parents_stride, const int64_t* row_token_ids,
+           const int64_t* cu_num_logits, const int32_t* successors, const int64_t* path,
+           const int64_t* token_ids, int64_t path_length, int64_t batch) {
   const Rows rows_of = {table, lengths, num_contexts, vocab, k,
-                        slots, has_own, reads_shared, writes_shared};
+                        slots, has_own, reads_shared, writes_shared, parts};
   const int64_t reach = rows_of.reach();
   std::vector<Context> contexts;
   std::vector<uint8_t> visited;
@@ -252,9 +255,9 @@ void learn(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t
 
 void seed(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t vocab, int64_t k,
           int64_t slots, int64_t has_own, int64_t reads_shared, int64_t writes_shared,
-          const int64_t* tokens, int64_t num_tokens, int64_t salt) {
+          int64_t parts, const int64_t* tokens, int64_t num_tokens, int64_t salt) {
   const Rows rows = {table, lengths, num_contexts, vocab, k,
-                     slots, has_own, reads_shared, writes_shared};
+                     slots, has_own, reads_shared, writes_shared, parts};
   Context context = tail_of(tokens, 0);
   std::vector<const int32_t*> known(num_contexts);
   std::vector<int32_t> merged(num_contexts * k);

@@ -137,4 +137,5 @@ def _rows(table: torch.Tensor, layout: RowLayout) -> tuple[Any, ...]:
         layout.has_own,
         layout.reads_shared,
         layout.writes_shared,
+        layout.parts,
     )

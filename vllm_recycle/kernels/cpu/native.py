@@ -50,10 +50,10 @@ SIGNATURES = {
     "update_from_logits": "pppp" + "iiiiiiiii",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    # The first nine are of a RowLayout.
-    "grow": "pp" + "iiiiiii" + "pppppp" + "iiii" + "ppppp",
-    "learn": "pp" + "iiiiiii" + "pppp" + "i" + "ppppp" + "ii",
-    "seed": "pp" + "iiiiiii" + "pii",
+    # The first ten are of a RowLayout.
+    "grow": "pp" + "iiiiiiii" + "pppppp" + "iiii" + "ppppp",
+    "learn": "pp" + "iiiiiiii" + "pppp" + "i" + "ppppp" + "ii",
+    "seed": "pp" + "iiiiiiii" + "pii",
     "top_k_rows": "p" + "iiiiii" + "p",
 }
 

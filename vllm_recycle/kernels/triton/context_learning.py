@@ -171,6 +171,7 @@ def _mark_kernel(
     VOCAB: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
     CONTEXTS: tl.constexpr,
     HAS_OWN: tl.constexpr,
     READS_SHARED: tl.constexpr,
@@ -209,6 +210,7 @@ def _mark_kernel(
             WRITES_SHARED,
             VOCAB,
             SLOTS,
+            PARTS,
             CONTEXTS,
             HAS_OWN,
         )
@@ -230,6 +232,7 @@ def _mark_kernel(
             VOCAB,
             K,
             SLOTS,
+            PARTS,
             CONTEXTS,
             HAS_OWN,
             READS_SHARED,

@@ -28,6 +28,7 @@ def mark_rows(
     WRITES_SHARED: tl.constexpr,
     VOCAB: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
     CONTEXTS: tl.constexpr,
     HAS_OWN: tl.constexpr,
 ) -> None:
@@ -72,7 +73,7 @@ def mark_rows(
         for own in tl.static_range(2):
             if HAS_OWN if own else WRITES_SHARED:
                 address, head = place_of(
-                    hashed, newest, salt, CONTEXTS[length_index], own, VOCAB, SLOTS
+                    hashed, newest, salt, CONTEXTS[length_index], own, VOCAB, SLOTS, PARTS
                 )
                 written = (2 * length_index + own) * rows + scratch
                 stamp = number * PLACES + (2 * length_index + own)

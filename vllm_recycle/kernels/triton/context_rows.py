@@ -25,6 +25,7 @@ def constants_of(layout: RowLayout) -> dict[str, Any]:
         "VOCAB": layout.vocab_size,
         "K": layout.k,
         "SLOTS": layout.slots,
+        "PARTS": layout.parts,
         "CONTEXTS": layout.contexts,
         "HAS_OWN": layout.has_own,
         "READS_SHARED": layout.reads_shared,
@@ -47,6 +48,7 @@ def place_of(
     OWN: tl.constexpr,
     VOCAB: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Address, int64, and head without steadiness, int32, of the row of a context.
 
@@ -60,12 +62,15 @@ def place_of(
         return newest.to(tl.int64), newest.to(tl.int32) << 3
     else:
         key = hashed + LENGTH
-        if OWN:
+        if OWN and PARTS == 1:
             key += salt.to(tl.uint64) * _FINISH
         key = key * _FINISH
         key = (key ^ (key >> 29)) * _MIX
         head = ((key >> _TAG_SHIFT) << 3).to(tl.int32) | (OWN << 2)
-        return VOCAB + (key & (SLOTS - 1)).to(tl.int64), head
+        address = VOCAB + (key & (SLOTS // PARTS - 1)).to(tl.int64)
+        if PARTS > 1:
+            address += (salt & (PARTS - 1)).to(tl.int64) * (SLOTS // PARTS)
+        return address, head
 
 
 @triton.jit
@@ -94,6 +99,7 @@ def find_row(
     VOCAB: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
     CONTEXTS: tl.constexpr,
     HAS_OWN: tl.constexpr,
     READS_SHARED: tl.constexpr,
@@ -131,7 +137,9 @@ def find_row(
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
             if HAS_OWN if own else READS_SHARED:
-                address, head = place_of(hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS)
+                address, head = place_of(
+                    hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS, PARTS
+                )
                 written, there = is_written(table, address, head, salt * own, known, K)
                 found = tl.where(written, address, found)
                 found_index = tl.where(written, index, found_index)

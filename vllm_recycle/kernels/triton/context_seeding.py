@@ -139,6 +139,7 @@ def _mark_kernel(
     VOCAB: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
     CONTEXTS: tl.constexpr,
     HAS_OWN: tl.constexpr,
     READS_SHARED: tl.constexpr,
@@ -176,7 +177,9 @@ def _mark_kernel(
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
             if HAS_OWN if own else (READS_SHARED or not HAS_OWN):
-                address, head = place_of(hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS)
+                address, head = place_of(
+                    hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS, PARTS
+                )
                 if HAS_OWN if own else READS_SHARED:
                     written, _there = is_written(table, address, head, salt * own, known, K)
                     rest = tl.where(written, address, rest)
