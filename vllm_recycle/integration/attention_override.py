@@ -45,7 +45,6 @@ def refuse_layer(impl: Any, **features: bool) -> None:
     refused = {
         "ALiBi": impl.alibi_slopes is not None,
         "a logits soft cap": bool(impl.logits_soft_cap),
-        "attention sinks": impl.sinks is not None,
         f"attention of type {impl.attn_type}": impl.attn_type != AttentionType.DECODER,
         **features,
     }

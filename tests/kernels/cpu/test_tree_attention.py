@@ -10,6 +10,7 @@ from cache_layouts import STALE, every_layout
 from tolerance import is_within_tolerance
 from tree_steps import (
     BUSH,
+    SINKS,
     STEP,
     UNTOUCHED,
     Attention,
@@ -208,3 +209,36 @@ def test_blocks_that_fell_out_of_the_window_are_others(attention, layout, own):
     assert step.attend(attention, trees, window=window).equal(expected)
     assert is_within_tolerance(expected, step.reference(BUSH, [sequence], window=window))
     assert not is_within_tolerance(step.attend(attention, trees), expected)
+
+
+@every_layout
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_sink_is_a_score_of_each_head(attention, layout, own, window):
+    step = Step.make(layout, own=own)
+    trees = step.tree_rows(BUSH)
+    output = step.attend(attention, trees, window=window, sinks=SINKS)
+    assert is_within_tolerance(output, step.reference(BUSH, window=window, sinks=SINKS))
+    for others in (None, SINKS.roll(1)):
+        reference = step.reference(BUSH, window=window, sinks=others)
+        assert not is_within_tolerance(output, reference)
+
+
+@every_layout
+def test_a_sink_of_no_weight_is_none(attention, layout, own):
+    step = Step.make(layout, own=own)
+    trees, none = step.tree_rows(BUSH), torch.full_like(SINKS, float("-inf"))
+    output = step.attend(attention, trees, sinks=none)
+    assert is_within_tolerance(output, step.attend(attention, trees))
+
+
+@every_layout
+@pytest.mark.parametrize("window", [-1, 20])
+def test_a_chain_with_sinks_equals_the_causal_kernel_of_vllm(attention, layout, own, window):
+    step = Step.make(layout, own=own)
+    chain = TreeTemplate(tuple((row, 0) for row in range(25)))
+    sinks = SINKS.to(torch.bfloat16 if layout.dtype == torch.bfloat16 else torch.float32)
+    causal = causal_attention(Step.make(layout), STEP, window=window, sinks=sinks)
+    trees, shown = step.tree_rows(chain), None if window == -1 else window
+    output = step.attend(attention, trees, window=shown, sinks=sinks)
+    rows = torch.cat([output[rows_of(sequence)] for sequence in STEP])
+    assert is_within_tolerance(rows, causal)

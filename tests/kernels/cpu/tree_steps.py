@@ -14,6 +14,8 @@ from vllm_recycle.kernels.cpu.tree_attention import TreeRows
 
 HEADS = 6  # three queries a key: grouped-query attention
 UNTOUCHED = -7.0
+# Beside scores that are mostly within 3, for each head: from little of the weight to nearly all.
+SINKS = torch.tensor([-30.0, -2.0, 1.0, 4.0, 12.0, 30.0])
 # What block tables hold behind the context where the rows are not in the cache.
 NO_BLOCK = 2**30
 
@@ -105,7 +107,12 @@ class Step:
         )
 
     def attend(
-        self, attention: Attention, trees: TreeRows, *, window: int | None = None
+        self,
+        attention: Attention,
+        trees: TreeRows,
+        *,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
         attention(
@@ -117,6 +124,7 @@ class Step:
             isa=self.layout.isa,
             own=self.own,
             window=window,
+            sinks=sinks,
         )
         return output
 
@@ -126,10 +134,12 @@ class Step:
         sequences: list[Sequence] = STEP,
         *,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Row by row in double precision, over the context and the row's ancestors alone.
 
         With a window, over so many of them: a path from the first token has each position once.
+        A sink is one more score, of no value.
         """
         output = torch.full_like(self.query, UNTOUCHED, dtype=torch.float64)
         for sequence, (keys, values) in zip(sequences, self.dense, strict=True):
@@ -143,7 +153,9 @@ class Step:
                 seen = seen[-(window or len(seen)) :]
                 query = self.query[sequence.first + row].double()
                 scores = (keys[seen] * query).sum(dim=2) * self.scale
-                weights = scores.softmax(dim=0)[:, :, None]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.double()[None]))
+                weights = scores.softmax(dim=0)[: len(seen), :, None]
                 output[sequence.first + row] = (weights * values[seen]).sum(dim=0)
         return output
 
@@ -152,7 +164,13 @@ DEEP_END = ((9, 0), (9, 1), (21, 0), (23, 0), (24, 1))
 BUSH = TreeTemplate((*load_tree("paper-80").nodes[:20], *DEEP_END))
 
 
-def causal_attention(step: Step, sequences: list[Sequence], *, window: int = -1) -> torch.Tensor:
+def causal_attention(
+    step: Step,
+    sequences: list[Sequence],
+    *,
+    window: int = -1,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The same rows through vLLM's kernel, as its CPU backend calls it, in batch order."""
     layout, dtype = step.layout, torch.int32
     lengths = torch.tensor([sequence.num_nodes + 1 for sequence in sequences], dtype=dtype)
@@ -188,6 +206,6 @@ def causal_attention(step: Step, sequences: list[Sequence], *, window: int = -1)
         block_table=step.block_table,
         softcap=0.0,
         scheduler_metadata=scheduler_metadata,
-        s_aux=None,
+        s_aux=sinks,
     )
     return output

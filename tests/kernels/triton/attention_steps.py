@@ -50,6 +50,10 @@ CHAINED = below_chain(PAPER, 4)
 # Each lacks other rows of the chain, or none.
 PADDED = (Request(29, 150, padding=3), Request(0, 0, padding=2), Request(9, 37), Request(3, 0, 4))
 
+# Of the heads of a `Shape`: beside scores that are mostly within 3, little, some, and nearly all of
+# the weight; and none at all.
+SINKS = torch.tensor([-2.0, 4.0, 12.0, float("-inf")], device=DEVICE)
+
 # Outputs are averages of standard normal values, hence below 4 in magnitude: a rounding is off by
 # 2^-7 or 2^-10 at most, and results differ by a few (of outputs, and of weights before the sum). In
 # float32 sums over some hundred terms are what differs, by several times 2^-22.
@@ -171,6 +175,7 @@ class Step:
         tile: Tile | None = SMALL,
         num_splits: int | None = None,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
         tree_attention(
@@ -181,12 +186,15 @@ class Step:
             scale=self.scale,
             own=self.own,
             window=window,
+            sinks=sinks,
             tile=tile,
             num_splits=num_splits,
         )
         return output
 
-    def attend_in_torch(self, *, window: int | None = None) -> torch.Tensor:
+    def attend_in_torch(
+        self, *, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
         torch_twins.tree_attention(
             self.query,
@@ -196,6 +204,7 @@ class Step:
             scale=self.scale,
             own=self.own,
             window=window,
+            sinks=sinks,
         )
         return output
 

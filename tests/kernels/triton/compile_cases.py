@@ -109,6 +109,11 @@ def tree_attention_cases() -> Iterator[tuple[Case, int]]:
         yield attend_case(arch, TREE_ROWS, 4, 128, grown=True)
         yield attend_case(arch, TREE_ROWS, 4, 128, grown=True, windowed=True)
         yield attend_case(arch, TREE_ROWS, 2, 256, windowed=True)
+        # GPT-OSS.
+        yield attend_case(
+            arch, TREE_ROWS, 8, 64, grown=True, windowed=True, split=False, sinks=True
+        )
+        yield combine_case(64, sinks=True), arch
         yield combine_case(128), arch
         yield combine_case(80), arch
     yield attend_case(100, TREE_ROWS, 4, 128)
@@ -127,6 +132,7 @@ def attend_case(
     own: bool = False,
     grown: bool = False,
     windowed: bool = False,
+    sinks: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Case, int]:
     tile = tile or choose_tile(
@@ -144,7 +150,8 @@ def attend_case(
         + ("" if split else "-unsplit")
         + ("-own" if own else "")
         + ("-grown" if grown else "")
-        + ("-windowed" if windowed else ""),
+        + ("-windowed" if windowed else "")
+        + ("-sinks" if sinks else ""),
         attention_kernel.attend_kernel,
         {
             **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
@@ -154,6 +161,7 @@ def attend_case(
             **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
             "log2_scale": "fp32",
             **({"window": "i32"} if windowed else {}),
+            **({"sinks": f"*{dtype}:16"} if sinks else {}),
             **dict.fromkeys(("max_rows", "num_splits", "num_words", "table_stride"), "i32"),
             **{f"{stride}_stride": "i32:16" for stride in strides},
             **(of_own if own else {}),
@@ -172,6 +180,7 @@ def attend_case(
             **({} if own else dict.fromkeys(of_own)),
             **({} if grown else dict.fromkeys(of_grown)),
             **({} if windowed else {"window": None}),
+            **({} if sinks else {"sinks": None}),
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
         tile.resident,
@@ -179,19 +188,21 @@ def attend_case(
     return case, arch
 
 
-def combine_case(head_size: int) -> Case:
+def combine_case(head_size: int, *, sinks: bool = False) -> Case:
     return Case(
-        f"combine-head{head_size}",
+        f"combine-head{head_size}" + ("-sinks" if sinks else ""),
         attention_splits.combine_kernel,
         {
             **dict.fromkeys(("partial", "partial_lse"), "*fp32:16"),
             "output": "*bf16:16",
             **dict.fromkeys(("query_start_loc", "seq_lens"), "*i32"),
+            **({"sinks": "*bf16:16"} if sinks else {}),
             **dict.fromkeys(("num_splits", "num_queries"), "i32"),
             **dict.fromkeys(("output_token_stride", "output_head_stride"), "i32:16"),
         },
         {
             **{"num_padding": None, "window": None},
+            **({} if sinks else {"sinks": None}),
             "GROUP": 4,
             "HEAD_SIZE": head_size,
             "BLOCK_M": attention_splits.COMBINED_QUERIES,

@@ -14,6 +14,7 @@ from attention_steps import (
     NO_BLOCK,
     PADDED,
     PAPER,
+    SINKS,
     STEP,
     TOLERANCE,
     UNTOUCHED,
@@ -43,10 +44,10 @@ LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, leng
 
 @pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
 @pytest.mark.parametrize(("tree", "requests"), [(PAPER, STEP), (CHAINED, PADDED)])
-@pytest.mark.parametrize("window", [None, 2, 40])
-def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own, window):
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (2, None), (40, None), (None, SINKS)])
+def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own, window, sinks):
     step = Step.make(tree, requests, own=own)
-    output = step.attend_in_torch(window=window)
+    output = step.attend_in_torch(window=window, sinks=sinks)
     for index, request in enumerate(requests):
         for row in range(request.rows):
             path = [row]
@@ -58,7 +59,9 @@ def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, 
             for head in range(step.query.shape[1]):
                 keys = step.keys[index][seen, head // 2].double()
                 values = step.values[index][seen, head // 2].double()
-                weights = (keys @ step.query[flat, head].double() * step.scale).softmax(dim=0)
+                scores = keys @ step.query[flat, head].double() * step.scale
+                sink = [] if sinks is None else [sinks[head, None].double()]
+                weights = torch.cat([scores, *sink]).softmax(dim=0)[: len(seen)]
                 assert_close(output[flat, head], weights @ values)
 
 

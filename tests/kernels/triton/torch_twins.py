@@ -91,6 +91,7 @@ def tree_attention(
     scale: float,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See `vllm_recycle.kernels.triton.tree_attention.tree_attention`."""
     starts, lengths = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
@@ -122,7 +123,11 @@ def tree_attention(
         scores = torch.einsum(
             "rhd,thd->hrt", query[flat].float(), keys.repeat_interleave(group, dim=1)
         )
-        weights = (scores * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = (scores * scale).masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            of_rows = sinks.float()[:, None, None].expand(-1, num_rows, 1)
+            scores = torch.cat((scores, of_rows), dim=2)
+        weights = scores.softmax(dim=-1)[:, :, :length]
         attended = torch.einsum("hrt,thd->rhd", weights, values.repeat_interleave(group, dim=1))
         output[flat] = attended.to(output.dtype)
 

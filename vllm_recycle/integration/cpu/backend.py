@@ -149,6 +149,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             isa=layer.isa,
             own=None if mixed.are_cached else (key, value),
             window=None if self.sliding_window == -1 else self.sliding_window,
+            sinks=self.sinks,
         )
         if mixed.other_rows is not None:
             others = torch.empty_like(output[mixed.other_rows])

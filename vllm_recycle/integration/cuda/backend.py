@@ -171,7 +171,13 @@ class TreeAttentionImpl(AttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attend = partial(
-            tree_attention, query, kv_cache, output, scale=self.scale, window=self.window
+            tree_attention,
+            query,
+            kv_cache,
+            output,
+            scale=self.scale,
+            window=self.window,
+            sinks=self.sinks,
         )
         if isinstance(attn_metadata, PagedTreeRows):
             attend(rows=attn_metadata, own=(key, value))

@@ -44,7 +44,7 @@ NO_WINDOW = 2**62  # more tokens than a text has
 
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
-    "tree_attention": "ppppppppppp" + "iiiiiiiiiiiiiiii" + "f" + "i",
+    "tree_attention": "pppppppppppp" + "iiiiiiiiiiiiiiii" + "f" + "i",
     "fill_tree": "ppppp" + "iiiiii" + "p",
     "walk": "ppppp" + "iiiii" + "ppp",
     "update_from_logits": "pppp" + "iiiiiiiii",
@@ -267,6 +267,7 @@ def tree_attention(
     isa: str,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`, which serves what this cannot.
 
@@ -282,7 +283,15 @@ def tree_attention(
         or (isa == "amx" and not library.reads_amx_layout())
     ):
         torch_attention.tree_attention(
-            query, kv_cache, output, trees=trees, scale=scale, isa=isa, own=own, window=window
+            query,
+            kv_cache,
+            output,
+            trees=trees,
+            scale=scale,
+            isa=isa,
+            own=own,
+            window=window,
+            sinks=sinks,
         )
         return
     assert kv_cache.dtype == output.dtype == query.dtype
@@ -300,6 +309,9 @@ def tree_attention(
             assert side.stride()[1:] == (head_size, 1)
         own_pointers = (own[0].data_ptr(), own[1].data_ptr())
         own_strides = (own[0].stride(0), own[1].stride(0))
+    if sinks is not None:
+        assert len(sinks) == query.shape[1]
+        sinks = sinks.float()
     library.tree_attention(
         query.data_ptr(),
         output.data_ptr(),
@@ -311,6 +323,7 @@ def tree_attention(
         trees.block_table.data_ptr(),
         mask.data_ptr(),
         rows_pointer(trees.trees.depths),
+        None if sinks is None else pointer(sinks, torch.float32),
         len(trees.first),
         query.shape[1],
         kv_cache.shape[1],

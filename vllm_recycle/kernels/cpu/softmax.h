@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "lanes.h"
@@ -31,14 +32,15 @@ inline Vec exp_negative(Vec x) {
 
 constexpr float HIDDEN = -1e30f;  // the score of what a row does not see
 
-// Scales and exponentiates one row of scores in place; returns 1 / sum.
-inline float softmax_row(float* scores, int64_t padded, float scale) {
+// Scales and exponentiates one row of scores in place; returns 1 / sum. A sink, already scaled, is one
+// more score in the sum; -infinity is none.
+inline float softmax_row(float* scores, int64_t padded, float scale, float sink) {
   Vec top = splat(HIDDEN);
   for (int64_t c = 0; c < padded; c += LANES) {
     Vec value = load(scores + c);
     top = value > top ? value : top;
   }
-  float max = HIDDEN;
+  float max = std::max(HIDDEN, sink / scale);
   for (int64_t lane = 0; lane < LANES; lane++) max = std::max(max, top[lane]);
   Vec sum = {};
   for (int64_t c = 0; c < padded; c += LANES) {
@@ -46,7 +48,7 @@ inline float softmax_row(float* scores, int64_t padded, float scale) {
     *reinterpret_cast<Vec*>(scores + c) = weight;
     sum += weight;
   }
-  float total = 0;
+  float total = std::exp(sink - max * scale);
   for (int64_t lane = 0; lane < LANES; lane++) total += sum[lane];
   return 1.0f / total;
 }

@@ -233,18 +233,19 @@ int64_t reads_amx_layout() {
 void tree_attention(const void* query, void* output, const void* kv_cache, const void* own_keys,
                     const void* own_values, const int64_t* first, const int64_t* num_rows,
                     const int64_t* num_context, const int32_t* block_table, const uint8_t* mask,
-                    const int64_t* depths, int64_t batch, int64_t heads, int64_t kv_heads,
-                    int64_t dim, int64_t block_size, int64_t query_stride, int64_t output_stride,
-                    int64_t table_stride, int64_t mask_batch_stride, int64_t mask_stride,
-                    int64_t depths_stride, int64_t own_key_stride, int64_t own_value_stride,
-                    int64_t window, int64_t amx, int64_t is_bf16, float scale, int64_t threads) {
+                    const int64_t* depths, const float* sinks, int64_t batch, int64_t heads,
+                    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t query_stride,
+                    int64_t output_stride, int64_t table_stride, int64_t mask_batch_stride,
+                    int64_t mask_stride, int64_t depths_stride, int64_t own_key_stride,
+                    int64_t own_value_stride, int64_t window, int64_t amx, int64_t is_bf16,
+                    float scale, int64_t threads) {
   const Attention a = {query,          output,         kv_cache,          own_keys,
                        own_values,     first,          num_rows,          num_context,
-                       block_table,    mask,           depths,            heads,
-                       kv_heads,       dim,            block_size,        query_stride,
-                       output_stride,  table_stride,   mask_batch_stride, mask_stride,
-                       depths_stride,  own_key_stride, own_value_stride,  window,
-                       amx,            scale};
+                       block_table,    mask,           depths,            sinks,
+                       heads,          kv_heads,       dim,               block_size,
+                       query_stride,   output_stride,  table_stride,      mask_batch_stride,
+                       mask_stride,    depths_stride,  own_key_stride,    own_value_stride,
+                       window,         amx,            scale};
   if (is_bf16) attend<bf16>(a, batch, threads);
   else attend<float>(a, batch, threads);
 }

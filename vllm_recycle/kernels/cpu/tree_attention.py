@@ -129,6 +129,7 @@ def tree_attention(
     isa: str,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend from every tree row to its context and its ancestors; their KV is written already.
 
@@ -143,6 +144,8 @@ def tree_attention(
             stride. Where given, the trees' rows have theirs from here, and nothing behind the
             context is read from the cache.
         window: of the layer, how many positions up to its own a row sees; None for all.
+        sinks: floating point [heads], a score, scaled already, that each head's softmax has beside
+            those of the keys, and that no value belongs to; None for none.
 
     """
     if own is None:
@@ -159,13 +162,25 @@ def tree_attention(
         visible = trees.visible_with_own
     if window is not None:
         visible = visible & trees.in_window(window, own=own is not None)
+    mask = visible
+    if sinks is not None:
+        # A key and a value of zeros, whose score is what is added to it.
+        keys, values = (F.pad(side, (0, 0, 0, 1)) for side in (keys, values))
+        mask = _with_sinks(visible, sinks)
     attended = F.scaled_dot_product_attention(
         query[trees.rows].transpose(1, 2),
         keys,
         values,
-        attn_mask=visible,
+        attn_mask=mask,
         scale=scale,
         enable_gqa=True,
     ).transpose(1, 2)
     real = torch.arange(trees.rows.shape[1])[None] < trees.num_rows[:, None]
     output[trees.rows[real]] = attended[real]
+
+
+def _with_sinks(visible: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """float32 [batch, heads, rows, keys + 1]: 0 or -inf for each key, and each head's sink."""
+    added = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
+    of_heads = added.expand(-1, len(sinks), -1, -1)
+    return torch.cat((of_heads, sinks.float()[:, None, None].expand_as(of_heads[..., :1])), dim=3)

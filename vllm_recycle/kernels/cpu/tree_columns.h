@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -44,6 +45,7 @@ struct Attention {
   const int32_t* block_table;
   const uint8_t* mask;
   const int64_t* depths;
+  const float* sinks;  // of each head; null where there are none
   int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride;
   int64_t mask_batch_stride, mask_stride, depths_stride;
   int64_t own_key_stride, own_value_stride;
@@ -91,6 +93,7 @@ struct Query {
   const uint8_t* visible;
   const int64_t* depths;  // of the tree's rows
   int64_t reach;          // positions that it sees before the root's
+  float sink;
 
   Query(const Attention& a, int64_t request, int64_t kv_head, int64_t index) {
     const int64_t group = a.heads / a.kv_heads, row = index / group;
@@ -100,6 +103,7 @@ struct Query {
     visible = a.mask + request * a.mask_batch_stride + row * a.mask_stride;
     depths = a.depths + request * a.depths_stride;
     reach = a.window - 1 - depths[row];
+    sink = a.sinks ? a.sinks[head] : -INFINITY;
   }
 };
 
@@ -127,7 +131,7 @@ struct Columns {
     }
     std::fill(scores + context, scores + first, HIDDEN);
     std::fill(scores + first + rows, scores + padded, HIDDEN);
-    return softmax_row(scores, padded, scale);
+    return softmax_row(scores, padded, scale, query.sink);
   }
 };
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.triton.attention_splits import rows_of_request, share_of_context
+from vllm_recycle.kernels.triton.attention_splits import (
+    load_sinks,
+    rows_of_request,
+    share_of_context,
+)
 
 
 # Arguments that differ from step to step, which must not make a kernel be compiled again.
@@ -38,6 +42,7 @@ def attend_kernel(
     own_keys: tl.tensor | None,
     own_values: tl.tensor | None,
     window: tl.tensor | None,
+    sinks: tl.tensor | None,  # where contexts are not split
     log2_scale: tl.tensor,
     max_rows: tl.tensor,
     num_splits: tl.tensor,
@@ -110,6 +115,9 @@ def attend_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if sinks is not None:
+            total += 1.0
+            peak = load_sinks(sinks + head, is_row)
         # No row of this tile sees further than itself.
         seen = context + tl.minimum(rows, tl.cdiv((tile + 1) * BLOCK_M, GROUP))
         end = tl.minimum(begin + share, tl.cdiv(seen, BLOCK_N))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 # The combining kernel's tile: it reads this many splits at once, of this many queries.
 COMBINED_SPLITS = 8
 COMBINED_QUERIES = 4
+
+LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -44,6 +49,7 @@ def combine_kernel(
     seq_lens: tl.tensor,
     num_padding: tl.tensor | None,
     window: tl.tensor | None,
+    sinks: tl.tensor | None,
     num_splits: tl.tensor,
     num_queries: tl.tensor,
     output_token_stride: tl.tensor,
@@ -75,6 +81,9 @@ def combine_kernel(
         # Rows that are none weigh 1 and have nothing, so that nothing of theirs is NaN.
         total = tl.where(is_row, 0.0, 1.0)
         peak = tl.where(is_row, float("-inf"), 0.0)
+        if sinks is not None:
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+            peak = load_sinks(sinks + head, is_row)
         used = tl.cdiv(end - first, share)
         for start in range(0, used, CHUNK):
             split = start + tl.arange(0, CHUNK)
@@ -109,3 +118,9 @@ def rows_of_request(
     padding = 0 if num_padding is None else tl.load(num_padding + request)
     first_row = tl.load(query_start_loc + request) + padding
     return first_row, tl.load(query_start_loc + request + 1) - first_row, padding
+
+
+@triton.jit
+def load_sinks(pointer: tl.tensor, is_row: tl.tensor) -> tl.tensor:
+    """What each query's softmax has beside the keys, a score to base 2; 0 where there is no row."""
+    return tl.load(pointer, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E

@@ -11,8 +11,6 @@ valid when lengths, block tables and the rows of requests change.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 
@@ -20,6 +18,7 @@ from vllm_recycle.kernels.triton.attention_kernel import attend_kernel
 from vllm_recycle.kernels.triton.attention_splits import (
     COMBINED_QUERIES,
     COMBINED_SPLITS,
+    LOG2_E,
     combine_kernel,
 )
 from vllm_recycle.kernels.triton.attention_tiles import (
@@ -29,8 +28,6 @@ from vllm_recycle.kernels.triton.attention_tiles import (
     processors_and_capability,
 )
 from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
-
-LOG2_E = math.log2(math.e)
 
 # Tokens of a request that are worth a program of their own: with fewer, writing what it found and
 # combining it costs more than it saves.
@@ -46,6 +43,7 @@ def tree_attention(
     scale: float,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -64,6 +62,8 @@ def tree_attention(
             [tokens, kv_heads, head_size], of any token stride. Where given, the trees' rows have
             theirs from here, and nothing behind the context is read from the cache.
         window: of the layer, how many positions up to its own a row sees; None for all.
+        sinks: floating point [heads], a score, scaled already, that each head's softmax has beside
+            those of the keys, and that no value belongs to; None for none.
         num_splits: shares of each context, chosen from the shapes where none is given.
         tile: likewise.
 
@@ -79,6 +79,7 @@ def tree_attention(
     assert rows.depths.is_contiguous()
     assert rows.ancestor_bits.ndim == (2 if rows.idx_mapping is None else 3)
     assert scale > 0
+    assert sinks is None or (sinks.is_contiguous() and len(sinks) == heads)
     own_keys, own_values = own or (None, None)
     for side in own or ():
         assert side.dtype == query.dtype
@@ -127,6 +128,7 @@ def tree_attention(
         own_keys,
         own_values,
         window,
+        sinks if num_splits == 1 else None,
         scale * LOG2_E,
         rows.max_rows,
         num_splits,
@@ -160,6 +162,7 @@ def tree_attention(
             rows.seq_lens,
             rows.num_padding,
             window,
+            sinks,
             num_splits,
             tiles * tile.queries,
             output.stride(0),
