@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from engines import TARGET
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig
 
 WEIGHTS = "model.safetensors"
 NUM_LAYERS = 6
@@ -93,14 +93,75 @@ def gemma3(folder: Path, window: int) -> str:
         query_pre_attn_scalar=32,
         tie_word_embeddings=False,
     )
+    # Its norms multiply by one more than this.
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=0.0))
+
+
+def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:
+    """A GPT-OSS of windowed layers and full ones in turn, with random weights and these sinks."""
+    shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": len(sinks), "num_key_value_heads": 2, "head_dim": 32}
+    config = GptOssConfig(
+        **shape,
+        **heads,
+        architectures=["GptOssForCausalLM"],
+        vocab_size=config_of(TARGET)["vocab_size"],
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        sliding_window=window,
+    )
+    weights = random_weights(config, norms=1.0)
+    of_layers = {name: torch.tensor(sinks) for name in weights if name.endswith(".sinks")}
+    return write_model(folder, config.to_dict(), weights=weights | of_layers)
+
+
+def qwen2_audio(folder: Path) -> str:
+    """The target as the text part of a Qwen2-Audio, and no weights for what hears."""
+    text, weights = as_qwen2(TARGET)
+    sizes = {"d_model": 32, "encoder_ffn_dim": 64}
+    layers = {"encoder_layers": 1, "encoder_attention_heads": 2}
+    config = {
+        "architectures": ["Qwen2AudioForConditionalGeneration"],
+        "model_type": "qwen2_audio",
+        "text_config": text,
+        "audio_config": {"model_type": "qwen2_audio_encoder", **sizes, **layers},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    wrapped = {f"language_model.{name}": weight for name, weight in weights.items()}
+    return write_model(folder, config, weights=wrapped)
+
+
+def with_mrope(folder: Path, *, source: str = TARGET) -> str:
+    """A model as that of `mrope_model`."""
+    config, weights = as_qwen2(source)
+    eighth = config["head_dim"] // 8
+    rope = {**config["rope_parameters"], "mrope_section": [eighth, eighth, 2 * eighth]}
+    changed = {"architectures": ["MRopeQwen2ForCausalLM"], "rope_parameters": rope}
+    return write_model(folder, config | changed, weights=weights, source=source)
+
+
+def as_qwen2(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Configuration and weights of a Llama as those of a Qwen2, whose biases are 0."""
+    config = config_of(source)
+    architecture = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    weights = load_file(Path(source) / WEIGHTS)
+    projections = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    biases = {
+        name.replace("weight", "bias"): torch.zeros(len(weight))
+        for name, weight in weights.items()
+        if name.endswith(projections)
+    }
+    return config | architecture, weights | biases
+
+
+def random_weights(config: Any, *, norms: float) -> dict[str, torch.Tensor]:
+    """Those of a model of `transformers`, of norms one number."""
     with torch.device("meta"):
         shapes = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        # A norm multiplies by one more than this.
-        name: torch.zeros(weight.shape)
-        if weight.dim() == 1
+    return {
+        name: torch.full(weight.shape, norms)
+        if "norm" in name
         else torch.empty(weight.shape).normal_(std=0.05, generator=generator)
         for name, weight in shapes.items()
     }
-    return write_model(folder, config.to_dict(), weights=weights)

@@ -44,6 +44,7 @@ def models(folder) -> dict[str, str]:
     return {
         "some layers": with_windows(folder / "some", WINDOW, "fssfss"),
         "all layers": mistral(folder / "all", WINDOW),
+        "out of reach": mistral(folder / "unreached", SETTINGS["max_model_len"]),
         "gemma": gemma3(folder / "gemma", WINDOW),
     }
 
@@ -74,6 +75,7 @@ def passes_blocks_on(scheduler: Any) -> bool:
         ),
         pytest.param("some layers", SMALL_OUROBOROS, {}, id="ouroboros"),
         pytest.param("all layers", GROWN, {}, id="all layers"),
+        pytest.param("out of reach", GROWN, {}, id="out of reach"),
         pytest.param("gemma", GROWN, {}, id="gemma"),
     ],
 )

@@ -88,7 +88,8 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)
         group = group_of_draft_layers(kv_cache_config, self.draft_attn_layer_names)
         spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        if isinstance(getattr(spec, "first_spec", spec), SlidingWindowSpec):
+        spec = getattr(spec, "first_spec", spec)
+        if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < self.max_model_len:
             # What it catches up with may lie in blocks that vLLM has given to others.
             raise NotImplementedError(
                 "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
