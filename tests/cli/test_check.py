@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from derived_models import mistral, qwen2_audio
 
 from vllm_recycle.cli import main
 from vllm_recycle.integration import engine_config
@@ -62,6 +63,21 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
 
 def test_adapters_and_replicas_are_supported(capsys):
     status, said = check(capsys, "--enable-lora", "--data-parallel-size", "2")
+    assert status == 0, said
+
+
+def test_a_window_that_no_text_reaches_is_supported(capsys, tmp_path):
+    model = mistral(tmp_path / "model", window=4096)
+    status, said = check(capsys, "--max-model-len", "2048", model=model)
+    assert status == 0, said
+
+
+def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):
+    model = qwen2_audio(tmp_path / "model")
+    status, said = check(capsys, model=model)
+    assert status == 1
+    assert "a multimodal model without --language-model-only" in said["refused"]
+    status, said = check(capsys, "--language-model-only", model=model)
     assert status == 0, said
 
 

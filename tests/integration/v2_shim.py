@@ -90,10 +90,15 @@ def _attend(**given: Any) -> None:
             position = torch.arange(length - num_rows, length)[:, None]
             window = given["window_size"][0] + 1 or length
             mask = (token <= position) & (token > position - window)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, mask, scale=given["softmax_scale"], enable_gqa=True
-            )
-            given["out"][rows] = attended.transpose(0, 1)
+            group = len(query) // len(keys)
+            keys, values = (side.repeat_interleave(group, dim=0) for side in (keys, values))
+            scores = query @ keys.transpose(1, 2) * given["softmax_scale"]
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if given["sinks"] is not None:
+                sinks = given["sinks"][:, None, None].expand(-1, num_rows, 1)
+                scores = torch.cat((scores, sinks), dim=2)
+            weights = scores.softmax(dim=2)[..., :length]
+            given["out"][rows] = (weights @ values).transpose(0, 1)
 
 
 def _store(

@@ -262,6 +262,7 @@ def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
+        "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
         **_features_of("model", model),
         # Last: others of these lead to it.
         f"Model Runner {runner}, which this configuration leads to": platform.use_v2_model_runner
@@ -274,22 +275,26 @@ def _features_of(name: str, model: Any) -> dict[str, bool]:
     return {
         f"a {name} with reference sliding-window attention": model.rswa_window is not None,
         f"a {name} with ALiBi": model.uses_alibi,
-        f"a {name} with M-RoPE": model.uses_mrope,
         f"a {name} with MLA": model.use_mla,
         f"a hybrid or Mamba {name}": model.is_hybrid or model.is_attention_free,
         f"an encoder-decoder {name}": model.is_encoder_decoder,
-        f"a multimodal {name}": model.is_multimodal_model,
     }
 
 
 def _check_draft_model(vllm_config: Any, options: OuroborosOptions, platform: Platform) -> None:
     scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
-    _refuse(OUROBOROS, _features_of("draft model", spec.draft_model_config))
+    draft = spec.draft_model_config
+    features = {
+        **_features_of("draft model", draft),
+        "a multimodal draft model": draft.is_multimodal_model,
+        "a draft model with M-RoPE": draft.uses_mrope,
+    }
+    _refuse(OUROBOROS, features)
     max_model_len = vllm_config.model_config.max_model_len
-    if spec.draft_model_config.max_model_len < max_model_len:
+    if draft.max_model_len < max_model_len:
         raise ValueError(
             f"--max-model-len: got {max_model_len}, expected at most the "
-            f"{spec.draft_model_config.max_model_len} tokens of the draft model {options.model}"
+            f"{draft.max_model_len} tokens of the draft model {options.model}"
         )
     shape = options.shape()
     rows = shape.lookahead().num_nodes + options.phrase_length

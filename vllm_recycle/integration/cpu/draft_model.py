@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
@@ -62,6 +63,9 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
         self.trunks = np.full((max_num_reqs, self.proposer.shape.gamma), NO_TOKEN)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
+        if supports_multimodal(target_model):
+            # vLLM asks it for its token of an image, which not all have; here it is text alone.
+            target_model = target_model.get_language_model()
         super().load_model(target_model)
         for name in self.attention_layers:
             layer = self.compilation_config.static_forward_context[name]
@@ -264,7 +268,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
         )
         prepare_trees(
             trees,
-            positions=self.positions,
+            positions=[self.positions],
             input_ids=self.input_ids[:n],
             attn_groups=[self.draft_attn_groups],
         )

@@ -108,9 +108,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         # others made a prompt be cut would be seen in what is drafted for it.
         discarded = torch.from_numpy(self.discard_request_mask.np[:num_reqs])
         trees.row_token_ids[trees.cu_num_logits[:-1][discarded]] = NO_TOKEN
+        mrope = [self.mrope_positions.gpu] if self.uses_mrope else []
         prepare_trees(
             trees,
-            positions=self.positions,
+            positions=[self.positions, *mrope],
             input_ids=self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens],
             attn_groups=self.attn_groups,
         )

@@ -18,7 +18,7 @@ from vllm_recycle.kernels.cpu.kv_cache import move_slots
 def prepare_trees(
     trees: TreeBatch,
     *,
-    positions: torch.Tensor,
+    positions: Sequence[torch.Tensor],
     input_ids: torch.Tensor,
     attn_groups: Sequence[Sequence[Any]],
 ) -> None:
@@ -29,14 +29,16 @@ def prepare_trees(
 
     Args:
         trees: the step.
-        positions: int64 [tokens], corrected in place to prefix + depth.
+        positions: each int64 [tokens], or [dimensions, tokens] of M-RoPE, corrected in place to
+            prefix + depth.
         input_ids: integer [tokens]; nodes that were not filled get a token in place.
         attn_groups: vLLM's, of each KV cache group; their builders learn of the trees.
 
     """
     # From a chain's positions to the tree's.
     depths = trees.trees.depths[trees.tree_requests, trees.tree_rows]
-    positions[trees.tree_token_rows] += depths - trees.tree_rows
+    for of_rows in positions:
+        of_rows[..., trees.tree_token_rows] += depths - trees.tree_rows
     # A node that was not filled still has a row; any token will do for it.
     input_ids.clamp_(min=0)
     for groups in attn_groups:
