@@ -17,7 +17,7 @@ from vllm_recycle.kernels.triton.attention_splits import (
 
 # Arguments that differ from step to step, which must not make a kernel be compiled again.
 @triton.jit(
-    do_not_specialize=["max_rows", "num_splits", "num_words"],
+    do_not_specialize=["max_rows", "num_splits", "num_queries", "num_words"],
     do_not_specialize_on_alignment=[
         "query_start_loc",
         "seq_lens",
@@ -30,8 +30,8 @@ def attend_kernel(
     query: tl.tensor,
     kv_cache: tl.tensor,
     output: tl.tensor,
-    partial: tl.tensor,  # float32 [batch, kv_heads, splits, queries, head_size]
-    partial_lse: tl.tensor,  # float32 [batch, kv_heads, splits, queries], to base 2
+    partial: tl.tensor,  # float32 [kv_heads, splits, queries, head_size]
+    partial_lse: tl.tensor,  # float32 [kv_heads, splits, queries], to base 2
     ancestor_bits: tl.tensor,
     depths: tl.tensor,
     query_start_loc: tl.tensor,
@@ -46,6 +46,7 @@ def attend_kernel(
     log2_scale: tl.tensor,
     max_rows: tl.tensor,
     num_splits: tl.tensor,
+    num_queries: tl.tensor,
     num_words: tl.tensor,
     query_token_stride: tl.tensor,
     query_head_stride: tl.tensor,
@@ -159,8 +160,8 @@ def attend_kernel(
         total = tl.where(total == 0.0, 1.0, total)  # A row that saw nothing: 0, of weight 2^-inf.
         acc = acc / total[:, None]
         if SPLIT:
-            share_index = (request * tl.num_programs(1) + kv_head) * num_splits + split
-            place = share_index.to(tl.int64) * (num_tiles * BLOCK_M) + m
+            share_index = (kv_head * num_splits + split).to(tl.int64)
+            place = share_index * num_queries + first_row * GROUP + m
             pointer = partial + place[:, None] * HEAD_SIZE + dim[None, :]
             tl.store(pointer, acc, mask=inside)
             tl.store(partial_lse + place, peak + tl.log2(total), mask=is_row)

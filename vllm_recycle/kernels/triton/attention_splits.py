@@ -75,7 +75,8 @@ def combine_kernel(
         is_row = row < rows
         dim = tl.arange(0, BLOCK_D)
         inside = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
-        first_share = ((request * tl.num_programs(1) + kv_head) * num_splits).to(tl.int64)
+        first_share = (kv_head * num_splits).to(tl.int64)
+        query = first_row * GROUP + m
 
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         # Rows that are none weigh 1 and have nothing, so that nothing of theirs is NaN.
@@ -88,7 +89,7 @@ def combine_kernel(
         for start in range(0, used, CHUNK):
             split = start + tl.arange(0, CHUNK)
             is_used = split < used
-            place = (first_share + split)[:, None] * num_queries + m[None, :]
+            place = (first_share + split)[:, None] * num_queries + query[None, :]
             lse = tl.load(
                 partial_lse + place, mask=is_used[:, None] & is_row[None, :], other=float("-inf")
             )

@@ -87,6 +87,7 @@ def tree_attention(
 
     processors, capability = processors_and_capability(query.device)
     num_queries = rows.max_rows * group
+    all_queries = min(query.shape[0] * group, rows.batch * num_queries)
     tile = tile or choose_tile(
         num_queries, head_size, itemsize=query.element_size(), capability=capability
     )
@@ -102,7 +103,8 @@ def tree_attention(
 
     partial, partial_lse = output, output  # never touched without splits
     if num_splits > 1:
-        shape = (rows.batch, kv_heads, num_splits, tiles * tile.queries)
+        # By the rows of the launch: of most requests that a graph has room for there are none.
+        shape = (kv_heads, num_splits, all_queries)
         partial = query.new_empty(*shape, head_size, dtype=torch.float32)
         partial_lse = query.new_empty(shape, dtype=torch.float32)
     shared = {
@@ -132,6 +134,7 @@ def tree_attention(
         scale * LOG2_E,
         rows.max_rows,
         num_splits,
+        all_queries,
         rows.ancestor_bits.shape[-1],
         query.stride(0),
         query.stride(1),
@@ -164,7 +167,7 @@ def tree_attention(
             window,
             sinks,
             num_splits,
-            tiles * tile.queries,
+            all_queries,
             output.stride(0),
             output.stride(1),
             BLOCK_M=COMBINED_QUERIES,
