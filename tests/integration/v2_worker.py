@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cuda.backend import TreeAttentionImpl, TreeMetadataBuilder
 from vllm_recycle.integration.cuda.runner import TreeModelRunner
-from vllm_recycle.integration.worker import TreeWorker
+from vllm_recycle.integration.cuda.worker import TreeGPUWorker
 
 
 class TreeTritonBuilder(TreeMetadataBuilder, TritonAttentionMetadataBuilder):
@@ -42,7 +42,7 @@ class TreeV2Runner(TreeModelRunner, CPUModelRunner):
         return model
 
 
-class TreeV2Worker(TreeWorker, CPUWorker):
+class TreeV2Worker(TreeGPUWorker, CPUWorker):
     runner_class = TreeV2Runner
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     tree_backend = TreeTritonBackend
