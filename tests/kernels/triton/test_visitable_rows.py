@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import pytest
 import torch
 from grown_trees import batch_of, on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import drafts, trees
 
-from vllm_recycle.core import REFERENCE
+from vllm_recycle.core import REFERENCE, TreeTemplate
 from vllm_recycle.kernels.triton import visitable_rows
 from vllm_recycle.kernels.triton.learning import top_k
 from vllm_recycle.kernels.triton.visitable_rows import choose_rows, tl
@@ -135,3 +136,31 @@ def test_rows_are_those_of_a_plain_loop_and_a_walk_goes_as_far_as_they_do(batch,
         assert set(path) <= set(by_hand)
         reached = [row for row in part.path[index].tolist() if row >= 0]
         assert reached == [row for row in path if row in chosen]
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 5, 6])
+def test_of_more_rows_than_are_sampled_the_first_are_chosen(most):
+    chain, tokens = TreeTemplate(tuple((row, 0) for row in range(4))), [3, 1, 4, 2]
+    # Of each row the token that is drafted below it is the most probable one.
+    logits = torch.zeros(5, VOCAB, device=DEVICE)
+    for row, token in enumerate(tokens):
+        logits[row, token] = 1.0
+    zeros = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    rows, left = choose_rows(
+        logits,
+        top_k(logits, K),
+        torch.tensor([tokens], device=DEVICE),
+        trees=on_device(batch_of([chain], 4), [0], 1, DEVICE),
+        idx_mapping=zeros,
+        cu_num_logits=torch.tensor([0, 5], device=DEVICE),
+        positions=torch.arange(5, device=DEVICE),
+        logits_indices=torch.arange(5, device=DEVICE),
+        temperatures=zeros.float(),
+        seeds=zeros,
+        noised_argmax=noised_argmax,
+        use_fp64=False,
+        most=most,
+    )
+    kept = min(most, 5)
+    assert rows.tolist() == [[*range(kept), *[0] * (most - kept)]]
+    assert left.tolist() == [[*tokens[: kept - 1], *[-1] * (5 - kept)]]
