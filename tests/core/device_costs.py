@@ -28,3 +28,12 @@ QWEN_30B_A3B = ModelCosts(
     num_experts=128,
     experts_per_row=8,
 )
+# A draft model beside LLAMA_8B.
+LLAMA_1B = ModelCosts(
+    layers=16,
+    dense=in_16_bits(0.973e9),
+    head=in_16_bits(128256 * 2048),
+    kv_bytes=16 * 2 * 8 * 64 * 2,
+    attention_flops=16 * 4 * 32 * 64,
+    logits_bytes=128256 * 4,
+)

@@ -85,6 +85,20 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
     assert rewrite({TABLE: mine}).speculative_config[TABLE] == mine
 
 
+@pytest.mark.parametrize(
+    ("method", "chooses"),
+    [
+        (TOKEN_RECYCLING, True),
+        (TOKEN_RECYCLING | {"tree": "default"}, False),
+        (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
+        (OUROBOROS, True),
+        (OUROBOROS | {TABLE: [(1, 1024, 8)]}, False),
+    ],
+)
+def test_sizes_are_chosen_by_what_drafts_give_unless_the_user_says_them(method, chooses):
+    assert make(method).additional_config["vllm_recycle"]["chooses_sizes"] is chooses
+
+
 def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees():
     assert rewrite().max_cudagraph_capture_size == 512
     assert rewrite(max_num_seqs=2).max_cudagraph_capture_size == 336  # 2 x 2 x 81, in steps of 16

@@ -6,16 +6,19 @@ report is made here.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from device_costs import LLAMA_8B
-from engines import TOKEN_RECYCLING, core, engine
+from engines import OUROBOROS, TOKEN_RECYCLING, core, engine
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_recycle.core.dynamic.roofline import Device, device_of
-from vllm_recycle.core.dynamic.step_seconds import StepSeconds
+from vllm_recycle.core.dynamic.step_seconds import GraphShape, StepSeconds
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.engine_config import ADDITIONAL_CONFIG_KEY, CHOOSES_SIZES
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
@@ -27,16 +30,14 @@ TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
 FREE = StepSeconds(Device(flops=1e30, bandwidth=1e12), LLAMA_8B)
 DEAR = StepSeconds(Device(flops=1e12, bandwidth=1e30), LLAMA_8B)
 PLAIN = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+OPTED_OUT = {"extra_args": {"speculate": False}}
 WORTH = [0.9, 0.5, 0.3, *[0.01] * (NODES - 3)]
 
 
-@pytest.fixture(scope="module")
-def make_scheduler():
-    method = {
-        **TOKEN_RECYCLING,
-        "max_nodes": NODES,
-        "num_speculative_tokens_per_batch_size": TABLE,
-    }
+@contextmanager
+def schedulers(method: dict, table: list[tuple[int, int, int]]):
+    """Makes schedulers with the configuration of an engine."""
+    method = {**method, "num_speculative_tokens_per_batch_size": table}
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": BUDGET, "block_size": 32}
     settings["kv_cache_memory_bytes"] = 256 << 20
     with engine(method, **settings, max_model_len=512) as llm:
@@ -56,6 +57,12 @@ def make_scheduler():
 
         yield make
         config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = False
+
+
+@pytest.fixture(scope="module")
+def make_scheduler():
+    with schedulers({**TOKEN_RECYCLING, "max_nodes": NODES}, TABLE) as make:
+        yield make
 
 
 def add(scheduler: TreeScheduler, count: int, **given) -> None:
@@ -113,7 +120,7 @@ def test_times_and_gains_decide(make_scheduler, kind):
     assert step(scheduler, accepted=2) == 20
     assert step(scheduler, report_of(DEAR, 4), accepted=2) == 20
     assert [step(scheduler) for _ in range(3)] == [0] * 3
-    scheduler.sizes.times = StepSeconds(device_of("H100"), LLAMA_8B)
+    scheduler.sizes.take_times(StepSeconds(device_of("H100"), LLAMA_8B))
     assert step(scheduler) > 0
 
 
@@ -122,6 +129,50 @@ def test_requests_without_drafts_are_not_counted_on(make_scheduler):
     add(scheduler, 4, repetition_penalty=1.3)
     step(scheduler, report_of(FREE, 4))
     assert [step(scheduler) for _ in range(3)] == [0] * 3
+
+
+def test_trees_are_sized_by_the_requests_that_draft(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 3)
+    add(scheduler, 30, **OPTED_OUT)
+    step(scheduler, report_of(FREE, 3))
+    # Half of the budget, and a row for each of the others.
+    assert [step(scheduler, accepted=2) for _ in range(3)] == [40] * 3
+
+
+def test_trees_are_paid_for_by_the_rows_that_the_step_has(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 3)
+    add(scheduler, 30, **OPTED_OUT)
+    graphs = {(33, 33, 1): 1.0, (64, 64, 41): 1.05, (256, 64, 41): 3.0}
+    measured = {GraphShape(*shape): seconds for shape, seconds in graphs.items()}
+    step(scheduler, report_of(replace(FREE, measured=measured), 3))
+    # 33 rows and 3 x 10 are in the second graph.
+    assert [step(scheduler, accepted=2) for _ in range(3)] == [10] * 3
+    # A size whose step has no graph is none, however cheap.
+    measured = {GraphShape(33, 33, 1): 1.0}
+    scheduler.sizes.take_times(replace(FREE, measured=measured))
+    assert [step(scheduler) for _ in range(3)] == [0] * 3
+
+
+def test_rounds_of_a_draft_model_are_priced():
+    table = [(1, 4, 20), (5, 1 << 20, 0)]
+    with schedulers(OUROBOROS, table) as make:
+        scheduler = make()
+        add(scheduler, 3)
+        add(scheduler, 9, **OPTED_OUT)
+        # The table knows of all requests alone.
+        assert [step(scheduler) for _ in range(3)] == [0] * 3
+        nothing_grown = DraftReport(np.zeros(0, dtype=np.float32), 0, FREE)
+        step(scheduler, nothing_grown)
+        assert [step(scheduler, accepted=3) for _ in range(3)] == [20] * 3
+        scheduler.sizes.take_times(replace(FREE, drafting={4: 1.0}))
+        assert [step(scheduler) for _ in range(3)] == [0] * 3
+        # Half a step, and then nothing is accepted.
+        scheduler.sizes.take_times(replace(FREE, drafting={4: 8e-3}))
+        assert step(scheduler) == 20
+        sizes = [step(scheduler, accepted=0) for _ in range(12)]
+        assert sizes[-1] == 0
 
 
 def test_trees_that_are_not_accepted_are_believed_less(make_scheduler):

@@ -30,6 +30,7 @@ TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 # four none.
 SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2, "early_rows": 1}
 FORWARDS = 2
+SCHEDULE = [(1, 3, 15), (4, 1024, 0)]
 ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 8}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
@@ -317,6 +318,7 @@ def serve(name: str) -> dict[str, Any]:
 
     method, overrides, batches = ENGINES[name]
     method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES, **method}
+    method["num_speculative_tokens_per_batch_size"] = SCHEDULE
     llm = LLM(**ARGUMENTS | overrides, speculative_config=method)
     watch = Watch(llm)
     if name == REPLAYED:

@@ -154,12 +154,12 @@ def main() -> dict[str, Any]:
     result["learnt"] = {
         "nodes": len(scheduler.sizes.chooser.gains),
         "gain": scheduler.sizes.chooser.gains[-1],
-        "drafting seconds": times.drafting,
+        "drafting seconds": max(times.drafting.values()),
         "reports": len(reports),
         "requests of a report": sorted(set(reports)),
     }
     for name, flops in (("dear rows", DEAR), ("free rows", FREE)):
-        scheduler.sizes.times = replace(times, device=Device(flops, 1e6), drafting=0.0)
+        scheduler.sizes.take_times(replace(times, device=Device(flops, 1e6), drafting={}))
         result[name] = serve()
     manager, plain = runner(llm).cudagraph_manager, (2, 2, 1)
     full = BatchExecutionDescriptor(CUDAGraphMode.FULL, *plain)

@@ -171,6 +171,12 @@ class TreeTemplate:
     def depth(self) -> int:
         return len(self.levels)
 
+    @property
+    def prefix_depths(self) -> list[int]:
+        """How many levels its first 1, 2, ... nodes have."""
+        depths: list[int] = self.depths.cummax(0).values.tolist()
+        return depths[1:]
+
     def of_batch(self, batch: int) -> BatchTrees:
         """This tree for each request of a batch; the tables are shared."""
         return BatchTrees(

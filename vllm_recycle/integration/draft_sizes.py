@@ -1,7 +1,8 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
 vLLM looks the number up by the number of requests that a step has. The object here is asked in the
-place of its table. What it knows comes with the output of earlier steps, from the first rank.
+place of its table, and goes by those of them that draft. What it knows comes with the output of
+earlier steps, from the first rank.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.dynamic.sizes import SizeChooser
+from vllm_recycle.core.dynamic.sizes import SizeChooser, promised_gains
 from vllm_recycle.core.dynamic.step_seconds import StepSeconds
 from vllm_recycle.integration.engine_config import (
     ADDITIONAL_CONFIG_KEY,
     CHOOSES_SIZES,
+    get_options,
 )
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, sizes_of_batches
 
-# Steps after which requests are looked at again, though none came or went.
-LOOK_AGAIN_AFTER = 16
+# Steps after which requests are looked at again, though none came or went; and how many, of those
+# that there are, a step may look at where some did.
+LOOK_AGAIN_AFTER, LOOKS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class DraftReport:
 
     Attributes:
         worth: float32 [nodes], of each node, summed over requests; in memory that the device
-            writes, to be read when the output is there.
+            writes, to be read when the output is there. Empty where no trees were grown.
         num_reqs: how many these are.
         times: of steps, once.
 
@@ -47,7 +50,7 @@ def chooses_sizes(vllm_config: Any) -> bool:
 
 
 def sizes_of(vllm_config: Any) -> list[list[int]]:
-    """The nodes that trees may have, by the number of requests, largest first, without 0."""
+    """The nodes that trees may have, by how many requests have one, largest first, without 0."""
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
     table = build_dynamic_sd_schedule_lookup(
@@ -55,16 +58,19 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
         max_num_reqs,
         num_nodes,
     )
-    if not chooses_sizes(vllm_config):
+    if not (chooses_sizes(vllm_config) and get_options(vllm_config).is_dynamic):
         return [[nodes] if nodes else [] for nodes in table]
-    # A step of more rows has no full graph.
-    max_rows = vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
-    sizes = sizes_of_batches(num_nodes, max_rows, max_num_reqs)
+    sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
     return [
         sorted({*some, *([nodes] if nodes else [])}, reverse=True)
         for some, nodes in zip(sizes, table, strict=True)
     ]
+
+
+def _max_rows(vllm_config: Any) -> int:
+    """Of a step with trees; one of more has no full graph."""
+    return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
 
 
 class DraftSizes:
@@ -80,42 +86,57 @@ class DraftSizes:
         self.scheduler = scheduler
         self.table = scheduler.dynamic_sd_lookup
         self.sizes_of_batch = sizes_of(vllm_config)
+        self.max_rows = _max_rows(vllm_config)
         self.max_draft_tokens = scheduler.max_draft_tokens
-        self.chooser = SizeChooser()
+        options = get_options(vllm_config)
+        self.chooser = SizeChooser(
+            None if options.is_dynamic else promised_gains(options.load_tree().prefix_depths)
+        )
         self.times: StepSeconds | None = None
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
         self.drafting, self.context = 0, 0
         self.num_running = self.steps_since_look = 0
+        # What steps take by their size, where they are like this: mostly the same ones come again.
+        self._seconds: dict[int, float] = {}
+        self._given: dict[str, int] = {}
 
     def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests."""
+        self._count_requests()
+        drafting = min(self.drafting, num_reqs)
+        if not drafting:
+            return 0
         if self.times is None or self.chooser.gains is None:
             return self.table[num_reqs]
-        self._count_requests()
-        if not self.drafting:
-            return 0
         given = {
             "requests": num_reqs,
-            "drafting": min(self.drafting, num_reqs),
+            "drafting": drafting,
             "context": self.context,
             # One prompt that comes in between is no reason to draft otherwise.
             "other_rows": min(self.prompt_rows),
         }
-        most = self.max_draft_tokens // self.drafting
-        sizes = [nodes for nodes in self.sizes_of_batch[num_reqs] if nodes <= most]
-        seconds = {nodes: self.times.at(nodes, **given) for nodes in [*sizes, 0]}
-        return self.chooser.choose(seconds, num_reqs=num_reqs, num_drafting=given["drafting"])
+        if given != self._given:
+            self._given, sizes = given, self._sizes(num_reqs, drafting)
+            self._seconds = {nodes: self.times.at(nodes, **given) for nodes in sizes}
+        return self.chooser.choose(self._seconds, num_reqs=num_reqs, num_drafting=drafting)
+
+    def _sizes(self, num_reqs: int, drafting: int) -> list[int]:
+        """The sizes that trees may have which so many of the requests have, 0 among them."""
+        most = max(0, min(self.max_draft_tokens, self.max_rows - num_reqs)) // drafting
+        sizes = self.sizes_of_batch[drafting]
+        fitting = [nodes for nodes in sizes if nodes <= most]
+        return [*(fitting or [min(most, nodes) for nodes in sizes[-1:]]), 0]
 
     def _count_requests(self) -> None:
         """Look at the running requests, where these may be others than at the last look.
 
-        Between looks texts grow by a little, and a request may end to reason.
+        Between looks texts grow by a little, a request may end to reason, and of many a few go.
         """
         running = self.scheduler.running
         self.steps_since_look += 1
         is_same = len(running) == self.num_running and not any(self.prompt_rows)
-        if is_same and self.steps_since_look < LOOK_AGAIN_AFTER:
+        if self.steps_since_look < (LOOK_AGAIN_AFTER if is_same else len(running) // LOOKS):
             return
         self.num_running, self.steps_since_look = len(running), 0
         may_speculate = self.scheduler.may_speculate
@@ -134,9 +155,15 @@ class DraftSizes:
         if drafts:
             # Without a draft it is one token, or none in the middle of a prompt.
             sampled = model_runner_output.sampled_token_ids
-            accepted = sum(map(len, sampled)) - sum(map(bool, sampled))
-            self.chooser.verified(list(map(len, drafts.values())), accepted)
+            tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
+            sizes = map(len, drafts.values())
+            self.chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
         report: DraftReport | None = getattr(model_runner_output, "draft_report", None)
         if report is not None:
-            self.chooser.learn(report.worth.tolist(), report.num_reqs)
-            self.times = report.times or self.times
+            self.chooser.learn(report.worth, report.num_reqs)
+            if report.times is not None:
+                self.take_times(report.times)
+
+    def take_times(self, times: StepSeconds) -> None:
+        """Price steps by these from now on."""
+        self.times, self._given = times, {}

@@ -53,7 +53,7 @@ class TreeScheduler(Scheduler):
             self.depth_of_nodes = (
                 [min(count, LEVELS) for count in nodes]
                 if options.is_dynamic
-                else options.load_tree().depths.cummax(0).values.tolist()[1:]
+                else options.load_tree().prefix_depths
             )
         self.sizes: DraftSizes | None = None
         if chooses_sizes(vllm_config):

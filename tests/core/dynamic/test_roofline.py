@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_measured_step_is_that_of_the_next_larger_graph():
     times = StepSeconds(H100, replace(LLAMA_8B, head=NO_WEIGHTS, logits_bytes=0))
     shapes = {(1, 1, 1): 5e-3, (4, 4, 1): 6e-3, (82, 6, 41): 7e-3}
     measured = {GraphShape(*shape): seconds for shape, seconds in shapes.items()}
-    times = replace(times, measured=measured, drafting=1e-3)
+    times = replace(times, measured=measured, drafting={8: 1e-3})
     assert times.at(0, requests=1) == 5e-3
     assert times.at(0, requests=2) == times.at(0, requests=4) == 6e-3
     assert times.at(40, requests=1) == 7e-3 + 1e-3
@@ -97,7 +98,8 @@ def test_a_measured_step_is_that_of_the_next_larger_graph():
     assert times.at(0, requests=5) == 7e-3
     # All of these read the same weights, and so does what has no graph: the median.
     assert times.at(0, requests=7) == pytest.approx(6e-3)
-    assert times.at(80, requests=1) == pytest.approx(6e-3 + 1e-3)
+    # But with trees it would be launched layer by layer, as nothing was timed.
+    assert times.at(80, requests=1) == times.at(40, requests=7, drafting=1) == math.inf
 
 
 def test_prompts_beside_trees_have_no_graph():
@@ -109,3 +111,12 @@ def test_prompts_beside_trees_have_no_graph():
     given = {"requests": 2, "other_rows": 2048}
     assert times.at(80, **given) > 50 * plain.at(80, **given)
     assert plain.at(80, requests=2, other_rows=2048) > 4 * plain.at(80, requests=2)
+
+
+def test_drafting_takes_what_the_next_larger_round_took():
+    free = replace(LLAMA_8B, head=NO_WEIGHTS, logits_bytes=0)
+    drafting = {1: 0.1, 4: 0.3, 8: 0.5}
+    times = StepSeconds(H100, free, {GraphShape(99, 99, 99): 1.0}, drafting)
+    seconds = [times.at(1, requests=20, drafting=n) - 1.0 for n in (1, 2, 4, 5, 8, 9)]
+    assert seconds == pytest.approx([0.1, 0.3, 0.3, 0.5, 0.5, 0.5])
+    assert times.at(0, requests=20) == 1.0

@@ -6,9 +6,12 @@ captured graphs, filled up to what the graph has room for.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -29,16 +32,17 @@ class GraphShape(NamedTuple):
     num_reqs: int
     max_query_len: int
 
-    def holds(self, step: GraphShape) -> bool:
-        """Whether a graph has room for a step."""
-        return all(room >= need for room, need in zip(self, step, strict=True))
-
 
 def by_preference(shapes: Iterable[GraphShape]) -> list[GraphShape]:
     """Graphs in the order in which a step tries them: plain ones, then the smaller first."""
     return sorted(
         shapes,
-        key=lambda shape: (shape.max_query_len > 1, shape.num_tokens, shape.max_query_len),
+        key=lambda shape: (
+            shape.max_query_len > 1,
+            shape.num_tokens,
+            shape.max_query_len,
+            shape.num_reqs,
+        ),
     )
 
 
@@ -50,14 +54,14 @@ class StepSeconds:
         device: that it runs on.
         model: what it runs, on one rank.
         measured: seconds of the layers of each graph, behind no context.
-        drafting: seconds to draft for a batch.
+        drafting: seconds to draft, by how many requests that is for at most.
 
     """
 
     device: Device
     model: ModelCosts
     measured: Mapping[GraphShape, float] = field(default_factory=dict)
-    drafting: float = 0.0
+    drafting: Mapping[int, float] = field(default_factory=dict)
 
     def at(
         self,
@@ -68,7 +72,9 @@ class StepSeconds:
         context: float = 0.0,
         other_rows: int = 0,
     ) -> float:
-        """Seconds of a step.
+        """Seconds of a step; infinite of one with trees that has no graph, where there are graphs.
+
+        It is launched layer by layer, and none such was timed.
 
         Args:
             nodes: of each tree; 0 for a plain step, which nothing is drafted for.
@@ -81,9 +87,10 @@ class StepSeconds:
         drafting = requests if drafting is None else drafting
         rows = requests + nodes * drafting
         # A step with a prompt has no full graph.
-        step = GraphShape(rows, requests, nodes + 1)
-        layers = self._measured(step) if not other_rows else None
+        layers = None if other_rows else self._measured(rows, requests, nodes + 1)
         if layers is None:
+            if nodes and self.measured and not other_rows:
+                return math.inf
             layers = self._scale * self.model.layers_seconds(self.device, rows + other_rows)
         return (
             layers
@@ -91,16 +98,33 @@ class StepSeconds:
                 self.device, requests=requests, rows=rows, context=context
             )
             + self.model.logits_seconds(self.device, rows)
-            + (self.drafting if nodes else 0.0)
+            + (self._drafting(drafting) if nodes else 0.0)
         )
 
-    def _measured(self, step: GraphShape) -> float | None:
+    def _measured(self, rows: int, requests: int, longest: int) -> float | None:
         """Of the graph that a step gets."""
-        return next((self.measured[graph] for graph in self._graphs if graph.holds(step)), None)
+        for graphs in self._graphs if longest == 1 else self._graphs[1:]:
+            # Mostly the first one that has room for the rows.
+            first = bisect_left(graphs, rows, key=itemgetter(0))
+            for _, num_reqs, max_query_len, seconds in graphs[first:]:
+                if requests <= num_reqs and longest <= max_query_len:
+                    return seconds
+        return None
 
     @cached_property
-    def _graphs(self) -> list[GraphShape]:
-        return by_preference(self.measured)
+    def _graphs(self) -> tuple[list[tuple[int, int, int, float]], ...]:
+        """Plain ones, then those of trees, each by preference."""
+        graphs = [(graph, (*graph, self.measured[graph])) for graph in by_preference(self.measured)]
+        return tuple(
+            [entry for graph, entry in graphs if (graph.max_query_len > 1) == has_trees]
+            for has_trees in (False, True)
+        )
+
+    def _drafting(self, requests: int) -> float:
+        """To draft for so many: as for the next more that were timed, or the most."""
+        timed = sorted(self.drafting)
+        at = next((batch for batch in timed if batch >= requests), timed[-1] if timed else None)
+        return 0.0 if at is None else self.drafting[at]
 
     @cached_property
     def _scale(self) -> float:

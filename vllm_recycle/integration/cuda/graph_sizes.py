@@ -28,13 +28,18 @@ FILLED = 8
 
 
 def plan_full_graphs(
-    sizes_of_batch: Sequence[Sequence[int]], capture_sizes: Sequence[int]
+    sizes_of_batch: Sequence[Sequence[int]],
+    capture_sizes: Sequence[int],
+    *,
+    among_others: bool = False,
 ) -> list[GraphShape]:
     """The full graphs to capture, by preference.
 
     Args:
         sizes_of_batch: nodes that trees may have, by batch size from 0 (unused) to the largest.
         capture_sizes: vLLM's token counts, of which the last is the largest to capture.
+        among_others: whether the batch is that of the requests that draft, and any number of plain
+            ones may be beside them.
 
     """
     max_num_reqs, largest = len(sizes_of_batch) - 1, max(capture_sizes)
@@ -47,9 +52,12 @@ def plan_full_graphs(
     }
     shapes = {GraphShape(size, size, 1) for size in plain}
     for above, bound in pairwise([0, *_query_lens({rows for rows, _ in steps})]):
-        for num_tokens in _token_counts({total for rows, total in steps if above < rows <= bound}):
+        counts = _token_counts({total for rows, total in steps if above < rows <= bound})
+        for num_tokens in counts:
             num_reqs = min(SPREAD * num_tokens // bound, num_tokens, max_num_reqs)
             shapes.add(GraphShape(num_tokens, num_reqs, bound))
+        for num_tokens in counts[::2] if among_others else ():
+            shapes.add(GraphShape(num_tokens, min(num_tokens, max_num_reqs), bound))
     return by_preference(shapes)
 
 

@@ -7,6 +7,9 @@ prompt, forwards before the round take it in, one a step, of no more rows than a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,11 +21,13 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_recycle.core.dynamic.step_seconds import StepSeconds
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.draft_cache import DraftCache
 from vllm_recycle.integration.cuda.draft_model import DraftForward
 from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, has_text
+from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.ouroboros_drafter import group_of_draft_layers
 from vllm_recycle.integration.row_budget import head_length, most_draft_rows
 from vllm_recycle.kernels.triton.round_starts import RoundStart, begin_round
@@ -44,6 +49,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         start: where a round begins; its tensors are those that graphs were captured with.
         drafts: int64 [batch, nodes], what rounds end with.
         graphs: of rounds, where there are any.
+        times: of steps, to be reported once, where sizes are chosen.
 
     """
 
@@ -52,6 +58,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
     cache: DraftCache
     start: RoundStart
     graphs: DraftGraphs | None = None
+    times: StepSeconds | None = None
 
     def __init__(
         self,
@@ -116,7 +123,21 @@ class OuroborosSpeculator(StandaloneARSpeculator):
             self.start.clear()  # of what steps that warmed up have left
             self.graphs.capture_rounds(self._run_round)
 
+    def empty_rounds(self) -> dict[int, Callable[[], None]]:
+        """Rounds of requests that are none, to be timed: of one, and of the most of each shape."""
+        self.start.clear()
+        shapes = pairwise([*self.forwards, None])
+        largest = [batch for batch, (this, more) in enumerate(shapes, start=1) if this is not more]
+        return {batch: partial(self._replay_round, batch) for batch in (1, *largest)}
+
     # A step.
+
+    def take_report(self) -> DraftReport | None:
+        """What the scheduler is to know and was not told yet: nobody says what drafts are worth."""
+        if self.times is None:
+            return None
+        times, self.times = self.times, None
+        return DraftReport(np.zeros(0, dtype=np.float32), 0, times)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Take in which requests start, and which blocks are given out."""
@@ -210,9 +231,13 @@ class OuroborosSpeculator(StandaloneARSpeculator):
             block_tables=self.block_tables.block_tables[self.kv_cache_group].gpu,
             block_size=self.cache.block_size,
         )
+        self._replay_round(batch)
+        return self.drafts[:batch]
+
+    def _replay_round(self, batch: int) -> None:
+        """`_run_round`, from its graph where there is one."""
         if self.graphs is None or not self.graphs.replay(batch):
             self._run_round(batch)
-        return self.drafts[:batch]
 
     def _run_round(self, batch: int) -> None:
         """From `start` to `drafts`; on the device alone, and the same whatever they hold."""

@@ -74,8 +74,9 @@ class TreeModelRunner(GPUModelRunner):
                 self.drafter = DynamicV2Drafter(vllm_config, device, self.req_states)
             else:
                 self.drafter = TreeV2Drafter(vllm_config, device)
-            kind = SizedSpeculator if chooses_sizes(vllm_config) else TreeSpeculator
-            self.speculator = kind(self.drafter)
+            self.speculator = TreeSpeculator(self.drafter)
+            if isinstance(self.drafter, DynamicV2Drafter) and chooses_sizes(vllm_config):
+                self.speculator = SizedSpeculator(self.drafter, self.may_speculate)
             # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
             # token of `max_model_len` and a request. Ours reads each prompt once.
             self.req_states.all_token_ids = StagedWriteTensor(
@@ -111,7 +112,8 @@ class TreeModelRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
-            shapes = plan_full_graphs(self.sizes_of_batch, sizes)
+            chooses = chooses_sizes(self.vllm_config)
+            shapes = plan_full_graphs(self.sizes_of_batch, sizes, among_others=chooses)
             replace_full_graphs(self.cudagraph_manager, shapes)
         for groups in self.attn_groups:
             for group in groups:
@@ -131,10 +133,12 @@ class TreeModelRunner(GPUModelRunner):
     @torch.inference_mode()
     def price_rows(self) -> str | None:
         """Measure what steps cost, where the scheduler is to know; returns what was found."""
-        if not isinstance(self.speculator, SizedSpeculator):
+        if not chooses_sizes(self.vllm_config):
             return None
-        self.speculator.times, found = find_step_seconds(self)
+        assert isinstance(self.speculator, SizedSpeculator | OuroborosSpeculator)
+        times, found = find_step_seconds(self)
         self.speculator.take_report()  # steps that warmed up have left one
+        self.speculator.times = times
         return found
 
     def shutdown(self) -> None:
@@ -208,9 +212,7 @@ class TreeModelRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As for all; what the step before has reported goes to the scheduler with the tokens."""
-        report = None
-        if isinstance(self.speculator, SizedSpeculator):
-            report = self.speculator.take_report()
+        report = self.speculator.take_report()
         output = super().sample_tokens(grammar_output)
         if report is not None:
             output.model_runner_output.draft_report = report

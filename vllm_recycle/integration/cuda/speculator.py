@@ -32,6 +32,10 @@ class TreeSpeculator(BaseSpeculator):
     def capture(self) -> None:
         pass
 
+    def take_report(self) -> DraftReport | None:
+        """What the scheduler is to know and was not told yet."""
+        return None
+
     def propose(
         self,
         input_batch: Any,
@@ -68,6 +72,10 @@ class TreeSpeculator(BaseSpeculator):
 class SizedSpeculator(TreeSpeculator):
     """Reports what the trees are worth, for the scheduler to choose their size.
 
+    Args:
+        drafter: that grows them.
+        may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
+
     Attributes:
         plain_steps: how many steps have had no drafts, since the last one that had.
         report: of the trees that were grown last, on its way to the host.
@@ -80,13 +88,16 @@ class SizedSpeculator(TreeSpeculator):
     report: DraftReport | None = None
     times: StepSeconds | None = None
 
+    def __init__(self, drafter: DynamicV2Drafter, may_speculate: np.ndarray) -> None:
+        super().__init__(drafter)
+        self.may_speculate = may_speculate
+
     def take_report(self) -> DraftReport | None:
-        """What was reported and not yet taken."""
         report, self.report = self.report, None
         return report
 
     def _looks(self, input_batch: Any) -> bool:
-        if not has_text(input_batch).any():
+        if not self._counted(input_batch).any():
             return False
         self.plain_steps += 1
         return self.plain_steps % LOOK_EVERY == 1
@@ -94,10 +105,14 @@ class SizedSpeculator(TreeSpeculator):
     def _see(self, input_batch: Any, num_speculative_tokens: int | None) -> None:
         if num_speculative_tokens:
             self.plain_steps = 0
-        worth, counted = self.drafter.worth, has_text(input_batch)
+        worth, counted = self.drafter.worth, self._counted(input_batch)
         if not counted.all():
             indices = async_tensor_h2d(np.flatnonzero(counted), device=worth.device)
             worth = worth[indices]
         # On the stream of the step, so that it is there with the tokens of the next one.
         times, self.times = self.times, None
         self.report = DraftReport(async_copy_to_np(worth.sum(0)), int(counted.sum()), times)
+
+    def _counted(self, input_batch: Any) -> np.ndarray:
+        """bool [num_reqs], whose trees may be verified in the next step."""
+        return has_text(input_batch) & self.may_speculate[input_batch.idx_mapping_np]

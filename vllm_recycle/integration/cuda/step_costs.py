@@ -27,6 +27,7 @@ from vllm_recycle.core.dynamic.roofline import (
 )
 from vllm_recycle.core.dynamic.step_seconds import GraphShape, StepSeconds
 from vllm_recycle.integration.cuda.graph_sizes import shape_of
+from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
 from vllm_recycle.integration.drafter import from_first_rank
 
 ROUNDS = 5
@@ -55,9 +56,10 @@ def find_step_seconds(runner: Any) -> tuple[StepSeconds, str]:
             time_drafting(runner),
         )
     )
+    drafting = ", ".join(f"{1e3 * seconds:.2f} for {n}" for n, seconds in found.drafting.items())
     return found, (
         f"sizes of trees are chosen step by step; {len(found.measured)} graphs timed, drafting "
-        f"takes {1e3 * found.drafting:.2f} ms; a device, {origin}, of "
+        f"takes {drafting} requests, in ms; a device, {origin}, of "
         f"{device.flops / 1e12:.0f} TFLOPS and {device.bandwidth / 1e12:.2f} TB/s"
     )
 
@@ -145,11 +147,16 @@ def time_graphs(runner: Any) -> dict[GraphShape, float]:
     return times
 
 
-def time_drafting(runner: Any) -> float:
-    """Seconds to draft for a request; more of them are drafted for at the same time."""
+def time_drafting(runner: Any) -> dict[int, float]:
+    """Seconds to draft, by how many requests that is for at most."""
+    if isinstance(runner.speculator, OuroborosSpeculator):
+        rounds = runner.speculator.empty_rounds()
+        return {batch: _median_seconds(run, runner.device) for batch, run in rounds.items()}
     idx_mapping = torch.zeros(1, dtype=torch.int64, device=runner.device)
     last_sampled = runner.req_states.last_sampled_tokens
-    return _median_seconds(lambda: runner.drafter.propose(idx_mapping, last_sampled), runner.device)
+    grow = partial(runner.drafter.propose, idx_mapping, last_sampled)
+    # More of them grow at the same time.
+    return {runner.max_num_reqs: _median_seconds(grow, runner.device)}
 
 
 def measure_device(device: torch.device) -> Device:
