@@ -4,6 +4,7 @@
 #   make demo          a real model's answers, streamed, and a comparison with plain decoding
 #   make model         examples/models/smollm2-135m-instruct, which the demo and benchmarks run
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
+#   make ray           Ray, for the examples that run on it and their tests
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
@@ -19,6 +20,7 @@ SOAK_ARGS ?=
 BIN := .venv/bin
 LOCK := patches/cpu/requirements.lock
 SUFFIX_LOCK := patches/cpu/suffix.lock
+RAY_LOCK := patches/cpu/ray.lock
 ALIAS := patches/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -26,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix test test-slow soak lint format format-check types
+.PHONY: setup demo model suffix ray test test-slow soak lint format format-check types
 
 setup: $(STAMP)
 
@@ -49,6 +51,9 @@ model: setup
 suffix: setup
 	$(PIP_INSTALL) $(filter-out arctic-inference%,$(shell grep '==' $(SUFFIX_LOCK)))
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --requirement $(SUFFIX_LOCK)
+
+ray: setup
+	$(PIP_INSTALL) --requirement $(RAY_LOCK)
 
 # A file's tests share engines and what those have said, so a file stays with one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -47,7 +47,12 @@ def test_custom_tree_is_written_shown_and_used(tmp_path):
     assert mean_accepted(output) > 1
 
 
-@pytest.mark.parametrize("name", ["offline_batch.py", "custom_tree.py", "server_and_client.py"])
+NAMES = (
+    "offline_batch.py", "custom_tree.py", "server_and_client.py", "ray_batch.py", "ray_serve.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_says_how_to_run_it(name):
     _, docstring, _ = (EXAMPLES / name).read_text().split('"""', 2)
     assert f"    python examples/{name}\n" in docstring

@@ -1,0 +1,74 @@
+"""The examples on Ray as a user runs them: real Ray, a real engine, a real client."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import engine
+from ray_processes import marked, wait_for_end
+from vllm import SamplingParams
+
+pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+pytestmark = pytest.mark.slow
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> str:
+    """What it prints on stdout; it leaves no process."""
+    command = [sys.executable, str(EXAMPLES / name), "--max-tokens=24", "--dtype=float32"]
+    command += ["--state=state", *arguments]
+    # To files: a pipe is open for as long as a process has it.
+    with marked() as environment, (cwd / "out").open("w") as out, (cwd / "log").open("w") as log:
+        run = subprocess.run(command, cwd=cwd, env=environment, stdout=out, stderr=log, timeout=500)
+        output = (cwd / "out").read_text()
+        assert run.returncode == 0, output[-3000:] + (cwd / "log").read_text()[-6000:]
+        wait_for_end(environment)
+    return output
+
+
+def read_table(output: str) -> dict[str, float]:
+    names, numbers = re.search(r"^( +tokens .*)\n(.*)$", output, re.MULTILINE).groups()
+    return dict(zip(re.split("  +", names.strip()), map(float, numbers.split()), strict=True))
+
+
+def test_ray_data_writes_what_vllm_says_without_speculation(tmp_path):
+    import pandas
+
+    output = run_example(
+        "ray_batch.py", "--num-prompts=6", "--replicas=1", "--output=answers", cwd=tmp_path
+    )
+    answers = pandas.read_parquet(tmp_path / "answers")
+    lines = (EXAMPLES / "prompts" / "gsm8k.jsonl").read_text().splitlines()[:6]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    with engine() as llm:
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = {result.prompt: result.outputs[0].text for result in results}
+    assert dict(zip(answers["prompt"], answers["answer"], strict=True)) == expected
+    table = read_table(output)
+    assert table["tokens"] == answers["num_tokens"].sum()
+    assert table["tokens a call"] > 1
+    assert len(list((tmp_path / "state").iterdir())) == 1
+
+
+def test_ray_serve_answers_as_vllm_does_without_speculation(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from server_and_client import CHAT_TEMPLATE, CODE, QUESTION
+
+    output = run_example("ray_serve.py", "--max-replicas=1", cwd=tmp_path)
+    messages = [{"role": "user", "content": QUESTION}]
+    with engine() as llm:
+        (completion,) = llm.generate([CODE], GREEDY, use_tqdm=False)
+        (chat,) = llm.chat(messages, GREEDY, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+    said = f"{CODE}{completion.outputs[0].text}\n{chat.outputs[0].text}\nreplicas: 1\n"
+    assert output.startswith(said)
+    table = read_table(output)
+    assert table["tokens"] > table["target calls"]
+    assert table["tokens a call"] > 1
+    assert len(list((tmp_path / "state").iterdir())) == 1
