@@ -62,7 +62,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
         )
         self.trunks = np.full((max_num_reqs, self.proposer.shape.gamma), NO_TOKEN)
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
+    def load_model(self, target_model: Any) -> None:
         if supports_multimodal(target_model):
             # vLLM asks it for its token of an image, which not all have; here it is text alone.
             target_model = target_model.get_language_model()

@@ -96,7 +96,7 @@ class TreeModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.rope_state = getattr(self.model_state, "rope_state", None)
+        self.rope_state: Any = getattr(self.model_state, "rope_state", None)
         if self.rope_state is not None:
             self.rope_state.__class__ = TreeRopeState
         # As many as the scheduler lets a step have.
