@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("answers"), help="a folder")
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet")
     args = parser.parse_args()
+    if args.output.exists() and any(args.output.iterdir()):
+        parser.error(f"--output: {args.output} is not empty")
 
     start_ray(num_cpus=args.replicas + 1)  # one for reading and writing
     try:

@@ -100,7 +100,7 @@ def read_metrics() -> Counter[str]:
     metrics: Counter[str] = Counter()
     for node in filter(lambda node: node["Alive"], ray.nodes()):
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        with urllib.request.urlopen(url) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         for sample in (sample for family in families for sample in family.samples):
             if sample.name.startswith(PREFIX):

@@ -11,12 +11,14 @@ newest.
 
 On CPU as it is. On GPUs leave out `on_cpu` and name them, `accelerator_type="H100"`; with
 `tensor_parallel_size` in `engine_kwargs` Ray places the workers of a replica. On several nodes the
-package has to be on each, paths have to mean the same on all, and RAY_ADDRESS names the cluster.
+package has to be on each, and paths have to mean the same on all; this script starts a cluster of
+its own, so give `make_app` to `serve run` there.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,8 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--max-replicas", type=int, default=2)
     args = parser.parse_args()
+    if "RAY_ADDRESS" in os.environ:
+        parser.error("RAY_ADDRESS is set, and this would end all that Serve runs there")
 
     start_ray(num_cpus=args.max_replicas)
     try:

@@ -54,7 +54,7 @@ def test_ray_data_writes_what_vllm_says_without_speculation(tmp_path):
     table = read_table(output)
     assert table["tokens"] == answers["num_tokens"].sum()
     assert table["tokens a call"] > 1
-    assert len(list((tmp_path / "state").iterdir())) == 1
+    assert len(list((tmp_path / "state").glob("*.safetensors"))) == 1
 
 
 def test_ray_serve_answers_as_vllm_does_without_speculation(tmp_path, monkeypatch):
@@ -71,4 +71,4 @@ def test_ray_serve_answers_as_vllm_does_without_speculation(tmp_path, monkeypatc
     table = read_table(output)
     assert table["tokens"] > table["target calls"]
     assert table["tokens a call"] > 1
-    assert len(list((tmp_path / "state").iterdir())) == 1
+    assert len(list((tmp_path / "state").glob("*.safetensors"))) == 1

@@ -16,7 +16,11 @@ MARK = "VLLM_RECYCLE_TEST"
 @contextmanager
 def marked() -> Iterator[dict[str, str]]:
     """An environment for a process, by which all that it starts are found, and ended at the end."""
-    environment = os.environ | {MARK: uuid.uuid4().hex}
+    environment = os.environ | {
+        MARK: uuid.uuid4().hex,
+        "SPT_NOENV": "1",  # else who sets a title for itself loses its environment in /proc
+        "RAY_worker_niceness": "0",  # else workers starve beside other tests
+    }
     try:
         yield environment
     finally:

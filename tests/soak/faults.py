@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -86,13 +88,12 @@ def hostile_files(folder: Path) -> dict[str, Any]:
         make()
         started = time.monotonic()
         server = serve(folder, name.replace(" ", "-"))
-        try:
+        status: int | None = None  # it serves
+        with contextlib.suppress(subprocess.TimeoutExpired):
             status = server.process.wait(timeout=240)
-        finally:
-            server.kill()
-        named = _says(server, str(path))
+        server.kill()
         refused[name] = {
-            "refused": status != 0 and named,
+            "refused": bool(status) and _says(server, str(path)),
             "seconds": round(time.monotonic() - started, 1),
         }
         path.unlink()

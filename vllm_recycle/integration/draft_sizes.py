@@ -8,6 +8,7 @@ earlier steps, from the first rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, sizes_of_batches
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
-LOOK_AGAIN_AFTER, LOOKS = 16, 32
+LOOK_AGAIN_AFTER, LOOKED_AT_A_STEP = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ class DraftReport:
             writes, to be read when the output is there. Empty where no trees were grown.
         num_reqs: how many these are.
         times: of steps, once.
+        num_drafted: how many requests have the drafts that were asked for; None for all.
 
     """
 
     worth: np.ndarray
     num_reqs: int
     times: StepSeconds | None = None
+    num_drafted: int | None = None
 
 
 def chooses_sizes(vllm_config: Any) -> bool:
@@ -86,7 +89,9 @@ class DraftSizes:
         self.scheduler = scheduler
         self.table = scheduler.dynamic_sd_lookup
         self.sizes_of_batch = sizes_of(vllm_config)
-        self.max_rows = _max_rows(vllm_config)
+        # Graphs are captured for batches that draft as a whole: none is larger.
+        most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
+        self.max_rows = min([_max_rows(vllm_config), max(most, default=0)])
         self.max_draft_tokens = scheduler.max_draft_tokens
         options = get_options(vllm_config)
         self.chooser = SizeChooser(
@@ -104,7 +109,9 @@ class DraftSizes:
     def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests."""
         self._count_requests()
-        drafting = min(self.drafting, num_reqs)
+        # Those that came since the look may all draft, and must not have as large trees as few.
+        came = max(0, len(self.scheduler.running) - self.num_running)
+        drafting = min(self.drafting + came, num_reqs)
         if not drafting:
             return 0
         if self.times is None or self.chooser.gains is None:
@@ -136,7 +143,8 @@ class DraftSizes:
         running = self.scheduler.running
         self.steps_since_look += 1
         is_same = len(running) == self.num_running and not any(self.prompt_rows)
-        if self.steps_since_look < (LOOK_AGAIN_AFTER if is_same else len(running) // LOOKS):
+        steps = LOOK_AGAIN_AFTER if is_same else len(running) // LOOKED_AT_A_STEP
+        if self.steps_since_look < min(steps, LOOK_AGAIN_AFTER):
             return
         self.num_running, self.steps_since_look = len(running), 0
         may_speculate = self.scheduler.may_speculate
@@ -151,14 +159,16 @@ class DraftSizes:
 
     def learn(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Take in a step: what was accepted, and what was reported with it."""
+        report: DraftReport | None = getattr(model_runner_output, "draft_report", None)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if drafts:
             # Without a draft it is one token, or none in the middle of a prompt.
             sampled = model_runner_output.sampled_token_ids
             tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
             sizes = map(len, drafts.values())
+            if report is not None and report.num_drafted is not None:
+                sizes = islice(sizes, report.num_drafted)
             self.chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
-        report: DraftReport | None = getattr(model_runner_output, "draft_report", None)
         if report is not None:
             self.chooser.learn(report.worth, report.num_reqs)
             if report.times is not None:

@@ -70,7 +70,8 @@ class TreeScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""
         if self.isolates:
-            # vLLM would cut a draft to what the prompts before it leave of the step.
+            # vLLM would cut a draft to what the prompts before it leave of the step. Of what runs
+            # the last is preempted first: now prompts are.
             self.running.sort(key=lambda request: request.is_prefill_chunk)
         drafting = [request for request in self.running if request.spec_token_ids]
         for request in drafting:
@@ -82,7 +83,8 @@ class TreeScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         if not self.use_v2_model_runner:  # which knows its trees as they were drafted
             rows = {
-                name: self.requests[name].draft_rows for name in output.scheduled_spec_decode_tokens
+                name: getattr(self.requests[name], "draft_rows", None)
+                for name in output.scheduled_spec_decode_tokens
             }
             output.draft_rows = {name: kept for name, kept in rows.items() if kept is not None}
         if self.sizes is not None:
@@ -126,7 +128,9 @@ class TreeScheduler(Scheduler):
         """KV blocks of a group that a request has room for, whatever the others have; or none."""
         longest = [-(-self.max_model_len // size) for size in sizes]
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
-        return max(longest) if len(self.running) * sum(longest) <= num_blocks else 0
+        # Streamed prompts that wait for more have blocks too.
+        num_reqs = len(self.running) + len(self.kv_holding_waiting)
+        return max(longest) if num_reqs * sum(longest) <= num_blocks else 0
 
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.

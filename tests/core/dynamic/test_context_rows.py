@@ -310,7 +310,7 @@ def test_the_accepted_path_is_written_last():
 @THOROUGH
 @given(text=st.lists(tokens, max_size=20), known=st.lists(contexts, max_size=3))
 def test_a_seeded_row_has_what_followed_last_and_then_others_once(scope, text, known):
-    rows = started(scope, contexts=CONTEXTS, slots=1 << 14)
+    rows = started(scope, contexts=CONTEXTS, slots=1 << 16)
     for context in known:
         write(rows, 1, context, [2, 0, -1])
     seed(rows.table, torch.tensor(text, dtype=torch.int64), 1, layout=rows.layout)

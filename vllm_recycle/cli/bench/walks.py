@@ -22,6 +22,8 @@ class WalkCounts:
 def counted(engine: Any) -> Iterator[WalkCounts]:
     """Watch the walks of a `vllm.LLMEngine` that runs in this process."""
     core = engine.engine_core.engine_core
+    # What a grammar forbids stays, so that a row is the same node in each tree.
+    core.scheduler.keeps_places = True
     proposer = core.model_executor.driver_worker.worker.model_runner.drafter.proposer
     operations, counts = proposer.operations, WalkCounts()
 
@@ -38,3 +40,4 @@ def counted(engine: Any) -> Iterator[WalkCounts]:
         yield counts
     finally:
         proposer.operations = operations
+        core.scheduler.keeps_places = False

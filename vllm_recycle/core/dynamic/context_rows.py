@@ -160,7 +160,7 @@ class ContextRows:
         )
         rows = vocab_size + self.layout.slots
         self.table = torch.empty(rows, self.layout.width, dtype=torch.int32, device=device)
-        self._num_begun = 0
+        self._num_begun = [0] * parts
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
 
@@ -180,8 +180,10 @@ class ContextRows:
     def begin(self, req_state_idx: int) -> None:
         """A sequence starts: it sees nothing that an earlier one wrote for itself."""
         parts = self.layout.parts
-        self._num_begun = self._num_begun % (MAX_SALT // parts) + 1
-        self.salts[req_state_idx] = self._num_begun * parts + req_state_idx % parts
+        part = req_state_idx % parts
+        self._num_begun[part] = self._num_begun[part] % (MAX_SALT // parts) + 1
+        # Never 0, which is what is shared.
+        self.salts[req_state_idx] = self._num_begun[part] * parts + part
 
     def shared_rows(self) -> torch.Tensor:
         """A copy of the table without what sequences wrote for themselves."""

@@ -50,6 +50,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         drafts: int64 [batch, nodes], what rounds end with.
         graphs: of rounds, where there are any.
         times: of steps, to be reported once, where sizes are chosen.
+        num_drafted: how many requests got a draft, where the step asked for drafts, to be reported.
 
     """
 
@@ -59,6 +60,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
     start: RoundStart
     graphs: DraftGraphs | None = None
     times: StepSeconds | None = None
+    num_drafted: int | None = None
 
     def __init__(
         self,
@@ -134,10 +136,11 @@ class OuroborosSpeculator(StandaloneARSpeculator):
 
     def take_report(self) -> DraftReport | None:
         """What the scheduler is to know and was not told yet: nobody says what drafts are worth."""
-        if self.times is None:
+        times, num_drafted = self.times, self.num_drafted
+        self.times = self.num_drafted = None
+        if times is None and num_drafted is None:
             return None
-        times, self.times = self.times, None
-        return DraftReport(np.zeros(0, dtype=np.float32), 0, times)
+        return DraftReport(np.zeros(0, dtype=np.float32), 0, times, num_drafted)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Take in which requests start, and which blocks are given out."""
@@ -170,6 +173,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
             if num_speculative_tokens:
                 self._catch_up(input_batch)
                 chosen = self._choose(input_batch)
+                self.num_drafted = len(chosen)
                 self.cache.missing[states[chosen]] = 0
                 self.cache.mark(states, self._least_computed(input_batch))
         if len(chosen) == input_batch.num_reqs:

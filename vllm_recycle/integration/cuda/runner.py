@@ -214,7 +214,7 @@ class TreeModelRunner(GPUModelRunner):
         """As for all; what the step before has reported goes to the scheduler with the tokens."""
         report = self.speculator.take_report()
         output = super().sample_tokens(grammar_output)
-        if report is not None:
+        if report is not None and output is not None:
             output.model_runner_output.draft_report = report
         return output
 

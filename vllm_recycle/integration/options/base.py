@@ -137,7 +137,7 @@ class MethodOptions(ABC):
 
     @property
     def isolates(self) -> bool:
-        """Whether nothing of a request may be seen in the drafts of another, nor their number."""
+        """Whether nothing of a request is seen in the drafts of another but that it is there."""
         return False
 
     @property
