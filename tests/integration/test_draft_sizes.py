@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from vllm_recycle.core.dynamic.roofline import Device, device_of
 from vllm_recycle.core.dynamic.step_seconds import GraphShape, StepSeconds
+from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.engine_config import ADDITIONAL_CONFIG_KEY, CHOOSES_SIZES
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, halving_schedule
@@ -173,6 +174,39 @@ def test_rounds_of_a_draft_model_are_priced():
         assert step(scheduler) == 20
         sizes = [step(scheduler, accepted=0) for _ in range(12)]
         assert sizes[-1] == 0
+
+
+def test_a_plain_request_leaves_a_batch_its_graphs():
+    with schedulers(OUROBOROS, [(1, 4, 20), (5, 1 << 20, 0)]) as make:
+        scheduler = make()
+        capture_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+        graphs = plan_full_graphs(scheduler.sizes.sizes_of_batch, capture_sizes, among_others=True)
+        times = replace(FREE, measured=dict.fromkeys(graphs, 1.0))
+        add(scheduler, 4)
+        add(scheduler, 1, **OPTED_OUT)
+        step(scheduler, DraftReport(np.zeros(0, dtype=np.float32), 0, times))
+        # 4 x 21 rows are the most that were captured.
+        assert [step(scheduler, accepted=3) for _ in range(3)] == [19] * 3
+
+
+def test_drafts_that_were_not_made_say_nothing(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4)
+    step(scheduler, report_of(FREE, 4))
+    none_made = DraftReport(np.zeros(NODES, dtype=np.float32), 0, num_drafted=0)
+    assert [step(scheduler, none_made) > 0 for _ in range(5)] == [True] * 5
+    assert scheduler.sizes.chooser.trust == 1.0
+
+
+def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 2)
+    step(scheduler, report_of(FREE, 2))
+    assert step(scheduler, accepted=1) * 2 > scheduler.max_draft_tokens // 2
+    add(scheduler, 62)
+    sizes = [step(scheduler) for _ in range(4)]
+    assert len(scheduler.running) == 64
+    assert all(size * 64 <= scheduler.max_draft_tokens for size in sizes)
 
 
 def test_trees_that_are_not_accepted_are_believed_less(make_scheduler):
