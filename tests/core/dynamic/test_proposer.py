@@ -89,7 +89,7 @@ def steps_of(proposer, req_state_idx: int, prompt: list[int], length: int) -> in
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_accepted_tokens_rise(scope):
-    proposer = make_proposer(scope=scope)
+    proposer = make_proposer(scope=scope, slots=1024)
     texts, idx_mapping = [[1, 1], [0, 3]], torch.tensor([2, 0])
     for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
         proposer.begin(req_state_idx, torch.tensor(text))
