@@ -7,6 +7,7 @@ earlier steps, from the first rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -165,7 +166,7 @@ class DraftSizes:
             # Without a draft it is one token, or none in the middle of a prompt.
             sampled = model_runner_output.sampled_token_ids
             tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
-            sizes = map(len, drafts.values())
+            sizes: Iterable[int] = map(len, drafts.values())
             if report is not None and report.num_drafted is not None:
                 sizes = islice(sizes, report.num_drafted)
             self.chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
