@@ -1,4 +1,4 @@
-"""Model Runner V2 with attention sinks, and with M-RoPE: what V2 gives without trees.
+"""Model Runner V2 with attention sinks: what V2 gives without trees.
 
 It runs under the Triton interpreter, in a process of its own: see `test_v2_runner`.
 """
@@ -16,7 +16,7 @@ from v2_scripts import run_script
 pytestmark = pytest.mark.slow
 
 WINDOW = 24
-KINDS = {"sinks": {"num_gpu_blocks_override": 24}, "M-RoPE": {}}
+KINDS = {"sinks": {"num_gpu_blocks_override": 24}}
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +35,21 @@ def test_tokens_equal_those_without_speculation(result, kind):
 
 def test_the_models_are_what_they_should_be(result):
     assert result["sinks"]["layers with sinks"] == 4
-    assert result["M-RoPE"]["dimensions"] == 3
 
 
 def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines: of each kind one without trees, and one with."""
-    import mrope_model
     import torch
-    from derived_models import gpt_oss, with_mrope
+    from derived_models import gpt_oss
     from engines import counter, runner
-    from test_v2_runner import GREEDY, LLM_ARGUMENTS, MODEL, SEEDED, generate
+    from test_v2_runner import GREEDY, LLM_ARGUMENTS, SEEDED, generate
     from vllm import LLM
 
     from vllm_recycle.integration.cuda import runner as v2_runner
 
-    mrope_model.register()
     batch = [((0, 60), GREEDY | {"max_tokens": 16}), ((3, 50), SEEDED | {"max_tokens": 16})]
     models = {
         "sinks": gpt_oss(folder / "sinks", WINDOW, [-1.0, 2.0, 4.0, 6.0]),
-        "M-RoPE": with_mrope(folder / "mrope", source=MODEL),
     }
     method = {"method": "token_recycling", "max_nodes": 8, "context_mib": 1}
     method["num_speculative_tokens_per_batch_size"] = [(1, 4, 8)]
@@ -83,7 +79,6 @@ def main(folder: Path) -> dict[str, Any]:
         found["moved rows"] = sum(moved)
         names = [name for name, _ in runner(llm).model.named_parameters()]
         found["layers with sinks"] = sum(name.endswith(".sinks") for name in names)
-        found["dimensions"] = getattr(runner(llm).rope_state, "num_dims", 1)
         llm.llm_engine.engine_core.shutdown()
     return result
 

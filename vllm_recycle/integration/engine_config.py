@@ -264,6 +264,7 @@ def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
+        "a model with M-RoPE on a GPU": model.uses_mrope and platform.use_v2_model_runner,
         **_features_of("model", model),
         # Last: others of these lead to it.
         f"Model Runner {runner}, which this configuration leads to": platform.use_v2_model_runner

@@ -44,8 +44,11 @@ def test_shared_memory_suffices(figures):
 
 
 def test_programs_fit_on_a_multiprocessor_as_often_as_planned(figures):
-    hopper = [figure for figure in figures if figure["arch"] == 90]
-    assert [figure for figure in hopper if figure["resident"] < figure["taken_for"]] == []
+    # Sinks take registers that may cost a program.
+    planned = [
+        figure for figure in figures if figure["arch"] == 90 and "sinks" not in figure["case"]
+    ]
+    assert [figure for figure in planned if figure["resident"] < figure["taken_for"]] == []
 
 
 def test_attention_copies_ahead_of_use_and_in_wide_pieces(figures):

@@ -33,7 +33,6 @@ from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
 from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
-from vllm_recycle.integration.cuda.rope import TreeRopeState
 from vllm_recycle.integration.cuda.row_sampling import pays, sample_visitable_rows
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
 from vllm_recycle.integration.cuda.step_costs import find_step_seconds
@@ -96,9 +95,6 @@ class TreeModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.rope_state: Any = getattr(self.model_state, "rope_state", None)
-        if self.rope_state is not None:
-            self.rope_state.__class__ = TreeRopeState
         # As many as the scheduler lets a step have.
         share = get_options(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
@@ -183,7 +179,6 @@ class TreeModelRunner(GPUModelRunner):
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, self.slot_mappings = super().prepare_attn(input_batch)
         self.lora_state.num_logits = np.diff(input_batch.cu_num_logits_np)
-        chain = None if self.rope_state is None else input_batch.positions.clone()
         # After the slots, which stay linear. Without drafts it tells learning what the rows are.
         self.row_token_ids = place_tree_rows(
             input_batch.input_ids,
@@ -193,8 +188,6 @@ class TreeModelRunner(GPUModelRunner):
             tree=self.tree,
             expanded_idx_mapping=self._own(input_batch.expanded_idx_mapping),
         )
-        if chain is not None:
-            self.rope_state.shifts = input_batch.positions - chain
         if isinstance(self.tree, DeviceTrees) and input_batch.num_draft_tokens:
             self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
         num_nodes, num_trees = input_batch.num_draft_tokens_per_req, 0
