@@ -28,7 +28,7 @@ from openai import OpenAI
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray_replicas import engine_kwargs, make_parser, on_cpu, print_table, start_ray
-from server_and_client import CHAT_TEMPLATE, CODE, QUESTION
+from server_and_client import CHAT_TEMPLATE, ask
 
 REQUESTS_A_REPLICA = 4
 PATIENCE_SECONDS = 300  # for all replicas to run
@@ -51,11 +51,7 @@ def main() -> None:
         serve.run(make_app(args))
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
         options = {"model": "target", "max_tokens": args.max_tokens, "temperature": 0}
-        print(CODE + client.completions.create(prompt=CODE, **options).choices[0].text)
-        messages = [{"role": "user", "content": QUESTION}]
-        for chunk in client.chat.completions.create(messages=messages, stream=True, **options):
-            print(chunk.choices[0].delta.content or "", end="", flush=True)
-        print()
+        ask(client, options)
         num_tokens, rate = load(client, options, replicas=args.max_replicas)
         print(f"replicas: {running_replicas()}")
         print_table(num_tokens, rate)

@@ -55,11 +55,7 @@ def main() -> None:
         wait(server, f"{base}/health")
         client = OpenAI(base_url=f"{base}/v1", api_key="none")
         options = {"model": "target", "max_tokens": args.max_tokens, "temperature": 0}
-        print(CODE + client.completions.create(prompt=CODE, **options).choices[0].text)
-        messages = [{"role": "user", "content": QUESTION}]
-        for chunk in client.chat.completions.create(messages=messages, stream=True, **options):
-            print(chunk.choices[0].delta.content or "", end="", flush=True)
-        print()
+        ask(client, options)
         metrics = urllib.request.urlopen(f"{base}/metrics").read().decode()
         for name in ("drafts", "draft_tokens", "accepted_tokens"):
             print(*re.findall(f"^vllm:spec_decode_num_{name}_total.*", metrics, re.MULTILINE))
@@ -67,6 +63,15 @@ def main() -> None:
         server.send_signal(signal.SIGINT)
         server.wait(60)
     print(f"the server ended with status {server.returncode}")
+
+
+def ask(client: OpenAI, options: dict[str, object]) -> None:
+    """Print a completion, and a chat's answer as it comes."""
+    print(CODE + client.completions.create(prompt=CODE, **options).choices[0].text)
+    messages = [{"role": "user", "content": QUESTION}]
+    for chunk in client.chat.completions.create(messages=messages, stream=True, **options):
+        print(chunk.choices[0].delta.content or "", end="", flush=True)
+    print()
 
 
 def wait(server: subprocess.Popen, url: str) -> None:

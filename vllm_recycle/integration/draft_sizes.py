@@ -92,7 +92,7 @@ class DraftSizes:
         self.sizes_of_batch = sizes_of(vllm_config)
         # Graphs are captured for batches that draft as a whole: none is larger.
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
-        self.max_rows = min([_max_rows(vllm_config), max(most, default=0)])
+        self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
         options = get_options(vllm_config)
         self.chooser = SizeChooser(
