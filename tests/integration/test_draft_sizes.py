@@ -70,7 +70,7 @@ def add(scheduler: TreeScheduler, count: int, **given) -> None:
     for index in range(count):
         sampling = SamplingParams(**PLAIN | given)
         sampling.update_from_generation_config({}, 2)
-        scheduler.add_request(Request(f"{len(scheduler.requests)}", [5, 6, index], sampling, None))
+        scheduler.add_request(Request(f"{len(scheduler.requests)}", [5, index], sampling, None))
 
 
 def step(scheduler: TreeScheduler, report: DraftReport | None = None, *, accepted: int = 0) -> int:
