@@ -21,7 +21,15 @@ from pathlib import Path
 
 import ray
 from ray.data.llm import Processor, build_processor, vLLMEngineProcessorConfig
-from ray_replicas import EXAMPLES, engine_kwargs, make_parser, on_cpu, print_table, start_ray
+from ray_replicas import (
+    EXAMPLES,
+    engine_kwargs,
+    make_parser,
+    on_cpu,
+    print_table,
+    start_ray,
+    wait_for_end,
+)
 
 BATCH_SIZE = 8
 
@@ -38,6 +46,7 @@ def main() -> None:
         parser.error(f"--output: {args.output} is not empty")
 
     start_ray(num_cpus=args.replicas + 1)  # one for reading and writing
+    free = ray.available_resources()
     try:
         prompts = ray.data.read_json(str(args.prompts.resolve())).limit(args.num_prompts)
         # Else a small file is one block, and goes to one replica.
@@ -50,6 +59,7 @@ def main() -> None:
         seconds = max(row["ended"] for row in rows) - min(row["started"] for row in rows)
         print_table(num_tokens, num_tokens / seconds)
         print(f"{len(rows)} answers in {args.output}")
+        wait_for_end(free)
     finally:
         ray.shutdown()
 
