@@ -2,8 +2,8 @@
 
     python examples/benchmarks/kernels.py --json kernels.json
 
-Needs a GPU with 24 GB, torch, Triton and safetensors; neither vLLM nor an installation of this
-package. First each kernel is compared with its torch twin on the inputs that it is timed with,
+Needs a GPU with 24 GB, torch, Triton, NumPy and safetensors; neither vLLM nor an installation of
+this package. First each kernel is compared with its torch twin on the inputs that it is timed with,
 random ones of one seed, and a mismatch ends the run; then it is timed (`kernel_timing`). `--smoke`
 runs all at tiny sizes, where there is no GPU in Triton's interpreter: then times mean nothing.
 """

@@ -211,6 +211,11 @@ def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsy
         ),
         ("ouroboros", ['--speculative-config={"speed": 3}'], "unknown key 'speed', expected any"),
         ("token_recycling", ['--speculative-config={"k": 0}'], "k is 0, expected an integer"),
+        (
+            "token_recycling",
+            ['--speculative-config={"contexts": [1, 2]}'],
+            "contexts belongs to the tree 'dynamic', got 'default'",
+        ),
         ("ouroboros", ["--num-prompts=3"], "got 3 prompts, expected at least 4"),
         ("ouroboros", ["--window=99"], "no candidate can be run: speculative_config: window"),
         ("ouroboros", ["--state=/nowhere/state.json"], "no directory /nowhere"),

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from strategies import BRIEF, THOROUGH, batch_trees, trees
 
 from vllm_recycle.core import BatchTrees, TreeTemplate, load_tree, shipped_trees
-from vllm_recycle.core.tree import FORMAT, MAX_NODES, from_rank_paths, parents_among
+from vllm_recycle.core.tree import (
+    FORMAT,
+    MAX_NODES,
+    children_of,
+    from_rank_paths,
+    parents_among,
+)
 
 # ALGORITHMS.md, Token Recycling: how many children, of rank 0 upwards, each rank path has.
 PAPER_CHILDREN = {
@@ -62,7 +68,7 @@ def test_tables_agree_with_their_definitions(tree):
     assert tree.depths.tolist() == depths
     assert unpadded(tree.paths) == paths
     assert tree.ancestor_mask.tolist() == [[column in path for column in rows] for path in paths]
-    assert unpadded(tree.children) == [
+    assert children_of(tree.parents[1:].tolist()) == [
         [node for node in rows[1:] if tree.nodes[node - 1][0] == row] for row in rows
     ]
     assert [level.tolist() for level in tree.levels] == [
@@ -82,8 +88,6 @@ def test_a_prefix_is_a_tree_with_the_same_tables_restricted(tree, data):
     assert prefix.depths.equal(tree.depths[:rows])
     assert prefix.ancestor_mask.equal(tree.ancestor_mask[:rows, :rows])
     assert unpadded(prefix.paths) == unpadded(tree.paths[:rows])
-    whole_children = tree.children[:rows]
-    assert unpadded(prefix.children) == unpadded(whole_children.where(whole_children < rows, -1))
     kept = [level[level < rows].tolist() for level in tree.levels]
     assert [level.tolist() for level in prefix.levels] == [level for level in kept if level]
 

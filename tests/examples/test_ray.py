@@ -16,13 +16,13 @@ from vllm import SamplingParams
 pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
 pytestmark = pytest.mark.slow
 
 
 def run_example(name: str, *arguments: str, cwd: Path) -> str:
     """What it prints on stdout; it leaves no process."""
-    command = [sys.executable, str(EXAMPLES / name), "--max-tokens=24", "--dtype=float32"]
+    command = [sys.executable, str(EXAMPLES / name), "--max-tokens=64", "--dtype=float32"]
     command += ["--state=state", *arguments]
     # To files: a pipe is open for as long as a process has it.
     with marked() as environment, (cwd / "out").open("w") as out, (cwd / "log").open("w") as log:
@@ -42,10 +42,10 @@ def test_ray_data_writes_what_vllm_says_without_speculation(tmp_path):
     import pandas
 
     output = run_example(
-        "ray_batch.py", "--num-prompts=6", "--replicas=1", "--output=answers", cwd=tmp_path
+        "ray_batch.py", "--num-prompts=24", "--replicas=1", "--output=answers", cwd=tmp_path
     )
     answers = pandas.read_parquet(tmp_path / "answers")
-    lines = (EXAMPLES / "prompts" / "gsm8k.jsonl").read_text().splitlines()[:6]
+    lines = (EXAMPLES / "prompts" / "gsm8k.jsonl").read_text().splitlines()[:24]
     prompts = [json.loads(line)["prompt"] for line in lines]
     with engine() as llm:
         results = llm.generate(prompts, GREEDY, use_tqdm=False)

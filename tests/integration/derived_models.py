@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from engines import TARGET
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig
 
 WEIGHTS = "model.safetensors"
 NUM_LAYERS = 6
@@ -95,6 +95,28 @@ def gemma3(folder: Path, window: int) -> str:
     )
     # Its norms multiply by one more than this.
     return write_model(folder, config.to_dict(), weights=random_weights(config, norms=0.0))
+
+
+def gemma4(folder: Path) -> str:
+    """A Gemma 4 whose last two layers read the KV cache of the second; it has no weights."""
+    vocab_size = config_of(TARGET)["vocab_size"]
+    config = Gemma4TextConfig(
+        architectures=["Gemma4ForCausalLM"],
+        vocab_size=vocab_size,
+        vocab_size_per_layer_input=vocab_size,
+        hidden_size=64,
+        hidden_size_per_layer_input=8,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["full_attention"] * 4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=32,
+        max_position_embeddings=2048,
+    )
+    return write_model(folder, config.to_dict(), weights={})
 
 
 def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from derived_models import gemma4
 from engines import (
     EXAMPLES,
     OUROBOROS,
@@ -150,6 +151,13 @@ def test_what_is_not_worth_its_row_is_not_verified(row_cost, is_verified):
         # What was drafted, and was right, is counted all the same.
         right = runner(llm).drafter.acceptance.counts[0, 0]
         assert right > 10
+
+
+def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
+    method = {**OUROBOROS, "model": gemma4(tmp_path / "gemma4")}
+    message = "layers share a KV cache, as draft_model.model.layers.2.self_attn.attn does"
+    with pytest.raises(NotImplementedError, match=message), engine(method, load_format="dummy"):
+        pass
 
 
 def test_start_up_says_whether_drafting_can_pay():

@@ -89,6 +89,31 @@ def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, shar
 
 
 @both_methods
+def test_drafts_take_no_kv_cache_that_the_rest_of_a_prompt_needs(method):
+    short = [{"prompt_token_ids": [7 + i] * 30} for i in range(4)]
+    read_in_parts = {"prompt_token_ids": [*range(3, 1003)]}
+    answers = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        for length in (60, 60, 60, 60, 4)
+    ]
+    num_blocks = sum(-(-length // 32) for length in (90, 90, 90, 90, 1004))  # all at full length
+    with engine(
+        method,
+        block_size=32,
+        num_gpu_blocks_override=1 + num_blocks,  # one is vLLM's
+        max_num_batched_tokens=400,
+        max_model_len=1024,
+        max_num_seqs=5,
+        enable_prefix_caching=False,
+    ) as llm:
+        generate(llm, short, answers[:4])  # what is known now is drafted
+        before = draft_tokens(llm)
+        generate(llm, [*short, read_in_parts], answers)
+        assert draft_tokens(llm) > before
+        assert counter(llm, "num_preemptions") == 0
+
+
+@both_methods
 def test_drafts_have_the_sizes_of_the_users_table(method, monkeypatch):
     table = [[1, 2, 5], [3, 1024, 0]]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 8, 8, 40)]

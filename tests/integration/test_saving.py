@@ -136,6 +136,26 @@ def test_no_half_of_a_step_is_written(tmp_path):
     assert loaded.shared.equal(state.shared)
 
 
+def test_saving_goes_on_after_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "matrix"
+    state, copy = (AdjacencyMatrix(64, 8) for _ in range(2))
+    place, errors = StatePlace(path, name=""), [MemoryError("no room")]
+    write = place.write
+
+    def write_at_last(save: Callable[[Path], None]) -> Path:
+        if errors:
+            raise errors.pop()
+        return write(save)
+
+    monkeypatch.setattr(place, "write", write_at_last)
+    saver = StateSaver(state, copy, place, fingerprint="f", every=0.01)
+    with saver.changing():
+        state.shared.fill_(1)
+    wait_until(path.exists)
+    assert not errors
+    saver.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["matrix", "rows"])
 def test_a_killed_engine_keeps_what_it_learnt(kind, tmp_path):

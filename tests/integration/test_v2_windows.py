@@ -1,5 +1,7 @@
 """Model Runner V2 with layers of sliding windows: what V2 gives without trees, token for token.
 
+A draft model may have them only where no text can reach beyond one.
+
 It runs under the Triton interpreter, in a process of its own: see `test_v2_runner`.
 """
 
@@ -39,11 +41,28 @@ def test_windows_matter(result):
     assert result["without windows"] != result["plain"]
 
 
+def test_a_draft_model_may_have_a_window_that_no_text_can_reach(result):
+    assert result["window of all texts"] == result["without windows"]
+    assert result["accepted tokens of all texts"] > 0
+
+
+def test_a_draft_model_with_a_window_that_texts_can_reach_is_refused(result):
+    assert result["refused"][0] == (
+        "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
+    )
+
+
+def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(result):
+    named = "layers share a KV cache, as draft_model.model.layers.2.self_attn.attn does"
+    assert named in result["refused"][1]
+
+
 def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines."""
     import torch
-    from derived_models import with_windows
+    from derived_models import gemma4, with_windows
     from engines import core, counter, runner
+    from test_v2_ouroboros import FORWARDS, SCHEDULE, SIZES
     from test_v2_runner import GREEDY, LLM_ARGUMENTS, MODEL, SEEDED, generate
     from vllm import LLM
 
@@ -79,7 +98,31 @@ def main(folder: Path) -> dict[str, Any]:
     result["trees"] = tokens_of(llm)
     result["accepted tokens"] = counter(llm, "spec_decode_num_accepted_tokens")
     result["moved rows"] = moved
+    v2_runner.compact_path = compact_path
     llm.llm_engine.engine_core.shutdown()
+
+    def draft_with(draft: str, **settings: str) -> Any:
+        method = {"method": "ouroboros", "model": draft, "max_forwards": FORWARDS, **SIZES}
+        method["num_speculative_tokens_per_batch_size"] = SCHEDULE
+        return LLM(**LLM_ARGUMENTS, **settings, speculative_config=method)
+
+    def windowed(window: int) -> str:
+        return with_windows(folder / f"draft-{window}", window, "ss", source=MODEL)
+
+    longest = LLM_ARGUMENTS["max_model_len"]
+    llm = draft_with(windowed(longest))
+    result["window of all texts"] = tokens_of(llm)
+    result["accepted tokens of all texts"] = counter(llm, "spec_decode_num_accepted_tokens")
+    llm.llm_engine.engine_core.shutdown()
+    result["refused"] = []
+    for draft, settings in (
+        (windowed(longest - 1), {}),
+        (gemma4(folder / "gemma4"), {"load_format": "dummy"}),
+    ):
+        try:
+            draft_with(draft, **settings)
+        except NotImplementedError as error:
+            result["refused"].append(str(error))
     return result
 
 

@@ -38,7 +38,6 @@ EMBEDDED_PROMPTS = (Path("prompts/gsm8k.jsonl"), Path("prompts/humaneval.jsonl")
 PLAIN, RECYCLING = "none", "token_recycling"
 TITLES = {PLAIN: "plain decoding", RECYCLING: "token recycling"}
 NUM_PROMPTS = 6
-WARM_UP_TOKENS = 16
 SHOWN_COLUMNS = 96
 COLOURS = (32, 33, 35, 36)  # of steps with several tokens, in turn; that of others is the text's
 COUNTED = ("tokens", "wall_s", "steps", "accepted_tokens")
@@ -158,7 +157,7 @@ def generate(plan: Plan) -> dict[str, Totals]:
     """
     totals = {name: Totals() for name in plan.methods}
     arguments = driver.pass_arguments(plan, 1, 0)
-    warm_up = arguments | {"stop": 1, "max_tokens": min(WARM_UP_TOKENS, plan.max_tokens)}
+    warm_up = arguments | {"stop": 1, "max_tokens": min(driver.WARM_UP_TOKENS, plan.max_tokens)}
     with driver.children(plan) as running:
         for name, config in plan.methods.items():
             print(f"starting vLLM: {TITLES[name]} ...", flush=True)

@@ -17,6 +17,7 @@ from xml.sax.saxutils import escape
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import positive
 from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core.tree import children_of
 
 # Pixels of the picture.
 COLUMN, LEVEL, RADIUS, MARGIN, HEADING = 24, 56, 10, 24, 24
@@ -63,7 +64,8 @@ def format_tree(tree: TreeTemplate) -> str:
     A line holds a node and the chain of only children below it, or neighbouring siblings that
     have no children: 80 nodes take 30 lines.
     """
-    return "\n".join([describe(tree), "root", *_lines(tree, children_of(tree), 0, "")])
+    children = children_of(tree.parents[1:].tolist())
+    return "\n".join([describe(tree), "root", *_lines(tree, children, 0, "")])
 
 
 def describe(tree: TreeTemplate) -> str:
@@ -76,14 +78,9 @@ def describe(tree: TreeTemplate) -> str:
     return " ".join(f"{tree.name}: {'; '.join(parts)}".split())
 
 
-def children_of(tree: TreeTemplate) -> list[list[int]]:
-    """The rows of each row's children, in list order."""
-    return [[child for child in row if child >= 0] for row in tree.children.tolist()]
-
-
 def draw_svg(tree: TreeTemplate) -> str:
     """A standalone picture: a level for each depth, a circle for each row, its rank in it."""
-    across = columns(children_of(tree))
+    across = columns(children_of(tree.parents[1:].tolist()))
     down = tree.depths.tolist()
     width = max(2 * MARGIN + max(across) * COLUMN, 320)
     height = HEADING + 2 * MARGIN + tree.depth * LEVEL

@@ -9,7 +9,7 @@ Names of dimensions, used in shape comments throughout the package:
     batch   requests in a step                    rows      nodes + 1, the root first
     nodes   draft nodes of a template             levels    depths 1 .. depth of the template
     vocab   vocabulary size                       k         successors kept for each token
-    path    depth + 1, rows from the root down    children  most children of any row
+    path    depth + 1, rows from the root down
 
 Source: Token Recycling (arXiv 2408.08696), section 3.2 and Figure 5. No other module derives
 anything from parents and ranks.
@@ -112,7 +112,6 @@ class TreeTemplate:
         provenance: where the tree comes from (free-form, kept in the file).
         parents, ranks, depths: int64 [rows]; the root has parent 0, rank 0, depth 0.
         ancestor_mask: bool [rows, rows], true where the column is the row or its ancestor.
-        children: int64 [rows, children], rows of the children in list order, padded with -1.
         paths: int64 [rows, path], rows from the root to the row, padded with -1.
         levels: for each depth from 1, the int64 rows of that depth.
 
@@ -128,7 +127,6 @@ class TreeTemplate:
     ranks: torch.Tensor = field(init=False, repr=False)
     depths: torch.Tensor = field(init=False, repr=False)
     ancestor_mask: torch.Tensor = field(init=False, repr=False)
-    children: torch.Tensor = field(init=False, repr=False)
     paths: torch.Tensor = field(init=False, repr=False)
     levels: tuple[torch.Tensor, ...] = field(init=False, repr=False)
 
@@ -136,13 +134,10 @@ class TreeTemplate:
         _validate(self.nodes)
         parents, ranks = [0], [0]
         path_of: list[list[int]] = [[0]]
-        children: list[list[int]] = [[]]
         for row, (parent, rank) in enumerate(self.nodes, start=1):
             parents.append(parent)
             ranks.append(rank)
             path_of.append([*path_of[parent], row])
-            children.append([])
-            children[parent].append(row)
         rows = len(parents)
         depths = torch.tensor([len(path) - 1 for path in path_of])
         mask = torch.zeros(rows, rows, dtype=torch.bool)
@@ -153,7 +148,6 @@ class TreeTemplate:
             "ranks": torch.tensor(ranks),
             "depths": depths,
             "ancestor_mask": mask,
-            "children": _padded(children),
             "paths": _padded(path_of),
             "levels": tuple(
                 torch.nonzero(depths == depth).flatten()

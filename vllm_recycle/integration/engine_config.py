@@ -88,10 +88,10 @@ def get_platform(method: str) -> Platform:
 
     """
     name = "cuda" if current_platform.is_cuda() else current_platform.device_type
-    accepted = [name for name, platform in PLATFORMS.items() if method in platform.host_methods]
-    if name not in accepted:
+    if name not in PLATFORMS:
         raise NotImplementedError(
-            f"{method}: got platform {current_platform.device_name!r}, expected one of {accepted}"
+            f"{method}: got platform {current_platform.device_name!r}, expected one of "
+            f"{list(PLATFORMS)}"
         )
     return PLATFORMS[name]
 
@@ -244,6 +244,7 @@ def _unsupported(vllm_config: Any, platform: Platform) -> dict[str, bool]:
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--watermark-config": vllm_config.watermark_config is not None,

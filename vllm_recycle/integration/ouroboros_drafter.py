@@ -32,6 +32,22 @@ def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
     return holding[0]
 
 
+def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None:
+    """Refuse a draft model of these layers where one reads the KV cache of another.
+
+    Raises:
+        NotImplementedError: that names the layer.
+
+    """
+    for name in sorted(layer_names):
+        layer = compilation_config.static_forward_context[name]
+        if layer.kv_sharing_target_layer_name is not None:
+            raise NotImplementedError(
+                f"ouroboros does not support a draft model whose layers share a KV cache, as "
+                f"{name} does; choose another model"
+            )
+
+
 class OuroborosDrafter(Drafter):
     """Holds the proposer; what makes its draft forwards is the runner's."""
 
@@ -81,7 +97,3 @@ class OuroborosDrafter(Drafter):
             f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "
             f"in {proposer.operations.name}"
         )
-
-    def statistics(self) -> dict[str, float]:
-        counted = {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
-        return super().statistics() | counted

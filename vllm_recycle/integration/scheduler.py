@@ -87,6 +87,8 @@ class TreeScheduler(Scheduler):
                 for name in output.scheduled_spec_decode_tokens
             }
             output.draft_rows = {name: kept for name, kept in rows.items() if kept is not None}
+            # Streamed prompts that wait for more, or for room; each comes back as a new request.
+            output.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
         if self.sizes is not None:
             self.sizes.see_prompts(output)
         return output
@@ -119,10 +121,14 @@ class TreeScheduler(Scheduler):
         return [min(limit, -slot % size + share * size) for slot in slots]
 
     def _unclaimed_blocks(self, sizes: list[int], ahead: int) -> int:
-        """KV blocks that are free when every request has one for its next token, of each group."""
-        next_slots = [r.num_tokens + r.num_output_placeholders + ahead - 1 for r in self.running]
-        starting = sum(slot % size == 0 for slot in next_slots for size in sizes)
-        return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - starting)
+        """KV blocks that are free when every request has those of its text, of each group."""
+        claimed = 0
+        for request in self.running:
+            # Of a text all but the last token is computed; less of a prompt that is being read.
+            computed = request.num_computed_tokens + ahead
+            known = request.num_tokens + request.num_output_placeholders + ahead
+            claimed += sum(-(-known // size) - -(-computed // size) for size in sizes)
+        return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - claimed)
 
     def _guaranteed_blocks(self, sizes: list[int]) -> int:
         """KV blocks of a group that a request has room for, whatever the others have; or none."""

@@ -79,7 +79,7 @@ class StateSaver:
                 path = self._place.write(
                     lambda path: self._copy.save(path, fingerprint=self._fingerprint)
                 )
-            except StateFileError:
+            except Exception:
                 self._has_changed = True
                 raise
         logger.info("vllm_recycle: wrote %s", path)
@@ -116,3 +116,5 @@ class StateSaver:
                     self.save()
                 except StateFileError as error:
                     logger.error("%s; next try in %g seconds", error, seconds)
+                except Exception:  # such as memory that is short for a while
+                    logger.exception("no state was written; next try in %g seconds", seconds)

@@ -1,8 +1,9 @@
-"""Which vLLM is supported, and every place where it is changed at run time.
+"""Which vLLM is supported, and every place where a class or function of it is replaced.
 
 Everything else is a subclass behind one of vLLM's own extension points (`worker_cls`,
-`scheduler_cls`, the backend registry, `custom_class` proposers). A shim is idempotent, leaves
-engines that do not use our methods as they are, and says when it can go.
+`scheduler_cls`, the backend registry, `custom_class` proposers), or an object of an engine of ours,
+changed where it is used. A shim is idempotent, changes nothing that engines without our methods
+compute, and says when it can go.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
         validate: given sampling parameters and the speculative configuration, true where it has
             judged the parameters itself.
 
-    Remove when vLLM's refusal asks the method (patches/0003).
+    What vLLM does not know of is judged here too: remove the lifting when its refusal asks the
+    method (patches/0003).
 
     """
     from vllm.sampling_params import SamplingParams

@@ -14,6 +14,7 @@ from strategies import trees
 from tolerance import is_within_tolerance
 
 from vllm_recycle.core import REFERENCE, AdjacencyMatrix
+from vllm_recycle.core.tree import children_of
 from vllm_recycle.kernels.cpu import native, tree_attention
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 from vllm_recycle.kernels.cpu.tree_attention import TreeRows
@@ -64,7 +65,8 @@ def test_fill_and_walk_equal_torch(tree, matrix, seed):
     drafts = REFERENCE.fill_tree(*arguments, tree=tree, layout=matrix.layout)
     assert torch.equal(native.fill_tree(*arguments, tree=tree, layout=matrix.layout), drafts)
     # Agree often, so that paths are deep.
-    first_child = tree.children[:, 0].clamp(min=1) - 1
+    children = children_of(tree.parents[1:].tolist())
+    first_child = [of_row[0] - 1 if of_row else 0 for of_row in children]
     sampled = torch.where(torch.rand(5, tree.num_nodes + 1) < 0.7, drafts[:, first_child], 7)
     # Of each tree a prefix is scheduled.
     num_rows = torch.randint(1, tree.num_nodes + 2, (5,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 import pytest
 import torch
@@ -105,6 +105,8 @@ def test_rows_are_those_of_a_plain_loop_and_a_walk_goes_as_far_as_they_do(batch,
     cu_num_logits = torch.tensor(starts, device=DEVICE)
     positions = [r["first"] + row for r in batch for row in range(r["num_rows"])]
     logits = torch.tensor([row for request in batch for row in request["logits"]], device=DEVICE)
+    # As where a vocabulary is padded.
+    logits = torch.nn.functional.pad(logits, (0, 2), value=torch.inf)[:, :VOCAB]
     rows, left = choose_rows(
         logits,
         top_k(logits, K),
@@ -138,29 +140,68 @@ def test_rows_are_those_of_a_plain_loop_and_a_walk_goes_as_far_as_they_do(batch,
         assert reached == [row for row in path if row in chosen]
 
 
-@pytest.mark.parametrize("most", [1, 2, 4, 5, 6])
-def test_of_more_rows_than_are_sampled_the_first_are_chosen(most):
-    chain, tokens = TreeTemplate(tuple((row, 0) for row in range(4))), [3, 1, 4, 2]
-    # Of each row the token that is drafted below it is the most probable one.
-    logits = torch.zeros(5, VOCAB, device=DEVICE)
-    for row, token in enumerate(tokens):
-        logits[row, token] = 1.0
+def choose_on_a_chain(
+    tokens: list[int], logits: torch.Tensor, *, most: int, temperature: float = 0.0
+) -> tuple[list[int], list[int]]:
+    """Rows and drafts that are chosen for one request, whose tree is a chain of these tokens.
+
+    Args:
+        tokens: of the drafts.
+        logits: [1 + drafts, VOCAB].
+        most: rows that are chosen.
+        temperature: of the request, whose seed and position are 0.
+
+    """
+    num_nodes, num_rows = len(tokens), len(logits)
+    chain = TreeTemplate(tuple((row, 0) for row in range(num_nodes)))
     zeros = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     rows, left = choose_rows(
         logits,
         top_k(logits, K),
         torch.tensor([tokens], device=DEVICE),
-        trees=on_device(batch_of([chain], 4), [0], 1, DEVICE),
+        trees=on_device(batch_of([chain], num_nodes), [0], 1, DEVICE),
         idx_mapping=zeros,
-        cu_num_logits=torch.tensor([0, 5], device=DEVICE),
-        positions=torch.arange(5, device=DEVICE),
-        logits_indices=torch.arange(5, device=DEVICE),
-        temperatures=zeros.float(),
+        cu_num_logits=torch.tensor([0, num_rows], device=DEVICE),
+        positions=torch.arange(num_rows, device=DEVICE),
+        logits_indices=torch.arange(num_rows, device=DEVICE),
+        temperatures=torch.full((1,), temperature, device=DEVICE),
         seeds=zeros,
         noised_argmax=noised_argmax,
         use_fp64=False,
         most=most,
     )
+    return rows[0].tolist(), left[0].tolist()
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 5, 6])
+def test_of_more_rows_than_are_sampled_the_first_are_chosen(most):
+    tokens = [3, 1, 4, 2]
+    # Of each row the token that is drafted below it is the most probable one.
+    logits = torch.zeros(5, VOCAB, device=DEVICE)
+    for row, token in enumerate(tokens):
+        logits[row, token] = 1.0
+    rows, left = choose_on_a_chain(tokens, logits, most=most)
     kept = min(most, 5)
-    assert rows.tolist() == [[*range(kept), *[0] * (most - kept)]]
-    assert left.tolist() == [[*tokens[: kept - 1], *[-1] * (5 - kept)]]
+    assert rows == [*range(kept), *[0] * (most - kept)]
+    assert left == [*tokens[: kept - 1], *[-1] * (5 - kept)]
+
+
+@pytest.mark.parametrize("rank", range(K))
+def test_each_of_the_most_probable_tokens_can_come_before_a_draft(rank):
+    """Where one of them alone does, with its noise, and where none does."""
+
+    def logits_of(best_first: tuple[int, ...]) -> list[float]:
+        known = {token: -float(place) for place, token in enumerate(best_first)}
+        return [known.get(token, -float(VOCAB)) for token in range(VOCAB)]
+
+    def before_the_draft(best_first: tuple[int, ...]) -> list[int]:
+        values = noised(logits_of(best_first), 0, 0, 1.0)
+        *rivals, draft = (values[token] for token in best_first)
+        return [place for place, value in enumerate(rivals) if value > draft]
+
+    orders = list(permutations(range(VOCAB), K + 1))
+    for expected in ([rank], []):
+        best_first = next(order for order in orders if before_the_draft(order) == expected)
+        logits = torch.tensor([logits_of(best_first)] * 2, device=DEVICE)
+        found = choose_on_a_chain([best_first[K]], logits, most=2, temperature=1.0)
+        assert found == (([0, 0], [-1]) if expected else ([0, 1], [best_first[K]]))

@@ -2,7 +2,8 @@
 
     {"op": "load", "engine": {...}, "prompts": [{"turns": [...], ...}, ...], "chat": B}
                                             -> what the engine runs with
-    {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B}
+    {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B,
+     "temperature": T}
                                             -> one pass over the prompts from I to J, J excluded
     {"op": "stream", ...the same...}     -> the same, and before it for each step of each request
                                     {"event": "text", "prompt": I, "text": "...", "tokens": N}

@@ -150,11 +150,12 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
         for option in options if method != args.method else ():
             if getattr(args, option) is not None:
                 raise UsageError(f"--{option.replace('_', '-')} belongs to --method {method}")
-    fixed, sizes = json_object(args.speculative_config, "--speculative-config"), {}
+    fixed = json_object(args.speculative_config, "--speculative-config")
     if refused := REFUSED_KEYS & fixed.keys():
         raise UsageError(
             f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
         )
+    sizes: dict[str, Any] = {"tree": "default"}  # one that is measured is a template
     if args.method == OUROBOROS:
         if args.draft_model is None:
             raise UsageError(f"--method ouroboros needs {A_DRAFT_MODEL}")

@@ -29,7 +29,11 @@ from vllm_recycle.integration.cpu.step_times import ROUNDS
 from vllm_recycle.integration.cpu.tree_batch import TreeBatch
 from vllm_recycle.integration.cpu.tree_rows import prepare_trees
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter, group_of_draft_layers
+from vllm_recycle.integration.ouroboros_drafter import (
+    OuroborosDrafter,
+    group_of_draft_layers,
+    refuse_shared_caches,
+)
 from vllm_recycle.kernels.cpu.native import native_operations
 
 
@@ -67,13 +71,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
             # vLLM asks it for its token of an image, which not all have; here it is text alone.
             target_model = target_model.get_language_model()
         super().load_model(target_model)
-        for name in self.attention_layers:
-            layer = self.compilation_config.static_forward_context[name]
-            if layer.kv_sharing_target_layer_name is not None:
-                raise NotImplementedError(
-                    f"ouroboros does not support a draft model whose layers share a KV cache, as "
-                    f"{name} does; choose another model"
-                )
+        refuse_shared_caches(self.attention_layers, self.compilation_config)
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
         group_of_draft_layers(kv_cache_config, self.attention_layers)
@@ -96,6 +94,10 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
         self.num_cached[req_state_idx] = num_computed_tokens
         self.trunks[req_state_idx] = NO_TOKEN
         self.drafted[req_state_idx] = NO_TOKEN
+
+    def statistics(self) -> dict[str, float]:
+        counted = {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+        return super().statistics() | counted
 
     def reset(self) -> None:
         super().reset()

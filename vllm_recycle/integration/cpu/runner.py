@@ -73,6 +73,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
+        ended.update(scheduler_output.idle_sessions)
         # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
         # streamed comes as a new one again and again.
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))

@@ -28,7 +28,10 @@ from vllm_recycle.integration.cuda.draft_model import DraftForward
 from vllm_recycle.integration.cuda.draft_rounds import DraftGraphs, Round
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
-from vllm_recycle.integration.ouroboros_drafter import group_of_draft_layers
+from vllm_recycle.integration.ouroboros_drafter import (
+    group_of_draft_layers,
+    refuse_shared_caches,
+)
 from vllm_recycle.integration.row_budget import head_length, most_draft_rows
 from vllm_recycle.kernels.triton.round_starts import RoundStart, begin_round
 
@@ -83,6 +86,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
+        refuse_shared_caches(self.draft_attn_layer_names, self.vllm_config.compilation_config)
         shapes = self.drafter.shapes
         made = {shape: DraftForward(self, shape) for shape in set(shapes)}
         self.forwards = [made[shape] for shape in shapes]

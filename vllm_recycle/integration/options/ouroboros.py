@@ -27,8 +27,8 @@ from vllm_recycle.integration.row_budget import (
 
 OUROBOROS = "ouroboros"
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
-# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest in
-# the benchmark in the README.
+# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest of
+# those measured, see examples/benchmarks.
 GPU_SIZES = {
     "gamma": 12,
     "window": 20,

@@ -19,8 +19,8 @@ from vllm_recycle.integration.options.base import (
 from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, Schedule, halving_schedule
 
 TOKEN_RECYCLING = "token_recycling"
-# The prefix of the default tree that is fastest on CPU, by the benchmark in the README. With the
-# root it makes 16 rows, the height of an AMX tile.
+# The prefix of the default tree that is fastest on CPU, see examples/benchmarks. With the root it
+# makes 16 rows, the height of an AMX tile.
 CPU_MAX_NODES = 15
 DYNAMIC = "dynamic"
 DYNAMIC_MAX_NODES = 80
@@ -111,6 +111,11 @@ class TokenRecyclingOptions(MethodOptions):
         for name in ("hot_start", "seed_from_prompt"):
             expect_bool(name, getattr(self, name))
         expect_file("matrix_file", self.matrix_file, may_be_folder=True)
+        if self.matrix_file is not None and self.isolates and self.is_dynamic:
+            raise ValueError(
+                "speculative_config: matrix_file is given with scope 'isolated' and the tree "
+                "'dynamic', expected a template or another scope: no request reads what is shared"
+            )
         if self.scope == "shared" and not self.hot_start:
             raise ValueError(
                 "speculative_config: hot_start is false with scope 'shared', expected scope "

@@ -137,7 +137,7 @@ struct Node {
 
 extern "C" {
 
-// Drafts and parents come filled with -1 and 0, depths and masks with 0.
+// Parents, depths and masks come filled with 0.
 void grow(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t vocab, int64_t k,
           int64_t slots, int64_t has_own, int64_t reads_shared, int64_t writes_shared,
           int64_t parts, const double* rates, const int64_t* salts, const int64_t* tails,
