@@ -122,12 +122,16 @@ class TreeScheduler(Scheduler):
 
     def _unclaimed_blocks(self, sizes: list[int], ahead: int) -> int:
         """KV blocks that are free when every request has those of its text, of each group."""
-        claimed = 0
-        for request in self.running:
-            # Of a text all but the last token is computed; less of a prompt that is being read.
-            computed = request.num_computed_tokens + ahead
-            known = request.num_tokens + request.num_output_placeholders + ahead
-            claimed += sum(-(-known // size) - -(-computed // size) for size in sizes)
+        # Of a text all but the last token is computed; less of a prompt that is being read.
+        texts = [
+            (r.num_computed_tokens + ahead, r.num_tokens + r.num_output_placeholders + ahead)
+            for r in self.running
+        ]
+        claimed = sum(
+            (known - 1) // size - (computed - 1) // size
+            for computed, known in texts
+            for size in sizes
+        )
         return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - claimed)
 
     def _guaranteed_blocks(self, sizes: list[int]) -> int:
