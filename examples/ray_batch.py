@@ -21,15 +21,7 @@ from pathlib import Path
 
 import ray
 from ray.data.llm import Processor, build_processor, vLLMEngineProcessorConfig
-from ray_replicas import (
-    EXAMPLES,
-    engine_kwargs,
-    make_parser,
-    on_cpu,
-    print_table,
-    start_ray,
-    wait_for_end,
-)
+from ray_replicas import EXAMPLES, engine_kwargs, make_parser, on_cpu, print_table, start_ray
 
 BATCH_SIZE = 8
 
@@ -46,7 +38,6 @@ def main() -> None:
         parser.error(f"--output: {args.output} is not empty")
 
     start_ray(num_cpus=args.replicas + 1)  # one for reading and writing
-    free = ray.available_resources()
     try:
         prompts = ray.data.read_json(str(args.prompts.resolve())).limit(args.num_prompts)
         # Else a small file is one block, and goes to one replica.
@@ -59,7 +50,6 @@ def main() -> None:
         seconds = max(row["ended"] for row in rows) - min(row["started"] for row in rows)
         print_table(num_tokens, num_tokens / seconds)
         print(f"{len(rows)} answers in {args.output}")
-        wait_for_end(free)
     finally:
         ray.shutdown()
 

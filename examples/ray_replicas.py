@@ -10,7 +10,6 @@ import os
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import ray
@@ -74,16 +73,6 @@ def on_cpu(replicas: int) -> dict[str, object]:
         "placement_group_config": {"bundles": [{"CPU": 1}]},
         "runtime_env": {"env_vars": environment},
     }
-
-
-def wait_for_end(free: Mapping[str, float]) -> None:
-    """Return when what was free is free again: replicas write what they have learnt as they end."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        now = ray.available_resources()
-        if all(now.get(kind, 0) >= free.get(kind, 0) for kind in ("CPU", "GPU")):
-            return
-        time.sleep(REPORT_SECONDS)
 
 
 def print_table(num_tokens: int, rate: float) -> None:

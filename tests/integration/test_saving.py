@@ -154,6 +154,9 @@ def test_saving_goes_on_after_an_error(tmp_path, monkeypatch):
     wait_until(path.exists)
     assert not errors
     saver.close()
+    copy.clear()
+    copy.load(path, fingerprint="f")
+    assert copy.shared.equal(state.shared)
 
 
 @pytest.mark.slow

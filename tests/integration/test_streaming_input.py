@@ -89,7 +89,7 @@ async def crowd(speculative_config: dict[str, Any] | None, folder: Path) -> list
     """A session of one adapter waits for its turn while requests of another take all places."""
     adapters = [LoRARequest(name, i, str(folder / name)) for i, name in enumerate("ab", start=1)]
     engine = make_engine(speculative_config, max_num_seqs=2, enable_lora=True, max_loras=1)
-    first_turn, other_runs = asyncio.Event(), asyncio.Event()
+    first_turn, other_runs, others_ended = asyncio.Event(), asyncio.Event(), list[int]()
 
     async def chunks() -> AsyncIterator[StreamingInput]:
         yield StreamingInput({"prompt_token_ids": [*range(9, 40)]}, sampling_params=greedy(4))
@@ -104,6 +104,7 @@ async def crowd(speculative_config: dict[str, Any] | None, folder: Path) -> list
             token_ids += result.outputs[0].token_ids
             if len(token_ids) == 4:
                 first_turn.set()
+        assert others_ended, "the second turn has to wait for the other adapter's requests"
         return token_ids
 
     async def other(index: int) -> list[int]:
@@ -115,6 +116,7 @@ async def crowd(speculative_config: dict[str, Any] | None, folder: Path) -> list
         ):
             token_ids += result.outputs[0].token_ids
             other_runs.set()
+        others_ended.append(index)
         return token_ids
 
     try:

@@ -134,11 +134,14 @@ def main() -> dict[str, Any]:
 
     choose, result = random.Random(0), {}
     for scope, given in SCOPES.items():
-        llm = LLM(**ARGUMENTS, speculative_config={**GROWN, **given})
-        watch, phrase = Watch(llm), llm.get_tokenizer().encode(TEXT)[:PHRASE_LENGTH]
-        mixed = [choose.randrange(3, 4096) for _ in range(2 * PHRASE_LENGTH)]
-        result[scope] = [beside(llm, watch, token_ids) for token_ids in (2 * phrase, mixed)]
-        llm.llm_engine.engine_core.shutdown()
+        result[scope] = []
+        for repeats in (True, False):
+            llm = LLM(**ARGUMENTS, speculative_config={**GROWN, **given})
+            phrase = llm.get_tokenizer().encode(TEXT)[:PHRASE_LENGTH]
+            mixed = [choose.randrange(3, 4096) for _ in range(2 * PHRASE_LENGTH)]
+            token_ids = 2 * phrase if repeats else mixed
+            result[scope].append(beside(llm, Watch(llm), token_ids))
+            llm.llm_engine.engine_core.shutdown()
     return result
 
 

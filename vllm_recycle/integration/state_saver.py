@@ -74,8 +74,8 @@ class StateSaver:
 
         """
         with self._saving:
-            self._take_copy()
             try:
+                self._take_copy()
                 path = self._place.write(
                     lambda path: self._copy.save(path, fingerprint=self._fingerprint)
                 )
@@ -95,9 +95,11 @@ class StateSaver:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._has_changed:
-            self.save()
-        self._place.close()
+        try:
+            if self._has_changed:
+                self.save()
+        finally:
+            self._place.close()
 
     @torch.inference_mode()
     def _take_copy(self) -> None:
