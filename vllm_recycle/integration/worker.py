@@ -109,6 +109,8 @@ class TreeWorker(Worker):
             if self.saver is not None:
                 self.saver.close()
         except Exception as error:
-            logger.error("%r; what was learnt since it was last written is lost", error)
+            logger.error(
+                "%s; what was learnt since it was last written is lost", str(error) or repr(error)
+            )
         finally:
             super().shutdown()
