@@ -101,6 +101,8 @@ class TreeScheduler(Scheduler):
 
     def _draft_limits(self, drafting: list[Any]) -> list[int]:
         """The longest draft of each of these requests that harms no other."""
+        if not drafting:
+            return []
         # Each running request needs a row beside its draft, and vLLM may ask for one more.
         rows = len(self.running) * (1 + self.draft_slots)
         budget = max(0, min(self.max_draft_tokens, self.max_num_scheduled_tokens - rows))
@@ -122,16 +124,13 @@ class TreeScheduler(Scheduler):
 
     def _unclaimed_blocks(self, sizes: list[int], ahead: int) -> int:
         """KV blocks that are free when every request has those of its text, of each group."""
-        # Of a text all but the last token is computed; less of a prompt that is being read.
-        texts = [
-            (r.num_computed_tokens + ahead, r.num_tokens + r.num_output_placeholders + ahead)
-            for r in self.running
-        ]
-        claimed = sum(
-            (known - 1) // size - (computed - 1) // size
-            for computed, known in texts
-            for size in sizes
-        )
+        claimed, before = 0, ahead - 1
+        for request in self.running:
+            # Of a text all but the last token is computed; less of a prompt that is being read.
+            computed = request.num_computed_tokens + before
+            known = request.num_tokens + request.num_output_placeholders + before
+            for size in sizes:
+                claimed += known // size - computed // size
         return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - claimed)
 
     def _guaranteed_blocks(self, sizes: list[int]) -> int:

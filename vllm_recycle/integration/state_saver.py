@@ -79,9 +79,12 @@ class StateSaver:
                 path = self._place.write(
                     lambda path: self._copy.save(path, fingerprint=self._fingerprint)
                 )
-            except Exception:
+            except Exception as error:
                 self._has_changed = True
-                raise
+                if isinstance(error, StateFileError):
+                    raise
+                # Such as memory that is short for a while.
+                raise StateFileError(f"what is learnt cannot be written: {error!r}") from error
         logger.info("vllm_recycle: wrote %s", path)
         return str(path)
 
@@ -118,5 +121,3 @@ class StateSaver:
                     self.save()
                 except StateFileError as error:
                     logger.error("%s; next try in %g seconds", error, seconds)
-                except Exception:  # such as memory that is short for a while
-                    logger.exception("no state was written; next try in %g seconds", seconds)

@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.engine_config import get_options
@@ -108,9 +109,7 @@ class TreeWorker(Worker):
         try:
             if self.saver is not None:
                 self.saver.close()
-        except Exception as error:
-            logger.error(
-                "%s; what was learnt since it was last written is lost", str(error) or repr(error)
-            )
+        except StateFileError as error:
+            logger.error("%s; what was learnt since it was last written is lost", error)
         finally:
             super().shutdown()
