@@ -37,9 +37,9 @@ def import_triton_kernels() -> None:
         # Imported at a first launch otherwise, when the environment no longer says so.
         importlib.import_module("triton.experimental.gluon")
         triton_interpreter.speed_up()
-    folder = Path(__file__).parents[1] / "vllm_recycle" / "kernels" / "triton"
-    for file in sorted(folder.glob("[!_]*.py")):
-        importlib.import_module(f"vllm_recycle.kernels.triton.{file.stem}")
+    root = Path(__file__).parents[1]
+    for file in sorted(root.glob("vllm_recycle/kernels/triton/**/[!_]*.py")):
+        importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
     if interpret:
         del os.environ["TRITON_INTERPRET"]
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch_twins import tree_attention as torch_tree_attention
 
 from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
-from vllm_recycle.kernels.triton.topology import ancestor_bits
-from vllm_recycle.kernels.triton.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.attention.queries import TreeQueries
+from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.trees import ancestor_bits
 
 BLOCK_SIZE = 16
 # Of a row's output: keys, values and weights have 8 bits, and weights are summed over thousands.
@@ -62,8 +62,8 @@ class AttentionInputs:
         self.query_start_loc = count(case.batch + 1, torch.int32) * case.rows
         self.seq_lens = torch.full((case.batch,), case.length, dtype=torch.int32, device=DEVICE)
 
-    def rows(self, tree: TreeTemplate) -> PagedTreeRows:
-        return PagedTreeRows(
+    def rows(self, tree: TreeTemplate) -> TreeQueries:
+        return TreeQueries(
             ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
             depths=tree.depths.to(DEVICE),
             query_start_loc=self.query_start_loc,

@@ -12,17 +12,18 @@ import torch
 import torch_twins_dynamic
 from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure, random, random_ids
 
-from vllm_recycle.core.dynamic import AcceptanceTable, ContextRows
-from vllm_recycle.core.dynamic.beam import BEAM, LEVELS
-from vllm_recycle.core.dynamic.beam import grow_by_levels as torch_grow_by_levels
-from vllm_recycle.kernels.triton.context_counts import DeviceCounts
-from vllm_recycle.kernels.triton.context_learning import learn
-from vllm_recycle.kernels.triton.context_seeding import seed
-from vllm_recycle.kernels.triton.growing import grow_by_levels
-from vllm_recycle.kernels.triton.learning import top_k
+from vllm_recycle.core.acceptance import AcceptanceTable
+from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.beam import BEAM, LEVELS
+from vllm_recycle.core.beam import grow_by_levels as torch_grow_by_levels
+from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
+from vllm_recycle.kernels.triton.matrix.grow import grow_by_levels
+from vllm_recycle.kernels.triton.matrix.learn import learn
+from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.text_tails import read_tails
-from vllm_recycle.kernels.triton.topology import DeviceTrees, ancestor_bits
+from vllm_recycle.kernels.triton.top_k import top_k
+from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 
 CONTEXTS = (1, 2, 4, 8)
 
@@ -44,7 +45,7 @@ class GrownInputs:
 
     def __init__(self, case: GrownCase) -> None:
         self.case, batch, vocab = case, case.batch, case.vocab
-        self.rows = ContextRows(
+        self.rows = AdjacencyMatrix(
             vocab,
             case.k,
             contexts=CONTEXTS,

@@ -17,11 +17,11 @@ from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure,
 from torch_twins import compact_path as torch_compact_path
 from torch_twins import place_tree_rows as torch_place_tree_rows
 
-from vllm_recycle.core import REFERENCE, AdjacencyMatrix, WalkResult, load_tree
+from vllm_recycle.core import REFERENCE, TemplateMatrix, WalkResult, load_tree
+from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
 
 CONTEXT = 5  # before the rows, so that they do not begin with a block
 MOVED_ROWS = 4  # at most, of a path
@@ -51,7 +51,7 @@ class StepInputs:
         batch, rows, vocab = case.batch, case.rows, case.vocab
         num_rows = batch * rows
         self.tree = load_tree("default").prefix(rows - 1).to(DEVICE)
-        self.matrix = AdjacencyMatrix(
+        self.matrix = TemplateMatrix(
             vocab, case.k, scope="sequence", max_num_reqs=case.max_num_reqs, device=DEVICE
         )
         learned = 2 * vocab  # which fills seven of eight rows

@@ -12,7 +12,7 @@ import pytest
 from derived_models import mistral, qwen2_audio
 
 from vllm_recycle.cli import main
-from vllm_recycle.integration import engine_config
+from vllm_recycle.integration import config as engine_config
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")

@@ -9,9 +9,9 @@ from dynamic_steps import K, make_rows, tails_of
 from hypothesis import strategies as st
 
 from vllm_recycle.core import SCOPES
-from vllm_recycle.core.dynamic import ContextRows, Growth
-from vllm_recycle.core.dynamic.beam import grow_by_levels
-from vllm_recycle.core.dynamic.context_rows import write_rows
+from vllm_recycle.core.adjacency import AdjacencyMatrix, write_entries
+from vllm_recycle.core.beam import grow_by_levels
+from vllm_recycle.core.grow import Growth
 
 TOKENS = 4
 
@@ -20,7 +20,7 @@ TOKENS = 4
 class Setting:
     """What trees are grown from."""
 
-    rows: ContextRows
+    rows: AdjacencyMatrix
     rates: torch.Tensor
     texts: list[list[int]]
     max_depths: list[int]
@@ -62,7 +62,7 @@ def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
     for salt, context, successors, times in draw(st.lists(written, max_size=10)):
         successors = [*successors, *[-1] * K][:K]
         for _ in range(times):
-            write_rows(rows.table, context, salt, successors, rows.layout, own=True, shared=True)
+            write_entries(rows.table, context, salt, successors, rows.layout, own=True, shared=True)
     shape = (len(contexts), 2, K, 4)
     count = len(contexts) * 2 * K * 4
     eighths = draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))

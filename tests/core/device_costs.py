@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_recycle.core.dynamic.roofline import ModelCosts, Weights
+from vllm_recycle.core.roofline import ModelCosts, Weights
 
 
 def in_16_bits(count: float) -> Weights:

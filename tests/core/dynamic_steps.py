@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_recycle.core import BatchTrees, WalkResult
-from vllm_recycle.core.dynamic import ContextRows, DynamicTreeProposer, RowLayout
+from vllm_recycle.core import Trees, WalkResult
+from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 
 VOCAB, K = 7, 3
 
@@ -17,7 +18,7 @@ Target = Callable[[list[int]], list[int]]
 
 def make_rows(scope="sequence", *, vocab_size=VOCAB, k=K, contexts=(1, 2), **options):
     options = {"slots": 256, "max_num_reqs": 3, **options}
-    return ContextRows(vocab_size, k, contexts=contexts, scope=scope, **options)
+    return AdjacencyMatrix(vocab_size, k, contexts=contexts, scope=scope, **options)
 
 
 def tails_of(texts: Sequence[list[int]], reach: int) -> torch.Tensor:
@@ -34,11 +35,11 @@ def texts_of_rows(text: list[int], parents: list[int], token_ids: list[int]) -> 
 
 
 def verify(
-    proposer: DynamicTreeProposer,
+    proposer: TokenRecyclingProposer,
     idx_mapping: torch.Tensor,
     texts: list[list[int]],
     target: Target,
-    trees: BatchTrees,
+    trees: Trees,
     drafts: torch.Tensor,
     num_scheduled: Sequence[int],
 ) -> WalkResult:
@@ -72,16 +73,16 @@ def verify(
 
 
 def learn_text(
-    proposer: DynamicTreeProposer, req_state_idx: int, text: list[int], successors: list[int]
+    proposer: TokenRecyclingProposer, req_state_idx: int, text: list[int], successors: list[int]
 ) -> WalkResult:
     """A plain step of one request, without drafts: what the target says comes after a text."""
     idx_mapping = torch.tensor([req_state_idx])
-    trees = BatchTrees.from_parents(torch.zeros(1, proposer.num_nodes + 1, dtype=torch.int64))
+    trees = Trees.from_parents(torch.zeros(1, proposer.num_nodes + 1, dtype=torch.int64))
     drafts = torch.full((1, proposer.num_nodes), -1)
     return verify(proposer, idx_mapping, [list(text)], lambda _: successors, trees, drafts, [0])
 
 
-def address_of(layout: RowLayout, context: Sequence[int], salt: int, *, own: bool) -> int:
+def address_of(layout: MatrixLayout, context: Sequence[int], salt: int, *, own: bool) -> int:
     """Where the row of the whole of a context is."""
     return next(
         address

@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core import BatchTrees, TreeTemplate
+from vllm_recycle.core import Trees, TreeTemplate
 
 K = 4
 
@@ -30,10 +30,10 @@ def trees(draw, *, max_nodes=40, k=K) -> TreeTemplate:
     return TreeTemplate(tuple(nodes))
 
 
-def batch_trees(templates: Sequence[TreeTemplate]) -> BatchTrees:
+def batch_trees(templates: Sequence[TreeTemplate]) -> Trees:
     """Each of these trees for one request; rows behind the last one of a tree have parent 0."""
     rows = [template.parents for template in templates]
-    return BatchTrees.from_parents(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+    return Trees.from_parents(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
 
 @st.composite

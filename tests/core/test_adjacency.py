@@ -1,4 +1,4 @@
-"""The adjacency matrix: against a model of dictionaries, and its file."""
+"""Context rows: against a model that keeps whole contexts, and who sees what."""
 
 from __future__ import annotations
 
@@ -7,285 +7,378 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from dynamic_steps import VOCAB, K, address_of, make_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
-from strategies import THOROUGH, K, trees
+from strategies import BRIEF, THOROUGH
 
-from vllm_recycle.core import SCOPES, AdjacencyMatrix, TreeTemplate
-from vllm_recycle.core.adjacency import fill_tree
+from vllm_recycle.core import SCOPES, Trees, WalkResult, adjacency
+from vllm_recycle.core.adjacency import (
+    AdjacencyMatrix,
+    check_contexts,
+    find_entry,
+    slots_in,
+    write_entries,
+)
+from vllm_recycle.core.learn import learn, seed
 
-VOCAB = 11
-OVERLAY_ROWS = 4  # fewer than tokens, so that tokens of one slot push each other out
-MAX_NUM_REQS = 3
-FINGERPRINT = "model-a"
-KINDS = [
-    (scope, hot) for scope in SCOPES for hot in (True, False) if (scope, hot) != ("shared", False)
-]
+CONTEXTS = (1, 2, 4)
+KINDS = [(scope, hot) for scope in SCOPES for hot in (True, False) if hot or scope != "shared"]
 
-Row = tuple[int, int, list[int]]  # req_state_idx, token, successors
+Key = tuple[int, tuple[int, ...]]  # salt, 0 for all; the tokens of a context
 
 
 @dataclass
 class Model:
-    """What `AdjacencyMatrix` does, one row after the other."""
+    """What a table of these addresses does that knows whole contexts, not tags of them."""
 
     scope: str
     hot_start: bool
-    shared: dict[int, list[int]] = field(default_factory=dict)
-    overlays: dict[tuple[int, int], tuple[int, list[int]]] = field(default_factory=dict)
+    rows: dict[int, tuple[Key, list[int], int]] = field(default_factory=dict)
 
-    def update(self, rows: list[Row]) -> None:
-        for req_state_idx, token, successors in rows:
-            if token < 0:
+    def write(self, layout, context: list[int], salt: int, successors: list[int]) -> None:
+        for key, address in self._places(layout, context, salt):
+            if self.scope == ("isolated" if key[0] == 0 else "shared"):
                 continue
-            if self.scope != "isolated":
-                self.shared[token] = successors
-            if self.scope != "shared":
-                self.overlays[req_state_idx, token % OVERLAY_ROWS] = (token, successors)
+            old_key, old, steadiness = self.rows.get(address, (None, [-1], 0))
+            stays = old_key == key and old[0] == successors[0]
+            steadiness = min(3, steadiness + 1) if stays else 0
+            self.rows[address] = (key, successors, steadiness)
 
-    def clear_overlays(self, req_state_indices: list[int]) -> None:
-        self.overlays = {
-            at: row for at, row in self.overlays.items() if at[0] not in req_state_indices
-        }
+    def find(self, layout, context: list[int], salt: int) -> tuple[Key, list[int], int] | None:
+        known = [
+            self.rows[address]
+            for key, address in self._places(layout, context, salt)
+            if self.rows.get(address, (None,))[0] == key
+            and (key[0] > 0 or (self.hot_start and self.scope != "isolated"))
+        ]
+        return max(known, key=lambda row: (len(row[0][1]), row[0][0]), default=None)
 
-    def row(self, req_state_idx: int, token: int) -> list[int]:
-        nothing = [-1] * K
-        if token < 0:
-            return nothing
-        tag, successors = self.overlays.get((req_state_idx, token % OVERLAY_ROWS), (-1, nothing))
-        if tag == token:
-            return successors
-        return self.shared.get(token, nothing) if self.hot_start else nothing
-
-    def fill(self, tree: TreeTemplate, req_state_idx: int, last_token: int) -> list[int]:
-        filled = [last_token]
-        for parent, rank in tree.nodes:
-            filled.append(self.row(req_state_idx, filled[parent])[rank])
-        return filled[1:]
+    def _places(self, layout, context: list[int], salt: int) -> list[tuple[Key, int]]:
+        return [
+            ((salt if own else 0, tuple(context[: layout.contexts[index]])), address)
+            for index, own, address, _ in layout.addresses(context, salt)
+        ]
 
 
-def make_matrix(scope="sequence", *, vocab_size=VOCAB, k=K, **options) -> AdjacencyMatrix:
-    options = {"max_num_reqs": MAX_NUM_REQS, "overlay_rows": OVERLAY_ROWS, **options}
-    return AdjacencyMatrix(vocab_size, k, scope=scope, **options)
+def write(rows: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
+    layout, salt = rows.layout, int(rows.salts[req_state_idx])
+    own, shared = layout.has_own, layout.writes_shared
+    write_entries(rows.table, context, salt, successors, layout, own=own, shared=shared)
 
 
-def update(matrix: AdjacencyMatrix, rows: list[Row]) -> None:
-    idx_mapping, tokens, successors = zip(*rows, strict=True)
-    matrix.update(torch.tensor(idx_mapping), torch.tensor(tokens), torch.tensor(successors))
+def seen(rows: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
+    """The successors that a request would draft from after a context."""
+    found = find_entry(rows.table, context, int(rows.salts[req_state_idx]), rows.layout)
+    return None if found is None else rows.table[found[0], 1:-1].tolist()
 
 
-def fill(
-    matrix: AdjacencyMatrix, idx_mapping: torch.Tensor, last: torch.Tensor, tree: TreeTemplate
-) -> list[list[int]]:
-    return fill_tree(matrix.table, idx_mapping, last, tree=tree, layout=matrix.layout).tolist()
+def started(scope="sequence", **options) -> AdjacencyMatrix:
+    """Rows with two requests running."""
+    rows = make_rows(scope, **options)
+    rows.begin(0)
+    rows.begin(1)
+    return rows
 
 
-def rows_seen(matrix: AdjacencyMatrix, req_state_idx: int) -> list[list[int]]:
-    """The successors that a request sees for each token of the vocabulary."""
-    tokens = torch.arange(VOCAB)
-    return matrix.rows_of(torch.full_like(tokens, req_state_idx), tokens).tolist()
-
-
-token_ids = st.integers(0, VOCAB - 1)
-row = st.tuples(
-    st.integers(0, MAX_NUM_REQS - 1),
-    token_ids | st.just(-1),
-    st.lists(token_ids, min_size=K, max_size=K),
+tokens = st.integers(0, 3)
+contexts = st.lists(tokens, min_size=1, max_size=4)
+events = st.tuples(
+    st.integers(0, 1), contexts, st.lists(tokens, min_size=K, max_size=K), st.integers(0, 9)
 )
-batches = st.lists(st.lists(row, min_size=1, max_size=12), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize(("scope", "hot_start"), KINDS)
-@THOROUGH
-@given(batches=batches, ended=st.lists(st.integers(0, MAX_NUM_REQS - 1), max_size=2))
-def test_update_equals_writing_the_rows_in_order(scope, hot_start, batches, ended):
+@BRIEF
+@given(slots=st.sampled_from([1, 2, 8, 512]), events=st.lists(events, max_size=15), other=contexts)
+def test_what_is_found_is_what_was_written_for_this_very_context(
+    scope, hot_start, slots, events, other
+):
     model = Model(scope, hot_start)
-    matrix = make_matrix(scope, hot_start=hot_start)
-    for step, rows in enumerate(batches):
-        if step == 1:
-            model.clear_overlays(ended)
-            matrix.clear_overlays(ended)
-        model.update(rows)
-        update(matrix, rows)
-        for req_state_idx in range(MAX_NUM_REQS):
-            expected = [model.row(req_state_idx, token) for token in range(VOCAB)]
-            assert rows_seen(matrix, req_state_idx) == expected
-        assert matrix.num_written == len(model.shared)
+    rows = started(scope, contexts=CONTEXTS, slots=slots, hot_start=hot_start)
+    layout = rows.layout
+    for req_state_idx, context, successors, what in events:
+        if what == 0:  # the request ends, and another one takes its place
+            rows.begin(req_state_idx)
+        write(rows, req_state_idx, context, successors)
+        model.write(layout, context, int(rows.salts[req_state_idx]), successors)
+    assert rows.num_written == len(model.rows)
+    for context in [other, *(context for _, context, _, _ in events)]:
+        for salt in rows.salts[:2].tolist():
+            expected = model.find(layout, context, salt)
+            found = find_entry(rows.table, context, salt, layout)
+            assert (found is None) == (expected is None)
+            if found is not None:
+                key, successors, steadiness = expected
+                address, index, own = found
+                assert (layout.contexts[index], own) == (len(key[1]), key[0] > 0)
+                assert rows.table[address, 1:-1].tolist() == successors
+                assert int(rows.table[address, 0]) & 3 == steadiness
 
 
-@pytest.mark.parametrize(("scope", "hot_start"), KINDS)
-@THOROUGH
-@given(rows=st.lists(row, min_size=1, max_size=20), tree=trees(max_nodes=25), data=st.data())
-def test_fill_equals_filling_node_by_node(scope, hot_start, rows, tree, data):
-    model = Model(scope, hot_start)
-    matrix = make_matrix(scope, hot_start=hot_start)
-    model.update(rows)
-    update(matrix, rows)
-    batch = data.draw(st.lists(st.tuples(st.integers(0, MAX_NUM_REQS - 1), token_ids), max_size=4))
-    idx_mapping, last = torch.tensor([*batch, (0, 0)]).T
-    expected = [model.fill(tree, *pair) for pair in [*batch, (0, 0)]]
-    assert fill(matrix, idx_mapping, last, tree) == expected
+# Where rows are.
 
 
-def test_an_unfilled_node_keeps_its_place_and_its_subtree_stays_unfilled():
-    tree = TreeTemplate(((0, 0), (0, 1), (1, 0), (2, 0), (3, 0)))
-    matrix = make_matrix("shared")
-    update(matrix, [(0, 1, [2, 3, 0, 0]), (0, 3, [4, 0, 0, 0]), (0, 0, [7, 7, 7, 7])])
-    # Nothing is known after token 2, the first node.
-    filled = fill(matrix, torch.tensor([0]), torch.tensor([1]), tree)
-    assert filled == [[2, 3, -1, 4, -1]]
+@BRIEF
+@given(context=contexts, salt=st.integers(1, 2**40), slots=st.sampled_from([1, 2, 64]))
+def test_the_shared_rows_of_one_token_lie_by_token_and_all_others_behind_them(context, salt, slots):
+    rows = make_rows(contexts=CONTEXTS, slots=slots)
+    places = list(rows.layout.addresses(context, salt))
+    lengths = [length for length in CONTEXTS if length <= len(context)]
+    assert [place[:2] for place in places] == [
+        (index, own) for index in range(len(lengths)) for own in (0, 1)
+    ]
+    assert places[0][2] == context[0]
+    assert all(VOCAB <= address < VOCAB + slots for _, _, address, _ in places[1:])
+    assert all(0 <= head < 2**31 and head & 3 == 0 for _, _, _, head in places)
+    assert [head >> 2 & 1 for _, _, _, head in places] == [own for _, own, _, _ in places]
 
 
-def test_no_token_has_no_successors_even_where_an_overlay_was_cleared():
-    matrix = make_matrix()
-    # In the slot that -1 would have: its row keeps its successors when it is cleared.
-    update(matrix, [(0, OVERLAY_ROWS - 1, [1] * K)])
-    matrix.clear_overlays([0])
-    seen = matrix.rows_of(torch.tensor([0, 0]), torch.tensor([OVERLAY_ROWS - 1, -1]))
-    assert seen.tolist() == [[1] * K, [-1] * K]
+def test_a_context_ends_where_the_text_begins():
+    layout = make_rows(contexts=CONTEXTS).layout
+    of_two = list(layout.addresses([3, 1], 1))
+    assert list(layout.addresses([3, 1, -1, -1], 1)) == of_two
+    assert [CONTEXTS[index] for index, *_ in of_two] == [1, 1, 2, 2]
+    assert list(layout.addresses([-1, -1, -1, -1], 1)) == []
+
+
+def test_slots_fill_what_there_is_room_for_and_no_more():
+    for mib in (1, 3, 64):
+        for k in (1, 3, 8):
+            slots, row_bytes = slots_in(mib, k), 4 * (2 + k)
+            assert slots & (slots - 1) == 0
+            assert slots * row_bytes <= mib * adjacency.MIB < 2 * slots * row_bytes
 
 
 # Who sees what.
 
 
+@BRIEF
+@given(context=contexts, salts=st.lists(st.integers(1, 99), min_size=2, max_size=2, unique=True))
+def test_own_rows_are_not_found_with_another_salt(context, salts):
+    rows = make_rows("isolated", contexts=CONTEXTS, slots=1)
+    write_entries(rows.table, context, salts[0], [1] * K, rows.layout, own=True, shared=False)
+    assert find_entry(rows.table, context, salts[0], rows.layout) is not None
+    assert find_entry(rows.table, context, salts[1], rows.layout) is None
+
+
 @pytest.mark.parametrize("scope", ["sequence", "isolated"])
-def test_clearing_overlays_forgets_these_sequences_alone(scope):
-    matrix = make_matrix(scope, hot_start=False)
-    update(matrix, [(0, 1, [2] * K), (1, 1, [3] * K), (2, 1, [4] * K)])
-    matrix.clear_overlays([0, 2])
-    seen = [rows_seen(matrix, req_state_idx)[1][0] for req_state_idx in range(MAX_NUM_REQS)]
-    assert seen == [-1, 3, -1]
+def test_a_request_does_not_find_what_an_ended_one_wrote_in_its_place(scope):
+    rows = started(scope, hot_start=False)
+    write(rows, 0, [1, 2], [3] * K)
+    write(rows, 1, [1, 2], [4] * K)
+    rows.begin(0)
+    assert seen(rows, 0, [1, 2]) is None
+    assert seen(rows, 1, [1, 2]) == [4] * K
 
 
-@pytest.mark.parametrize("hot_start", [True, False])
-def test_isolated_sequences_never_see_each_others_tokens(hot_start):
-    matrix = make_matrix("isolated", hot_start=hot_start)
-    update(matrix, [(0, token, [token] * K) for token in range(VOCAB)])
-    assert max(map(max, rows_seen(matrix, 0))) >= 0
-    assert rows_seen(matrix, 1) == [[-1] * K] * VOCAB
-    assert matrix.num_written == 0
+def test_no_two_requests_have_one_salt():
+    rows, salts = make_rows(), []
+    for req_state_idx in (0, 1, 0, 2, 1, 0):
+        rows.begin(req_state_idx)
+        salts.append(int(rows.salts[req_state_idx]))
+    assert len({0, *salts}) == 7
 
 
-@pytest.mark.parametrize("scope", ["sequence", "shared"])
-def test_other_scopes_let_sequences_learn_from_each_other(scope):
-    matrix = make_matrix(scope)
-    update(matrix, [(0, 5, [1] * K)])
-    assert rows_seen(matrix, 1)[5] == [1] * K
+def test_the_longest_context_comes_first_and_the_own_row_before_the_shared_one():
+    rows = started()
+    write(rows, 1, [1], [2] * K)
+    assert seen(rows, 0, [1, 0]) == [2] * K  # all that is known, and another's
+    write(rows, 0, [1], [3] * K)
+    write(rows, 1, [1], [4] * K)
+    assert seen(rows, 0, [1, 0]) == [3] * K  # its own
+    write(rows, 1, [1, 0], [5] * K)
+    assert seen(rows, 0, [1, 0]) == [5] * K  # another's of a longer context
+    write(rows, 0, [1, 0], [6] * K)
+    write(rows, 1, [1, 0], [2] * K)
+    assert seen(rows, 0, [1, 0]) == [6] * K
 
 
-def test_clear_forgets_everything():
-    matrix = make_matrix()
-    update(matrix, [(0, 5, [1] * K)])
-    matrix.clear()
-    assert matrix.num_written == 0
-    assert rows_seen(matrix, 0) == [[-1] * K] * VOCAB
+def test_shared_rows_are_one_for_all():
+    rows = started("shared")
+    write(rows, 0, [1, 2], [3] * K)
+    write(rows, 1, [1, 2], [4] * K)
+    assert seen(rows, 0, [1, 2]) == seen(rows, 1, [1, 2]) == [4] * K
+    assert rows.num_written == 2
+    assert not (rows.table[rows.table[:, 0] >= 0, 0] & 4).any()
 
 
-# Files.
+def test_isolated_requests_neither_write_nor_read_shared_rows():
+    rows = started("isolated")
+    write(rows, 0, [1, 2], [3] * K)
+    assert (rows.shared_entries() == -1).all()
+    write_entries(rows.table, [2, 1], 0, [4] * K, rows.layout, own=False, shared=True)
+    assert seen(rows, 0, [1, 2]) == [3] * K
+    assert seen(rows, 0, [2, 1]) is None
 
 
-@pytest.fixture
-def written():
-    matrix = make_matrix()
-    update(matrix, [(0, 5, [1, 2, 3, 4]), (1, 0, [9, 0, 8, 7])])
-    return matrix
+@BRIEF
+@given(
+    ones=st.lists(contexts, min_size=1, max_size=4),
+    others=st.lists(contexts, max_size=20),
+    slots=st.sampled_from([1, 8, 64]),
+)
+def test_an_isolated_request_keeps_and_finds_its_rows_whatever_others_write(ones, others, slots):
+    found = []
+    for busy in (False, True):
+        rows = make_rows("isolated", contexts=CONTEXTS, slots=slots)
+        for req_state_idx in (1, 2, 1, 0) if busy else (0,):
+            rows.begin(req_state_idx)
+        for context in ones:
+            write(rows, 0, context, [3] * K)
+        for number, context in enumerate(others if busy else ()):
+            write(rows, 1 + number % 2, context, [4] * K)
+        salt = int(rows.salts[0])
+        found.append([find_entry(rows.table, context, salt, rows.layout) for context in ones])
+        assert all(seen(rows, 0, context) in (None, [3] * K) for context in ones)
+    assert found[0] == found[1]
+
+
+def test_there_is_a_part_for_each_isolated_request():
+    for requests, slots, parts in ((1, 8, 1), (3, 8, 4), (4, 2, 4), (5, 64, 8)):
+        layout = make_rows("isolated", max_num_reqs=requests, slots=slots).layout
+        assert (layout.parts, layout.slots) == (parts, max(slots, parts))
+        assert make_rows(max_num_reqs=requests, slots=slots).layout.parts == 1
+
+
+def test_without_hot_start_others_rows_are_written_and_not_read():
+    rows = started(hot_start=False)
+    write(rows, 0, [1, 2], [3] * K)
+    assert seen(rows, 0, [1, 2]) == [3] * K
+    assert seen(rows, 1, [1, 2]) is None
+    assert (rows.shared_entries()[1] != -1).all()
+
+
+def test_the_shared_rows_are_a_copy_without_own_ones():
+    rows = started()
+    write(rows, 0, [1, 2], [3] * K)
+    shared = rows.shared_entries()
+    assert (shared[:, 0] >= 0).sum() == 2
+    assert rows.num_written == 4
+    address = address_of(rows.layout, [1, 2], 1, own=False)
+    assert shared[address].equal(rows.table[address])
+    shared.fill_(0)
+    assert seen(rows, 0, [1, 2]) == [3] * K
+    rows.clear()
+    assert rows.num_written == 0
+
+
+# Writing.
+
+
+def test_steadiness_counts_to_three_and_falls_when_the_first_successor_changes():
+    rows = started("shared")
+    steadiness = []
+    for successors in [[2, 3, 4], [2, 4, 3], [2, 3, 4], [2, 3, 4], [2, 0, 1], [3, 2, 4], [3, 2, 4]]:
+        write(rows, 0, [1], successors)
+        steadiness.append(int(rows.table[1, 0]) & 3)
+    assert steadiness == [0, 1, 2, 3, 3, 0, 1]
+
+
+def test_a_row_of_another_context_in_its_place_is_overwritten_and_not_steady():
+    rows = started("shared", slots=1)
+    write(rows, 0, [1, 2], [3] * K)
+    write(rows, 0, [1, 2], [3] * K)
+    write(rows, 0, [2, 2], [3] * K)
+    assert int(rows.table[VOCAB, 0]) & 3 == 0
+    assert find_entry(rows.table, [2, 2], 1, rows.layout)[1] == 1
+    assert find_entry(rows.table, [1, 2], 1, rows.layout)[1] == 0  # the row of one token is left
+
+
+def test_the_accepted_path_is_written_last():
+    rows = started()
+    # Row 1 is accepted; row 3 has its token too, below a sibling that is not.
+    parents, row_token_ids = torch.tensor([[0, 0, 0, 2]]), torch.tensor([0, 1, 2, 1])
+    learn(
+        rows.table,
+        None,
+        layout=rows.layout,
+        salts=rows.salts[:1],
+        tails=torch.tensor([[0, 5]]),
+        parents=Trees.from_parents(parents).parents,
+        row_token_ids=row_token_ids,
+        cu_num_logits=torch.tensor([0, 4]),
+        successors=torch.tensor([[1, 2, 3], [3, 4, 5], [6, 5, 4], [2, 3, 4]], dtype=torch.int32),
+        walked=WalkResult(torch.tensor([[0, 1]]), torch.tensor([[1, 3]]), torch.tensor([2])),
+    )
+    assert seen(rows, 0, [1]) == seen(rows, 1, [1]) == [3, 4, 5]
+    # Each has its own row of a longer context.
+    assert seen(rows, 0, [0, 5]) == [1, 2, 3]
+    assert seen(rows, 0, [1, 0]) == [3, 4, 5]
+    assert seen(rows, 0, [2, 0]) == [6, 5, 4]
+    assert seen(rows, 0, [1, 2]) == [2, 3, 4]
+
+
+# The rows of a prompt.
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_saved_matrix_is_loaded_as_it_was(tmp_path, written, scope):
-    path = tmp_path / "matrix.safetensors"
-    written.save(path, fingerprint=FINGERPRINT)
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    loaded = make_matrix(scope)
-    update(loaded, [(0, 2, [6] * K)])
-    loaded.load(path, fingerprint=FINGERPRINT)
-    assert loaded.shared.equal(written.shared)
-    assert loaded.num_written == written.num_written == 2
-    # What a request wrote into its overlay stays before the file's rows; shared rows do not.
-    expected = written.shared.tolist()
-    assert rows_seen(loaded, 1) == expected
-    if scope != "shared":
-        expected[2] = [6] * K
-    assert rows_seen(loaded, 0) == expected
+@THOROUGH
+@given(text=st.lists(tokens, max_size=20), known=st.lists(contexts, max_size=3))
+def test_a_seeded_row_has_what_followed_last_and_then_others_once(scope, text, known):
+    rows = started(scope, contexts=CONTEXTS, slots=1 << 16)
+    for context in known:
+        write(rows, 1, context, [2, 0, -1])
+    seed(rows.table, torch.tensor(text, dtype=torch.int64), 1, layout=rows.layout)
+    for end in range(1, len(text)):
+        context = text[:end][::-1][: rows.layout.reach]
+        later = [text[:e][::-1][: len(context)] for e in range(end + 1, len(text))]
+        address, index, own = find_entry(rows.table, context, 1, rows.layout)
+        successors = rows.table[address, 1:-1].tolist()
+        kept = [token for token in successors if token >= 0]
+        assert kept == list(dict.fromkeys(kept))
+        assert successors[len(kept) :] == [-1] * (K - len(kept))
+        # Not where the text came by again, or another context has taken the place.
+        if CONTEXTS[index] == len(context) and context not in later:
+            assert own == (scope != "shared")
+            assert successors[0] == text[end]
+
+
+def test_what_was_known_stays_behind_the_follower():
+    rows = started()
+    write(rows, 1, [1], [5, 2, 6])  # for all
+    seed(rows.table, torch.tensor([0, 1, 2, 0, 1, 3]), int(rows.salts[0]), layout=rows.layout)
+    # First [2, 5, 6], from the shared row; then its own one is what was known.
+    assert seen(rows, 0, [1]) == [3, 2, 5]
+    assert seen(rows, 0, [1, 0]) == [3, 2, 5]
+    assert seen(rows, 0, [0, 2]) == [1, -1, -1]
+    assert seen(rows, 1, [1]) == [5, 2, 6]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_prompt_is_written_for_all_only_where_there_are_no_own_rows(scope):
+    rows = started(scope)
+    seed(rows.table, torch.tensor([0, 1, 2]), int(rows.salts[0]), layout=rows.layout)
+    assert seen(rows, 0, [1, 0]) == [2, -1, -1]
+    assert (seen(rows, 1, [1, 0]) is not None) == (scope == "shared")
+    assert bool((rows.shared_entries() == -1).all()) == (scope != "shared")
+
+
+# Options.
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2, 3, 4], (1, 8)])
+def test_ascending_lengths_from_one_are_taken(lengths):
+    assert check_contexts(lengths) == tuple(lengths)
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "message"),
-    [
-        ({"vocab_size": 12}, "vocab_size is 12, expected 11"),
-        ({"k": K + 1}, f"k is {K + 1}, expected {K}"),
-        ({"fingerprint": "model-b"}, "fingerprint is model-b, expected model-a"),
-    ],
+    "lengths", [[], [2], [0, 1], [1, 1], [1, 3, 2], [1, 9], [True], [1, 2.0], [1, "2"]]
 )
-def test_a_matrix_of_another_model_is_refused(tmp_path, written, saved_as, message):
-    path = tmp_path / "matrix.safetensors"
-    fingerprint = saved_as.pop("fingerprint", FINGERPRINT)
-    make_matrix(**saved_as).save(path, fingerprint=fingerprint)
-    refuses_to_load(written, path, message)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"no safetensors", "truncated", "no metadata"])
-def test_a_file_without_matrix_is_refused(tmp_path, written, content):
-    path = tmp_path / "matrix.safetensors"
-    message = "no adjacency matrix"
-    if content == "truncated":
-        written.save(path, fingerprint=FINGERPRINT)
-        path.write_bytes(path.read_bytes()[:-1])
-    elif content == "no metadata":
-        save_file({"adjacency_matrix": written.shared.contiguous()}, path)
-        message = f"vocab_size is None, expected {VOCAB}"
-    elif content is not None:
-        path.write_bytes(content)
-    refuses_to_load(written, path, message)
-
-
-def refuses_to_load(matrix: AdjacencyMatrix, path, message: str) -> None:
-    before = matrix.table.clone()
-    with pytest.raises(ValueError, match=re.escape(f"matrix_file {path}: {message}")):
-        matrix.load(path, fingerprint=FINGERPRINT)
-    assert matrix.table.equal(before)
-
-
-# Options and size.
+def test_other_lengths_are_refused(lengths):
+    message = f"contexts: got {lengths!r}, expected lengths ascending from 1 to at most 8"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_rows(contexts=lengths)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"scope": "global"}, "scope: got 'global', expected one of"),
-        ({"scope": "shared", "hot_start": False}, "hot_start: got false with scope 'shared'"),
-        ({"overlay_rows": 0}, "overlay_rows: got 0, expected a power of two"),
-        ({"overlay_rows": 12}, "overlay_rows: got 12, expected a power of two"),
+        ({"slots": 0}, "slots: got 0, expected a power of two"),
+        ({"slots": 12}, "slots: got 12, expected a power of two"),
     ],
 )
-def test_options_that_make_no_matrix_are_refused(options, message):
+def test_options_that_make_no_rows_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_matrix(**options)
-
-
-def test_the_table_holds_the_shared_matrix_and_an_overlay_a_sequence():
-    row_bytes = 4 * (1 + 8)
-    shared_bytes = (VOCAB + 2) * row_bytes
-    for scope, overlays in (("shared", 0), ("sequence", 2), ("isolated", 2)):
-        matrix = AdjacencyMatrix(VOCAB, 8, scope=scope, max_num_reqs=2)
-        # 4,096 rows, 147 KB, a request.
-        assert matrix.num_bytes == shared_bytes + overlays * 147_456
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(12, 4, dtype=torch.int32), r"matrix is torch.int32 \[12, 4\], expected"),
-        (torch.zeros(11, 4), r"matrix is torch.float32 \[11, 4\], expected torch.int32"),
-        (torch.full((11, 4), 99, dtype=torch.int32), "it has numbers that are no token ids"),
-    ],
-)
-def test_a_file_with_another_tensor_is_refused(tmp_path, tensor, message):
-    matrix = AdjacencyMatrix(11, 4)
-    before = matrix.table.clone()
-    metadata = {"vocab_size": "11", "k": "4", "fingerprint": "f"}
-    save_file({"adjacency_matrix": tensor}, tmp_path / "matrix", metadata)
-    with pytest.raises(ValueError, match=message):
-        matrix.load(tmp_path / "matrix", fingerprint="f")
-    assert torch.equal(matrix.table, before)
+        make_rows(**options)

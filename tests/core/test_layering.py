@@ -77,8 +77,8 @@ def test_a_room_imports_no_room_that_it_should_not(room):
     [
         ("core", "from vllm_recycle.kernels import cpu", "kernels.cpu"),
         ("core", "from vllm_recycle.integration.options import METHODS", "integration"),
-        ("kernels", "from vllm_recycle.kernels.cpu.native import walk", "kernels.cpu"),
-        ("kernels.cpu", "import vllm_recycle.kernels.triton.learning", "kernels.triton"),
+        ("kernels", "from vllm_recycle.kernels.cpu.build import walk", "kernels.cpu"),
+        ("kernels.cpu", "import vllm_recycle.kernels.triton.top_k", "kernels.triton"),
         ("kernels.cpu", "from ..triton import learning", "kernels.triton"),
         ("kernels.triton", "from vllm_recycle.kernels.cpu import native", "kernels.cpu"),
         ("kernels.triton", "import vllm_recycle.integration", "integration"),
@@ -87,9 +87,9 @@ def test_a_room_imports_no_room_that_it_should_not(room):
         ("integration", "from vllm_recycle.kernels import cpu", "kernels.cpu"),
         ("integration", "import vllm_recycle.kernels.triton as kernels", "kernels.triton"),
         ("integration.cpu", "from vllm_recycle.integration import cuda", "integration.cuda"),
-        ("integration.cpu", "import vllm_recycle.kernels.triton.nodes", "kernels.triton"),
+        ("integration.cpu", "import vllm_recycle.kernels.triton.walk", "kernels.triton"),
         ("integration.cuda", "def f(): from ..cpu import sampling", "integration.cpu"),
-        ("integration.cuda", "import vllm_recycle.kernels.cpu.native", "kernels.cpu"),
+        ("integration.cuda", "import vllm_recycle.kernels.cpu.build", "kernels.cpu"),
         ("cli", "from vllm_recycle.integration.cpu import worker", "integration.cpu"),
     ],
 )
@@ -119,7 +119,7 @@ def test_core_and_cpu_kernels_import_neither_vllm_nor_triton():
     files = [*PACKAGE.glob("core/**/*.py"), *PACKAGE.glob("kernels/cpu/*.py")]
     modules = list(map(name_of, files))
     assert "vllm_recycle.core.tree" in modules
-    assert "vllm_recycle.core.dynamic.growth" in modules
+    assert "vllm_recycle.core.grow" in modules
     assert "vllm_recycle.kernels.cpu.kv_cache" in modules
     statements = "\n".join(f"import {module}" for module in modules)
     assert forbidden_imports(statements) == set()

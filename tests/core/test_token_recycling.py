@@ -1,147 +1,309 @@
-"""Token Recycling: what it learns from logits and prompts, and how requests are numbered."""
+"""Grown trees from end to end with a toy target, and the file of what was learnt."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
+from dynamic_steps import VOCAB, K, make_rows, tails_of, verify
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH, K
+from safetensors import safe_open
+from safetensors.torch import save_file
+from strategies import BRIEF
 
-from vllm_recycle.core import AdjacencyMatrix, ReqStateIndices, TokenRecyclingProposer, TreeTemplate
+from vllm_recycle.core import SCOPES, Trees
+from vllm_recycle.core.adjacency import write_entries
+from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
+from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 
-VOCAB = 9
-TREE = TreeTemplate(((0, 0), (1, K - 1)))
-MAX_NUM_REQS = 2
-STARTS = torch.tensor([0, 1])  # of no account here
-
-
-def make_proposer(*, seed_from_prompt=True, **options) -> TokenRecyclingProposer:
-    matrix = AdjacencyMatrix(VOCAB, K, max_num_reqs=MAX_NUM_REQS, **options)
-    return TokenRecyclingProposer(matrix, TREE, seed_from_prompt=seed_from_prompt)
+FINGERPRINT = "model-a"
 
 
-def begin(proposer: TokenRecyclingProposer, prompts: dict[int, list[int]]) -> None:
-    idx_mapping = [req_state_idx for req_state_idx, prompt in prompts.items() for _ in prompt]
-    tokens = [token for prompt in prompts.values() for token in prompt]
-    proposer.begin(
-        torch.tensor(idx_mapping, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)
+def fibonacci(text: list[int]) -> list[int]:
+    """The most probable tokens after a text: its last two, added up, and then others."""
+    first = sum(text[-2:]) % VOCAB
+    return [(first + 3 * rank) % VOCAB for rank in range(VOCAB)]
+
+
+def greedy(text: list[int], length: int) -> list[int]:
+    """What the target itself makes of a text."""
+    text = list(text)
+    while len(text) < length:
+        text.append(fibonacci(text)[0])
+    return text
+
+
+def make_proposer(*, max_nodes=8, row_cost=0.05, operations=REFERENCE_DYNAMIC, **options):
+    proposer = TokenRecyclingProposer(
+        TokenRecyclingState(make_rows(**options)),
+        max_nodes=max_nodes,
+        max_num_reqs=3,
+        dynamic_operations=operations,
+    )
+    proposer.price = StepTimes.linear(row_cost, 40).at(1, 0)
+    return proposer
+
+
+def propose(proposer, idx_mapping, texts, max_depths=50) -> torch.Tensor:
+    max_depths = torch.tensor(max_depths).expand(len(texts))
+    times, slopes = proposer.price
+    return proposer.propose(
+        idx_mapping,
+        tails_of(texts, proposer.layout.reach),
+        max_depths=max_depths,
+        times=times,
+        slopes=slopes,
+        num_other_rows=0,
     )
 
 
-def rows_seen(proposer: TokenRecyclingProposer, req_state_idx: int) -> list[list[int]]:
-    tokens = torch.arange(VOCAB)
-    return proposer.matrix.rows_of(torch.full_like(tokens, req_state_idx), tokens).tolist()
+def step(proposer, idx_mapping, texts) -> int:
+    """Draft and verify; returns how many tokens were emitted."""
+    drafts = propose(proposer, idx_mapping, texts)
+    trees, counts = proposer.trees_of(idx_mapping), (drafts >= 0).sum(1).tolist()
+    walked = verify(proposer, idx_mapping, texts, fibonacci, trees, drafts, counts)
+    return int(walked.lengths.sum())
 
 
-def seed_by_hand(known: list[list[int]], prompt: list[int]) -> list[list[int]]:
-    """Each token's followers in the prompt, the latest first, then what was known, cut to k."""
-    rows = []
-    for token, successors in enumerate(known):
-        followers = [b for a, b in pairwise(prompt) if a == token]
-        candidates = [*reversed(followers), *(successors if followers else [])]
-        distinct = [found for found in dict.fromkeys(candidates) if found >= 0]
-        rows.append([*distinct, *[-1] * K][:K] if followers else successors)
-    return rows
+def steps_of(proposer, req_state_idx: int, prompt: list[int], length: int) -> int:
+    """How many steps a text takes."""
+    proposer.begin(req_state_idx, torch.tensor(prompt))
+    texts, steps = [list(prompt)], 0
+    while len(texts[0]) < length:
+        step(proposer, torch.tensor([req_state_idx]), texts)
+        steps += 1
+    assert texts[0][:length] == greedy(prompt, length)
+    return steps
 
 
-def test_observe_writes_the_most_probable_successors_of_every_row():
+# From end to end.
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_accepted_tokens_rise(scope):
+    proposer = make_proposer(scope=scope, slots=1024)
+    texts, idx_mapping = [[1, 1], [0, 3]], torch.tensor([2, 0])
+    for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
+        proposer.begin(req_state_idx, torch.tensor(text))
+    emitted = [step(proposer, idx_mapping, texts) for _ in range(40)]
+    assert texts == [greedy([1, 1], len(texts[0])), greedy([0, 3], len(texts[1]))]
+    assert emitted[0] == 2  # nothing is known, each has one token
+    # Once round, the text is known: all that is drafted is right, but for a node now and then.
+    assert sum(emitted[-10:]) > 10 * (2 + proposer.num_nodes)
+
+
+def test_a_longer_context_makes_it_fewer_steps():
+    steps = [
+        steps_of(make_proposer(contexts=contexts), 0, [1, 1], 80) for contexts in ((1,), (1, 2))
+    ]
+    assert steps[1] < 0.7 * steps[0]
+
+
+def test_a_request_starts_from_what_others_left_only_where_rows_are_shared():
+    for scope, hot_start, starts_warm in (
+        ("sequence", True, True),
+        ("sequence", False, False),
+        ("shared", True, True),
+        ("isolated", True, False),
+    ):
+        proposer = make_proposer(scope=scope, hot_start=hot_start)
+        first, second = (steps_of(proposer, 0, [1, 1], 30) for _ in range(2))
+        proposer.release([0])
+        assert (second < 0.7 * first) == starts_warm
+
+
+def test_a_prompt_is_drafted_from_at_once():
+    prompt = greedy([1, 1], 18)
+    seeded, not_seeded = make_proposer(), make_proposer()
+    not_seeded.seed_from_prompt = False
+    assert steps_of(seeded, 0, prompt, 36) < 0.7 * steps_of(not_seeded, 0, prompt, 36)
+
+
+@st.composite
+def any_trees(draw, batch: int, nodes: int) -> Trees:
+    below = st.lists(st.integers(0, nodes), min_size=nodes, max_size=nodes)
+    drawn = [draw(below) for _ in range(batch)]
+    parents = [[0, *(back % (row + 1) for row, back in enumerate(backs))] for backs in drawn]
+    return Trees.from_parents(torch.tensor(parents))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@BRIEF
+@given(data=st.data(), seed=st.integers(0, 10**6), batch=st.integers(1, 3))
+def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, data, seed, batch):
+    nodes = data.draw(st.integers(1, 9))
+    row_cost = data.draw(st.sampled_from([0.0, 0.05, 0.3]))
+    proposer = make_proposer(scope=scope, max_nodes=nodes, row_cost=row_cost, slots=16)
+    chance = random.Random(seed)
+    texts = [[chance.randrange(VOCAB) for _ in range(chance.randint(2, 20))] for _ in range(batch)]
+    prompts = [list(text) for text in texts]
+    idx_mapping = torch.tensor(chance.sample(range(3), batch))
+    for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
+        proposer.begin(req_state_idx, torch.tensor(text))
+    for _ in range(6):
+        max_depths = [chance.choice([0, 1, 2, 50]) for _ in texts]
+        drafts, trees = propose(proposer, idx_mapping, texts, max_depths), None
+        counts = (drafts >= 0).sum(1).tolist()
+        assert bool((proposer.trees_of(idx_mapping).depths <= nodes).all())
+        if chance.random() < 0.3:  # drafts of another kind: often right, at times one text twice
+            trees = data.draw(any_trees(batch, nodes))
+            drafts = torch.tensor([[chance.randrange(VOCAB) for _ in range(nodes)] for _ in texts])
+            counts = [nodes] * batch
+        counts = [chance.randint(0, count) for count in counts]
+        lengths = [len(text) for text in texts]
+        trees = trees or proposer.trees_of(idx_mapping)
+        walked = verify(proposer, idx_mapping, texts, fibonacci, trees, drafts, counts)
+        emitted = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
+        assert walked.lengths.tolist() == emitted
+        assert all(1 <= length <= 1 + count for length, count in zip(emitted, counts, strict=True))
+    assert texts == [greedy(p, len(text)) for p, text in zip(prompts, texts, strict=True)]
+
+
+def test_trees_are_kept_by_request_until_the_next_ones():
+    made = []
+
+    def grow(*arguments, **options):
+        made.append(REFERENCE_DYNAMIC.grow(*arguments, **options))
+        return made[-1]
+
+    proposer = make_proposer(operations=replace(REFERENCE_DYNAMIC, grow=grow))
+    counts = proposer.state.acceptance.counts[:, :, 0]
+    counts[..., 0] = counts[..., 1]  # the first successor was always right: trees are deep
+    for req_state_idx, length in ((0, 20), (1, 25), (2, 30)):
+        proposer.begin(req_state_idx, torch.tensor(greedy([1, 1], length)))
+    assert not proposer.trees_of(torch.arange(3)).parents.any()
+    texts = [greedy([1, 1], length) for length in (20, 25, 30)]
+    both = propose(proposer, torch.tensor([2, 0]), [texts[2], texts[0]], [50, 2])
+    assert both.equal(made[0].token_ids)
+    propose(proposer, torch.tensor([1]), [texts[1]])
+    kept = proposer.trees_of(torch.tensor([0, 1, 2]))
+    for name in ("parents", "depths", "ancestor_mask"):
+        first, second = (getattr(growth.trees, name) for growth in made)
+        assert getattr(kept, name).equal(torch.stack([first[1], second[0], first[0]]))
+    assert int(kept.depths[0].max()) == 2 < int(kept.depths[2].max())
+    # What was asked for stays as it was when the next trees are grown.
+    propose(proposer, torch.tensor([2]), [texts[2]], 1)
+    assert int(kept.depths[2].max()) > 2
+    assert int(proposer.trees_of(torch.tensor([2])).depths.max()) == 1
+
+
+# The file.
+
+
+@pytest.fixture
+def learnt() -> TokenRecyclingState:
     proposer = make_proposer()
-    order = torch.stack([torch.randperm(VOCAB, generator=torch.manual_seed(i)) for i in range(4)])
-    # Logits fall along each order; the third row is to be ignored, the last repeats a token.
-    logits = torch.zeros(4, VOCAB).scatter_(1, order, -torch.arange(4 * VOCAB).view(4, -1).float())
-    proposer.observe(torch.tensor([0, 0, 1, 0]), torch.tensor([2, 5, -1, 2]), logits, STARTS)
-    expected = [[-1] * K] * VOCAB
-    expected[5], expected[2] = order[1, :K].tolist(), order[3, :K].tolist()
-    assert rows_seen(proposer, 0) == expected
+    steps_of(proposer, 0, [1, 1], 30)
+    return proposer.state
 
 
-def test_propose_drafts_from_what_was_observed():
-    proposer = make_proposer()
-    logits = torch.zeros(2, VOCAB)
-    logits[0, 4] = 1.0
-    logits[1, [7, 6, 5, 3]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    proposer.observe(torch.tensor([0, 0]), torch.tensor([1, 4]), logits, STARTS)
-    drafted = proposer.propose(torch.tensor([0, 0]), torch.tensor([1, 8]))
-    assert drafted.tolist() == [[4, 3], [-1, -1]]
+def make_state(**options) -> TokenRecyclingState:
+    return TokenRecyclingState(make_rows(**options))
 
 
-@pytest.mark.parametrize("scope", ["sequence", "isolated", "shared"])
-@THOROUGH
-@given(
-    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=30), min_size=1, max_size=3),
-    data=st.data(),
-)
-def test_begin_enters_the_bigrams_of_the_prompt_one_by_one(scope, prompts, data):
-    proposer = make_proposer(scope=scope)
-    for prompt in prompts:
-        req_state_idx = data.draw(st.integers(0, MAX_NUM_REQS - 1))
-        expected = seed_by_hand(rows_seen(proposer, req_state_idx), prompt)
-        begin(proposer, {req_state_idx: prompt})
-        assert rows_seen(proposer, req_state_idx) == expected
+def test_a_saved_state_is_loaded_without_what_requests_wrote_for_themselves(tmp_path, learnt):
+    path = tmp_path / "matrix.safetensors"
+    learnt.save(path, fingerprint=FINGERPRINT)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    loaded = make_state()
+    write_entries(loaded.rows.table, [4, 5], 1, [1] * K, loaded.rows.layout, own=True, shared=True)
+    loaded.load(path, fingerprint=FINGERPRINT)
+    assert loaded.rows.table.equal(learnt.rows.shared_entries())
+    assert loaded.acceptance.counts.equal(learnt.acceptance.counts)
+    assert not loaded.acceptance.counts.equal(make_state().acceptance.counts)
+    with safe_open(str(path), "pt") as file:
+        heads = file.get_tensor("context_rows")[:, 0]
+    assert 0 < (heads >= 0).sum() < learnt.rows.num_written
+    assert not (heads[heads >= 0] & 4).any()
 
 
-@THOROUGH
-@given(prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=2, max_size=2))
-def test_sequences_that_begin_together_do_not_mix(prompts):
-    together, apart = make_proposer(scope="isolated"), make_proposer(scope="isolated")
-    begin(together, dict(enumerate(prompts)))
-    for req_state_idx, prompt in enumerate(prompts):
-        begin(apart, {req_state_idx: prompt})
-    for req_state_idx in range(MAX_NUM_REQS):
-        assert rows_seen(together, req_state_idx) == rows_seen(apart, req_state_idx)
-
-
-def test_begin_leaves_the_matrix_alone_unless_asked_to_seed():
-    for seed_from_prompt, num_written in ((True, 2), (False, 0)):
-        proposer = make_proposer(seed_from_prompt=seed_from_prompt)
-        begin(proposer, {0: [1, 2, 3]})
-        assert proposer.matrix.num_written == num_written
-
-
-def test_release_forgets_what_the_sequence_saw_and_no_other():
+def test_an_isolated_state_has_nothing_to_save(tmp_path):
     proposer = make_proposer(scope="isolated")
-    begin(proposer, {req_state_idx: [1, 2] for req_state_idx in range(MAX_NUM_REQS)})
-    proposer.release([0])
-    assert rows_seen(proposer, 0)[1] == [-1] * K
-    assert rows_seen(proposer, 1)[1] == [2, *[-1] * (K - 1)]
+    steps_of(proposer, 0, [1, 1], 30)
+    proposer.state.save(tmp_path / "matrix", fingerprint=FINGERPRINT)
+    loaded = make_state()
+    loaded.load(tmp_path / "matrix", fingerprint=FINGERPRINT)
+    assert loaded.rows.num_written == 0
+    assert loaded.acceptance.counts.equal(make_state().acceptance.counts)
 
 
-def test_a_tree_with_ranks_that_the_matrix_lacks_is_refused():
-    TokenRecyclingProposer(AdjacencyMatrix(VOCAB, K), TREE)
-    with pytest.raises(ValueError, match=rf"node 1: rank {K - 1} is not below k = {K - 1}"):
-        TokenRecyclingProposer(AdjacencyMatrix(VOCAB, K - 1), TREE)
+def test_a_file_warms_the_next_engine_up(tmp_path, learnt):
+    learnt.save(tmp_path / "matrix", fingerprint=FINGERPRINT)
+    cold, warm = make_proposer(), make_proposer()
+    warm.state.load(tmp_path / "matrix", fingerprint=FINGERPRINT)
+    assert steps_of(warm, 0, [1, 1], 30) < 0.7 * steps_of(cold, 0, [1, 1], 30)
 
 
-# Numbers of requests' states.
+@pytest.mark.parametrize(
+    ("saved_as", "message"),
+    [
+        ({"vocab_size": VOCAB + 1}, f"vocab_size is {VOCAB + 1}, expected {VOCAB}"),
+        ({"k": K + 1}, f"k is {K + 1}, expected {K}"),
+        ({"contexts": (1, 3)}, "contexts is [1, 3], expected [1, 2]"),
+        ({"slots": 128}, "slots is 128, expected 256"),
+        ({"fingerprint": "model-b"}, "fingerprint is model-b, expected model-a"),
+    ],
+)
+def test_a_state_of_another_model_or_size_is_refused(tmp_path, learnt, saved_as, message):
+    path = tmp_path / "matrix.safetensors"
+    fingerprint = saved_as.pop("fingerprint", FINGERPRINT)
+    make_state(**saved_as).save(path, fingerprint=fingerprint)
+    refuses_to_load(learnt, path, message)
 
 
-@THOROUGH
-@given(events=st.lists(st.sets(st.sampled_from("abcdef"), max_size=4), max_size=12))
-def test_each_request_gets_the_lowest_number_that_is_free(events):
-    """Each event names requests: those running end, then the others start, in order."""
-    capacity = 6
-    numbers = ReqStateIndices(capacity)
-    expected: dict[str, int] = {}
-    for event in map(sorted, events):
-        starting = [request for request in event if request not in expected]
-        ended = [expected.pop(request) for request in event if request in expected]
-        # Those that start have no number yet: freeing them as well changes nothing.
-        assert numbers.free(event) == ended
-        for request in starting:
-            expected[request] = min(set(range(capacity)) - set(expected.values()))
-            assert numbers.assign(request) == expected[request]
-        assert len(numbers) == len(expected)
-        assert {request: numbers[request] for request in expected} == expected
-        assert all((request in numbers) == (request in expected) for request in "abcdef")
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("context_rows", (3, 1), VOCAB, "it has numbers that are no token ids"),
+        ("context_rows", (3, K), -2, "it has numbers that are no token ids"),
+        ("acceptance", (1, 0, 0, 2, 0), -1.0, "it has counts that are none"),
+        ("acceptance", (1, 0, 0, 2, 0), 1e9, "it has counts that are none"),
+        ("acceptance", (0, 1, 2, 4, 1), float("nan"), "it has counts that are none"),
+    ],
+)
+def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, place, value, message):
+    path = tmp_path / "matrix.safetensors"
+    other = make_state()
+    tensor = {"context_rows": other.rows.table, "acceptance": other.acceptance.counts}[name]
+    if name == "context_rows":
+        other.rows.table[3] = torch.tensor([3 << 3, 1, 2, 3, 0])
+    tensor[place] = value
+    other.save(path, fingerprint=FINGERPRINT)
+    refuses_to_load(learnt, path, message)
 
 
-def test_unknown_requests_have_no_number_to_take_back():
-    numbers = ReqStateIndices(2)
-    numbers.assign("a")
-    assert numbers.free(["b", "a", "a"]) == [0]
-    assert numbers.free(["a"]) == []
-    with pytest.raises(KeyError):
-        numbers["a"]
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (None, "no context rows and acceptance: "),
+        ({"acceptance": (2, 2, K, 5, 2)}, "no context rows and acceptance: "),
+        ({"context_rows": (VOCAB, 1 + K)}, f"context_rows is torch.int32 [{VOCAB}, {1 + K}], exp"),
+        ({"acceptance": (2, 2, K, 4, 2)}, "acceptance is torch.float64 [2, 2, 3, 4, 2], expected"),
+    ],
+)
+def test_a_file_of_other_tensors_is_refused(tmp_path, learnt, tensors, message):
+    path = tmp_path / "matrix.safetensors"
+    if tensors is not None:
+        learnt.save(path, fingerprint=FINGERPRINT)
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata()
+            kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if message.startswith("no "):
+            kept = {}
+        for name, shape in tensors.items():
+            dtype = torch.int32 if name == "context_rows" else torch.float64
+            kept[name] = torch.zeros(shape, dtype=dtype)
+        save_file(kept, path, metadata)
+    refuses_to_load(learnt, path, message)
+
+
+def refuses_to_load(state: TokenRecyclingState, path, message: str) -> None:
+    before = [tensor.clone() for tensor in state.tensors]
+    with pytest.raises(ValueError, match=re.escape(f"matrix_file {path}: {message}")):
+        state.load(path, fingerprint=FINGERPRINT)
+    assert all(map(torch.equal, state.tensors, before))

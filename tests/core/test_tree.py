@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import BRIEF, THOROUGH, batch_trees, trees
 
-from vllm_recycle.core import BatchTrees, TreeTemplate, load_tree, shipped_trees
+from vllm_recycle.core import Trees, TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.tree import (
     FORMAT,
     MAX_NODES,
@@ -109,7 +109,7 @@ def test_trees_of_which_some_nodes_are_kept_are_those_of_these_nodes(templates, 
         rows_of[index] = kept[1:]
         left = parents_among([parent for parent, _ in nodes], kept[1:])
         assert left == parents[index, 1 : len(kept)].tolist()
-    expected, got = BatchTrees.from_parents(parents), batch.keep(rows_of)
+    expected, got = Trees.from_parents(parents), batch.keep(rows_of)
     assert (got is batch) == (not rows_of)
     for name in ("parents", "depths", "ancestor_mask"):
         assert torch.equal(getattr(got, name), getattr(expected, name))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples, trees
 
-from vllm_recycle.core import BatchTrees, TreeTemplate, WalkResult, step_down, walk
+from vllm_recycle.core import Trees, TreeTemplate, WalkResult, step_down, walk
 
 VOCAB = 7
 
@@ -61,7 +61,7 @@ def walk_by_hand(tree: TreeTemplate, draft: list[int], sampled: list[int]) -> li
 
 
 def walk_all(
-    sampled: list[list[int]], drafted: list[list[int]], *, tree: TreeTemplate | BatchTrees
+    sampled: list[list[int]], drafted: list[list[int]], *, tree: TreeTemplate | Trees
 ) -> WalkResult:
     """The walk of sequences that may have fewer rows than the tree."""
     starts = torch.tensor([0, *(len(rows) for rows in sampled)]).cumsum(0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.integration.row_budget import even_limit
+from vllm_recycle.integration.draft_limits import even_limit
 
 
 @settings(deadline=None)

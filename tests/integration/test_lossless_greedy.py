@@ -28,7 +28,8 @@ from engines import (
 )
 from vllm import SamplingParams
 
-from vllm_recycle.core.dynamic import Growth, StepTimes
+from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.price import StepTimes
 from vllm_recycle.integration.options.ouroboros import GPU_SIZES
 
 PROMPTS = read_prompts(40)

@@ -8,8 +8,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
-from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.plugin import register
+from vllm_recycle.integration.requests import opts_out
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from engines import (
 )
 from vllm import SamplingParams
 
-from vllm_recycle.core.dynamic import DynamicState
+from vllm_recycle.core.token_recycling import TokenRecyclingState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def draft_tokens(llm) -> int:
 def learnt(llm) -> list[torch.Tensor]:
     """What requests share of it."""
     state = runner(llm).drafter.state
-    if isinstance(state, DynamicState):
-        return [state.rows.shared_rows(), state.acceptance.counts.clone()]
+    if isinstance(state, TokenRecyclingState):
+        return [state.rows.shared_entries(), state.acceptance.counts.clone()]
     return [state.shared.clone()]
 
 
@@ -257,8 +257,8 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
         generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
         assert len(llm.get_tokenizer()(prompt).input_ids) > 2 * 32
         state = runner(llm).drafter.state
-        contexts = state.rows.layout.contexts if isinstance(state, DynamicState) else (1,)
-        rows = state.rows if isinstance(state, DynamicState) else state
+        contexts = state.rows.layout.contexts if isinstance(state, TokenRecyclingState) else (1,)
+        rows = state.rows if isinstance(state, TokenRecyclingState) else state
         assert rows.num_written == len(contexts)
 
 

@@ -19,9 +19,9 @@ from engines import GROWN, OUROBOROS, core, counter, engine, generate, read_prom
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
-from vllm_recycle.core import AdjacencyMatrix
-from vllm_recycle.core.dynamic import DynamicState
+from vllm_recycle.core import TemplateMatrix
 from vllm_recycle.core.state_place import StatePlace
+from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.state_saver import StateSaver
 
 # Of each kind of state: a method, the option that names its file, and the tensor in it.
@@ -44,9 +44,9 @@ def saving(kind: str, path: Path, every: float) -> dict:
 
 def learnt_by(llm) -> str:
     state = runner(llm).drafter.state
-    if isinstance(state, DynamicState):
-        return digest(state.rows.shared_rows())
-    return digest(state.shared if isinstance(state, AdjacencyMatrix) else state.phrases)
+    if isinstance(state, TokenRecyclingState):
+        return digest(state.rows.shared_entries())
+    return digest(state.shared if isinstance(state, TemplateMatrix) else state.phrases)
 
 
 def written_in(path: Path, kind: str) -> str | None:
@@ -117,7 +117,7 @@ def test_a_replica_starts_from_the_newest_file_that_can_be_read(tmp_path):
 def test_no_half_of_a_step_is_written(tmp_path):
     """All rows are of one step, in every file that is ever there."""
     path = tmp_path / "matrix"
-    state, copy, loaded = (AdjacencyMatrix(1 << 16, 8) for _ in range(3))
+    state, copy, loaded = (TemplateMatrix(1 << 16, 8) for _ in range(3))
     saver = StateSaver(state, copy, StatePlace(path, name=""), fingerprint="f", every=0.001)
     seen, step = set(), 0
     deadline = time.monotonic() + PATIENCE_S
@@ -138,7 +138,7 @@ def test_no_half_of_a_step_is_written(tmp_path):
 
 def test_saving_goes_on_after_an_error(tmp_path, monkeypatch):
     path = tmp_path / "matrix"
-    state, copy = (AdjacencyMatrix(64, 8) for _ in range(2))
+    state, copy = (TemplateMatrix(64, 8) for _ in range(2))
     place, errors = StatePlace(path, name=""), [MemoryError("no room")]
     write = place.write
 

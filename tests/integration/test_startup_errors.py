@@ -10,7 +10,8 @@ import pytest
 from engines import OUROBOROS, TARGET
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_recycle.integration import engine_config, versions
+from vllm_recycle.integration import config as engine_config
+from vllm_recycle.integration import versions
 from vllm_recycle.integration.plugin import register
 
 

@@ -13,12 +13,12 @@ from engines import OUROBOROS, TARGET, core, engine
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_recycle.core import AdjacencyMatrix
+from vllm_recycle.core import TemplateMatrix
 from vllm_recycle.core.state_file import PARTIAL_PREFIX, StateFileError
+from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.learnt_state import describe_state, fingerprint
 from vllm_recycle.integration.plugin import register
+from vllm_recycle.integration.saved_state import describe_state, fingerprint
 
 TEMPLATE = {"method": "token_recycling", "tree": "default"}
 GROWN = {"method": "token_recycling", "row_cost": 0, "context_mib": 1}
@@ -73,7 +73,7 @@ def test_a_state_file_is_checked_before_weights_are_loaded(kind, tmp_path):
 def test_matrix_file_of_a_template(tmp_path):
     path = tmp_path / "matrix.safetensors"
     same_model = fingerprint(make_config(GROWN).model_config)
-    AdjacencyMatrix(4096, 8).save(path, fingerprint=same_model)
+    TemplateMatrix(4096, 8).save(path, fingerprint=same_model)
     with pytest.raises(ValueError, match=r"contexts is None, expected \[1, 2, 4, 8\]"):
         make_config({**GROWN, "matrix_file": str(path)})
 

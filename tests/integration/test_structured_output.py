@@ -18,7 +18,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from vllm_recycle.core.tree import children_of
-from vllm_recycle.integration.grammar_masks import ALL_ALLOWED, fill_tree
+from vllm_recycle.integration.grammar import ALL_ALLOWED, fill_tree
 from vllm_recycle.integration.scheduler import TreeScheduler
 
 APPLES = """Tom has 3 apples.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_recycle.core import REFERENCE, Operations
 from vllm_recycle.core.phrase_pool import PhrasePool
-from vllm_recycle.kernels.cpu import native
-from vllm_recycle.kernels.triton import phrase_pool
+from vllm_recycle.kernels.cpu import build
 from vllm_recycle.kernels.triton.operations import OPERATIONS as TRITON
+from vllm_recycle.kernels.triton.ouroboros import phrase_pool
 
 CPU, CUDA = "cpu", "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 4
@@ -20,10 +20,10 @@ pools = pytest.mark.parametrize(
     ("operations", "device"),
     [
         pytest.param(
-            native.native_operations(),
+            build.native_operations(),
             CPU,
             id="c++",
-            marks=pytest.mark.skipif(native.load_library() is None, reason="no C++ compiler"),
+            marks=pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler"),
         ),
         pytest.param(TRITON, CUDA, id="triton"),
     ],

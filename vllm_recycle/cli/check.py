@@ -4,7 +4,7 @@
     vllm-recycle check MODEL --max-num-seqs 64 --speculative-config '{"method": "ouroboros", ...}'
 
 What `vllm serve` with these arguments would refuse is found by what it would find it with, vLLM's
-own configuration and `vllm_recycle.integration.engine_config`, and no weights are loaded. What
+own configuration and `vllm_recycle.integration.config`, and no weights are loaded. What
 only a running engine knows, such as the memory that is left, is not looked at.
 """
 
@@ -72,7 +72,7 @@ def _make_config(model: str, flags: list[str]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_recycle.integration.opt_out import is_ours
+    from vllm_recycle.integration.requests import is_ours
 
     class Parser(OneLineParser, FlexibleArgumentParser):
         pass
@@ -97,8 +97,8 @@ def _describe(config: Any) -> Iterator[str]:
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_recycle.integration.engine_config import get_options
-    from vllm_recycle.integration.learnt_state import describe_state
+    from vllm_recycle.integration.config import get_options
+    from vllm_recycle.integration.saved_state import describe_state
 
     options = get_options(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Scope, TableLayout
 from vllm_recycle.core.operations import REFERENCE, Operations
 from vllm_recycle.core.proposer import AnyProposer, Proposer, ReqStateIndices
-from vllm_recycle.core.token_recycling import TokenRecyclingProposer
-from vllm_recycle.core.tree import BatchTrees, TreeTemplate, load_tree, shipped_trees
+from vllm_recycle.core.template_matrix import SCOPES, Scope, TemplateLayout, TemplateMatrix
+from vllm_recycle.core.template_proposer import TemplateProposer
+from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.verification import WalkResult, step_down, walk
 
 __all__ = [
     "REFERENCE",
     "SCOPES",
-    "AdjacencyMatrix",
     "AnyProposer",
-    "BatchTrees",
     "Operations",
     "Proposer",
     "ReqStateIndices",
     "Scope",
-    "TableLayout",
-    "TokenRecyclingProposer",
+    "TemplateLayout",
+    "TemplateMatrix",
+    "TemplateProposer",
     "TreeTemplate",
+    "Trees",
     "WalkResult",
     "load_tree",
     "shipped_trees",

@@ -1,89 +1,130 @@
-"""The adjacency matrix: each token's k most probable successors, as the target last gave them.
+"""Context rows: the target's last top-k after each token, and after each of the last few tokens.
 
-Token Recycling, section 3.1. One table holds all rows, so that a look-up is one gather and an
-update one scatter:
+The row of one token is the adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.1). A
+row of a longer context says what followed the last n tokens. All rows are in one table:
 
-    address 0                        the row of "no token": every successor is -1
-    1 .. vocab                       the shared matrix, the row of token t at t + 1
-    vocab + 1                        a row that is written and never read
-    then overlay_rows a sequence     each sequence's overlay, direct-mapped: token t at t % rows
+    0 .. vocab - 1              what all sequences share of contexts of one token, by the token
+    vocab .. vocab + slots - 1  everything else, by a hash of the context
 
-A row is `[tag, successor 0 .. successor k - 1]`, int32, best first. The tag is the token that the
-row answers for: an overlay row of another token is passed over. In the shared matrix the tag says
-that the row was ever written; one that was not has successors -1. The overlay, where there is one,
-is consulted before the shared matrix.
+A row is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, padded with -1. Its head
+is `tag << 3 | own << 2 | steadiness`, -1 where the row was never written. The tag tells contexts of
+one place apart (the token itself, or 28 bits of the hash that the place does not use), so that a
+row of another context is passed over; where both agree by chance a draft is wrong, which costs a
+row and never an output. What a sequence wrote for itself (`own`) is hashed with its salt, a number
+that no other has, and carries it, so that no other sequence reads it; 0 is the salt of what is
+shared. So own rows need no table for each sequence, and are overwritten in time when it has ended.
+Under `isolated` each running sequence has a part of the slots for itself, since what another one
+overwrites would be seen in the drafts: its salt, modulo the number of parts, says which.
 
-`fill_tree` and `update_from_logits` are pure tensor functions over a whole batch, the references
-for their kernels; `AdjacencyMatrix` owns the table.
+Steadiness counts up to 3 how often in a row an update left the most probable successor as it was.
+
+Sequences go back from the newest token: `tails`, int64 [batch, reach], where reach is the longest
+context, has the last token of each text first, and -1 behind the first one of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
-from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.template_matrix import SCOPES, Scope
 
-Scope = Literal["sequence", "shared", "isolated"]
-SCOPES: tuple[str, ...] = get_args(Scope)
-
-OVERLAY_ROWS = 4096
-UNWRITTEN = -1
-# Differs from every token and from -1, so that the look-up of -1 never meets an empty tag.
-EMPTY_TAG = -2
+MAX_STEADINESS = 3
+MAX_CONTEXT = 8
+MIB = 1 << 20
+NEVER_WRITTEN = -1
+MAX_SALT = 2**31 - 1
+# Multipliers of the hash, odd: 2^64 divided by the golden ratio, and by other irrationals.
+_MIX, _FINISH = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_64_BITS = (1 << 64) - 1
+_TAG_SHIFT = 36  # the uppermost 28 bits; places are of the lower ones
 
 
 @dataclass(frozen=True, slots=True)
-class TableLayout:
+class MatrixLayout:
     """Where rows are, and who reads and writes them.
 
     Attributes:
         vocab_size: number of token ids.
         k: successors of a row.
-        overlay_rows: rows of one overlay, a power of two; 0 where there are none.
-        reads_shared: whether a token that the overlay lacks is looked up in the shared matrix.
-        writes_shared: whether the shared matrix is written.
+        contexts: lengths of contexts, ascending from 1.
+        slots: rows that are found by a hash, a power of two.
+        has_own: whether sequences write and read rows of their own.
+        reads_shared: whether a sequence reads what others wrote.
+        writes_shared: whether it writes for others.
+        parts: of the slots, a power of two, each for one running sequence; 1 where all share them.
 
     """
 
     vocab_size: int
     k: int
-    overlay_rows: int
+    contexts: tuple[int, ...]
+    slots: int
+    has_own: bool
     reads_shared: bool
     writes_shared: bool
+    parts: int = 1
 
     @property
-    def dump_address(self) -> int:
-        """The row that is written and never read."""
-        return self.vocab_size + 1
+    def width(self) -> int:
+        """Numbers of a row."""
+        return 2 + self.k
 
     @property
-    def first_overlay(self) -> int:
-        return self.vocab_size + 2
+    def reach(self) -> int:
+        return self.contexts[-1]
+
+    def addresses(self, context: Sequence[int], salt: int) -> Iterator[tuple[int, int, int, int]]:
+        """Where the rows of a context are, for each of `contexts`, shortest first.
+
+        Args:
+            context: tokens, the newest first; ends at `reach`, or at what is no token.
+            salt: of the sequence, above 0.
+
+        Yields:
+            Index of the length, 1 for its own row and 0 for the shared one, address, and the head
+            of the row but for its steadiness.
+
+        """
+        hashed, seen = 0, 0
+        slots = self.slots // self.parts
+        first = self.vocab_size + salt % self.parts * slots
+        for index, length in enumerate(self.contexts):
+            for token in context[seen:length]:
+                if not 0 <= token < self.vocab_size:
+                    return
+                hashed = (hashed ^ (token + 1)) * _MIX & _64_BITS
+                hashed ^= hashed >> 32
+            if len(context) < length:
+                return
+            seen = length
+            for own in (0, 1):
+                if length == 1 and not own:
+                    yield index, 0, context[0], context[0] << 3
+                    continue
+                # Nothing of others is in a part, and where its rows are says nothing of others.
+                salted = salt if own and self.parts == 1 else 0
+                key = (hashed + salted * _FINISH + length) * _FINISH & _64_BITS
+                key = (key ^ key >> 29) * _MIX & _64_BITS
+                head = (key >> _TAG_SHIFT) << 3 | own << 2
+                yield index, own, first + (key & (slots - 1)), head
 
 
 class AdjacencyMatrix:
-    """The shared matrix, the overlays of the running sequences, and who reads and writes what.
+    """The table, and the salts of the running sequences.
 
     Args:
-        vocab_size: number of token ids.
-        k: successors kept for each token.
-        scope: `sequence`: every step is written to its sequence's overlay and to the shared
-            matrix; `shared`: to the shared matrix alone, and there are no overlays; `isolated`:
-            to the overlay alone, so that no sequence sees another's tokens.
-        max_num_reqs: most sequences at a time; each has a `req_state_idx` below it.
-        hot_start: whether a sequence reads the shared matrix, and so inherits what was there
-            before it.
-        overlay_rows: rows of one overlay, a power of two.
+        vocab_size: number of token ids, below 2^28.
+        k: successors kept for each context.
+        contexts: lengths of contexts, ascending from 1.
+        slots: rows that are found by a hash, a power of two below 2^36; under `isolated` at least
+            one for each sequence.
+        scope: as for `TemplateMatrix`: who reads and writes what.
+        hot_start: whether a sequence reads the shared rows.
+        max_num_reqs: every `req_state_idx` is below this.
         device: where the table lives.
-
-    Raises:
-        ValueError: `hot_start=False` with scope `shared`, which has nothing else to read.
 
     """
 
@@ -92,214 +133,148 @@ class AdjacencyMatrix:
         vocab_size: int,
         k: int,
         *,
+        contexts: Sequence[int],
+        slots: int,
         scope: Scope = "sequence",
-        max_num_reqs: int = 1,
         hot_start: bool = True,
-        overlay_rows: int = OVERLAY_ROWS,
+        max_num_reqs: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
         if scope not in SCOPES:
             raise ValueError(f"scope: got {scope!r}, expected one of {SCOPES}")
         if scope == "shared" and not hot_start:
-            raise ValueError(
-                "hot_start: got false with scope 'shared', expected scope 'sequence' or "
-                "'isolated': without an overlay a sequence would have nothing to draft from"
-            )
-        if overlay_rows < 1 or overlay_rows & (overlay_rows - 1):
-            raise ValueError(f"overlay_rows: got {overlay_rows}, expected a power of two")
+            raise ValueError("hot_start: got false with scope 'shared', which has no other rows")
+        if slots < 1 or slots & (slots - 1):
+            raise ValueError(f"slots: got {slots}, expected a power of two")
         self.scope = scope
-        self.layout = TableLayout(
+        parts = 1 << (max_num_reqs - 1).bit_length() if scope == "isolated" else 1
+        self.layout = MatrixLayout(
             vocab_size=vocab_size,
             k=k,
-            overlay_rows=overlay_rows if scope != "shared" else 0,
-            reads_shared=hot_start,
+            contexts=check_contexts(contexts),
+            slots=max(slots, parts),
+            has_own=scope != "shared",
+            reads_shared=hot_start and scope != "isolated",
             writes_shared=scope != "isolated",
+            parts=parts,
         )
-        rows = self.layout.first_overlay + max_num_reqs * self.layout.overlay_rows
-        self.table = torch.empty(rows, 1 + k, dtype=torch.int32, device=device)
+        rows = vocab_size + self.layout.slots
+        self.table = torch.empty(rows, self.layout.width, dtype=torch.int32, device=device)
+        self._num_begun = [0] * parts
+        self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layout.vocab_size
-
-    @property
-    def k(self) -> int:
-        return self.layout.k
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is learnt."""
-        return (self.table,)
 
     @property
     def num_bytes(self) -> int:
         return self.table.nbytes
 
     @property
-    def shared(self) -> torch.Tensor:
-        """int32 [vocab, k], the shared matrix (a view); -1 in rows that were never written."""
-        return self.table[1 : self.vocab_size + 1, 1:]
-
-    @property
     def num_written(self) -> int:
-        """How many rows of the shared matrix were ever written."""
-        return int((self.table[1 : self.vocab_size + 1, 0] >= 0).sum())
-
-    @property
-    def share_written(self) -> float:
-        """The part of the rows of the shared matrix that were ever written."""
-        return self.num_written / self.vocab_size
+        """How many rows there are."""
+        return int((self.table[:, 0] >= 0).sum())
 
     def clear(self) -> None:
         """Forget everything."""
-        self.table.fill_(UNWRITTEN)
-        self.table[:, 0] = EMPTY_TAG
+        self.table.fill_(NEVER_WRITTEN)
 
-    def clear_overlays(self, req_state_indices: Sequence[int]) -> None:
-        """Forget what these sequences wrote into their overlays."""
-        rows = self.layout.overlay_rows
-        if rows:
-            overlays = self.table[self.layout.first_overlay :].view(-1, rows, 1 + self.k)
-            for req_state_idx in req_state_indices:
-                overlays[req_state_idx, :, 0] = EMPTY_TAG
+    def begin(self, req_state_idx: int) -> None:
+        """A sequence starts: it sees nothing that an earlier one wrote for itself."""
+        parts = self.layout.parts
+        part = req_state_idx % parts
+        self._num_begun[part] = self._num_begun[part] % (MAX_SALT // parts) + 1
+        # Never 0, which is what is shared.
+        self.salts[req_state_idx] = self._num_begun[part] * parts + part
 
-    def rows_of(self, expanded_idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """int32 [n, k], the successors that each sequence sees for each token, -1 where none."""
-        address = _row_address(self.table, expanded_idx_mapping, token_ids, self.layout)
-        return self.table[address, 1:]
+    def shared_entries(self) -> torch.Tensor:
+        """A copy of the table without what sequences wrote for themselves."""
+        table = self.table.clone()
+        heads = table[:, 0]
+        table[(heads >= 0) & (heads & 4 != 0)] = NEVER_WRITTEN
+        return table
 
-    def update(
-        self, expanded_idx_mapping: torch.Tensor, token_ids: torch.Tensor, successors: torch.Tensor
-    ) -> None:
-        """Write rows; of rows for the same place, the last one given stays.
 
-        Args:
-            expanded_idx_mapping: int64 [n], of each row.
-            token_ids: int64 [n], the token of each row, -1 for a row to ignore.
-            successors: integer [n, k], best first.
+def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of contexts, checked.
 
-        """
-        _write_rows(self.table, expanded_idx_mapping, token_ids, successors, self.layout)
+    Raises:
+        ValueError: they are not ascending from 1 to at most `MAX_CONTEXT`.
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write the shared matrix as safetensors, with what `load` checks."""
-        facts = self.facts(fingerprint)
-        save_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
-
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
-
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read the shared matrix from a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, k or model.
-
-        """
-        facts = self.facts(fingerprint)
-        shared = load_token_ids(
-            path, "adjacency_matrix", self.shared, facts=facts, kind="matrix_file"
+    """
+    lengths = tuple(contexts)
+    if (
+        not all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
+        or lengths[:1] != (1,)
+        or lengths[-1] > MAX_CONTEXT
+        or list(lengths) != sorted(set(lengths))
+    ):
+        raise ValueError(
+            f"contexts: got {list(contexts)!r}, expected lengths ascending from 1 to at most "
+            f"{MAX_CONTEXT}, such as [1, 2, 3, 4]"
         )
-        self.shared.copy_(shared)
-        tags = torch.arange(self.vocab_size, dtype=torch.int32).where(shared[:, 0] >= 0, EMPTY_TAG)
-        self.table[1 : self.vocab_size + 1, 0] = tags.to(self.table.device)
-
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
-        return {"vocab_size": self.vocab_size, "k": self.k, "fingerprint": fingerprint}
+    return lengths
 
 
-def fill_tree(
-    table: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    last_token_ids: torch.Tensor,
-    *,
-    tree: TreeTemplate,
-    layout: TableLayout,
-) -> torch.Tensor:
-    """Draft a tree below each last token, one gather a level (section 3.2).
+def slots_in(mib: int, k: int) -> int:
+    """The largest power of two of rows of k successors that fit a number of MiB."""
+    return 1 << ((mib * MIB // (4 * (2 + k))).bit_length() - 1)
 
-    Args:
-        table: int32 [addresses, 1 + k].
-        idx_mapping: int64 [batch].
-        last_token_ids: int64 [batch].
-        tree: the template to fill.
-        layout: of the table.
+
+def find_entry(
+    table: torch.Tensor, context: Sequence[int], salt: int, layout: MatrixLayout
+) -> tuple[int, int, int] | None:
+    """The row to draft from: that of the longest context that is known, an own one first.
 
     Returns:
-        int64 [batch, nodes]; -1 where the matrix has no successor, and below such a node.
+        Its address, the index of its length among `contexts`, and 1 if it is an own one; None
+        where nothing is known.
 
     """
-    filled = last_token_ids.new_empty(last_token_ids.shape[0], tree.num_nodes + 1)
-    filled[:, 0] = last_token_ids
-    for level in tree.levels:
-        parents = filled[:, tree.parents[level]]
-        address = _row_address(table, idx_mapping[:, None], parents, layout)
-        filled[:, level] = table[address, 1 + tree.ranks[level]].to(filled.dtype)
-    return filled[:, 1:]
+    found = None
+    for index, own, address, head in layout.addresses(context, salt):
+        if not (layout.has_own if own else layout.reads_shared):
+            continue
+        if is_written(table, address, head, salt if own else 0):
+            found = (address, index, own)  # the shared one of a length comes before the own one
+    return found
 
 
-def update_from_logits(
+def write_entries(
     table: torch.Tensor,
-    expanded_idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    logits: torch.Tensor,
+    context: Sequence[int],
+    salt: int,
+    successors: Sequence[int],
+    layout: MatrixLayout,
     *,
-    layout: TableLayout,
+    own: bool,
+    shared: bool,
 ) -> None:
-    """Write the top-k of every row as the successors of its token (section 3.1).
-
-    Of several rows for one place the last stays, on every rank alike.
+    """Write what follows a context into the rows of all its lengths.
 
     Args:
-        table: int32 [addresses, 1 + k], written in place.
-        expanded_idx_mapping: int64 [n], of each row.
-        token_ids: int64 [n], the token of each row, -1 for a row to ignore.
-        logits: floating [n, vocab].
+        table: int32 [addresses, 2 + k], written in place.
+        context: tokens, the newest first.
+        salt: of the sequence.
+        successors: k tokens, best first, padded with -1.
         layout: of the table.
+        own: whether the sequence's own rows are written.
+        shared: whether those for all are.
 
     """
-    successors = logits.topk(layout.k, dim=-1).indices
-    _write_rows(table, expanded_idx_mapping, token_ids, successors, layout)
+    for _, is_own, address, head in layout.addresses(context, salt):
+        if own if is_own else shared:
+            write_entry(table, address, head, salt if is_own else 0, successors)
 
 
-def _row_address(
-    table: torch.Tensor, idx_mapping: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
-) -> torch.Tensor:
-    """int64, the address of the row that answers for each token, seen from its sequence."""
-    shared = token_ids + 1 if layout.reads_shared else torch.zeros_like(token_ids)
-    if not layout.overlay_rows:
-        return shared
-    own = _overlay_address(idx_mapping, token_ids, layout)
-    return torch.where(table[own, 0] == token_ids, own, shared)
+def is_written(table: torch.Tensor, address: int, head: int, salt: int) -> bool:
+    """Whether the row there is the one of this head and salt."""
+    return int(table[address, 0]) >> 2 == head >> 2 and int(table[address, -1]) == salt
 
 
-def _overlay_address(
-    idx_mapping: torch.Tensor, token_ids: torch.Tensor, layout: TableLayout
-) -> torch.Tensor:
-    slot = token_ids & (layout.overlay_rows - 1)
-    return layout.first_overlay + idx_mapping * layout.overlay_rows + slot
-
-
-def _write_rows(
-    table: torch.Tensor,
-    expanded_idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    successors: torch.Tensor,
-    layout: TableLayout,
+def write_entry(
+    table: torch.Tensor, address: int, head: int, salt: int, successors: Sequence[int]
 ) -> None:
-    rows = torch.cat((token_ids[:, None], successors), dim=1).to(torch.int32)
-    places = [token_ids + 1] if layout.writes_shared else []
-    if layout.overlay_rows:
-        places.append(_overlay_address(expanded_idx_mapping, token_ids, layout))
-    # A scatter with repeated addresses has no order of its own: all but the last row for an
-    # address, and rows to ignore, are redirected to the row that nobody reads.
-    address = torch.cat([place.masked_fill(token_ids < 0, layout.dump_address) for place in places])
-    in_order, order = address.sort(stable=True)
-    superseded = torch.zeros_like(in_order, dtype=torch.bool)
-    superseded[:-1] = in_order[:-1] == in_order[1:]
-    target = in_order.masked_fill(superseded, layout.dump_address)
-    table[target] = rows.repeat(len(places), 1)[order]
+    """Write one row; it is steadier than before if the most probable successor is the same."""
+    old, first = table[address, :2].tolist()
+    stays = is_written(table, address, head, salt) and first == successors[0]
+    steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
+    table[address] = torch.tensor([head | steadiness, *successors, salt], dtype=torch.int32)

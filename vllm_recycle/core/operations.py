@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.adjacency import fill_tree, update_from_logits
 from vllm_recycle.core.harvest import Phrases, harvest
 from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
+from vllm_recycle.core.template_matrix import fill_tree, update_from_logits
 from vllm_recycle.core.verification import WalkResult, walk
 
 

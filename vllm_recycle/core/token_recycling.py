@@ -1,134 +1,224 @@
-"""Token Recycling as a proposer: drafts from the adjacency matrix, learns from every row.
-
-arXiv 2408.08696, section 3. The matrix is in `adjacency`, the tree in `tree`; this module ties
-the two together and holds what the method reads off the target's logits and the prompt.
-"""
+"""Grown trees as a proposer: what is drafted where, and what is learnt when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.acceptance import AcceptanceTable
+from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC, DynamicOperations
 from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.runs import run_starts
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.verification import WalkResult
+
+
+class TokenRecyclingState:
+    """What is learnt: the rows, and how often they were right."""
+
+    def __init__(self, rows: AdjacencyMatrix) -> None:
+        self.rows = rows
+        self.acceptance = AcceptanceTable(rows.layout, device=rows.table.device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.rows.table, self.acceptance.counts)
+
+    @property
+    def share_written(self) -> float:
+        """The part of the rows that were ever written."""
+        return self.rows.num_written / len(self.rows.table)
+
+    def clear(self) -> None:
+        """Forget everything but what is shipped."""
+        self.rows.clear()
+        self.acceptance.clear()
+
+    def save(self, path: str | Path, *, fingerprint: str) -> None:
+        """Write what sequences share as safetensors, with what `load` checks."""
+        tensors = {**self._shared, "context_rows": self.rows.shared_entries()}
+        save_tensors(path, tensors, facts=self.facts(fingerprint), kind="matrix_file")
+
+    def check(self, path: str | Path, *, fingerprint: str) -> None:
+        """Raise ValueError, by its header alone, for a file that `load` would not read."""
+        facts = self.facts(fingerprint)
+        check_tensors(path, self._shared, facts=facts, kind="matrix_file")
+
+    def load(self, path: str | Path, *, fingerprint: str) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
+
+        """
+        facts = self.facts(fingerprint)
+        tensors = load_tensors(path, self._shared, facts=facts, kind="matrix_file")
+        self._check_numbers(path, tensors)
+        for name, tensor in self._shared.items():
+            tensor.copy_(tensors[name])
+
+    @property
+    def _shared(self) -> dict[str, torch.Tensor]:
+        """By the name in a file, what that has."""
+        return {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
+
+    def _check_numbers(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+        successors, counts = tensors["context_rows"][:, 1:-1], tensors["acceptance"]
+        if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
+            raise ValueError(f"matrix_file {path}: it has numbers that are no token ids")
+        right, seen = counts[..., 0], counts[..., 1]
+        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
+            raise ValueError(f"matrix_file {path}: it has counts that are none")
+
+    def facts(self, fingerprint: str) -> dict[str, object]:
+        """What a file of it is written with, and must agree with."""
+        layout = self.rows.layout
+        return {
+            "vocab_size": layout.vocab_size,
+            "k": layout.k,
+            "fingerprint": fingerprint,
+            "contexts": list(layout.contexts),
+            "slots": layout.slots,
+        }
 
 
 class TokenRecyclingProposer:
-    """See `vllm_recycle.core.proposer.Proposer`.
+    """Grows a tree for each request, and learns from what the target computed.
+
+    Its trees are kept by `req_state_idx` until they are verified; a prefix of a tree may be.
 
     Args:
-        matrix: the adjacency matrix.
-        tree: the template; its ranks must be below the matrix's k.
-        seed_from_prompt: whether the prompt's bigrams enter the matrix before decoding.
-        operations: what fills and updates.
+        state: what it learns.
+        max_nodes: the most nodes of a tree.
+        max_num_reqs: every `req_state_idx` is below this.
+        seed_from_prompt: whether the prompt's text enters the rows before decoding.
+        operations: what walks.
+        dynamic_operations: what grows and learns.
 
     """
 
     def __init__(
         self,
-        matrix: AdjacencyMatrix,
-        tree: TreeTemplate,
+        state: TokenRecyclingState,
         *,
-        seed_from_prompt: bool = False,
+        max_nodes: int,
+        max_num_reqs: int,
+        seed_from_prompt: bool = True,
         operations: Operations = REFERENCE,
+        dynamic_operations: DynamicOperations = REFERENCE_DYNAMIC,
     ) -> None:
-        tree.check_ranks(matrix.k)
-        self.operations = operations
-        self.matrix = matrix
-        self.tree = tree
+        self.state = state
+        self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
+        self.operations = operations
+        self.dynamic_operations = dynamic_operations
+        roots = torch.zeros(max_num_reqs, max_nodes + 1, dtype=torch.int64)
+        self._trees = Trees.from_parents(roots)
 
-    def propose(self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
-        matrix = self.matrix
-        return self.operations.fill_tree(
-            matrix.table, idx_mapping, last_token_ids, tree=self.tree, layout=matrix.layout
-        )
+    @property
+    def layout(self) -> MatrixLayout:
+        return self.state.rows.layout
 
-    def observe(
+    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
+        """The trees that were grown last for these requests, int64 [batch]."""
+        return self._trees.select(idx_mapping)
+
+    def propose(
         self,
-        expanded_idx_mapping: torch.Tensor,
-        token_ids: torch.Tensor,
-        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        tails: torch.Tensor,
+        *,
+        max_depths: torch.Tensor,
+        times: torch.Tensor,
+        slopes: torch.Tensor,
+        num_other_rows: int,
+        max_nodes: int | None = None,
+    ) -> torch.Tensor:
+        """Draft below the last token of each request.
+
+        Args:
+            idx_mapping: int64 [batch].
+            tails: int64 [batch, reach], the end of each text, the newest token first, padded
+                with -1.
+            max_depths: int64 [batch], the most tokens that a path of each may have.
+            times: float64 [rows + 1], the time of a step by its rows.
+            slopes: float64 [rows + 1], what a row more costs at least.
+            num_other_rows: requests of the step that is drafted for beside these.
+            max_nodes: the most nodes of a tree; None for as many as there is room for.
+
+        Returns:
+            int64 [batch, max_nodes], padded with -1.
+
+        """
+        state, max_nodes = self.state, self.num_nodes if max_nodes is None else max_nodes
+        growth = self.dynamic_operations.grow(
+            state.rows.table,
+            state.acceptance.rates(),
+            layout=self.layout,
+            salts=state.rows.salts[idx_mapping],
+            tails=tails,
+            max_depths=max_depths,
+            times=times,
+            slopes=slopes,
+            num_other_rows=num_other_rows,
+            max_nodes=max_nodes,
+        )
+        # What is behind the last row of a smaller tree is nobody's.
+        rows, trees = max_nodes + 1, growth.trees
+        self._trees.parents[idx_mapping, :rows] = trees.parents
+        self._trees.depths[idx_mapping, :rows] = trees.depths
+        self._trees.ancestor_mask[idx_mapping, :rows, :rows] = trees.ancestor_mask
+        return growth.token_ids
+
+    def learn(
+        self,
+        idx_mapping: torch.Tensor,
+        tails: torch.Tensor,
+        trees: Trees,
+        row_token_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
+        successors: torch.Tensor,
+        walked: WalkResult,
     ) -> None:
-        # Every row updates the matrix; the rejected ones are the point (section 3.1).
-        matrix = self.matrix
-        self.operations.update_from_logits(
-            matrix.table, expanded_idx_mapping, token_ids, logits, layout=matrix.layout
+        """Take in what the target computed, and what was accepted of it.
+
+        Args:
+            idx_mapping: int64 [batch].
+            tails: int64 [batch, reach], text before and with each root.
+            trees: that were verified.
+            row_token_ids: int64 [logit rows].
+            cu_num_logits: int64 [batch + 1]; the rows of a request are the root, and then the
+                nodes that were scheduled.
+            successors: int32 [logit rows, k], the target's most probable tokens, best first.
+            walked: what the walk accepted.
+
+        """
+        state = self.state
+        # Under `isolated` nobody's counts reach another: what is shipped serves.
+        counts = state.acceptance.counts if self.layout.writes_shared else None
+        self.dynamic_operations.learn(
+            state.rows.table,
+            counts,
+            layout=self.layout,
+            salts=state.rows.salts[idx_mapping],
+            tails=tails,
+            parents=trees.parents,
+            row_token_ids=row_token_ids,
+            cu_num_logits=cu_num_logits,
+            successors=successors,
+            walked=walked,
         )
 
-    def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
-        if not self.seed_from_prompt or prompt_token_ids.numel() < 2:
-            return
-        owners, tokens, followers = recent_followers(
-            expanded_idx_mapping, prompt_token_ids, self.matrix.k
-        )
-        known = self.matrix.rows_of(owners, tokens).to(followers.dtype)
-        self.matrix.update(owners, tokens, merge_rows(followers, known))
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
+        """A request starts with a text, int64 [length]."""
+        rows = self.state.rows
+        rows.begin(req_state_idx)
+        if self.seed_from_prompt:
+            salt = int(rows.salts[req_state_idx])
+            self.dynamic_operations.seed(rows.table, token_ids, salt, layout=self.layout)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
-        self.matrix.clear_overlays(req_state_indices)
-
-
-def recent_followers(
-    expanded_idx_mapping: torch.Tensor, token_ids: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each token of some texts, the distinct tokens that followed it, the latest first.
-
-    No shape depends on a value, so that nothing waits for the device.
-
-    Args:
-        expanded_idx_mapping: int64 [length], of each token; the tokens of a text lie together.
-        token_ids: int64 [length], length at least 2.
-        k: at most this many followers a token.
-
-    Returns:
-        Each request's distinct tokens with a follower: whose they are, int64 [length - 1], the
-        tokens, int64 [length - 1], padded with -1, and their followers, int64 [length - 1, k],
-        padded with -1.
-
-    """
-    # A request and its token in one number, -1 where the next token is another's.
-    key = expanded_idx_mapping << 32 | token_ids
-    is_pair = expanded_idx_mapping[1:] == expanded_idx_mapping[:-1]
-    first = key[:-1].where(is_pair, -1).flip(0)  # the latest pair first
-    second = token_ids[1:].flip(0)
-    order = second.argsort(stable=True)
-    order = order[first[order].argsort(stable=True)]
-    is_new = run_starts(first[order]) | run_starts(second[order])
-    is_latest = torch.empty_like(is_new).scatter_(0, order, is_new) & (first >= 0)
-    # Of each token the pairs to keep come first, the latest first.
-    order = (first * 2 + ~is_latest).argsort(stable=True)
-    first, second, is_latest = first[order], second[order], is_latest[order]
-    starts = run_starts(first)
-    group = starts.cumsum(0) - 1
-    place = torch.arange(len(first), device=token_ids.device)
-    rank = place - place.where(starts, 0).cummax(0).values
-    key = torch.full_like(first, -1).scatter_(0, group, first)
-    # One place more than there are, for the pairs that have none.
-    nowhere = len(first) * k
-    followers = first.new_full((nowhere + 1,), -1)
-    target = (group * k + rank).where(is_latest & (rank < k), nowhere)
-    followers.scatter_(0, target, second)
-    tokens = torch.where(key >= 0, key & 0xFFFFFFFF, -1)
-    return (key >> 32).clamp(min=0), tokens, followers[:-1].view(-1, k)
-
-
-def merge_rows(fresh: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Put fresh successors before the known ones, without repeating any.
-
-    Args:
-        fresh: int64 [n, k], padded with -1.
-        known: int64 [n, k], padded with -1.
-
-    Returns:
-        int64 [n, k], padded with -1.
-
-    """
-    repeated = (known[:, :, None] == fresh[:, None, :]).any(dim=2)
-    both = torch.cat((fresh, known.masked_fill(repeated, -1)), dim=1)
-    order = (both < 0).sort(dim=1, stable=True).indices
-    return both.gather(1, order)[:, : fresh.shape[1]]
+        """These requests ended; what they wrote for themselves is found by nobody any more."""

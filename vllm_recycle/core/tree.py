@@ -37,7 +37,7 @@ Node = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchTrees:
+class Trees:
     """The trees of a batch, one for each request; those of a template have stride 0.
 
     A tree that has fewer nodes than there is room for has rows behind its last one whose parent is
@@ -55,7 +55,7 @@ class BatchTrees:
     ancestor_mask: torch.Tensor
 
     @classmethod
-    def from_parents(cls, parents: torch.Tensor) -> BatchTrees:
+    def from_parents(cls, parents: torch.Tensor) -> Trees:
         """The trees of these parents, int64 [batch, rows], each before its children."""
         batch, rows = parents.shape
         mask = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
@@ -73,20 +73,20 @@ class BatchTrees:
         """The most levels below a root; waits for the device."""
         return int(self.depths.max()) if len(self.depths) else 0
 
-    def of_batch(self, batch: int) -> BatchTrees:
+    def of_batch(self, batch: int) -> Trees:
         """Itself; a template makes these."""
         assert len(self.parents) == batch
         return self
 
-    def select(self, chosen: torch.Tensor) -> BatchTrees:
+    def select(self, chosen: torch.Tensor) -> Trees:
         """Only the trees that an index or a mask chooses."""
-        return BatchTrees(self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen])
+        return Trees(self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen])
 
-    def keep(self, rows_of: Mapping[int, Sequence[int]]) -> BatchTrees:
+    def keep(self, rows_of: Mapping[int, Sequence[int]]) -> Trees:
         """Some trees with only these rows of nodes, ascending, each below one that is kept."""
         if not rows_of:
             return self
-        trees = BatchTrees(self.parents.clone(), self.depths.clone(), self.ancestor_mask.clone())
+        trees = Trees(self.parents.clone(), self.depths.clone(), self.ancestor_mask.clone())
         for index, rows in rows_of.items():
             kept = torch.tensor([0, *rows])
             end, there = len(kept), trees.ancestor_mask[index]
@@ -171,9 +171,9 @@ class TreeTemplate:
         depths: list[int] = self.depths.cummax(0).values.tolist()
         return depths[1:]
 
-    def of_batch(self, batch: int) -> BatchTrees:
+    def of_batch(self, batch: int) -> Trees:
         """This tree for each request of a batch; the tables are shared."""
-        return BatchTrees(
+        return Trees(
             self.parents.expand(batch, -1),
             self.depths.expand(batch, -1),
             self.ancestor_mask.expand(batch, -1, -1),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.tree import BatchTrees, TreeTemplate
+from vllm_recycle.core.tree import Trees, TreeTemplate
 
 NO_TOKEN = -1
 
@@ -43,7 +43,7 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate | BatchTrees,
+    tree: TreeTemplate | Trees,
 ) -> WalkResult:
     """Follow the drafts as far as the target agrees with them.
 
@@ -84,7 +84,7 @@ def step_down(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
     *,
-    tree: TreeTemplate | BatchTrees,
+    tree: TreeTemplate | Trees,
 ) -> torch.Tensor:
     """The children of the reached rows that carry the token sampled there.
 

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.dynamic.sizes import SizeChooser, promised_gains
-from vllm_recycle.core.dynamic.step_seconds import StepSeconds
-from vllm_recycle.integration.engine_config import (
+from vllm_recycle.core.size_chooser import SizeChooser, promised_gains
+from vllm_recycle.core.step_seconds import StepSeconds
+from vllm_recycle.integration.config import (
     ADDITIONAL_CONFIG_KEY,
     CHOOSES_SIZES,
     get_options,
 )
-from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, sizes_of_batches
+from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.

@@ -13,17 +13,17 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AnyProposer, Operations, TokenRecyclingProposer
+from vllm_recycle.core import AnyProposer, Operations, TemplateProposer
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.learnt_state import (
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.options import TokenRecyclingOptions
+from vllm_recycle.integration.saved_state import (
     LearntState,
     describe_state,
     fingerprint,
     make_matrix,
     rank_file,
 )
-from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.state_saver import StateSaver
 
 logger = init_logger("vllm.recycle")
@@ -116,7 +116,7 @@ class TreeDrafter(Drafter):
 
     """
 
-    proposer: TokenRecyclingProposer
+    proposer: TemplateProposer
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class TreeDrafter(Drafter):
         # Here and not with the weights: this is before vLLM measures the memory that is left, and
         # outside what it discards when it sleeps.
         self.state = make_matrix(options, vllm_config, device)
-        self.proposer = TokenRecyclingProposer(
+        self.proposer = TemplateProposer(
             self.state,
             options.load_tree().to(device),
             seed_from_prompt=options.seed_from_prompt,

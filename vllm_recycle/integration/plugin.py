@@ -17,13 +17,13 @@ def register() -> None:
         RuntimeError: vLLM is not of a supported version.
 
     """
-    from vllm_recycle.integration import engine_config, opt_out, row_budget, versions
+    from vllm_recycle.integration import config, draft_limits, requests, versions
 
     versions.check_vllm_version()
     versions.wrap_create_engine_config(
-        engine_config.rewrite, row_budget.explain_missing_rows, engine_config.finish
+        config.rewrite, draft_limits.explain_missing_rows, config.finish
     )
-    versions.wrap_validate_spec_decode(opt_out.validate_sampling_params)
+    versions.wrap_validate_spec_decode(requests.validate_sampling_params)
 
 
 class Registered:

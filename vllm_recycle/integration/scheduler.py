@@ -15,14 +15,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_recycle.core.dynamic.beam import LEVELS
+from vllm_recycle.core.beam import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.draft_limits import even_limit
 from vllm_recycle.integration.draft_sizes import DraftSizes, chooses_sizes
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.grammar_masks import GrammarMasks
-from vllm_recycle.integration.opt_out import opts_out
+from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import OuroborosOptions
-from vllm_recycle.integration.row_budget import even_limit
+from vllm_recycle.integration.requests import opts_out
 
 
 @dataclass

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.learnt_state import LearntState
+from vllm_recycle.integration.saved_state import LearntState
 
 logger = init_logger("vllm.recycle")
 

@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
+from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.drafter import Drafter
-from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.state_saver import StateSaver
 
 logger = init_logger("vllm.recycle")

@@ -20,15 +20,15 @@ from tree_steps import (
     rows_of,
 )
 
-from vllm_recycle.core import BatchTrees, TreeTemplate
+from vllm_recycle.core import Trees, TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.kernels.cpu import native, tree_attention
+from vllm_recycle.kernels.cpu import build, tree_attention
 
 
-@pytest.fixture(scope="module", params=[tree_attention, native], ids=["torch", "c++"])
+@pytest.fixture(scope="module", params=[tree_attention, build], ids=["torch", "c++"])
 def attention(request) -> Attention:
-    if request.param is native and native.load_library() is None:
+    if request.param is build and build.load_library() is None:
         pytest.skip("no C++ compiler")
     return request.param.tree_attention
 
@@ -75,7 +75,7 @@ def test_each_request_may_have_a_tree_of_its_own(attention, layout, own):
     chain = torch.arange(-1, width - 1).clamp(min=0)
     star = torch.zeros(width, dtype=torch.int64)
     parents = torch.stack([(BUSH.parents, chain, star)[i % 3] for i in range(len(STEP))])
-    trees = BatchTrees.from_parents(parents)
+    trees = Trees.from_parents(parents)
     together = step.attend(attention, replace(step.tree_rows(BUSH), trees=trees))
     for index, sequence in enumerate(STEP):
         alone = replace(step, block_table=step.block_table[index : index + 1])

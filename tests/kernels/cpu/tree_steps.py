@@ -10,7 +10,7 @@ from cache_layouts import KV_HEADS, Layout, halves, write
 from vllm import _custom_ops as ops
 
 from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.kernels.cpu.tree_attention import TreeRows
+from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 HEADS = 6  # three queries a key: grouped-query attention
 UNTOUCHED = -7.0
@@ -96,8 +96,8 @@ class Step:
     def scale(self) -> float:
         return self.layout.head_size**-0.5
 
-    def tree_rows(self, tree: TreeTemplate, sequences: list[Sequence] = STEP) -> TreeRows:
-        return TreeRows(
+    def tree_rows(self, tree: TreeTemplate, sequences: list[Sequence] = STEP) -> TreeQueries:
+        return TreeQueries(
             trees=tree.of_batch(len(sequences)),
             first=torch.tensor([sequence.first for sequence in sequences]),
             num_rows=torch.tensor([sequence.num_nodes + 1 for sequence in sequences]),
@@ -109,7 +109,7 @@ class Step:
     def attend(
         self,
         attention: Attention,
-        trees: TreeRows,
+        trees: TreeQueries,
         *,
         window: int | None = None,
         sinks: torch.Tensor | None = None,

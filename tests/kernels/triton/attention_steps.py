@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import torch_twins
 
 from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.kernels.triton.attention_tiles import Tile
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
-from vllm_recycle.kernels.triton.topology import ancestor_bits
-from vllm_recycle.kernels.triton.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.attention.queries import TreeQueries
+from vllm_recycle.kernels.triton.attention.tiles import Tile
+from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.trees import ancestor_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = -7.0
@@ -84,7 +84,7 @@ class Step:
 
     query: torch.Tensor
     kv_cache: torch.Tensor
-    rows: PagedTreeRows
+    rows: TreeQueries
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     own: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -130,7 +130,7 @@ class Step:
             flat = slice(starts[index] + request.padding, starts[index + 1])
             own_keys[flat] = keys[-1][request.context :]
             own_values[flat] = values[-1][request.context :]
-        rows = PagedTreeRows(
+        rows = TreeQueries(
             ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
             depths=tree.depths.to(DEVICE),
             query_start_loc=starts.to(DEVICE, torch.int32),

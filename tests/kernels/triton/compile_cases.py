@@ -12,20 +12,17 @@ import triton.language as tl  # noqa: TID253
 from triton.backends.compiler import GPUTarget  # noqa: TID253
 from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
-from vllm_recycle.core import TableLayout, load_tree
-from vllm_recycle.core.adjacency import OVERLAY_ROWS
-from vllm_recycle.core.dynamic import RowLayout
-from vllm_recycle.kernels.triton import (
-    attention_kernel,
-    attention_splits,
-    context_rows,
-    growing,
-    kv_cache,
-    learning,
-    nodes,
-    tree_inputs,
-)
-from vllm_recycle.kernels.triton.attention_tiles import Tile, choose_tile
+from vllm_recycle.core import TemplateLayout, load_tree
+from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.template_matrix import OVERLAY_ROWS
+from vllm_recycle.kernels.triton import inputs, kv_cache
+from vllm_recycle.kernels.triton import top_k as learning
+from vllm_recycle.kernels.triton import walk as nodes
+from vllm_recycle.kernels.triton.attention import kernel as attention_kernel
+from vllm_recycle.kernels.triton.attention import splits as attention_splits
+from vllm_recycle.kernels.triton.attention.tiles import Tile, choose_tile
+from vllm_recycle.kernels.triton.matrix import find
+from vllm_recycle.kernels.triton.matrix import grow as growing
 
 
 @dataclass(frozen=True)
@@ -217,7 +214,7 @@ def combine_case(head_size: int, *, sinks: bool = False) -> Case:
 
 def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
     """Fill and update, as an engine with the default tree, k and scope launches them."""
-    tree, layout = load_tree("default"), TableLayout(vocab, 8, OVERLAY_ROWS, True, True)
+    tree, layout = load_tree("default"), TemplateLayout(vocab, 8, OVERLAY_ROWS, True, True)
     name, lanes = f"{dtype}-vocab{vocab}", triton.next_power_of_2(tree.num_nodes)
     shape = {"NODES": tree.num_nodes, "PATH": tree.depth + 1, "LANES": lanes}
     table = {"FIRST_OVERLAY": layout.first_overlay, "OVERLAY_ROWS": layout.overlay_rows}
@@ -257,7 +254,7 @@ def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
 
 def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:
     """Llama-3's vocabulary, eight successors, a quarter of a million rows that are hashed."""
-    layout = RowLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True, True)
+    layout = MatrixLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True, True)
     lanes, words = triton.next_power_of_2(num_nodes), -(-(num_nodes + 1) // 32)
     expanded = max(beam, lanes // layout.k)
     return Case(
@@ -273,7 +270,7 @@ def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:
             **{"BEAM": beam, "EXPANDED": expanded, "CHILDREN": 8, "LEVELS": levels},
             **{"REACH": 8, "PLACES": 8},
             "SIZE": levels * (2 * expanded * 8 + expanded) + 2 * expanded * 8,
-            **context_rows.constants_of(layout),
+            **find.constants_of(layout),
         },
         {"num_warps": growing._warps(expanded * 8)},
     )
@@ -306,7 +303,7 @@ def place_case(*, grown: bool) -> Case:
     pointers = ("row_token_ids", "positions", "logits_indices")
     return Case(
         "place" + ("-grown" if grown else ""),
-        tree_inputs._place_tree_rows_kernel,
+        inputs._place_tree_rows_kernel,
         {
             **dict.fromkeys(pointers, "*i64:16"),
             **dict.fromkeys(("input_ids", "expanded_local_pos"), "*i32:16"),
@@ -315,7 +312,7 @@ def place_case(*, grown: bool) -> Case:
             "num_rows": "i32",
         },
         {
-            **{"ROWS": tree_inputs.ROWS, "TREE_ROWS": TREE_ROWS},
+            **{"ROWS": inputs.ROWS, "TREE_ROWS": TREE_ROWS},
             **({} if grown else {"expanded_idx_mapping": None}),
         },
         {"num_warps": 4},

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 import triton  # noqa: TID253
 from compile_cases import Case
 
-from vllm_recycle.core.dynamic import RowLayout
-from vllm_recycle.kernels.triton import (
-    context_learning,
-    context_seeding,
-    learning,
-    text_tails,
-)
-from vllm_recycle.kernels.triton.context_rows import constants_of
+from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.kernels.triton import text_tails
+from vllm_recycle.kernels.triton import top_k as learning
+from vllm_recycle.kernels.triton.matrix import learn as context_learning
+from vllm_recycle.kernels.triton.matrix import seed as context_seeding
+from vllm_recycle.kernels.triton.matrix.find import constants_of
 
 VOCAB, MAX_ROWS, PATH = 128_256, 81, 17
 
@@ -25,7 +23,7 @@ def learning_cases() -> Iterator[Case]:
     yield from top_k_cases()
     yield tails_case()
     for contexts, k, shares in (((1, 2, 4, 8), 8, True), (tuple(range(1, 9)), 64, False)):
-        layout = RowLayout(VOCAB, k, contexts, 1 << 22, True, shares, shares)
+        layout = MatrixLayout(VOCAB, k, contexts, 1 << 22, True, shares, shares)
         yield from step_cases(layout, counted=shares)
         yield from seed_cases(layout)
 
@@ -67,7 +65,7 @@ def tails_case() -> Case:
     )
 
 
-def step_cases(layout: RowLayout, *, counted: bool) -> Iterator[Case]:
+def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
     name = f"k{layout.k}-contexts{len(layout.contexts)}"
     places, of_counts = 2 * len(layout.contexts), ("counts", "rates", "increments")
     rows = {
@@ -112,7 +110,7 @@ def step_cases(layout: RowLayout, *, counted: bool) -> Iterator[Case]:
     )
 
 
-def seed_cases(layout: RowLayout) -> Iterator[Case]:
+def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
     name = f"k{layout.k}-contexts{len(layout.contexts)}"
     rows = {
         **dict.fromkeys(("stamps", "heads", "of_salts", "followers"), "*i32:16"),

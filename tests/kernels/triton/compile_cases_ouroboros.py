@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from compile_cases import Case
 
-from vllm_recycle.kernels.triton import harvest, phrase_pool, round_starts
+from vllm_recycle.kernels.triton.ouroboros import harvest, phrase_pool, round_starts
 
 
 def ouroboros_cases() -> Iterator[Case]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.harvest import harvest as reference
-from vllm_recycle.kernels.triton.harvest import harvest
+from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 shapes = st.builds(

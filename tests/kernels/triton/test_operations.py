@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import K, drafts, samples, trees
 
-from vllm_recycle.core import REFERENCE, AdjacencyMatrix, TokenRecyclingProposer, TreeTemplate
-from vllm_recycle.kernels.triton import learning
+from vllm_recycle.core import REFERENCE, TemplateMatrix, TemplateProposer, TreeTemplate
+from vllm_recycle.kernels.triton import top_k as learning
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,9 +26,9 @@ HALF_TYPES = [torch.bfloat16, torch.float16]
 every_kind = pytest.mark.parametrize(("scope", "hot_start"), KINDS)
 
 
-def make_matrix(scope="sequence", hot_start=True, *, vocab_size=VOCAB, k=K) -> AdjacencyMatrix:
+def make_matrix(scope="sequence", hot_start=True, *, vocab_size=VOCAB, k=K) -> TemplateMatrix:
     options = {"scope": scope, "hot_start": hot_start, "max_num_reqs": MAX_NUM_REQS}
-    return AdjacencyMatrix(vocab_size, k, overlay_rows=OVERLAY_ROWS, device=DEVICE, **options)
+    return TemplateMatrix(vocab_size, k, overlay_rows=OVERLAY_ROWS, device=DEVICE, **options)
 
 
 def on_device(*lists: list) -> list[torch.Tensor]:
@@ -167,7 +167,7 @@ def in_order(logits: torch.Tensor, k: int) -> torch.Tensor:
     return logits.float().sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
-def updated(matrix: AdjacencyMatrix, update, *arguments) -> torch.Tensor:
+def updated(matrix: TemplateMatrix, update, *arguments) -> torch.Tensor:
     """The table after an update, without the row that nobody reads."""
     table = matrix.table.clone()
     update(table, *arguments, layout=matrix.layout)
@@ -175,7 +175,7 @@ def updated(matrix: AdjacencyMatrix, update, *arguments) -> torch.Tensor:
     return table
 
 
-def learned(matrix: AdjacencyMatrix, logits: torch.Tensor) -> list[list[int]]:
+def learned(matrix: TemplateMatrix, logits: torch.Tensor) -> list[list[int]]:
     """The successors of tokens 0, 1, ... after an update with one row of logits each."""
     tokens = torch.arange(len(logits), device=DEVICE)
     OPERATIONS.update_from_logits(
@@ -316,7 +316,7 @@ def test_a_proposer_drafts_the_same_with_either_set_of_operations(scope):
     generator = torch.Generator().manual_seed(4)
     idx_mapping = torch.tensor([0, 0, 0, 1, 1, 2], device=DEVICE)
     proposers = [
-        TokenRecyclingProposer(make_matrix(scope), tree, operations=operations)
+        TemplateProposer(make_matrix(scope), tree, operations=operations)
         for operations in (REFERENCE, OPERATIONS)
     ]
     for step in range(6):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch_twins
 
-from vllm_recycle.kernels.triton.round_starts import RoundStart, begin_round
+from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD, BLOCK_SIZE, MAX_NUM_REQS, NUM_BLOCKS = 7, 4, 5, 300

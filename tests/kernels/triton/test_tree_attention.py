@@ -32,12 +32,12 @@ from strategies import BRIEF, trees
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.kernels.triton.attention_tiles import WAVES, Tile, choose_num_splits, choose_tile
-from vllm_recycle.kernels.triton.topology import ancestor_bits
-from vllm_recycle.kernels.triton.tree_attention import (
+from vllm_recycle.kernels.triton.attention.tiles import WAVES, Tile, choose_num_splits, choose_tile
+from vllm_recycle.kernels.triton.attention.tree_attention import (
     COMBINED_SPLITS,
     LEAST_SHARE,
 )
+from vllm_recycle.kernels.triton.trees import ancestor_bits
 
 LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
 
@@ -273,7 +273,7 @@ def test_rows_of_plain_requests_are_trees_of_their_roots(num_splits, max_rows):
 def test_contexts_are_split_for_the_requests_that_may_be_there(monkeypatch):
     launched = []
     monkeypatch.setattr(
-        "vllm_recycle.kernels.triton.tree_attention.choose_num_splits",
+        "vllm_recycle.kernels.triton.attention.tree_attention.choose_num_splits",
         lambda programs, slots: launched.append(programs) or 1,
     )
     shape = Shape(kv_heads=1)

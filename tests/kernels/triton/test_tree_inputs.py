@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from strategies import trees
 
 from vllm_recycle.core import TreeTemplate
-from vllm_recycle.kernels.triton import tree_inputs
+from vllm_recycle.kernels.triton import inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FUNCTIONS = [torch_twins.place_tree_rows, tree_inputs.place_tree_rows]
+FUNCTIONS = [torch_twins.place_tree_rows, inputs.place_tree_rows]
 
 either = pytest.mark.parametrize("place_tree_rows", FUNCTIONS, ids=["torch", "triton"])
 

@@ -13,7 +13,7 @@ from strategies import drafts, trees
 
 from vllm_recycle.core import REFERENCE, TreeTemplate
 from vllm_recycle.kernels.triton import visitable_rows
-from vllm_recycle.kernels.triton.learning import top_k
+from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.visitable_rows import choose_rows, tl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

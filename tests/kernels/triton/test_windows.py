@@ -16,8 +16,8 @@ from attention_steps import (
 
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.kernels.triton.attention_tiles import Tile
-from vllm_recycle.kernels.triton.tree_attention import LEAST_SHARE
+from vllm_recycle.kernels.triton.attention.tiles import Tile
+from vllm_recycle.kernels.triton.attention.tree_attention import LEAST_SHARE
 
 # Less than a path of the tree, parts of tiles, and more than one share.
 WINDOWS = [1, 3, 40, 140]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.kernels.triton.attention.queries import TreeQueries
+from vllm_recycle.kernels.triton.ouroboros.round_starts import NO_SLOT, RoundStart
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
-from vllm_recycle.kernels.triton.round_starts import NO_SLOT, RoundStart
-from vllm_recycle.kernels.triton.topology import WORD_BITS, DeviceTrees
+from vllm_recycle.kernels.triton.trees import WORD_BITS, DeviceTrees
 
 
 def place_tree_rows(
@@ -24,7 +24,7 @@ def place_tree_rows(
     tree: TreeTemplate | DeviceTrees,
     expanded_idx_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `vllm_recycle.kernels.triton.tree_inputs.place_tree_rows`."""
+    """See `vllm_recycle.kernels.triton.inputs.place_tree_rows`."""
     token_ids = input_ids[logits_indices]
     whose = () if expanded_idx_mapping is None else (expanded_idx_mapping,)
     positions[logits_indices] += tree.depths[*whose, expanded_local_pos] - expanded_local_pos
@@ -43,7 +43,7 @@ def begin_round(
     block_tables: torch.Tensor,
     block_size: int,
 ) -> None:
-    """See `vllm_recycle.kernels.triton.round_starts.begin_round`."""
+    """See `vllm_recycle.kernels.triton.ouroboros.round_starts.begin_round`."""
     for row, state in enumerate(idx_mapping.tolist()):
         cached = int(num_cached[state])
         computed = min(int(num_computed[state]), cached + start.heads.shape[1] - 1)
@@ -87,13 +87,13 @@ def tree_attention(
     kv_cache: torch.Tensor,
     output: torch.Tensor,
     *,
-    rows: PagedTreeRows,
+    rows: TreeQueries,
     scale: float,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See `vllm_recycle.kernels.triton.tree_attention.tree_attention`."""
+    """See `vllm_recycle.kernels.triton.attention.tree_attention.tree_attention`."""
     starts, lengths = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
     paddings = [0] * rows.batch if rows.num_padding is None else rows.num_padding.tolist()
     for request, padding in enumerate(paddings):

@@ -1,7 +1,7 @@
 """What learning on the device does to context rows: plain Python, and what is correct.
 
-A step there learns at once, see `vllm_recycle.kernels.triton.context_learning`; the functions of
-`core.dynamic.learning` learn row by row. Both are the same where no two rows have one address.
+A step there learns at once, see `vllm_recycle.kernels.triton.matrix.learn`; the functions of
+`core.learn` learn row by row. Both are the same where no two rows have one address.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_recycle.core.dynamic import RowLayout
-from vllm_recycle.core.dynamic.acceptance import ANY_STEADINESS, MOST_SEEN, PRIOR_WEIGHT
-from vllm_recycle.core.dynamic.context_rows import MAX_STEADINESS, find_row, is_written, write_row
+from vllm_recycle.core.acceptance import ANY_STEADINESS, MOST_SEEN, PRIOR_WEIGHT
+from vllm_recycle.core.adjacency import (
+    MAX_STEADINESS,
+    MatrixLayout,
+    find_entry,
+    is_written,
+    write_entry,
+)
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.kernels.triton.context_counts import DeviceCounts
+from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 
 # Head but for its steadiness, salt and successors.
 Write = tuple[int, int, list[int]]
@@ -25,7 +30,7 @@ def learn(
     stamps: torch.Tensor,
     counts: DeviceCounts | None,
     *,
-    layout: RowLayout,
+    layout: MatrixLayout,
     idx_mapping: torch.Tensor,
     salts: torch.Tensor,
     tails: torch.Tensor,
@@ -37,7 +42,7 @@ def learn(
     max_rows: int,
     learns: torch.Tensor | None = None,
 ) -> None:
-    """See `vllm_recycle.kernels.triton.context_learning.learn`."""
+    """See `vllm_recycle.kernels.triton.matrix.learn.learn`."""
     assert not stamps.any()
     starts, writes = cu_num_logits.tolist(), dict[int, Write]()
     for b, req_state_idx in enumerate(idx_mapping.tolist()):
@@ -65,7 +70,7 @@ def learn(
                     best = successors[starts[b] + row].tolist()
                     writes[address] = (head, salt if own else 0, best)
     for address, (head, salt, best) in writes.items():
-        write_row(table, address, head, salt, best)
+        write_entry(table, address, head, salt, best)
     if counts is not None:
         _fold(counts)
 
@@ -76,9 +81,9 @@ def _count(
     context: list[int],
     salt: int,
     token: int,
-    layout: RowLayout,
+    layout: MatrixLayout,
 ) -> None:
-    found = find_row(table, context, salt, layout)
+    found = find_entry(table, context, salt, layout)
     if found is None:
         return
     address, index, own = found
@@ -105,13 +110,13 @@ def seed(
     stamps: torch.Tensor,
     all_token_ids: torch.Tensor,
     *,
-    layout: RowLayout,
+    layout: MatrixLayout,
     salts: torch.Tensor,
     req_state_indices: Sequence[int],
     lengths: Sequence[int],
     slice_size: int,
 ) -> None:
-    """See `vllm_recycle.kernels.triton.context_seeding.seed`."""
+    """See `vllm_recycle.kernels.triton.matrix.seed.seed`."""
     assert not stamps.any()
     positions = [
         (req_state_idx, end)
@@ -145,7 +150,7 @@ def _merged(
     table: torch.Tensor,
     address: int,
     seen: list[tuple[tuple[int, int], int, list[int]]],
-    layout: RowLayout,
+    layout: MatrixLayout,
 ) -> list[int]:
     (head, salt), _, rest = seen[-1]
     followers = [follower for context, follower, _ in reversed(seen) if context == (head, salt)]

@@ -19,9 +19,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_recycle.integration.attention_override import refuse_layer
-from vllm_recycle.integration.cpu.tree_batch import TreeBatch
-from vllm_recycle.kernels.cpu.native import tree_attention
-from vllm_recycle.kernels.cpu.tree_attention import TreeRows
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.kernels.cpu.build import tree_attention
+from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MixedRows:
 
     """
 
-    trees: TreeRows
+    trees: TreeQueries
     are_cached: bool
     other_rows: torch.Tensor | None
     other_metadata: CPUAttentionMetadata | None
@@ -53,7 +53,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     """
 
-    trees: TreeBatch | None = None
+    trees: StepLayout | None = None
     trees_are_cached: bool = True
     is_idle: bool = False
 
@@ -71,13 +71,13 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.mixed_rows = self._split_rows(common_attn_metadata, prepared)
         return metadata
 
-    def _split_rows(self, common: CommonAttentionMetadata, trees: TreeBatch) -> MixedRows:
+    def _split_rows(self, common: CommonAttentionMetadata, trees: StepLayout) -> MixedRows:
         # On a few numbers, where numpy's calls cost a third of torch's.
         nodes = trees.num_nodes.numpy()
         has_tree = nodes > 0
         tree_lengths = np.where(has_tree, nodes + 1, 0)
         num_rows = torch.from_numpy(tree_lengths)
-        tree_rows = TreeRows(
+        tree_rows = TreeQueries(
             trees=trees.trees,
             first=trees.first_token_row,
             num_rows=num_rows,

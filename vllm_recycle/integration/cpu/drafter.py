@@ -13,12 +13,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from vllm_recycle.core import BatchTrees, Proposer, WalkResult
-from vllm_recycle.core.dynamic import StepTimes
-from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.core import Proposer, Trees, WalkResult
+from vllm_recycle.core.price import StepTimes
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.kernels.cpu.native import native_operations
+from vllm_recycle.kernels.cpu.build import native_operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class V1Drafter(Drafter):
         """
 
     @abstractmethod
-    def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
+    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
         """The trees that were drafted last for these requests, int64 [batch]."""
 
     @abstractmethod
     def observe(
-        self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
+        self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         """Take in a step, before its tokens are sampled.
 
@@ -113,7 +113,7 @@ class V1Drafter(Drafter):
     def accept(
         self,
         idx_mapping: torch.Tensor,
-        trees: TreeBatch,
+        trees: StepLayout,
         walked: WalkResult,
         ends: Ends,
     ) -> None:
@@ -183,11 +183,11 @@ class TemplateV1Drafter(V1Drafter):
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
         self._proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
 
-    def trees_of(self, idx_mapping: torch.Tensor) -> BatchTrees:
+    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
         return self._proposer.tree.of_batch(len(idx_mapping))
 
     def observe(
-        self, idx_mapping: torch.Tensor, trees: TreeBatch, logits: torch.Tensor
+        self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         self._proposer.observe(
             idx_mapping[trees.request_of_logit_row],

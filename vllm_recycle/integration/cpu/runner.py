@@ -19,24 +19,24 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import ReqStateIndices
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cpu.draft_model import OuroborosV1Drafter
+from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts, TreeV1Drafter
-from vllm_recycle.integration.cpu.dynamic_drafter import DynamicV1Drafter
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
+from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
-from vllm_recycle.integration.cpu.step_times import find_step_times
-from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.cpu.time_steps import find_step_times
+from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OUROBOROS
+from vllm_recycle.integration.requests import opts_out
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 
 
 class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
-    drafter: TreeV1Drafter | DynamicV1Drafter | OuroborosV1Drafter
+    drafter: TreeV1Drafter | TokenRecyclingV1Drafter | OuroborosV1Drafter
     draft_parents: list[list[int]]
     argmax: torch.Tensor | None  # of the raw logits, where they are what is sampled from
 
@@ -99,7 +99,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # Of drafts that follow a grammar only what it allows was scheduled.
         index_of, rows = self.input_batch.req_id_to_index, scheduler_output.draft_rows
         kept = {index_of[name]: of_nodes for name, of_nodes in rows.items()}
-        trees = self.trees = TreeBatch.make(
+        trees = self.trees = StepLayout.make(
             trees=self.drafter.trees_of(self.idx_mapping).keep(kept),
             num_nodes=torch.tensor(metadata.num_draft_tokens),
             last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,

@@ -24,7 +24,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_recycle.core import WalkResult, step_down
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.step_layout import StepLayout
 
 
 def rows_are_independent(metadata: SamplingMetadata) -> bool:
@@ -51,7 +51,7 @@ def _is_active(processor: LogitsProcessor) -> bool:
 
 def walk_by_depth(
     logits: torch.Tensor,
-    trees: TreeBatch,
+    trees: StepLayout,
     *,
     sampler: Callable[..., Any],
     sampling_metadata: SamplingMetadata,

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.integration.cpu.tree_batch import TreeBatch
+from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
 
 def prepare_trees(
-    trees: TreeBatch,
+    trees: StepLayout,
     *,
     positions: Sequence[torch.Tensor],
     input_ids: torch.Tensor,
@@ -47,7 +47,7 @@ def prepare_trees(
 
 
 def compact_kv_cache(
-    trees: TreeBatch,
+    trees: StepLayout,
     path: torch.Tensor,
     *,
     attn_groups: Sequence[Sequence[Any]],

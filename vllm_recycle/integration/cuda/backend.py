@@ -30,9 +30,9 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.attention_override import refuse_layer
-from vllm_recycle.kernels.triton.paged_rows import PagedTreeRows
-from vllm_recycle.kernels.triton.topology import DeviceTrees, ancestor_bits
-from vllm_recycle.kernels.triton.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.attention.queries import TreeQueries
+from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for
@@ -49,7 +49,7 @@ class TreeStep:
 
     """
 
-    trees: PagedTreeRows
+    trees: TreeQueries
     num_tree_tokens: int
     others: Any | None
 
@@ -59,7 +59,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
 
     Attributes:
         num_trees: how many requests of the step that is built next are trees, set by the runner.
-        ancestor_bits, depths, tree_indices: see `PagedTreeRows`; in the place of `idx_mapping` a
+        ancestor_bits, depths, tree_indices: see `TreeQueries`; in the place of `idx_mapping` a
             buffer for all requests.
 
     """
@@ -95,7 +95,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
         ends = common.query_start_loc_cpu[: num_trees + 1]
         is_all = num_trees == common.num_reqs
-        trees = PagedTreeRows(
+        trees = TreeQueries(
             ancestor_bits=self.ancestor_bits,
             depths=self.depths,
             query_start_loc=common.query_start_loc[: num_trees + 1],
@@ -179,7 +179,7 @@ class TreeAttentionImpl(AttentionImpl):
             window=self.window,
             sinks=self.sinks,
         )
-        if isinstance(attn_metadata, PagedTreeRows):
+        if isinstance(attn_metadata, TreeQueries):
             attend(rows=attn_metadata, own=(key, value))
             return output
         step: TreeStep | None = getattr(attn_metadata, "tree_step", None)

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
-from vllm_recycle.kernels.triton.topology import DeviceTrees
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
 class TreeDraftTokensHandler(DraftTokensHandler):

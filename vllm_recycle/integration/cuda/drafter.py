@@ -12,13 +12,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core import Proposer, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.draft_limits import drafting_shapes
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
-from vllm_recycle.integration.engine_config import get_options
 from vllm_recycle.integration.options import OuroborosOptions
-from vllm_recycle.integration.ouroboros_drafter import OuroborosDrafter
-from vllm_recycle.integration.row_budget import drafting_shapes
+from vllm_recycle.integration.ouroboros import OuroborosDrafter
 from vllm_recycle.kernels.triton.operations import OPERATIONS
-from vllm_recycle.kernels.triton.topology import DeviceTrees
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 # Tokens of prompts that are taken in at once, but for one that is longer.
 MOST_TOKENS = 1 << 16

@@ -16,7 +16,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_recycle.kernels.triton.topology import DeviceTrees
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 from vllm_recycle.kernels.triton.visitable_rows import choose_rows
 
 # Of a request; a walk visits one a level.

@@ -26,32 +26,32 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_recycle.integration.cuda.all_rows import logprobs_of_paths, sample_rows
+from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Drafter
-from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
-from vllm_recycle.integration.cuda.graph_sizes import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.ouroboros_speculator import OuroborosSpeculator
+from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.cuda.row_sampling import pays, sample_visitable_rows
+from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
-from vllm_recycle.integration.cuda.step_costs import find_step_seconds
+from vllm_recycle.integration.cuda.time_steps import find_step_seconds
+from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
 from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
-from vllm_recycle.integration.engine_config import get_options
-from vllm_recycle.integration.opt_out import opts_out
 from vllm_recycle.integration.options import OUROBOROS
+from vllm_recycle.integration.requests import opts_out
 from vllm_recycle.integration.scheduler import looks_back
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
+from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.topology import DeviceTrees
-from vllm_recycle.kernels.triton.tree_inputs import place_tree_rows
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
 class TreeModelRunner(GPUModelRunner):
     """vLLM's V2 runner, verifying trees instead of chains."""
 
-    drafter: TreeV2Drafter | DynamicV2Drafter | OuroborosV2Drafter
+    drafter: TreeV2Drafter | TokenRecyclingV2Drafter | OuroborosV2Drafter
     speculator: TreeSpeculator | OuroborosSpeculator
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -70,11 +70,11 @@ class TreeModelRunner(GPUModelRunner):
             )
         else:
             if get_options(vllm_config).is_dynamic:
-                self.drafter = DynamicV2Drafter(vllm_config, device, self.req_states)
+                self.drafter = TokenRecyclingV2Drafter(vllm_config, device, self.req_states)
             else:
                 self.drafter = TreeV2Drafter(vllm_config, device)
             self.speculator = TreeSpeculator(self.drafter)
-            if isinstance(self.drafter, DynamicV2Drafter) and chooses_sizes(vllm_config):
+            if isinstance(self.drafter, TokenRecyclingV2Drafter) and chooses_sizes(vllm_config):
                 self.speculator = SizedSpeculator(self.drafter, self.may_speculate)
             # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
             # token of `max_model_len` and a request. Ours reads each prompt once.
@@ -245,7 +245,9 @@ class TreeModelRunner(GPUModelRunner):
         """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         drafts, scores = self.req_states.draft_tokens, logits
-        if isinstance(self.drafter, DynamicV2Drafter) and pays(self.sampler, logits, input_batch):
+        if isinstance(self.drafter, TokenRecyclingV2Drafter) and pays(
+            self.sampler, logits, input_batch
+        ):
             sampled, drafts = sample_visitable_rows(
                 self.sampler,
                 logits,

@@ -10,10 +10,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_recycle.core.dynamic.sizes import LOOK_EVERY
-from vllm_recycle.core.dynamic.step_seconds import StepSeconds
+from vllm_recycle.core.size_chooser import LOOK_EVERY
+from vllm_recycle.core.step_seconds import StepSeconds
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter, has_text
-from vllm_recycle.integration.cuda.dynamic_drafter import DynamicV2Drafter
+from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
 from vllm_recycle.integration.draft_sizes import DraftReport
 
 
@@ -23,7 +23,7 @@ class TreeSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, drafter: TreeV2Drafter | DynamicV2Drafter) -> None:
+    def __init__(self, drafter: TreeV2Drafter | TokenRecyclingV2Drafter) -> None:
         self.drafter = drafter
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -83,12 +83,12 @@ class SizedSpeculator(TreeSpeculator):
 
     """
 
-    drafter: DynamicV2Drafter
+    drafter: TokenRecyclingV2Drafter
     plain_steps = 0
     report: DraftReport | None = None
     times: StepSeconds | None = None
 
-    def __init__(self, drafter: DynamicV2Drafter, may_speculate: np.ndarray) -> None:
+    def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
         super().__init__(drafter)
         self.may_speculate = may_speculate
 

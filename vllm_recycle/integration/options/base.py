@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeGuard
 
 from vllm_recycle.core.state_file import check_place, read_json, shorten
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.integration.row_budget import Schedule
+from vllm_recycle.integration.draft_limits import Schedule
 
 # Seconds between saves of what is learnt, and the most of them.
 SAVE_EVERY, MOST_SECONDS = 300.0, 1_000_000

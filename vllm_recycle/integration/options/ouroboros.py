@@ -9,20 +9,20 @@ from typing import Any
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
-from vllm_recycle.integration.options.base import (
-    MethodOptions,
-    expect,
-    expect_bool,
-    expect_file,
-    is_int,
-)
-from vllm_recycle.integration.row_budget import (
+from vllm_recycle.integration.draft_limits import (
     MAX_DRAFT_ROWS,
     MAX_HALVED_DRAFT_ROWS,
     Schedule,
     draft_forward_rows,
     draft_model_schedule,
     halved_draft_schedule,
+)
+from vllm_recycle.integration.options.base import (
+    MethodOptions,
+    expect,
+    expect_bool,
+    expect_file,
+    is_int,
 )
 
 OUROBOROS = "ouroboros"

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm_recycle.core.adjacency import SCOPES
-from vllm_recycle.core.dynamic.context_rows import check_contexts
+from vllm_recycle.core.adjacency import check_contexts
+from vllm_recycle.core.template_matrix import SCOPES
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
+from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, Schedule, halving_schedule
 from vllm_recycle.integration.options.base import (
     MethodOptions,
     expect,
@@ -16,7 +17,6 @@ from vllm_recycle.integration.options.base import (
     expect_file,
     is_int,
 )
-from vllm_recycle.integration.row_budget import MAX_TREE_ROWS, Schedule, halving_schedule
 
 TOKEN_RECYCLING = "token_recycling"
 # The prefix of the default tree that is fastest on CPU, see examples/benchmarks. With the root it
@@ -37,7 +37,7 @@ class TokenRecyclingOptions(MethodOptions):
         max_nodes: the most nodes of a tree that is grown; of a template, keep only this prefix.
         contexts: lengths of the contexts that rows are kept for, ascending from 1.
         context_mib: MiB of the table of rows of longer contexts.
-        scope: who reads and writes what, see `AdjacencyMatrix`.
+        scope: who reads and writes what, see `TemplateMatrix`.
         hot_start: whether a request inherits what earlier ones left in the matrix.
         matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
             written while serving and at shutdown, of each data-parallel rank its own. Or a folder

@@ -1,4 +1,4 @@
-// Growing trees and learning from them; twins of the functions in core/dynamic/.
+// Growing trees and learning from them; twins of the functions in core/.
 //
 // Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled on
 // the machine that runs it (native.py).
@@ -87,7 +87,7 @@ void each_place(const Rows& rows, const Context& context, int64_t salt, Visit vi
 }
 
 // The row to draft from; its `row` is null where nothing is known.
-Place find_row(const Rows& rows, const Context& context, int64_t salt) {
+Place find_entry(const Rows& rows, const Context& context, int64_t salt) {
   Place found = {};
   each_place(rows, context, salt, [&](const Place& place) {
     if ((place.own ? rows.has_own : rows.reads_shared) && place.is_known()) found = place;
@@ -95,7 +95,7 @@ Place find_row(const Rows& rows, const Context& context, int64_t salt) {
   return found;
 }
 
-void write_row(const Rows& rows, const Place& place, const int32_t* successors) {
+void write_entry(const Rows& rows, const Place& place, const int32_t* successors) {
   const bool stays = place.is_known() && place.row[1] == successors[0];
   const int32_t steadiness = stays ? std::min(3, (place.row[0] & 3) + 1) : 0;
   place.row[0] = place.head | steadiness;
@@ -105,7 +105,7 @@ void write_row(const Rows& rows, const Place& place, const int32_t* successors) 
 
 void count(const Rows& rows, double* counts, const Context& context, int64_t salt,
            int64_t token) {
-  const Place found = find_row(rows, context, salt);
+  const Place found = find_entry(rows, context, salt);
   if (!found.row) return;
   for (int64_t rank = 0; rank < rows.k; rank++) {
     if (found.row[1 + rank] < 0) continue;
@@ -153,7 +153,7 @@ void grow(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t 
   auto expand = [&](int64_t b, int64_t row, double value) {
     const Node& node = trees[b][row];
     if (node.depth == max_depths[b] || int64_t(trees[b].size()) > max_nodes) return;
-    const Place found = find_row(rows_of, node.context, salts[b]);
+    const Place found = find_entry(rows_of, node.context, salts[b]);
     if (!found.row) return;
     const int64_t ranks = (found.index * 2 + found.own) * k;
     for (int64_t rank = 0; rank < k; rank++) {
@@ -242,7 +242,7 @@ void learn(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t
     auto write = [&](int64_t row) {
       each_place(rows_of, contexts[row], salts[b], [&](const Place& place) {
         if (place.own ? has_own : writes_shared) {
-          write_row(rows_of, place, successors + (first + row) * k);
+          write_entry(rows_of, place, successors + (first + row) * k);
         }
       });
     };
@@ -284,7 +284,7 @@ void seed(int32_t* table, const int64_t* lengths, int64_t num_contexts, int64_t 
     }
     each_place(rows, context, salt, [&](const Place& place) {
       if (bool(place.own) == bool(has_own)) {
-        write_row(rows, place, merged.data() + place.index * k);
+        write_entry(rows, place, merged.data() + place.index * k);
       }
     });
   }

@@ -17,12 +17,12 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from vllm_recycle.core.tree import BatchTrees
+from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 
 @dataclass(frozen=True)  # no slots: the derived tensors are cached
-class TreeRows:
+class TreeQueries:
     """The rows of a step that are trees; what all layers of a step share.
 
     Attributes:
@@ -36,14 +36,14 @@ class TreeRows:
 
     """
 
-    trees: BatchTrees
+    trees: Trees
     first: torch.Tensor
     num_rows: torch.Tensor
     num_context: torch.Tensor
     block_table: torch.Tensor
     block_size: int
 
-    def select(self, chosen: torch.Tensor) -> TreeRows:
+    def select(self, chosen: torch.Tensor) -> TreeQueries:
         """Only the requests where `chosen`, bool [batch], is true."""
         names = ("first", "num_rows", "num_context", "block_table")
         rows = {name: getattr(self, name)[chosen] for name in names}
@@ -124,7 +124,7 @@ def tree_attention(
     kv_cache: torch.Tensor,
     output: torch.Tensor,
     *,
-    trees: TreeRows,
+    trees: TreeQueries,
     scale: float,
     isa: str,
     own: tuple[torch.Tensor, torch.Tensor] | None = None,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.triton.topology import DeviceTrees
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
 def choose_rows(

@@ -1,0 +1,230 @@
+"""How often drafts are right: what is counted, what is shipped, and the rates from both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dynamic_steps import VOCAB, K, address_of, learn_text, make_rows, verify
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import BRIEF
+
+from vllm_recycle.core import Trees
+from vllm_recycle.core.acceptance import AcceptanceTable
+from vllm_recycle.core.adjacency import MatrixLayout, write_entries, write_entry
+from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
+
+ANY = 4  # where the counts of all steadinesses are
+OWN, SHARED = 1, 0
+
+
+def make_proposer(scope="sequence", **options) -> TokenRecyclingProposer:
+    """One with two requests running, and no counts."""
+    rows = make_rows(scope, **options)
+    state = TokenRecyclingState(rows)
+    state.acceptance.counts.zero_()
+    proposer = TokenRecyclingProposer(state, max_nodes=4, max_num_reqs=3, seed_from_prompt=False)
+    proposer.begin(0, torch.empty(0, dtype=torch.int64))
+    proposer.begin(1, torch.empty(0, dtype=torch.int64))
+    return proposer
+
+
+def write(
+    proposer: TokenRecyclingProposer, context, successors, *, own: bool, steadiness=0
+) -> None:
+    """A row of request 0, or of all; of this context alone."""
+    rows = proposer.state.rows
+    salt = int(rows.salts[0])
+    address = address_of(rows.layout, context, salt, own=own)
+    heads = {place[2]: place[3] for place in rows.layout.addresses(context, salt)}
+    for _ in range(steadiness + 1):
+        write_entry(rows.table, address, heads[address], salt if own else 0, successors)
+
+
+def counted(proposer: TokenRecyclingProposer) -> dict[tuple[int, ...], tuple[float, float]]:
+    """By length, own, rank and steadiness: how often it was right, and seen."""
+    counts, lengths = proposer.state.acceptance.counts, proposer.layout.contexts
+    return {
+        (lengths[index], own, rank, steadiness): tuple(
+            counts[index, own, rank, steadiness].tolist()
+        )
+        for index, own, rank, steadiness in counts[..., 1].nonzero().tolist()
+    }
+
+
+# Counting.
+
+
+def test_a_step_without_drafts_teaches_all_ranks_of_the_row_that_would_be_drafted_from():
+    proposer = make_proposer()
+    write(proposer, [2], [6, 6, 6], own=True)  # shorter than what is known
+    write(proposer, [2, 1], [6, 6, 6], own=False)  # another's of the same length
+    write(proposer, [2, 1], [3, 4, -1], own=True, steadiness=2)
+    learn_text(proposer, 0, [1, 2], [4, 0, 3])
+    assert counted(proposer) == {
+        (2, OWN, 0, 2): (0, 1),
+        (2, OWN, 0, ANY): (0, 1),
+        (2, OWN, 1, 2): (1, 1),
+        (2, OWN, 1, ANY): (1, 1),
+    }
+
+
+def test_counts_are_of_what_was_known_before_the_step():
+    proposer = make_proposer()
+    learn_text(proposer, 0, [1, 2], [4, 0, 3])
+    assert counted(proposer) == {}
+    # The other request finds the shared row, once written and then as it was: steadiness 1.
+    learn_text(proposer, 0, [1, 2], [4, 0, 3])
+    learn_text(proposer, 1, [1, 2], [3, 0, 4])
+    expected = {
+        (2, OWN, rank, steadiness): (float(rank == 0), 1.0)
+        for rank in range(K)
+        for steadiness in (0, ANY)
+    }
+    expected |= {
+        (2, SHARED, rank, steadiness): (float(rank == 2), 1.0)
+        for rank in range(K)
+        for steadiness in (1, ANY)
+    }
+    assert counted(proposer) == expected
+
+
+def test_visited_rows_count_and_others_do_not():
+    proposer = make_proposer(contexts=(1,))
+    for token, successors in ((0, [1, 2, 3]), (1, [5, 6, 4]), (2, [0, 1, 5]), (4, [6, 5, 3])):
+        write(proposer, [token], successors, own=False, steadiness=token % 3)
+    # Below 0 both 2 and 1 are drafted, and 4 below 1: the walk goes 0, 1, 4 and ends with 3.
+    follower = {0: 1, 1: 4, 2: 0, 4: 3}
+    trees = Trees.from_parents(torch.tensor([[0, 0, 0, 2, 0]]))
+    drafts = torch.tensor([[2, 1, 4, -1]])
+    walked = verify(
+        proposer,
+        torch.tensor([0]),
+        [[0]],
+        lambda text: [follower[text[-1]], 0, 0],
+        trees,
+        drafts,
+        [3],
+    )
+    assert walked.path.tolist() == [[0, 2, 3]]
+    right = {0: [1, 0, 0], 1: [0, 0, 1], 4: [0, 0, 1]}  # by row: which rank was
+    expected: dict[tuple[int, ...], tuple[float, float]] = {}
+    for token, ranks in right.items():
+        for rank, is_right in enumerate(ranks):
+            for steadiness in (token % 3, ANY):
+                key = (1, SHARED, rank, steadiness)
+                old = expected.get(key, (0, 0))
+                expected[key] = (old[0] + is_right, old[1] + 1)
+    assert counted(proposer) == expected
+
+
+@BRIEF
+@given(
+    parents=st.lists(st.integers(0, 10), max_size=4),
+    tokens=st.lists(st.integers(0, VOCAB - 1), min_size=4, max_size=4),
+    order=st.permutations(range(VOCAB)),
+)
+def test_what_is_counted_at_the_root_does_not_depend_on_what_was_drafted(parents, tokens, order):
+    counts = []
+    for num_nodes in {0, len(parents)}:
+        proposer = make_proposer(contexts=(1, 2))
+        write(proposer, [0, 6], [3, 4, 5], own=True)
+        hangs_below = [0, *(parent % (row + 1) for row, parent in enumerate(parents))]
+        hangs_below += [0] * (5 - len(hangs_below))
+        trees = Trees.from_parents(torch.tensor([hangs_below]))
+        drafts = torch.tensor([[*tokens[:num_nodes], *[-1] * (4 - num_nodes)]])
+        idx_mapping = torch.tensor([0])
+        verify(proposer, idx_mapping, [[6, 0]], lambda _: list(order), trees, drafts, [num_nodes])
+        of_root = {key: value for key, value in counted(proposer).items() if key[:2] == (2, OWN)}
+        counts.append(of_root)
+    assert len(counts[0]) == 2 * K
+    assert counts[0] == counts[-1]
+
+
+def test_above_two_thousand_both_numbers_are_halved():
+    proposer = make_proposer(contexts=(1,))
+    write(proposer, [2], [3, 4, 5], own=True)
+    cells = proposer.state.acceptance.counts[0, OWN]
+    cells[0, 0] = torch.tensor([700.0, 2000.0])
+    cells[1, 0] = torch.tensor([701.0, 1999.0])
+    cells[2, 0] = torch.tensor([3.0, 9.0])
+    cells[0, ANY] = torch.tensor([100.0, 2000.0])
+    learn_text(proposer, 0, [2], [3, 0, 1])
+    assert cells[:, 0].tolist() == [[350.5, 1000.5], [701, 2000], [3, 10]]
+    assert cells[0, ANY].tolist() == [50.5, 1000.5]
+
+
+@pytest.mark.parametrize(("scope", "counts_shared"), [("isolated", False), ("sequence", True)])
+def test_isolated_requests_leave_the_counts_alone(scope, counts_shared):
+    proposer = make_proposer(scope)
+    write(proposer, [2], [3, 4, 5], own=True)
+    learn_text(proposer, 0, [2], [3, 0, 1])
+    assert bool(counted(proposer)) == counts_shared
+    rows = proposer.state.rows
+    learned = rows.table[address_of(rows.layout, [2], int(rows.salts[0]), own=True)]
+    assert learned[1:-1].tolist() == [3, 0, 1]
+
+
+# Rates.
+
+
+def layout_of(contexts=(1,), k=K) -> MatrixLayout:
+    return make_rows(contexts=contexts, k=k).layout
+
+
+def test_a_rate_leans_on_that_of_all_steadinesses():
+    table = AcceptanceTable(layout_of((1, 2)))
+    table.counts.zero_()
+    table.counts[1, OWN, 2, :, 0] = torch.tensor([0, 3, 6, 21, 30.0])
+    table.counts[1, OWN, 2, :, 1] = torch.tensor([0, 6, 16, 24, 60.0])
+    rates = table.rates()
+    assert rates.shape == (2, 2, K, 4)
+    assert rates[1, OWN, 2].tolist() == [2 / 4, 5 / 10, 8 / 20, 23 / 28]
+    assert int(rates.count_nonzero()) == 4  # what was never seen is not drafted
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+@pytest.mark.parametrize("k", [1, 3, 8, 20])
+def test_for_every_length_and_k_sane_counts_are_shipped(length, k):
+    table = AcceptanceTable(layout_of((1,) if length == 1 else (1, length), k))
+    right, seen = table.counts.unbind(-1)
+    assert table.counts.isfinite().all()
+    assert (right >= 0).all()
+    assert (right <= seen).all()
+    assert seen[..., ANY].min() > 0
+    assert seen.max() < 200.001  # an engine soon has more of its own
+    rates = table.rates()
+    assert rates.min() >= 0
+    assert rates.max() <= 1
+    # The first successor is right more often than the second one is.
+    if k > 1:
+        assert (rates[:, :, 0] > rates[:, :, 1]).all()
+
+
+def test_ranks_that_were_not_measured_have_the_counts_of_the_last_one():
+    of_eight, of_two, of_ten = (AcceptanceTable(layout_of((1, 2), k)).counts for k in (8, 2, 10))
+    assert of_two.equal(of_eight[:, :, :2])
+    assert of_ten[:, :, :8].equal(of_eight)
+    assert of_ten[:, :, 8].equal(of_eight[:, :, 7])
+    assert of_ten[:, :, 9].equal(of_eight[:, :, 7])
+
+
+def test_to_clear_is_to_go_back_to_what_is_shipped():
+    table = AcceptanceTable(layout_of())
+    shipped = table.counts.clone()
+    table.counts += 1
+    table.clear()
+    assert table.counts.equal(shipped)
+    assert AcceptanceTable(layout_of()).counts.equal(shipped)
+
+
+def test_what_an_engine_counts_does_not_reach_what_is_shipped():
+    proposer = make_proposer()
+    proposer.state.clear()
+    shipped = proposer.state.acceptance.counts.clone()
+    salt, table = int(proposer.state.rows.salts[0]), proposer.state.rows.table
+    write_entries(table, [2, 1], salt, [3, 4, 5], proposer.layout, own=True, shared=True)
+    learn_text(proposer, 0, [1, 2], [3, 4, 5])
+    assert not proposer.state.acceptance.counts.equal(shipped)
+    proposer.state.clear()
+    assert proposer.state.acceptance.counts.equal(shipped)

@@ -1,0 +1,292 @@
+"""The size of the trees: the best for the time, held, looked for at 0, and never below plain."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from device_costs import LLAMA_1B, LLAMA_8B, QWEN_30B_A3B
+
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.roofline import Device, device_of
+from vllm_recycle.core.size_chooser import (
+    CREDIT,
+    EARNED,
+    LOOK_EVERY,
+    MARGIN,
+    SizeChooser,
+    promised_gains,
+)
+from vllm_recycle.core.step_seconds import StepSeconds
+from vllm_recycle.integration.draft_limits import (
+    MAX_HALVED_DRAFT_ROWS,
+    MAX_TREE_ROWS,
+    draft_forward_rows,
+    halved_shapes,
+)
+from vllm_recycle.integration.options.ouroboros import GPU_SIZES
+
+DEVICES = {name: device_of(name) for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "H20")}
+DRAFTING = {1024: 3e-4}
+MAX_ROWS = 512
+# Recorded by record_traces.py: of a text, by token and size, what trees promised and gave.
+TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
+SIZES = TRACES["sizes"]
+# And by record_drafts.py: what rounds of a draft model gave.
+DRAFTED = json.loads(Path(__file__).with_name("draft_traces.json").read_text())
+
+
+def learnt(*worth: float) -> SizeChooser:
+    chooser = SizeChooser()
+    chooser.learn(np.array(worth), 1)
+    return chooser
+
+
+def choose(chooser: SizeChooser, seconds: dict[int, float], num_reqs: int = 1) -> int:
+    return chooser.choose(seconds, num_reqs=num_reqs, num_drafting=num_reqs)
+
+
+def test_the_size_with_the_most_tokens_for_the_time_is_chosen():
+    assert choose(learnt(0.5, 0.4, 0.1), {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.5}) == 2
+    assert choose(learnt(0.5, 0.4, 0.1), {0: 1.0, 1: 1.6, 2: 2.0, 3: 2.5}) == 0
+
+
+def test_requests_that_have_no_tree_gain_nothing():
+    chooser = learnt(0.5)
+    assert chooser.choose({0: 1.0, 1: 1.1}, num_reqs=8, num_drafting=8) == 1
+    assert chooser.choose({0: 1.0, 1: 1.1}, num_reqs=8, num_drafting=1) == 0
+
+
+def test_a_size_is_held_until_another_promises_more_than_a_margin():
+    chooser = learnt(0.5, 0.0)
+    assert choose(chooser, {0: 1.0, 1: 1.0, 2: 1.0}) == 1
+    better = 1.0 / (1 + MARGIN)
+    assert choose(chooser, {0: 1.0, 1: 1.0, 2: better * 1.01}) == 1
+    assert choose(chooser, {0: 1.0, 1: 1.0, 2: better * 0.99}) == 2
+    # But none is held that is worse than none.
+    assert choose(chooser, {0: 1.0, 1: 1.51, 2: 1.51}) == 0
+    assert choose(chooser, {0: 1.0, 1: 1.49, 2: 1.51}) == 0
+    assert choose(chooser, {0: 1.0, 1: 1.4, 2: 1.51}) == 1
+
+
+def test_a_size_that_the_batch_may_not_have_is_not_held():
+    chooser = learnt(0.5, 0.5)
+    assert choose(chooser, {0: 1.0, 1: 1.0, 2: 1.0}) == 2
+    assert choose(chooser, {0: 1.0, 1: 1.0}) == 1
+
+
+def test_what_is_known_is_of_the_last_steps():
+    chooser = learnt(0.0)
+    for _ in range(100):
+        chooser.learn(np.array([2.0]), 4)
+        choose(chooser, {0: 1.0, 1: 2.0})
+    assert chooser.gains == pytest.approx([0.0, 0.5], abs=1e-2)
+    chooser.learn(np.array([0.0]), 4)
+    assert chooser.gains[1] > 0.4
+    # After steps without a look at trees, the next look is nearly all that is known.
+    for _ in range(2 * LOOK_EVERY):
+        choose(chooser, {0: 1.0, 1: 2.0})
+    chooser.learn(np.array([6.0]), 6)
+    assert chooser.gains[1] > 0.8
+
+
+def test_trees_are_believed_as_far_as_they_keep_their_promise():
+    chooser, seconds = learnt(1.0), {0: 1.0, 1: 1.4}
+    assert choose(chooser, seconds) == 1
+    steps = 0
+    while choose(chooser, seconds) == 1:
+        chooser.verified([1], 0, num_reqs=1)
+        chooser.learn(np.array([1.0]), 1)
+        steps += 1
+    assert steps < 20
+    assert chooser.trust < 0.4
+    # Nobody can keep a promise at size 0: some time later it is tried again.
+    assert any(choose(chooser, seconds) for _ in range(1000))
+
+
+def test_what_trees_lose_is_bounded_however_often_they_are_tried_again():
+    chooser, seconds = SizeChooser(np.array([0.0, 3.0])), {0: 1.0, 1: 2.0}
+    sizes = []
+    for _ in range(4000):
+        sizes.append(choose(chooser, seconds))
+        if sizes[-1]:
+            chooser.verified([1], 0, num_reqs=1)
+    # Each lost a plain step.
+    assert sum(sizes) <= CREDIT + len(sizes) * EARNED + 1
+    # And it is never given up.
+    assert sum(sizes[2000:]) > 5
+    while chooser.credit < 3.0:
+        if choose(chooser, seconds):
+            chooser.verified([1], 3, num_reqs=1)
+    assert [choose(chooser, seconds) for _ in range(3)] == [1] * 3
+
+
+class Served:
+    """Requests that go through recorded texts, with the trees that a chooser asks for."""
+
+    def __init__(
+        self,
+        times: StepSeconds,
+        batch: int,
+        context: float,
+        *,
+        boast: float = 1.0,
+        traces: dict[str, Any] = TRACES,
+        gains: np.ndarray | None = None,
+    ) -> None:
+        self.times, self.batch, self.context, self.boast = times, batch, context, boast
+        self.texts, self.all_sizes = traces["texts"], traces["sizes"]
+        self.fitting = [n for n in self.all_sizes if not n or batch * (n + 1) <= MAX_ROWS]
+        self.grows = gains is None
+        # Each somewhere in a text; behind its end the next one begins.
+        lengths = [len(text["accepted"]) for text in self.texts]
+        owners = [index % len(lengths) for index in range(batch)]
+        self.places = [(text, 13 * i % lengths[text]) for i, text in enumerate(owners)]
+        self.chooser = SizeChooser(gains)
+        self.seconds = self.plain_seconds = 0.0
+        self.sizes: list[int] = []
+
+    def step(self, size: int) -> None:
+        """Verify trees of a size, and go on."""
+        tokens = accepted = 0
+        for index, (text, place) in enumerate(self.places):
+            gain = self.texts[text]["accepted"][place][self.all_sizes.index(size)]
+            accepted, tokens, place = accepted + gain, tokens + 1 + gain, place + 1 + gain
+            if place >= len(self.texts[text]["accepted"]):
+                text, place = (text + 1) % len(self.texts), 0
+            self.places[index] = (text, place)
+        if size:
+            self.chooser.verified([size] * self.batch, accepted, num_reqs=self.batch)
+        self.seconds += self.seconds_of(size)
+        self.plain_seconds += tokens / self.batch * self.seconds_of(0)
+        self.sizes.append(size)
+
+    def seconds_of(self, size: int) -> float:
+        return self.times.at(size, requests=self.batch, context=self.context)
+
+    def worth(self) -> np.ndarray:
+        """By node, as it is computed where these trees are grown."""
+        worth = np.zeros(SIZES[-1])
+        for text, place in self.places:
+            sums = TRACES["texts"][text]["worth"][place]
+            for (a, b), (x, y) in zip(pairwise(SIZES), pairwise(sums), strict=True):
+                worth[a:b] += self.boast * (y - x) / (b - a)
+        return worth
+
+    def run(self, steps: int) -> float:
+        """Serve; returns the speed, 1 being that of plain decoding."""
+        seconds = {size: self.seconds_of(size) for size in self.fitting}
+        size, idle, on_its_way = 0, 0, []
+        for _ in range(steps):
+            self.step(size)
+            # What is seen of a step is a step old.
+            for worth in on_its_way:
+                self.chooser.learn(worth, self.batch)
+            on_its_way = []
+            if self.chooser.gains is not None:
+                size = self.chooser.choose(seconds, num_reqs=self.batch, num_drafting=self.batch)
+            if self.grows and (size or idle % LOOK_EVERY == 0):
+                on_its_way = [self.worth()]
+                self.seconds += 0.0 if size else max(DRAFTING.values())
+            idle = 0 if size else idle + 1
+        return self.plain_seconds / self.seconds
+
+
+@pytest.mark.parametrize("context", [512, 32768])
+@pytest.mark.parametrize("batch", [1, 4, 32, 128, 384])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_30B_A3B], ids=["dense", "mixture"])
+def test_speed_is_never_below_that_of_plain_decoding(model, device, batch, context):
+    served = Served(StepSeconds(DEVICES[device], model, drafting=DRAFTING), batch, context)
+    assert served.run(400 if batch < 32 else 100) > 0.99
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_request_is_faster_with_trees_and_a_large_batch_has_none(device):
+    times = StepSeconds(DEVICES[device], LLAMA_8B, drafting=DRAFTING)
+    assert Served(times, 1, 512).run(400) > 1.5
+    full = Served(times, 512, 512)
+    assert full.run(50) > 0.99
+    assert set(full.sizes) == {0}
+
+
+def test_devices_differ_in_the_sizes_that_pay():
+    chosen = {}
+    for name, device in DEVICES.items():
+        served = Served(StepSeconds(device, LLAMA_8B, drafting=DRAFTING), 8, 512)
+        served.run(100)
+        chosen[name] = served.sizes[-1]
+    # The H20 computes a seventh of what an H100 does.
+    assert chosen["H20"] < chosen["H100 80GB HBM3"]
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_trees_that_promise_too_much_are_found_out(batch):
+    times = StepSeconds(DEVICES["H20"], QWEN_30B_A3B, drafting=DRAFTING)
+    assert Served(times, batch, 512, boast=4.0).run(600) > 0.97
+
+
+FORWARDS = GPU_SIZES["max_forwards"]
+SHAPES = halved_shapes(
+    DraftShape(**{name: size for name, size in GPU_SIZES.items() if name != "max_forwards"}),
+    MAX_HALVED_DRAFT_ROWS,
+)
+
+
+def rounds_on(device: Device) -> dict[int, float]:
+    """Seconds of a round of drafting, by its requests."""
+    return {
+        batch: FORWARDS
+        * (
+            LLAMA_1B.layers_seconds(device, batch * draft_forward_rows(shape))
+            + LLAMA_1B.logits_seconds(device, batch * (1 + shape.lookahead().num_nodes))
+        )
+        for batch, shape in enumerate(SHAPES, start=1)
+    }
+
+
+def drafted(device: str, batch: int, *, right: float, cost: float) -> Served:
+    """Requests that are drafted for by a draft model.
+
+    Args:
+        device: the name of one.
+        batch: how many requests.
+        right: the part of the rounds that are accepted as recorded; of the others nothing is.
+        cost: of a round, in units of one of LLAMA_1B.
+
+    """
+    shape = SHAPES[batch - 1]
+    texts = [
+        {"accepted": [row if place // 8 % 10 < 10 * right else [0] * 3 for place, row in rows]}
+        for rows in (list(enumerate(text["accepted"])) for text in DRAFTED["texts"])
+    ]
+    rounds = {n: cost * seconds for n, seconds in rounds_on(DEVICES[device]).items()}
+    times = StepSeconds(DEVICES[device], LLAMA_8B, drafting=rounds)
+    served = Served(
+        times,
+        batch,
+        512,
+        traces={"sizes": DRAFTED["sizes"], "texts": texts},
+        gains=promised_gains(shape.tree().prefix_depths),
+    )
+    whole = shape.num_nodes
+    served.fitting = [0, whole if batch * (whole + 1) <= MAX_TREE_ROWS else whole // 2]
+    return served
+
+
+@pytest.mark.parametrize(("right", "cost"), [(1.0, 1.0), (1.0, 0.2), (0.5, 0.2), (0.0, 1.0)])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rounds_of_a_draft_model_are_never_slower_than_plain_decoding(device, batch, right, cost):
+    assert drafted(device, batch, right=right, cost=cost).run(2000) > 0.99
+
+
+def test_rounds_of_a_draft_model_are_made_where_they_give_more_than_they_cost():
+    assert drafted("H100 80GB HBM3", 1, right=1.0, cost=0.1).run(400) > 1.3
+    in_vain = drafted("H100 80GB HBM3", 16, right=0.0, cost=1.0)
+    in_vain.run(2000)
+    assert 0 < sum(map(bool, in_vain.sizes)) < 100

@@ -1,0 +1,238 @@
+"""Ouroboros in the engine: its drafts and its pool, step by step, against a slow reference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from derived_models import gemma4
+from engines import (
+    EXAMPLES,
+    OUROBOROS,
+    SMALL_OUROBOROS,
+    TARGET,
+    core,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+    runner,
+)
+from slow_ouroboros import Phrase, SlowOuroboros
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
+
+from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
+from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
+
+DRAFT = EXAMPLES / "models" / "draft"
+PROMPTS = [
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    "Question: Tom has 12 apples and eats 3. How many apples are left?\nAnswer:",
+]
+SIZES = {
+    **{"gamma": 6, "window": 8, "guesses": 4, "phrase_length": 5, "branches": 2},
+    **{"early_rows": 0, "max_forwards": 6},
+}
+NUM_TOKENS = 40
+
+
+@dataclass
+class Drafted:
+    """A round, as either side tells it."""
+
+    trunk: list[int]
+    branches: list[Phrase]
+    forwards: int
+
+
+def load(path: str | Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted], list, dict]:
+    """Rounds of all prompts, their outputs and the pool."""
+    slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES | options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices
+    rounds, outputs = [], []
+    for prompt in token_ids:
+        sequence = slow.begin(prompt)
+        # The token that ends the prompt's own step.
+        sequence.token_ids.append(first_token(slow, prompt))
+        while len(sequence.token_ids) - len(prompt) < NUM_TOKENS:
+            done = slow.step(sequence)
+            rounds.append(Drafted(done.trunk, done.branches, done.draft_forwards))
+        outputs.append(tuple(sequence.token_ids[len(prompt) :][:NUM_TOKENS]))
+        rounds.append(Drafted([], [], 0))  # what has all its tokens is not drafted for
+    torch.set_num_threads(threads)
+    return rounds, outputs, {token: phrases for token, phrases in slow.pool.items() if phrases}
+
+
+def first_token(slow: SlowOuroboros, prompt: list[int]) -> int:
+    with torch.no_grad():
+        return int(slow.target(torch.tensor([prompt])).logits[0, -1].argmax())
+
+
+def run_engine(
+    token_ids: list[list[int]], options: dict, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Drafted], list, dict]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    rounds = []
+    with engine({**OUROBOROS, **SIZES, **options, "row_cost": 0}) as llm:
+        drafter = runner(llm).drafter
+        proposer, draft = drafter.proposer, drafter.draft
+
+        def recorded(*args: Any) -> torch.Tensor:
+            before = proposer.num_forwards
+            drafts = draft(*args)
+            gamma, length = proposer.shape.gamma, proposer.shape.length
+            trunk = [token for token in drafts[0, :gamma].tolist() if token >= 0]
+            branches = drafts[0, gamma:].view(-1, length).tolist()
+            there = [tuple(branch) for branch in branches if branch[0] >= 0]
+            rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
+            return drafts
+
+        monkeypatch.setattr(drafter, "draft", recorded)
+        outputs = []
+        for prompt in token_ids:
+            [[output]] = generate(llm, [{"prompt_token_ids": prompt}], params)
+            outputs.append(output)
+        pool = {}
+        for token, phrases in enumerate(proposer.pool.phrases.tolist()):
+            known = [tuple(phrase) for phrase in phrases if phrase[0] >= 0]
+            if known:
+                pool[token] = known
+    return rounds, outputs, pool
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"max_forwards": 2}, id="two forwards", marks=pytest.mark.slow),
+        pytest.param({"early_rows": 3}, id="early rows"),
+        pytest.param(
+            {"window": 0, "guesses": 1},
+            id="no window, fewer guesses than branches",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"guesses": 0}, id="no guesses", marks=pytest.mark.slow),
+        pytest.param(
+            {"harvest_trunk": False, "harvest_branches": False},
+            id="no harvest",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_drafts_and_pool_equal_those_of_the_slow_reference(options, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    token_ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
+    expected_rounds, expected_outputs, expected_pool = run_slowly(token_ids, options)
+    rounds, outputs, pool = run_engine(token_ids, options, monkeypatch)
+    assert outputs == expected_outputs
+    assert rounds == expected_rounds
+    assert pool == expected_pool
+    assert len(pool) > (50 if options.get("window", 1) else 5)
+
+
+@pytest.mark.parametrize(("row_cost", "is_verified"), [(0, True), (5, False)])
+def test_what_is_not_worth_its_row_is_not_verified(row_cost, is_verified):
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with engine() as llm:
+        expected = generate(llm, PROMPTS, params)
+    with engine({**OUROBOROS, "row_cost": row_cost}) as llm:
+        assert generate(llm, PROMPTS, params) == expected
+        assert (counter(llm, "spec_decode_num_draft_tokens") > 0) == is_verified
+        # What was drafted, and was right, is counted all the same.
+        right = runner(llm).drafter.acceptance.counts[0, 0]
+        assert right > 10
+
+
+def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
+    method = {**OUROBOROS, "model": gemma4(tmp_path / "gemma4")}
+    message = "layers share a KV cache, as draft_model.model.layers.2.self_attn.attn does"
+    with pytest.raises(NotImplementedError, match=message), engine(method, load_format="dummy"):
+        pass
+
+
+def test_start_up_says_whether_drafting_can_pay():
+    with engine(OUROBOROS) as llm:
+        drafter = runner(llm).drafter
+        line = runner(llm).price_rows()
+        assert re.search(
+            r"takes \d+\.\d\d of a step, 1 forwards of 11 rows: it pays above \d", line
+        )
+        assert "leave the method out" not in drafter.judge(1000.0)
+        assert "more than any draft can give: leave the method out" in drafter.judge(1e-6)
+
+
+class TestDraftCache:
+    """The draft's keys and values are those of the text, whatever happened to a request."""
+
+    # The same products in GEMMs of other shapes; keys and values are of order one to ten.
+    TOLERANCE = 2e-3
+    # Chunked prefill; room for about three of the eight requests; prefixes that come again.
+    SETTINGS = {  # noqa: RUF012
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+        "max_num_seqs": 8,
+        "max_model_len": 640,
+        "max_num_batched_tokens": 96,
+        "enable_prefix_caching": True,
+    }
+
+    def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
+        """Between the cache and a fresh computation, over the tokens of a request's text."""
+        drafter = runner(llm).drafter
+        known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
+        text = list(request.all_token_ids)[:known]
+        (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        layers = runner(llm).compilation_config.static_forward_context
+        with torch.no_grad():
+            cache = draft(torch.tensor([text]), use_cache=True).past_key_values
+        differences = []
+        for name, fresh in zip(sorted(drafter.attention_layers), cache.layers, strict=True):
+            layer = layers[name]
+            pair = gather_keys_values(layer.kv_cache, torch.tensor([blocks]), isa=layer.isa)
+            for held, expected in zip(pair, (fresh.keys, fresh.values), strict=True):
+                differences.append((held[:, :, : len(text)] - expected).abs().max())
+        return float(torch.stack(differences).max())
+
+    def differences(self, num_prompts: int) -> list[float]:
+        """Of every running request after some steps, with each kind of event among them."""
+        draft = load(DRAFT)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        found = []
+        with engine(SMALL_OUROBOROS, **self.SETTINGS) as llm:
+            prompts = read_prompts(num_prompts)
+            # The last ones are in the cache still.
+            for turn, batch in enumerate((prompts, prompts[::-1])):
+                for number, prompt in enumerate(batch):
+                    llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
+                step = 0
+                while llm.llm_engine.has_unfinished_requests():
+                    llm.llm_engine.step()
+                    step += 1
+                    running = core(llm).scheduler.running if step % 5 == 0 else ()
+                    found += [self.largest_difference(llm, request, draft) for request in running]
+            assert counter(llm, "num_preemptions") > 0
+            assert counter(llm, "prefix_cache_hits") > 0
+            assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        return found
+
+    def test_follows_the_text(self):
+        found = self.differences(10)
+        assert len(found) > 50
+        assert max(found) < self.TOLERANCE
+
+    def test_a_cache_that_lags_is_seen(self, monkeypatch):
+        def lag(self, idx_mapping, num_drafting):
+            self.num_cached[idx_mapping] = self.ends[idx_mapping]
+
+        monkeypatch.setattr(OuroborosV1Drafter, "_catch_up", lag)
+        assert max(self.differences(10)) > 10 * self.TOLERANCE

@@ -1,0 +1,111 @@
+"""The row arithmetic of a step, against plain loops over the requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_recycle.core import load_tree
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+
+TREE = load_tree("paper-80").prefix(30)
+# No deadline: the first example pays for lazy imports, and test machines are shared.
+THOROUGH = settings(max_examples=80, deadline=None)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Scheduled tokens of a request: some of the prompt, or a root and its draft."""
+
+    tokens: list[int]
+    num_nodes: int
+
+    @property
+    def logit_tokens(self) -> list[int]:
+        return self.tokens[len(self.tokens) - 1 - self.num_nodes :]
+
+
+token_ids = st.integers(0, 99)
+
+
+@st.composite
+def requests(draw) -> Request:
+    if draw(st.booleans()):
+        return Request(draw(st.lists(token_ids, min_size=1, max_size=20)), 0)
+    size = draw(st.integers(0, TREE.num_nodes))
+    draft = draw(st.lists(token_ids | st.just(-1), min_size=size, max_size=size))
+    return Request([draw(token_ids), *draft], size)
+
+
+batches = st.lists(requests(), min_size=1, max_size=6)
+
+
+def make(batch: list[Request]) -> StepLayout:
+    lengths = torch.tensor([len(request.tokens) for request in batch])
+    return StepLayout.make(
+        trees=TREE.of_batch(len(batch)),
+        num_nodes=torch.tensor([request.num_nodes for request in batch]),
+        last_token_row=lengths.cumsum(0) - 1,
+        row_token_ids=torch.tensor([token for request in batch for token in request.logit_tokens]),
+    )
+
+
+def paths_to(row: int) -> list[int]:
+    return [0] if row == 0 else [*paths_to(TREE.nodes[row - 1][0]), row]
+
+
+@THOROUGH
+@given(batch=batches)
+def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
+    trees = make(batch)
+    token_row = logit_row = 0
+    tree_token_rows, tree_rows = [], []
+    for index, request in enumerate(batch):
+        size = request.num_nodes
+        root = token_row + len(request.tokens) - 1 - size
+        unscheduled = TREE.num_nodes - size
+        assert trees.num_nodes[index] == size
+        assert trees.first_token_row[index] == root
+        assert trees.cu_num_logits[index] == logit_row
+        assert trees.drafts[index].tolist() == request.logit_tokens[1:] + [-1] * unscheduled
+        if size:
+            tree_token_rows += range(root, root + size + 1)
+            tree_rows += range(size + 1)
+        token_row += len(request.tokens)
+        logit_row += size + 1
+    assert trees.cu_num_logits[-1] == logit_row
+    assert trees.tree_token_rows.tolist() == tree_token_rows
+    assert trees.tree_rows.tolist() == tree_rows
+    assert trees.row_token_ids.tolist() == [
+        token for request in batch for token in request.logit_tokens
+    ]
+
+
+@THOROUGH
+@given(batch=batches, data=st.data())
+def test_moves_bring_the_accepted_rows_to_the_front_and_move_no_other(batch, data):
+    trees = make(batch)
+    ends = [data.draw(st.integers(0, request.num_nodes)) for request in batch]
+    read, write = trees.moves(TREE.paths[ends])
+    token_rows = torch.arange(sum(len(request.tokens) for request in batch))
+    moved = token_rows.clone()
+    moved[write] = token_rows[read]
+    expected = token_rows.tolist()
+    for root, end in zip(trees.first_token_row.tolist(), ends, strict=True):
+        for place, row in enumerate(paths_to(end)):
+            expected[root + place] = root + row
+    assert moved.tolist() == expected
+    assert (read != write).all()
+    assert len(set(write.tolist())) == len(write)
+
+
+def test_a_path_that_lies_at_the_front_moves_nothing():
+    batch = [Request([5, 1, 2, 3], 3), Request([7, 8], 0), Request([5, *range(10)], 10)]
+    trees = make(batch)
+    # Nodes 1 and 9 are the first child of the root and its first child.
+    for ends, moves in (([1, 0, 1], []), ([2, 0, 9], [(2, 1), (6 + 9, 6 + 2)])):
+        read, write = trees.moves(TREE.paths[ends])
+        assert list(zip(read.tolist(), write.tolist(), strict=True)) == moves

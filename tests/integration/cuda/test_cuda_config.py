@@ -1,0 +1,251 @@
+"""What the method makes of a configuration on CUDA; on any machine, since no engine starts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.integration import config as engine_config
+from vllm_recycle.integration.draft_limits import (
+    MAX_HALVED_DRAFT_ROWS,
+    MAX_TREE_ROWS,
+    draft_forward_rows,
+    drafting_shapes,
+    halved_shapes,
+    halving_schedule,
+    largest_drafting_batch,
+    most_draft_rows,
+)
+from vllm_recycle.integration.options.ouroboros import CPU_SIZES, GPU_SIZES, OuroborosOptions
+
+TABLE = "num_speculative_tokens_per_batch_size"
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda(monkeypatch):
+    platform = SimpleNamespace(is_cuda=lambda: True, device_type="cuda", device_name="a GPU")
+    monkeypatch.setattr(engine_config, "current_platform", platform)
+
+
+def rewrite(method: dict | None = None, **flags) -> EngineArgs:
+    config = TOKEN_RECYCLING | (method or {})
+    return make(config, **flags)
+
+
+def make(config: dict, **flags) -> EngineArgs:
+    return engine_config.rewrite(EngineArgs(TARGET, speculative_config=config, **flags))
+
+
+def test_the_host_method_and_our_classes():
+    made = rewrite()
+    assert made.worker_cls == "vllm_recycle.integration.cuda.worker.TreeGPUWorker"
+    assert made.speculative_config["method"] == "ngram_gpu"
+    assert made.async_scheduling is None  # as vLLM likes
+    assert made.attention_config.backend is AttentionBackendEnum.FLASH_ATTN
+
+
+def test_all_nodes_are_the_default():
+    made = rewrite()
+    assert made.speculative_config["num_speculative_tokens"] == 80
+    assert made.additional_config["vllm_recycle"]["tree"] == "dynamic"
+    template = rewrite({"tree": "default"})
+    assert template.additional_config["vllm_recycle"]["max_nodes"] is None
+    assert template.speculative_config["num_speculative_tokens"] == 80
+    assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
+
+
+def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
+    for given, chooses in (
+        ({}, True),
+        ({"scope": "isolated"}, False),
+        ({TABLE: [(1, 4, 16), (5, 1024, 0)]}, False),
+        ({"tree": "default"}, False),
+    ):
+        made = rewrite(given)
+        assert made.additional_config["vllm_recycle"]["chooses_sizes"] == chooses
+        assert made.speculative_config[TABLE]
+
+
+@pytest.mark.parametrize("given", [{"row_cost": 0.1}, {"step_times_file": "times.json"}])
+@pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
+def test_rows_have_no_price_of_the_user_s(method, given):
+    with pytest.raises(NotImplementedError, match="expected none on a GPU"):
+        make(method | given)
+
+
+def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
+    assert rewrite().speculative_config[TABLE] == halving_schedule(80, MAX_TREE_ROWS)
+    mine = [(1, 4, 16), (5, 1024, 0)]
+    assert rewrite({TABLE: mine}).speculative_config[TABLE] == mine
+
+
+@pytest.mark.parametrize(
+    ("method", "chooses"),
+    [
+        (TOKEN_RECYCLING, True),
+        (TOKEN_RECYCLING | {"tree": "default"}, False),
+        (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
+        (OUROBOROS, True),
+        (OUROBOROS | {TABLE: [(1, 1024, 8)]}, False),
+    ],
+)
+def test_sizes_are_chosen_by_what_drafts_give_unless_the_user_says_them(method, chooses):
+    assert make(method).additional_config["vllm_recycle"]["chooses_sizes"] is chooses
+
+
+def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees():
+    assert rewrite().max_cudagraph_capture_size == 512
+    assert rewrite(max_num_seqs=2).max_cudagraph_capture_size == 336  # 2 x 2 x 81, in steps of 16
+    # What the user has said stays.
+    assert rewrite(max_cudagraph_capture_size=1000).max_cudagraph_capture_size == 1000
+    for given in ({"cudagraph_capture_sizes": [8]}, {"max_cudagraph_capture_size": 64}):
+        made = rewrite(compilation_config=given)
+        assert made.max_cudagraph_capture_size is None
+        assert [getattr(made.compilation_config, name) for name in given] == [*given.values()]
+    made = rewrite(cudagraph_capture_sizes=[8])
+    assert (made.max_cudagraph_capture_size, made.cudagraph_capture_sizes) == (None, [8])
+
+
+def test_ouroboros_is_hosted_by_vllm_s_draft_model():
+    made = make(OUROBOROS)
+    assert made.speculative_config["method"] == "draft_model"
+    assert made.speculative_config["model"] == OUROBOROS["model"]
+    assert made.speculative_config["num_speculative_tokens"] == 12 + 3 * 6
+
+
+def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
+    for given, forwards in (({}, 4), ({"max_forwards": 7}, 7), ({"gamma": 2}, 2)):
+        options = make(OUROBOROS | given).additional_config["vllm_recycle"]
+        assert options["max_forwards"] == forwards
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "expected"),
+    [
+        ({}, True, GPU_SIZES),
+        ({}, False, CPU_SIZES),
+        ({"window": None, "max_forwards": None}, False, CPU_SIZES),
+        ({"gamma": 1}, False, CPU_SIZES | {"gamma": 1, "early_rows": 1}),
+        ({"early_rows": 4}, False, CPU_SIZES | {"gamma": 4, "early_rows": 4}),
+        ({"max_forwards": 14}, True, GPU_SIZES | {"gamma": 14, "max_forwards": 14}),
+    ],
+)
+def test_sizes_that_are_not_given_are_the_device_s_and_fit_the_others(given, on_gpu, expected):
+    options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=on_gpu)
+    assert {key: getattr(options, key) for key in GPU_SIZES} == expected
+
+
+def test_ouroboros_drafts_with_fewer_guesses_for_more_requests():
+    shape = OuroborosOptions.parse({"model": "x"}, on_gpu=True).shape()
+    assert draft_forward_rows(shape) == 20 + 220
+    sizes = [(one.window, one.guesses) for one in halved_shapes(shape, MAX_HALVED_DRAFT_ROWS)]
+    assert sizes == [(20, 20)] * 2 + [(10, 10)] + [(5, 5)] * 3 + [(2, 2)] * 6 + [(1, 1)] * 4
+    for flags, last in (({}, 16), ({"max_num_batched_tokens": 8192}, 16),
+                        ({"max_num_batched_tokens": 260}, 8)):  # fmt: skip
+        table = make(OUROBOROS, **flags).speculative_config[TABLE]
+        trees = [(1, 8, 30)] + ([(9, 16, 15)] if last > 8 else [])
+        assert table == [*trees, (last + 1, 1 << 20, 0)]
+    mine = [(1, 4, 16), (5, 1024, 0)]
+    assert make(OUROBOROS | {TABLE: mine}).speculative_config[TABLE] == mine
+
+
+@pytest.mark.parametrize("max_rows", [1, 48, 512])
+@pytest.mark.parametrize("sizes", [(3, 2), (0, 5), (7, 0), (20, 20)])
+def test_draft_forwards_have_as_many_rows_as_fit(sizes, max_rows):
+    shape = DraftShape(3, *sizes, phrase_length=4, branches=2)
+    shapes = halved_shapes(shape, max_rows)
+    assert shapes[0] == shape
+    for batch, one in enumerate(shapes, 1):
+        assert batch * draft_forward_rows(one) <= max_rows or one is shape
+        bigger = [other for other in shapes if other.window + other.guesses > sum_of(one)]
+        assert all(batch * draft_forward_rows(other) > max_rows for other in bigger)
+    assert (len(shapes) + 1) * draft_forward_rows(shapes[-1]) > max_rows
+
+
+def sum_of(shape: DraftShape) -> int:
+    return shape.window + shape.guesses
+
+
+def test_a_table_of_the_user_s_has_the_smallest_rounds_where_no_others_fit():
+    shape = OuroborosOptions.parse({"model": "x"}, on_gpu=True).shape()
+    given = {"max_num_reqs": 256, "max_num_batched_tokens": 8192}
+    shapes = drafting_shapes(shape, [(1, 20, 7), (21, 1024, 0)], **given)
+    assert shapes == [*halved_shapes(shape, MAX_HALVED_DRAFT_ROWS), *[shapes[15]] * 4]
+    assert most_draft_rows(shapes) == 20 * 31
+    assert drafting_shapes(shape, [(1, 2, 7), (3, 1024, 0)], **given) == [shape] * 2
+    assert most_draft_rows(drafting_shapes(shape, [(1, 1024, 0)], **given)) == 0
+
+
+def test_the_largest_batch_with_drafts():
+    table = [(1, 4, 16), (5, 8, 3), (9, 1024, 0)]
+    assert [largest_drafting_batch(table, most) for most in (3, 6, 8, 256)] == [3, 6, 8, 8]
+    assert largest_drafting_batch([(1, 1024, 0)], 8) == 0
+
+
+def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **given) -> None:
+    """What is refused when vLLM's configuration is known; so many requests have drafts at most."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=256
+        ),
+        speculative_config=SimpleNamespace(
+            draft_model_config=EngineArgs(OUROBOROS["model"]).create_model_config(),
+            num_speculative_tokens_per_batch_size=[(1, last, 30), (last + 1, 1 << 20, 0)],
+        ),
+    )
+    options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
+    engine_config._check_draft_model(config, options, engine_config.PLATFORMS["cuda"])
+
+
+def test_draft_forwards_that_do_not_fit_are_refused():
+    check_draft_model()
+    check_draft_model(draft_tensor_parallel_size=2)
+    check_draft_model(max_num_batched_tokens=240)
+    with pytest.raises(ValueError, match="got 239, expected at least the 240 rows"):
+        check_draft_model(max_num_batched_tokens=239)
+    with pytest.raises(ValueError, match="got 480, expected at least the 620 rows"):
+        check_draft_model(last=20)
+    with pytest.raises(ValueError, match="has 260 rows of a request, expected at most 257"):
+        check_draft_model(window=24)
+    with pytest.raises(NotImplementedError, match="draft_tensor_parallel_size: got 1"):
+        check_draft_model(draft_tensor_parallel_size=1)
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "attention_config"])
+def test_another_attention_backend_is_refused(name):
+    def given(backend: str) -> dict:
+        return {name: backend if name == "attention_backend" else {"backend": backend}}
+
+    assert rewrite(**given("FLASH_ATTN")).attention_backend is None
+    message = "--attention-backend: got FLASHINFER, expected none or FLASH_ATTN"
+    with pytest.raises(NotImplementedError, match=message):
+        rewrite(**given("FLASHINFER"))
+
+
+def test_model_runner_v1_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        rewrite()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 15, 80, 255])
+@pytest.mark.parametrize("max_rows", [2, 64, 256])
+def test_the_schedule_fits_its_rows_and_has_no_gap(num_nodes, max_rows):
+    schedule = halving_schedule(num_nodes, max_rows)
+    assert schedule[0][0] == 1
+    assert schedule[-1][1:] == (1 << 20, 0)
+    for (_, last, nodes), (first, _, fewer) in pairwise(schedule):
+        assert first == last + 1
+        assert fewer < nodes <= num_nodes
+        # The largest batch that has room for so many nodes a request.
+        assert last * (nodes + 1) <= max_rows < first * (nodes + 1)
+    if num_nodes < max_rows:
+        assert schedule[0][2] == num_nodes

@@ -1,0 +1,238 @@
+"""The scheduler and the sizes that it chooses: what it is told, and what it schedules.
+
+The scheduler is vLLM's with ours on top, configured by a real engine; what a model would sample and
+report is made here.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from device_costs import LLAMA_8B
+from engines import OUROBOROS, TOKEN_RECYCLING, core, engine
+from vllm import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_recycle.core.roofline import Device, device_of
+from vllm_recycle.core.step_seconds import GraphShape, StepSeconds
+from vllm_recycle.integration.config import ADDITIONAL_CONFIG_KEY, CHOOSES_SIZES
+from vllm_recycle.integration.cuda.graphs import plan_full_graphs
+from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
+from vllm_recycle.integration.draft_sizes import DraftReport
+from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
+
+NODES = 80
+BUDGET = 256
+TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
+FREE = StepSeconds(Device(flops=1e30, bandwidth=1e12), LLAMA_8B)
+DEAR = StepSeconds(Device(flops=1e12, bandwidth=1e30), LLAMA_8B)
+PLAIN = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+OPTED_OUT = {"extra_args": {"speculate": False}}
+WORTH = [0.9, 0.5, 0.3, *[0.01] * (NODES - 3)]
+
+
+@contextmanager
+def schedulers(method: dict, table: list[tuple[int, int, int]]):
+    """Makes schedulers with the configuration of an engine."""
+    method = {**method, "num_speculative_tokens_per_batch_size": table}
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": BUDGET, "block_size": 32}
+    settings["kv_cache_memory_bytes"] = 256 << 20
+    with engine(method, **settings, max_model_len=512) as llm:
+        engine_core = core(llm)
+        config = engine_core.vllm_config
+
+        def make(kind: type[TreeScheduler] = AsyncTreeScheduler, *, chooses: bool = True):
+            config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = chooses
+            scheduler = kind(
+                config,
+                engine_core.scheduler.kv_cache_config,
+                engine_core.structured_output_manager,
+                engine_core.scheduler.block_size,
+            )
+            scheduler.use_v2_model_runner = True
+            return scheduler
+
+        yield make
+        config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = False
+
+
+@pytest.fixture(scope="module")
+def make_scheduler():
+    with schedulers({**TOKEN_RECYCLING, "max_nodes": NODES}, TABLE) as make:
+        yield make
+
+
+def add(scheduler: TreeScheduler, count: int, **given) -> None:
+    for index in range(count):
+        sampling = SamplingParams(**PLAIN | given)
+        sampling.update_from_generation_config({}, 2)
+        scheduler.add_request(Request(f"{len(scheduler.requests)}", [5, index], sampling, None))
+
+
+def step(scheduler: TreeScheduler, report: DraftReport | None = None, *, accepted: int = 0) -> int:
+    """Make a step; returns the size that it drafts."""
+    output = scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    places = {name: place for place, name in enumerate(names)}
+    drafts = output.scheduled_spec_decode_tokens
+    sampled = [
+        [9] * (1 + min(accepted, len(drafts.get(name, ()))))
+        if not scheduler.requests[name].is_prefill_chunk
+        else []
+        for name in names
+    ]
+    result = ModelRunnerOutput(names, places, sampled)
+    if report is not None:
+        result.draft_report = report
+    scheduler.update_from_output(output, result)
+    return output.num_spec_tokens_to_schedule
+
+
+def report_of(times: StepSeconds | None, requests: int) -> DraftReport:
+    return DraftReport(requests * np.array(WORTH, dtype=np.float32), requests, times)
+
+
+def test_before_anything_is_known_the_table_is_followed(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4)
+    assert [step(scheduler) for _ in range(3)] == [40] * 3
+    # Gains without times say nothing.
+    assert step(scheduler, report_of(None, 4)) == 40
+    assert step(scheduler) == 40
+
+
+def test_a_user_s_table_is_followed_throughout(make_scheduler):
+    scheduler = make_scheduler(chooses=False)
+    assert scheduler.sizes is None
+    add(scheduler, 4)
+    assert [step(scheduler, report_of(DEAR, 4)) for _ in range(3)] == [40] * 3
+
+
+@pytest.mark.parametrize("kind", [TreeScheduler, AsyncTreeScheduler])
+def test_times_and_gains_decide(make_scheduler, kind):
+    scheduler = make_scheduler(kind)
+    add(scheduler, 4)
+    assert step(scheduler, report_of(FREE, 4)) == 40  # chosen before it was reported
+    # Half of the budget of tokens are drafts'.
+    assert step(scheduler, accepted=2) == 20
+    assert step(scheduler, report_of(DEAR, 4), accepted=2) == 20
+    assert [step(scheduler) for _ in range(3)] == [0] * 3
+    scheduler.sizes.take_times(StepSeconds(device_of("H100"), LLAMA_8B))
+    assert step(scheduler) > 0
+
+
+def test_requests_without_drafts_are_not_counted_on(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4, repetition_penalty=1.3)
+    step(scheduler, report_of(FREE, 4))
+    assert [step(scheduler) for _ in range(3)] == [0] * 3
+
+
+def test_trees_are_sized_by_the_requests_that_draft(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 3)
+    add(scheduler, 30, **OPTED_OUT)
+    step(scheduler, report_of(FREE, 3))
+    # Half of the budget, and a row for each of the others.
+    assert [step(scheduler, accepted=2) for _ in range(3)] == [40] * 3
+
+
+def test_trees_are_paid_for_by_the_rows_that_the_step_has(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 3)
+    add(scheduler, 30, **OPTED_OUT)
+    graphs = {(33, 33, 1): 1.0, (64, 64, 41): 1.05, (256, 64, 41): 3.0}
+    measured = {GraphShape(*shape): seconds for shape, seconds in graphs.items()}
+    step(scheduler, report_of(replace(FREE, measured=measured), 3))
+    # 33 rows and 3 x 10 are in the second graph.
+    assert [step(scheduler, accepted=2) for _ in range(3)] == [10] * 3
+    # A size whose step has no graph is none, however cheap.
+    measured = {GraphShape(33, 33, 1): 1.0}
+    scheduler.sizes.take_times(replace(FREE, measured=measured))
+    assert [step(scheduler) for _ in range(3)] == [0] * 3
+
+
+def test_rounds_of_a_draft_model_are_priced():
+    table = [(1, 4, 20), (5, 1 << 20, 0)]
+    with schedulers(OUROBOROS, table) as make:
+        scheduler = make()
+        add(scheduler, 3)
+        add(scheduler, 9, **OPTED_OUT)
+        # The table knows of all requests alone.
+        assert [step(scheduler) for _ in range(3)] == [0] * 3
+        nothing_grown = DraftReport(np.zeros(0, dtype=np.float32), 0, FREE)
+        step(scheduler, nothing_grown)
+        assert [step(scheduler, accepted=3) for _ in range(3)] == [20] * 3
+        scheduler.sizes.take_times(replace(FREE, drafting={4: 1.0}))
+        assert [step(scheduler) for _ in range(3)] == [0] * 3
+        # Half a step, and then nothing is accepted.
+        scheduler.sizes.take_times(replace(FREE, drafting={4: 8e-3}))
+        assert step(scheduler) == 20
+        sizes = [step(scheduler, accepted=0) for _ in range(12)]
+        assert sizes[-1] == 0
+
+
+def test_a_plain_request_leaves_a_batch_its_graphs():
+    with schedulers(OUROBOROS, [(1, 4, 20), (5, 1 << 20, 0)]) as make:
+        scheduler = make()
+        capture_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+        graphs = plan_full_graphs(scheduler.sizes.sizes_of_batch, capture_sizes, among_others=True)
+        times = replace(FREE, measured=dict.fromkeys(graphs, 1.0))
+        add(scheduler, 4)
+        add(scheduler, 1, **OPTED_OUT)
+        step(scheduler, DraftReport(np.zeros(0, dtype=np.float32), 0, times))
+        # 4 x 21 rows are the most that were captured.
+        assert [step(scheduler, accepted=3) for _ in range(3)] == [19] * 3
+
+
+def test_drafts_that_were_not_made_say_nothing(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4)
+    step(scheduler, report_of(FREE, 4))
+    none_made = DraftReport(np.zeros(NODES, dtype=np.float32), 0, num_drafted=0)
+    assert [step(scheduler, none_made) > 0 for _ in range(5)] == [True] * 5
+    assert scheduler.sizes.chooser.trust == 1.0
+
+
+def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 2)
+    step(scheduler, report_of(FREE, 2))
+    assert step(scheduler, accepted=1) * 2 > scheduler.max_draft_tokens // 2
+    add(scheduler, 62)
+    sizes = [step(scheduler) for _ in range(4)]
+    assert len(scheduler.running) == 64
+    assert all(size * 64 <= scheduler.max_draft_tokens for size in sizes)
+
+
+def test_trees_that_are_not_accepted_are_believed_less(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4)
+    step(scheduler, report_of(FREE, 4))
+    trusted = []
+    for _ in range(10):
+        step(scheduler, report_of(None, 4), accepted=0)
+        trusted.append(scheduler.sizes.chooser.trust)
+    assert trusted[0] < 1.0
+    assert trusted[-1] < 0.3
+    assert trusted == sorted(trusted, reverse=True)
+
+
+def test_prompts_that_come_one_after_the_other_are_counted_on(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 2)
+    step(scheduler, report_of(FREE, 2))
+    counted_on = []
+    for index in range(3):
+        sampling = SamplingParams(**PLAIN)
+        sampling.update_from_generation_config({}, 2)
+        prompt = [5 + index, *range(400)]
+        scheduler.add_request(Request(f"long {index}", prompt, sampling, None))
+        step(scheduler, accepted=1)
+        counted_on.append(min(scheduler.sizes.prompt_rows))
+    assert counted_on[0] <= 4
+    assert counted_on[-1] > BUDGET / 2

@@ -1,0 +1,257 @@
+"""Every step without a prompt finds a full CUDA graph that fits, and few are captured.
+
+vLLM's own code makes the candidates, with speculation on, and dispatches; no graph is captured.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from device_costs import LLAMA_8B
+from engines import TARGET
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+from vllm_recycle.core.roofline import device_of
+from vllm_recycle.core.step_seconds import GraphShape, StepSeconds
+from vllm_recycle.integration.cuda.graphs import (
+    FILLED,
+    plan_full_graphs,
+    replace_full_graphs,
+    shape_of,
+)
+from vllm_recycle.integration.draft_limits import (
+    MAX_TREE_ROWS,
+    halving_schedule,
+    sizes_of_batches,
+)
+
+NODES = 80
+LARGEST = 512
+TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
+# As vLLM chooses them for a GPU, without speculation.
+CAPTURE_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST + 1, 16)]
+
+
+def make_config(max_num_reqs: int, largest: int | None) -> VllmConfig:
+    """vLLM's, as on a GPU, of a method with our table."""
+    speculative = {"method": "ngram", "num_speculative_tokens": NODES}
+    speculative["num_speculative_tokens_per_batch_size"] = TABLE
+    config = EngineArgs(
+        TARGET,
+        speculative_config=speculative,
+        max_num_seqs=max_num_reqs,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=1 << 24,
+        enforce_eager=False,
+    ).create_engine_config()
+    # What the platform of a CPU has turned off.
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.max_cudagraph_capture_size = largest
+    config.compilation_config.cudagraph_capture_sizes = None
+    config.model_config.enforce_eager = False
+    config._set_cudagraph_sizes()
+    return config
+
+
+def make_manager(max_num_reqs: int, largest: int | None = LARGEST, loras: tuple[int, ...] = (0,)):
+    """vLLM's manager, with its own choice of graphs, as if they were captured."""
+    config = make_config(max_num_reqs, largest)
+    manager = object.__new__(CudaGraphManager)  # without a group of ranks
+    manager.vllm_config, manager.compilation_config = config, config.compilation_config
+    manager.cudagraph_mode = config.compilation_config.cudagraph_mode
+    manager.max_num_reqs, manager.decode_query_len = max_num_reqs, NODES + 1
+    manager.varlen_decode, manager.ubatch_runner = False, None
+    manager.lora_capture_cases = list(loras)
+    manager._lora_dispatch_map, manager._max_lora_case = manager._build_lora_dispatch_map()
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
+    manager._graphs_captured = True
+    return manager
+
+
+def grown(max_num_reqs: int) -> list[list[int]]:
+    return sizes_of_batches(NODES, LARGEST, max_num_reqs)
+
+
+def by_table(max_num_reqs: int) -> list[list[int]]:
+    nodes_of_batch = build_dynamic_sd_schedule_lookup(TABLE, max_num_reqs, NODES)
+    return [[nodes] if nodes else [] for nodes in nodes_of_batch]
+
+
+def with_ours(
+    sizes_of_batch: list[list[int]], *, among_others: bool = False, **given
+) -> CudaGraphManager:
+    manager = make_manager(len(sizes_of_batch) - 1, **given)
+    sizes = manager.compilation_config.cudagraph_capture_sizes
+    shapes = plan_full_graphs(sizes_of_batch, sizes, among_others=among_others)
+    replace_full_graphs(manager, shapes)
+    return manager
+
+
+def dispatch(manager: CudaGraphManager, lengths: list[int]) -> BatchExecutionDescriptor:
+    """Of a step of decoding requests with so many rows, as the runner asks."""
+    uniform = lengths[0] if len(set(lengths)) == 1 else None
+    return manager.dispatch(len(lengths), sum(lengths), uniform, 0, max_query_len=max(lengths))
+
+
+def assert_fits(desc: BatchExecutionDescriptor, lengths: list[int]) -> None:
+    assert desc.cg_mode == CUDAGraphMode.FULL
+    step = GraphShape(sum(lengths), len(lengths), max(lengths))
+    assert all(room >= need for room, need in zip(shape_of(desc), step, strict=True))
+
+
+@pytest.fixture(scope="module", params=[grown, by_table])
+def make_sizes(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def sizes_of_batch(make_sizes):
+    return make_sizes(256)
+
+
+@pytest.fixture(scope="module")
+def manager(make_sizes, sizes_of_batch):
+    return with_ours(sizes_of_batch, among_others=make_sizes is grown)
+
+
+def test_every_uniform_step_has_a_full_graph_and_is_filled_up_little(sizes_of_batch, manager):
+    for num_reqs, sizes in enumerate(sizes_of_batch):
+        for nodes in sizes:
+            rows = num_reqs * (nodes + 1)
+            desc = dispatch(manager, [nodes + 1] * num_reqs)
+            assert_fits(desc, [nodes + 1] * num_reqs)
+            assert desc.uniform_token_count is None
+            assert desc.num_tokens - rows <= max(FILLED, rows // 4)
+
+
+def test_every_mixture_of_trees_and_plain_requests_has_a_full_graph(sizes_of_batch, manager):
+    for num_reqs, sizes in enumerate(sizes_of_batch):
+        for nodes, drafting in product(sizes, {1, num_reqs // 2, num_reqs - 1} - {0}):
+            lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
+            desc = dispatch(manager, lengths)
+            assert_fits(desc, lengths)
+            # Never more than its rows, or a part of those that all would have had.
+            most = max(sum(lengths), num_reqs * (nodes + 1))
+            assert desc.num_tokens - most <= max(FILLED, most // 4)
+
+
+@pytest.mark.parametrize("max_num_reqs", [48, 256])
+def test_a_few_trees_among_many_plain_requests_have_a_full_graph(max_num_reqs):
+    sizes_of_batch = grown(max_num_reqs)
+    manager, found = with_ours(sizes_of_batch, among_others=True), 0
+    for num_reqs, drafting in product((2, 5, 20, 48, 100, 200, 256), (1, 2, 3, 8, 24)):
+        for nodes in sizes_of_batch[drafting] if drafting < num_reqs <= max_num_reqs else ():
+            lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
+            # The largest graph has room for a multiple of a whole tree.
+            if sum(lengths) <= LARGEST - NODES:
+                desc, found = dispatch(manager, lengths), found + 1
+                assert_fits(desc, lengths)
+                assert desc.num_tokens <= 2 * sum(lengths) + FILLED
+    assert found > 20
+
+
+def test_a_tree_that_is_cut_among_others_has_a_full_graph(sizes_of_batch, manager):
+    for num_reqs in (2, 3, 6, 24, 85):
+        for nodes, cut in product(sizes_of_batch[num_reqs], (0, 1, 2, 7)):
+            lengths = [nodes + 1] * (num_reqs - 1) + [max(1, nodes + 1 - cut)]
+            assert_fits(dispatch(manager, lengths), lengths)
+            assert_fits(dispatch(manager, lengths[-2:]), lengths[-2:])
+
+
+@pytest.mark.parametrize("max_num_reqs", [1, 7, 64, 1024])
+def test_any_number_of_requests_has_its_graphs(make_sizes, max_num_reqs):
+    sizes_of_batch = make_sizes(max_num_reqs)
+    manager = with_ours(sizes_of_batch)
+    for num_reqs, sizes in enumerate(sizes_of_batch):
+        for nodes in sizes:
+            assert_fits(dispatch(manager, [nodes + 1] * num_reqs), [nodes + 1] * num_reqs)
+            mixed = [nodes + 1] + [1] * (num_reqs - 1)
+            assert_fits(dispatch(manager, mixed), mixed)
+
+
+def test_a_batch_that_shrinks_still_has_the_graph_of_its_drafts(manager):
+    # Four requests got drafts of half the tree, and one of them has ended.
+    desc = dispatch(manager, [NODES // 2 + 1] * 3)
+    assert_fits(desc, [NODES // 2 + 1] * 3)
+    assert desc.num_tokens <= 4 * (NODES // 2 + 1)
+
+
+def test_plain_steps_keep_the_graphs_that_they_have_without_speculation(manager):
+    for num_reqs in range(1, 257):
+        desc = dispatch(manager, [1] * num_reqs)
+        assert (desc.cg_mode, desc.uniform_token_count) == (CUDAGraphMode.FULL, 1)
+        assert desc.num_reqs == next(size for size in CAPTURE_SIZES if size >= num_reqs)
+
+
+def test_a_step_with_a_prompt_has_a_piecewise_graph(manager):
+    for num_reqs, num_tokens in ((2, 82), (1, 81), (3, 9)):
+        # vLLM knows of no longest query there, or of one that does not decode.
+        desc = manager.dispatch(num_reqs, num_tokens, None, 0, max_query_len=None)
+        assert desc.cg_mode == CUDAGraphMode.PIECEWISE
+
+
+def test_plain_requests_beside_trees_have_no_graph_of_vllm_s_choice():
+    vllm_s = make_manager(256, largest=None)
+    assert dispatch(vllm_s, [81, 1]).cg_mode == CUDAGraphMode.PIECEWISE
+
+
+def counts(manager: CudaGraphManager) -> tuple[int, int, int]:
+    """Graphs of plain decoding, of trees, and piecewise ones."""
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    plain = sum(desc.uniform_token_count == 1 for desc in full)
+    return plain, len(full) - plain, len(manager._capture_descs[CUDAGraphMode.PIECEWISE])
+
+
+def test_few_graphs_are_captured():
+    vllm_s = counts(make_manager(256, largest=None))
+    ours = counts(with_ours(grown(256), among_others=True))
+    templates = counts(with_ours(by_table(256)))
+    assert vllm_s == (54, 251, 70)
+    assert ours == (35, 54, len(CAPTURE_SIZES))
+    assert templates == (35, 10, len(CAPTURE_SIZES))
+
+
+def test_the_largest_graph_is_captured_first(manager):
+    # Its output is the buffer of all the others'.
+    tokens = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
+    assert tokens == sorted(tokens, reverse=True)
+    assert max(tokens) <= LARGEST
+    descs = manager._capture_descs[CUDAGraphMode.FULL]
+    assert len(descs) == len(set(descs))
+
+
+def test_vllm_can_make_a_batch_of_each_graph(manager):
+    buffers = InputBuffers(256, 8192, torch.device("cpu"))
+    for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+        longest = desc.max_query_len or desc.uniform_token_count
+        batch = InputBatch.make_dummy(
+            desc.num_reqs, desc.num_tokens, buffers, max_query_len=longest
+        )
+        assert batch.num_scheduled_tokens.max() <= longest
+        assert batch.max_query_len == longest
+
+
+def test_adapters_have_graphs_of_their_own():
+    manager = with_ours(by_table(8), loras=(0, 2))
+    plain, lora = (manager.dispatch(2, 82, None, active, max_query_len=81) for active in (0, 1))
+    assert (plain.num_active_loras, lora.num_active_loras) == (0, 2)
+    assert shape_of(plain) == shape_of(lora)
+
+
+def test_what_a_step_costs_is_what_its_graph_took(sizes_of_batch, manager):
+    graphs = [shape_of(desc) for desc in manager._capture_descs[CUDAGraphMode.FULL]]
+    measured = {shape: float(shape.num_tokens) for shape in graphs}
+    times = StepSeconds(device_of("H100"), LLAMA_8B, measured)
+    for num_reqs in range(1, 257):
+        for nodes, drafting in product([0, *sizes_of_batch[num_reqs]], {1, num_reqs}):
+            lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
+            expected = dispatch(manager, lengths).num_tokens
+            assert times._measured(sum(lengths), num_reqs, nodes + 1) == expected

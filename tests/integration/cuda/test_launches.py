@@ -1,0 +1,184 @@
+"""What a step of decoding launches on Model Runner V2 beyond the target's forward.
+
+`v2_launches.json` has it by kind of step, and of each part of a step by the name of what is
+launched. In the forward, and so in a CUDA graph where the step has one, ours is the attention of
+each layer to trees. Before it trees are placed; behind it tokens are sampled, walked and learnt
+from; then drafts are made. Beside ours stand vLLM's own steps. The table has to be written anew
+where a step launches less, so that it can only go down:
+
+    python tests/integration/test_launches.py tests/integration/v2_launches.json
+
+In Triton's interpreter, in a process of its own that this file is the script of; `test_runner`
+says what that leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_runner import GREEDY, LLM_ARGUMENTS, TREE, generate
+from v2_scripts import run_script
+
+pytestmark = pytest.mark.slow
+
+TABLE = Path(__file__).with_name("v2_launches.json")
+SAMPLED = {**GREEDY, "temperature": 0.9, "seed": 7, "min_p": 0.02}
+NODES, MOST_ROWS = TREE.num_nodes, 4  # so that rows are chosen of so small a tree too
+KINDS = {
+    "vllm": "vLLM without speculation",
+    "vllm, sampled": "the same with sampling parameters",
+    "grown": "a grown tree for each request",
+    "grown, sampled": "the same with sampling parameters",
+    "grown, size 0": "trees that are not worth their time",
+    "template": "a tree of one template for each request",
+    "template, size 0": "a template, where the schedule says 0",
+}
+WITH_TREES = {"grown", "grown, sampled", "template"}
+ATTENTION = "attention of a layer"
+# Of a kind, so that a step that looks at trees, or ends a request, is not taken for it.
+LEAST_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "launches.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_launches_what_the_table_says_whatever_the_batch(found, kind):
+    assert found[kind] == json.loads(TABLE.read_text())[kind]
+    assert len(found[kind]["batches"]) > 1
+
+
+@dataclass
+class Steps:
+    """In the process with the engines: what the steps of a kind launched, by batch.
+
+    Attributes:
+        launches: a `Launches`.
+        kind: of the steps to come.
+
+    """
+
+    launches: Any
+    kind: str = ""
+    counted: dict[str, dict[int, Counter[str]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Counter))
+    )
+
+    def watch(self, model_runner: Any) -> None:
+        """Count those of a runner."""
+        within, speculator = self.launches.within, model_runner.speculator
+        model, sample = model_runner.model, model_runner.sample
+        sample_tokens = model_runner.sample_tokens
+        batches: list[Any] = []
+
+        def watched_sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+            batches.append(input_batch)
+            return sample(hidden_states, input_batch, grammar_output)
+
+        def watched_sample_tokens(*args: Any) -> Any:
+            output = sample_tokens(*args)
+            if batches:
+                self._end(batches.pop())
+            return output
+
+        model_runner.sample_tokens = watched_sample_tokens
+        model_runner.sample = within("sampling", watched_sample)
+        model.compute_logits = within(None, model.compute_logits)
+        if speculator is not None:
+            model_runner.prepare_attn = within("placing", model_runner.prepare_attn)
+            speculator.propose = within("drafting", speculator.propose)
+
+    def _end(self, batch: Any) -> None:
+        """A step has ended."""
+        launched = self.launches.take()
+        nodes = batch.num_draft_tokens_per_req
+        nodes = 0 if nodes is None else nodes
+        decodes = bool((batch.num_scheduled_tokens == 1 + nodes).all())
+        if decodes and (batch.num_draft_tokens > 0) == (self.kind in WITH_TREES):
+            self.counted[self.kind][batch.num_reqs][json.dumps(launched)] += 1
+
+    def usual(self, kind: str, layers: int) -> dict[str, Any]:
+        """What a step of a kind launches, whatever the batch; fails where that differs."""
+        batches = {}
+        for batch, steps in self.counted[kind].items():
+            (launched, count), *_ = steps.most_common(1)
+            assert count >= LEAST_STEPS, (kind, batch, steps)
+            batches[batch] = json.loads(launched)
+        launched, *others = batches.values()
+        assert all(other == launched for other in others), (kind, batches)
+        if ATTENTION in launched:
+            of_layers = launched[ATTENTION].items()
+            launched[ATTENTION] = {name: count // layers for name, count in of_layers}
+        total = {part: sum(names.values()) for part, names in launched.items()}
+        return {"what": KINDS[kind], "batches": sorted(batches), "total": total, **launched}
+
+
+def main() -> dict[str, Any]:
+    """In the process with the engines: one without speculation, grown trees, and a template."""
+    import tempfile
+
+    from engines import core, runner
+    from v2_launches import Launches
+    from vllm import LLM
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_recycle.integration.cuda import backend, row_sampling
+
+    row_sampling.MOST_ROWS = MOST_ROWS
+    launches = Launches()
+    launches.count_kernels()
+    GPUModelRunner.prepare_attn = launches.within(None, GPUModelRunner.prepare_attn)
+    backend.tree_attention = launches.within(ATTENTION, backend.tree_attention)
+    steps = Steps(launches)
+
+    def serve(llm: Any, kind: str, params: dict[str, Any], *batches: int) -> None:
+        steps.kind = kind
+        for batch in batches:
+            generate(llm, [[((i, i + 12), params) for i in range(batch)]])
+
+    llm = LLM(**LLM_ARGUMENTS)
+    layers = runner(llm).model_config.hf_config.num_hidden_layers
+    steps.watch(runner(llm))
+    serve(llm, "vllm", GREEDY, 1, 2)
+    serve(llm, "vllm, sampled", SAMPLED, 1, 2)
+    llm.llm_engine.engine_core.shutdown()
+
+    method: dict[str, Any] = {"method": "token_recycling"}
+    grown = {**method, "max_nodes": NODES, "context_mib": 1}
+    llm = LLM(**LLM_ARGUMENTS, speculative_config=grown)
+    steps.watch(runner(llm))
+    for kind, params, nodes in (
+        ("grown", GREEDY, NODES),
+        ("grown, sampled", SAMPLED, NODES),
+        ("grown, size 0", GREEDY, 0),
+    ):
+        # In the place of what chooses by worth.
+        core(llm).scheduler.dynamic_sd_lookup = [nodes] * (1 + LLM_ARGUMENTS["max_num_seqs"])
+        serve(llm, kind, params, 1, 2)
+    llm.llm_engine.engine_core.shutdown()
+
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        TREE.save(file.name)
+        schedule = [(1, 2, NODES), (3, 4, 0)]
+        template = {**method, "tree": file.name, "num_speculative_tokens_per_batch_size": schedule}
+        llm = LLM(**LLM_ARGUMENTS, speculative_config=template)
+        steps.watch(runner(llm))
+        serve(llm, "template", GREEDY, 1, 2)
+        serve(llm, "template, size 0", GREEDY, 3, 4)
+        llm.llm_engine.engine_core.shutdown()
+    return {kind: steps.usual(kind, layers) for kind in KINDS}
+
+
+if __name__ == "__main__":
+    import v2_shim
+
+    v2_shim.install()
+    Path(sys.argv[1]).write_text(json.dumps(main(), indent=1) + "\n")

@@ -1,0 +1,60 @@
+"""The modules of a GPU step do nothing that waits for the device or loops over requests.
+
+`test_runner` sees the same at run time; this is about lines that its steps do not reach.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[3] / "vllm_recycle"
+MODULES = [
+    *sorted(PACKAGE.glob("kernels/triton/*.py")),
+    PACKAGE / "integration" / "cuda" / "runner.py",
+    PACKAGE / "integration" / "cuda" / "draft_model.py",
+    PACKAGE / "integration" / "cuda" / "ouroboros_speculator.py",
+    PACKAGE / "integration" / "cuda" / "draft_rounds.py",
+    PACKAGE / "integration" / "cuda" / "draft_cache.py",
+    PACKAGE / "integration" / "cuda" / "all_rows.py",
+    PACKAGE / "integration" / "cuda" / "row_sampling.py",
+    PACKAGE / "integration" / "cuda" / "backend.py",
+]
+# Methods that read a tensor's values on the host, or whose result has as many rows as they say.
+WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "synchronize"}
+# Where a loop over requests is due: when they begin or get blocks, and when the engine begins.
+NOT_IN_A_STEP = {"add_requests", "follow"}
+
+
+def complaints(source: str) -> list[str]:
+    """What a module does that it should not, as `function: what`."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            match node:
+                case ast.Call(func=ast.Attribute(attr=name)) if name in WAITING:
+                    found.append(f"{function.name}: {name}")
+                case ast.For(iter=iterated) | ast.comprehension(iter=iterated):
+                    looped = ast.unparse(iterated)
+                    over_requests = "req" in looped and function.name not in NOT_IN_A_STEP
+                    if over_requests and not looped.startswith("_iter_request_chunks("):
+                        found.append(f"{function.name}: loop over {looped}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_nothing_waits_and_nothing_loops_over_requests(path):
+    assert complaints(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x.item()", "y = x.cpu()", "x[x.nonzero()]", "for r in batch.req_ids: pass",
+     "[r for r in range(num_reqs)]"],
+)  # fmt: skip
+def test_a_line_that_does_is_seen(line):
+    assert len(complaints(f"def step(x):\n    {line}\n")) == 1

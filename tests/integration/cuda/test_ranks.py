@@ -1,0 +1,148 @@
+"""Two tensor-parallel ranks on Model Runner V2, with the drafts of either method.
+
+In Triton's interpreter; `test_runner` says what that leaves out, but for the ranks. Each is a
+process with an engine of its own, which this file is the script of; the environment tells them of
+each other, as torchrun would. Their schedulers agree as long as their tokens and drafts do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ouroboros import FORWARDS, SIZES, TARGET
+from test_runner import GREEDY, LLM_ARGUMENTS, SEEDED, generate
+from v2_scripts import script_environment
+
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 2
+WAITING = ({None}, {None, 0})  # for exit codes of ranks
+METHODS = {
+    "token_recycling": {"k": 4, "max_nodes": 4, "context_mib": 1},
+    # The target drafts for itself: the heads of the small draft model are three.
+    "ouroboros": {"model": TARGET, "max_forwards": FORWARDS, **SIZES},
+}
+ARGUMENTS = {
+    **LLM_ARGUMENTS,
+    "model": TARGET,
+    "tensor_parallel_size": NUM_RANKS,
+    "distributed_executor_backend": "external_launcher",
+}
+# Which tokens of TEXT are the prompt, and the sampling parameters.
+BATCH = [((0, 33), GREEDY), ((3, 40), SEEDED)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    """What each rank has to say."""
+    if find_spec("triton") is None:
+        pytest.skip("Model Runner V2 needs triton, which is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    folder = tmp_path_factory.mktemp("ranks")
+    shared = {
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",  # a core each
+    }
+    logs = [folder / f"{rank}.log" for rank in range(NUM_RANKS)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = {
+                **script_environment(),
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
+            command = [sys.executable, __file__, folder]
+            with log.open("w") as output:
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                )
+        end = time.monotonic() + 550
+        # Where one has died the other waits for it.
+        while time.monotonic() < end and {process.poll() for process in processes} in WAITING:
+            time.sleep(0.2)
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * NUM_RANKS, "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+
+
+def test_each_rank_has_its_share_of_the_heads(ranks):
+    assert [rank["ouroboros"]["KV heads"] for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_equal_those_without_speculation(ranks, method):
+    for rank in ranks:
+        assert rank[method]["token ids"] == ranks[0]["plain"]["token ids"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_were_accepted(ranks, method):
+    for rank in ranks:
+        assert rank[method]["accepted tokens"] > 0
+
+
+@pytest.mark.parametrize("method", [*METHODS, "started again"])
+def test_ranks_know_the_same(ranks, method):
+    known = [rank[method]["known"] for rank in ranks]
+    assert known[0]["entries"] > 100
+    assert known[1] == known[0]
+
+
+def test_the_first_rank_alone_writes_the_state_file(ranks):
+    assert [rank["has a file"] for rank in ranks] == [True, False]
+
+
+def serve(method: dict[str, Any] | None, batches: list) -> dict[str, Any]:
+    """In a rank: an engine's tokens, and with a method what it was like."""
+    from engines import counter, runner
+    from vllm import LLM
+
+    llm = LLM(**ARGUMENTS, speculative_config=method)
+    result: dict[str, Any] = {
+        "token ids": [output["token_ids"] for output in generate(llm, batches)],
+        "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens"),
+    }
+    if method is not None:
+        tensors = runner(llm).drafter.state.tensors
+        digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+        result["known"] = {"entries": int((tensors[0] >= 0).sum()), "digest": digest}
+        result["KV heads"] = runner(llm).paged_layers[0].kv_caches[0].shape[1]
+    llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def main(state_file: Path) -> dict[str, Any]:
+    """In a rank: an engine without speculation, one with each method, and one of them again."""
+    result = {"plain": serve(None, [BATCH])}
+    methods = {name: {"method": name, **given} for name, given in METHODS.items()}
+    methods["token_recycling"]["matrix_file"] = str(state_file)
+    result |= {name: serve(method, [BATCH]) for name, method in methods.items()}
+    result["started again"] = serve(methods["token_recycling"], [])
+    return result | {"has a file": state_file.exists()}
+
+
+if __name__ == "__main__":
+    import v2_shim
+
+    v2_shim.install()
+    place = Path(sys.argv[1]) / os.environ["RANK"]
+    found = main(place.with_suffix(".safetensors"))
+    place.with_suffix(".json").write_text(json.dumps(found))

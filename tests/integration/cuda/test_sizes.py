@@ -1,0 +1,180 @@
+"""The scheduler of Model Runner V2 takes the size of trees that is worth its time, or none.
+
+As in `test_runner`, the engines are in a process of their own, under Triton's interpreter. What
+steps cost is replaced between batches of requests, so that rows are free, or dear.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from v2_scripts import run_script
+
+pytestmark = pytest.mark.slow
+
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "draft"
+NODES = 8
+FREE, DEAR = 1e30, 1e6  # floating-point operations a second
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict[str, Any]:
+    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
+
+
+def test_tokens_are_the_same_whatever_the_size(result):
+    for name in ("at first", "dear rows", "free rows"):
+        assert result[name]["token ids"] == result["plain"]
+
+
+def test_what_is_known_comes_with_the_tokens_of_steps(result):
+    learnt = result["learnt"]
+    assert learnt["nodes"] == NODES + 1
+    assert 0 < learnt["gain"] <= NODES
+    assert learnt["drafting seconds"] > 0
+    assert learnt["reports"] > 0
+    assert set(learnt["requests of a report"]) <= {1, 2}
+
+
+def test_rows_that_are_dear_are_not_drafted(result):
+    sizes = result["dear rows"]["sizes"]
+    assert sizes[-1] == 0
+    assert sizes.count(0) > len(sizes) / 2
+    # Trees are grown now and then all the same, and verified by nobody.
+    assert 0 < result["dear rows"]["grown at 0"] < sizes.count(0) / 2
+
+
+def test_rows_that_are_free_are_drafted(result):
+    sizes = result["free rows"]["sizes"]
+    assert sizes[-1] == NODES
+    assert sizes.count(NODES) > len(sizes) / 2
+    assert result["free rows"]["accepted tokens"] > 0
+
+
+def test_what_a_model_costs_is_read_from_it(result):
+    config = json.loads((MODEL / "config.json").read_text())
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    costs = result["costs"]
+    assert costs["layers"] == config["num_hidden_layers"]
+    assert costs["head"] == {"count": hidden * vocab, "num_bytes": 4 * hidden * vocab}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    assert costs["kv_bytes"] == costs["layers"] * 2 * kv_heads * config["head_dim"] * 4
+    assert costs["attention_flops"] == costs["layers"] * 4 * heads * config["head_dim"]
+    # On a CPU vLLM has packed the matrices elsewhere: what is left are the norms.
+    norms = (2 * costs["layers"] + 1) * hidden
+    assert costs["dense"] == {"count": norms, "num_bytes": 4 * norms}
+    assert costs["num_experts"] == 0
+
+
+def test_each_captured_graph_is_replayed(result):
+    assert result["timed graphs"] == [[2, 2, 1], [9, 1, 9]]
+    assert result["replays"] == [6, 6]
+
+
+def test_nothing_waits_for_the_device(result):
+    assert result["waits"] == []
+
+
+def main() -> dict[str, Any]:
+    """In the process with the engines: one without trees, and one with them."""
+    from dataclasses import asdict, replace
+
+    import v2_graphs
+    from engines import core, counter, runner
+    from test_runner import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, generate
+    from vllm import LLM
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    from vllm_recycle.core.roofline import Device
+    from vllm_recycle.core.step_seconds import GraphShape
+    from vllm_recycle.integration.cuda.graphs import replace_full_graphs
+    from vllm_recycle.integration.cuda.time_steps import time_graphs
+
+    batch = [((0, 16), GREEDY | {"max_tokens": 24}), ((0, 20), SEEDED | {"max_tokens": 24})]
+    arguments = LLM_ARGUMENTS | {"disable_log_stats": False}
+
+    def tokens_of(llm: Any) -> list[list[int]]:
+        return [output["token_ids"] for output in generate(llm, [batch])]
+
+    llm = LLM(**arguments)
+    result: dict[str, Any] = {"plain": tokens_of(llm)}
+    llm.llm_engine.engine_core.shutdown()
+    method = {"method": "token_recycling", "max_nodes": NODES, "context_mib": 1}
+    llm = LLM(**arguments, speculative_config=method)
+    scheduler, speculator, waits = core(llm).scheduler, runner(llm).speculator, Waits()
+    sizes: list[int] = []
+    reports: list[int] = []
+    grown_at_0: list[int] = []
+    schedule, see, propose = scheduler.schedule, speculator._see, speculator.propose
+    learn = scheduler.sizes.learn
+
+    def watched_schedule(*args: Any) -> Any:
+        output = schedule(*args)
+        if output.total_num_scheduled_tokens:
+            sizes.append(output.num_spec_tokens_to_schedule)
+        return output
+
+    def watched_see(input_batch: Any, num_speculative_tokens: int | None) -> None:
+        grown_at_0.append(num_speculative_tokens == 0)
+        see(input_batch, num_speculative_tokens)
+
+    def watched_propose(*args: Any, **kwargs: Any) -> Any:
+        with waits:
+            return propose(*args, **kwargs)
+
+    def watched_learn(scheduler_output: Any, model_runner_output: Any) -> None:
+        if hasattr(model_runner_output, "draft_report"):
+            reports.append(model_runner_output.draft_report.num_reqs)
+        learn(scheduler_output, model_runner_output)
+
+    scheduler.schedule, scheduler.sizes.learn = watched_schedule, watched_learn
+    speculator._see, speculator.propose = watched_see, watched_propose
+
+    def serve() -> dict[str, Any]:
+        sizes.clear()
+        grown_at_0.clear()
+        before = counter(llm, "spec_decode_num_accepted_tokens")
+        token_ids = tokens_of(llm)
+        accepted = counter(llm, "spec_decode_num_accepted_tokens") - before
+        return {
+            "token ids": token_ids,
+            "sizes": list(sizes),
+            "grown at 0": sum(grown_at_0),
+            "accepted tokens": accepted,
+        }
+
+    result["at first"] = serve()
+    times = scheduler.sizes.times
+    result["learnt"] = {
+        "nodes": len(scheduler.sizes.chooser.gains),
+        "gain": scheduler.sizes.chooser.gains[-1],
+        "drafting seconds": max(times.drafting.values()),
+        "reports": len(reports),
+        "requests of a report": sorted(set(reports)),
+    }
+    for name, flops in (("dear rows", DEAR), ("free rows", FREE)):
+        scheduler.sizes.take_times(replace(times, device=Device(flops, 1e6), drafting={}))
+        result[name] = serve()
+    manager, plain = runner(llm).cudagraph_manager, (2, 2, 1)
+    full = BatchExecutionDescriptor(CUDAGraphMode.FULL, *plain)
+    manager._capture_descs = {CUDAGraphMode.FULL: [full]}
+    replace_full_graphs(manager, [GraphShape(*plain), GraphShape(NODES + 1, 1, NODES + 1)])
+    graphs = {desc: v2_graphs.Graph() for desc in manager._capture_descs[CUDAGraphMode.FULL]}
+    manager.graphs, manager.hidden_states = graphs, torch.empty(NODES + 1, 1)
+    result["timed graphs"] = sorted(time_graphs(runner(llm)))
+    result["replays"] = [graph.num_replays for graph in graphs.values()]
+    llm.llm_engine.engine_core.shutdown()
+    return result | {"waits": waits.seen, "costs": asdict(times.model)}
+
+
+if __name__ == "__main__":
+    import v2_shim
+
+    v2_shim.install()
+    Path(sys.argv[1]).write_text(json.dumps(main()))

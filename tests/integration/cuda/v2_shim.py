@@ -1,0 +1,174 @@
+"""Lets vLLM's Model Runner V2 start on a CPU, as it runs on a GPU; for tests alone.
+
+V2 asks for Triton, and Triton has no CPU backend to compile its kernels with. Its interpreter runs
+them, slowly, once vLLM is told that there is a backend. vLLM's CPU platform turns asynchronous
+scheduling off and has one attention backend, of another KV cache layout. Both are set back here:
+to asynchronous scheduling, and to the backend of vLLM's whose cache has the layout of a GPU's. Some
+of vLLM's kernels are replaced by torch: attention and the writing of its cache, which take up to a
+second a layer in the interpreter, and that of grammars, which does not run in it.
+
+Several ranks are as many processes that run one script, as torchrun would start them: each brings
+the shim for itself, where workers that vLLM starts would be without it.
+
+Remove when a Triton with a CPU backend is on the package index.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton_interpreter
+from engines import spare_later_engines
+
+
+def install() -> None:
+    """Prepare this process; to be called before vllm is imported."""
+    assert "vllm" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    # The engine in this process: in a child what follows would be missing.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Inductor would ask for a driver of Triton's; a vocabulary that ranks share is compiled.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    import triton.backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    triton_interpreter.speed_up()
+    _schedule_asynchronously()
+    _attend_to_a_cache_of_a_gpu()
+    _mask_grammars_in_torch()
+    _reduce_without_shared_memory()
+    _bring_our_worker()
+    _attend_to_trees_in_few_programs()
+    _sample_in_few_programs()
+    _know_this_device()
+    spare_later_engines()
+
+
+def _schedule_asynchronously() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    check_and_update_config = CpuPlatform.check_and_update_config
+
+    def keeping_asynchronous_scheduling(vllm_config: Any) -> None:
+        given = vllm_config.scheduler_config.async_scheduling
+        check_and_update_config(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = given
+
+    CpuPlatform.check_and_update_config = staticmethod(keeping_asynchronous_scheduling)
+
+
+def _attend_to_a_cache_of_a_gpu() -> None:
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = AttentionBackendEnum.TRITON_ATTN.get_path()
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    triton_attn.unified_attention = _attend
+    triton_attn.triton_reshape_and_cache_flash = _store
+    # Its launches ask the device what block sizes it likes.
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+
+
+def _attend(**given: Any) -> None:
+    """Causal attention of each request's last tokens over its paged keys and values."""
+    starts, lengths = given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()
+    for request, length in enumerate(lengths):
+        rows = slice(starts[request], starts[request + 1])
+        num_rows = rows.stop - rows.start
+        if num_rows:
+            token = torch.arange(length)
+            size = given["k"].shape[1]
+            block = given["block_table"][request][token // size].long()
+            keys, values = (given[name][block, token % size].transpose(0, 1) for name in "kv")
+            query = given["q"][rows].transpose(0, 1)
+            position = torch.arange(length - num_rows, length)[:, None]
+            window = given["window_size"][0] + 1 or length
+            mask = (token <= position) & (token > position - window)
+            group = len(query) // len(keys)
+            keys, values = (side.repeat_interleave(group, dim=0) for side in (keys, values))
+            scores = query @ keys.transpose(1, 2) * given["softmax_scale"]
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if given["sinks"] is not None:
+                sinks = given["sinks"][:, None, None].expand(-1, num_rows, 1)
+                scores = torch.cat((scores, sinks), dim=2)
+            weights = scores.softmax(dim=2)[..., :length]
+            given["out"][rows] = (weights @ values).transpose(0, 1)
+
+
+def _store(
+    key: torch.Tensor, value: torch.Tensor, keys: Any, values: Any, slots: torch.Tensor, *_: Any
+) -> None:
+    """Write the rows that have a slot."""
+    rows = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
+    rows = torch.tensor(rows, dtype=torch.int64)
+    block, token = slots[rows] // keys.shape[1], slots[rows] % keys.shape[1]
+    keys[block, token], values[block, token] = key[rows], value[rows]
+
+
+def _mask_grammars_in_torch() -> None:
+    """In the place of a kernel of vLLM's that the interpreter cannot run."""
+    from vllm.v1.worker.gpu import structured_outputs
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(
+            self, logits: Any, _: int, at: Any, starts: Any, bitmask: Any, *args: Any, **kw: Any
+        ) -> None:
+            rows = starts[at // kw["MASK_STRIDE"]] + at % kw["MASK_STRIDE"]
+            allowed = (bitmask[:, :, None] >> torch.arange(32) & 1).flatten(1)
+            logits[rows] = logits[rows].masked_fill(allowed[:, : logits.shape[1]] == 0, -torch.inf)
+
+    structured_outputs._apply_grammar_bitmask_kernel = Kernel()
+
+
+def _reduce_without_shared_memory() -> None:
+    """Ranks that vLLM has not started find theirs by a name that those of other runs have too."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def _bring_our_worker() -> None:
+    """What `engine_config.PLATFORMS` says of CUDA, for this platform."""
+    from vllm_recycle.integration import config as engine_config
+
+    engine_config.PLATFORMS["cpu"] = engine_config.Platform(
+        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].host_methods, True, None
+    )
+
+
+def _attend_to_trees_in_few_programs() -> None:
+    """The same kernel, with larger tiles than float32 has on a GPU, and contexts left whole."""
+    from vllm_recycle.kernels.triton.attention import tree_attention
+
+    tile = tree_attention.Tile(queries=64, tokens=128, warps=4)
+    tree_attention.choose_tile = lambda *args, **kwargs: tile
+    tree_attention.choose_num_splits = lambda programs, slots: 1
+
+
+def _sample_in_few_programs() -> None:
+    """vLLM's kernel, with all of our vocabulary in one block."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    code = gumbel_sample.__code__
+    assert code.co_consts.count(1024) == 1, "expected one block size"
+    sizes = tuple(4096 if value == 1024 else value for value in code.co_consts)
+    gumbel_sample.__code__ = code.replace(co_consts=sizes)
+
+
+def _know_this_device() -> None:
+    """Else its peaks are measured, with matrices of a GPU's size.
+
+    A device so slow that what the interpreter takes to draft is little beside a step.
+    """
+    from vllm_recycle.core import roofline
+
+    roofline.DEVICES[""] = roofline.Device(flops=1e9, bandwidth=1e5)

@@ -1,0 +1,180 @@
+"""What users do with a server, and find at it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from engines import SMALL_OUROBOROS, TARGET, engine, read_prompts
+from servers import MAX_TOKENS, Server
+from vllm import SamplingParams
+
+PROMPTS = read_prompts(8)
+# Of each method: its options, the option that names its file, and what its start-up line says.
+METHODS = {
+    "token_recycling": (
+        {"method": "token_recycling", "tree": "paper-80"},
+        "matrix_file",
+        "token_recycling: tree paper-80, 80 nodes, depth 6, k 8",
+    ),
+    "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
+}
+DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
+
+
+class MethodServer(Server):
+    """Serves with a method, and writes what it learnt to a file."""
+
+    def __init__(self, folder: Path, method: str, *flags: str, **environment: str) -> None:
+        options, file_option, self.start_up_line = METHODS[method]
+        self.state_file = folder / "state.safetensors"
+        options = {**options, file_option: str(self.state_file)}
+        super().__init__(
+            folder / "server.log",
+            *("--speculative-config", json.dumps(options), "--shutdown-timeout", "20"),
+            *("--per-request-spec-decode-metrics", "detailed"),
+            *flags,
+            environment=environment,
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["token_recycling", pytest.param("ouroboros", marks=pytest.mark.slow)],
+)
+def server(request, tmp_path_factory):
+    server = MethodServer(tmp_path_factory.mktemp("server"), request.param)
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with engine() as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        results = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [result.outputs[0].text for result in results]
+
+
+def test_start_up_says_what_is_on(server):
+    assert server.start_up_line in server.log.read_text()
+
+
+def test_completions_one_by_one_and_concurrent(server, expected):
+    assert [server.complete(prompt).choices[0].text for prompt in PROMPTS] == expected
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = [answer.choices[0].text for answer in pool.map(server.complete, PROMPTS)]
+    assert texts == expected
+
+
+def test_streams(server, expected):
+    stream = server.complete(PROMPTS[0], stream=True)
+    parts = [chunk.choices[0].text for chunk in stream if chunk.choices]
+    assert len(parts) > 1
+    assert "".join(parts) == expected[0]
+
+
+def test_chat(server):
+    question = [{"role": "user", "content": "Tom has 3 apples and buys 4. How many has he?"}]
+    answer = server.client.chat.completions.create(
+        model="target", messages=question, max_tokens=MAX_TOKENS, temperature=0
+    )
+    plain = server.complete(f"Question: {question[0]['content']}\nAnswer:")
+    assert answer.choices[0].message.content == plain.choices[0].text
+
+
+def test_sampling_parameters_that_vllm_refuses_under_speculation(server):
+    server.complete(PROMPTS[0], temperature=1, extra_body={"min_p": 0.1})
+    biased = server.complete(PROMPTS[0], logit_bias={"300": 100}, max_tokens=2)
+    assert biased.choices[0].text
+
+
+def test_aborting_in_mid_stream_leaves_nothing_running(server, expected):
+    stream = server.complete(
+        PROMPTS[1], max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    while server.counter("num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.counter("num_requests_running") == 0
+    assert server.complete(PROMPTS[0]).choices[0].text == expected[0]
+
+
+def test_metrics(server):
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    drafts, nodes, accepted = (server.counter(f"spec_decode_{name}") for name in names)
+    assert 0 < drafts <= nodes <= 80 * drafts
+    assert 0 < accepted <= 6 * drafts
+
+
+def test_the_dashboard_asks_for_what_the_server_has(server):
+    there = {re.split("[{ ]", line)[0] for line in server.metrics()}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {name for panel in panels for name in re.findall(r"vllm:\w+", json.dumps(panel))}
+    assert len(asked) > 10
+    assert asked <= there
+
+
+def test_metrics_of_a_request(server):
+    answer = server.complete(PROMPTS[0])
+    found = answer.model_extra["metrics"]["speculative_decoding"]
+    drafted, accepted = found["per_step_drafted"], found["per_step_accepted"]
+    assert found["num_draft_tokens"] == sum(drafted) > 0
+    assert found["num_accepted_draft_tokens"] == sum(accepted) > 0
+    assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
+    # A token each step beside the accepted ones, and the first one from the prompt's step.
+    assert 1 + len(accepted) + sum(accepted) >= answer.usage.completion_tokens
+    assert all(0 <= a <= d <= 80 for a, d in zip(accepted, drafted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": -1},
+        {"temperature": -2},
+        {"extra_body": {"vllm_xargs": {"speculate": "perhaps"}}},
+    ],
+)
+def test_bad_input_is_a_4xx(server, bad):
+    with pytest.raises(openai.BadRequestError):
+        server.complete(PROMPTS[0], **bad)
+
+
+def test_a_request_can_opt_out(server, expected):
+    before = server.counter("spec_decode_num_draft_tokens_total")
+    answer = server.complete(PROMPTS[0], extra_body={"vllm_xargs": {"speculate": False}})
+    assert answer.choices[0].text == expected[0]
+    assert server.counter("spec_decode_num_draft_tokens_total") == before
+
+
+def test_shuts_down_cleanly_and_saves_what_it_learnt(server):
+    """Last: it ends the server."""
+    assert server.stop() == 0
+    # The worker process, which has it, may outlive the command a little.
+    deadline = time.monotonic() + 30
+    while not server.state_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.state_file.exists(), server.log.read_text()[-3000:]
+
+
+def test_bad_options_end_the_command_with_one_clear_error(tmp_path):
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
+        "--speculative-config", '{"method": "token_recycling", "branches": 3}',
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "unknown key 'branches', expected any of ['method', 'k'" in result.stdout + result.stderr

@@ -1,0 +1,90 @@
+"""The rows of prompts in Triton are those of its reference, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch_twins_dynamic as twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_learn import DEVICE, MAX_NUM_REQS, make_rows
+
+from vllm_recycle.core import SCOPES
+from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
+from vllm_recycle.kernels.triton.matrix.seed import seed
+
+
+def make_texts(rng: random.Random, vocab_size: int, length: int) -> torch.Tensor:
+    """int32 [max_num_reqs, length], whose phrases come again."""
+    phrases = [[rng.randrange(vocab_size) for _ in range(6)] for _ in range(4)]
+    texts = [
+        [token for _ in range(length) for token in rng.choice(phrases)[: rng.randint(2, 6)]]
+        for _ in range(MAX_NUM_REQS)
+    ]
+    return torch.tensor([text[:length] for text in texts], dtype=torch.int32).to(DEVICE)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seeding=st.integers(0, 10**6),
+    scope=st.sampled_from(SCOPES),
+    contexts=st.sampled_from([(1,), (1, 2), (1, 2, 4, 8)]),
+    slots=st.sampled_from([4, 64, 1 << 20]),
+    slice_size=st.sampled_from([3, 16, 512]),
+    k=st.sampled_from([2, 5]),
+)
+def test_texts_are_seeded_a_slice_at_a_time(seeding, scope, contexts, slots, slice_size, k):
+    rng = random.Random(seeding)
+    rows = make_rows(scope, contexts, k, vocab_size=7, slots=slots)
+    tables = [rows.table, rows.table.clone()]
+    stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        all_token_ids = make_texts(rng, 8, 30)  # one is no token of the vocabulary
+        indices = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
+        lengths = [rng.choice([0, 1, 2, rng.randint(3, 30), 30]) for _ in indices]
+        for table, function in zip(tables, (seed, twins.seed), strict=True):
+            function(
+                table,
+                stamps,
+                all_token_ids,
+                layout=rows.layout,
+                salts=rows.salts,
+                req_state_indices=indices,
+                lengths=lengths,
+                slice_size=slice_size,
+            )
+        assert tables[0].equal(tables[1])
+        assert not stamps.any()
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("contexts", "slice_size"), [((1, 2, 4), 1), ((1,), 7)])
+def test_where_nothing_is_lost_it_is_what_is_seeded_one_by_one(scope, contexts, slice_size):
+    """A position at a time; or contexts that have no more than three followers."""
+    rows = make_rows(scope, contexts, 4, vocab_size=40, slots=1 << 20)
+    tables = [rows.table, rows.table.clone()]
+    stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
+    rng = random.Random(1)
+    texts = [[0], [5]]
+    for text in texts:
+        while len(text) < 25:
+            text.append((3 * text[-1] + rng.choice([1, 1, 1, 2, 3])) % 40)
+    lengths = [25, 18]
+    seed(
+        tables[0],
+        stamps,
+        torch.tensor(texts, dtype=torch.int32, device=DEVICE),
+        layout=rows.layout,
+        salts=rows.salts,
+        req_state_indices=[0, 1],
+        lengths=lengths,
+        slice_size=slice_size,
+    )
+    for req_state_idx, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        salt = int(rows.salts[req_state_idx])
+        text = torch.tensor(text[:length])
+        REFERENCE_DYNAMIC.seed(tables[1], text, salt, layout=rows.layout)
+    assert tables[0].equal(tables[1])
+    assert int((tables[0][:, 0] >= 0).sum()) > 10

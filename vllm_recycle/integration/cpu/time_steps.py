@@ -1,0 +1,227 @@
+"""What rows cost on this engine: steps of the real model, timed at start-up."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.platforms import current_platform
+
+from vllm_recycle.core import Trees
+from vllm_recycle.core.price import Load, StepTimes
+from vllm_recycle.core.state_file import shorten, write_file
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.options.base import STEP_TIMES_FORMAT, read_step_times
+from vllm_recycle.integration.saved_state import fingerprint
+
+Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
+
+LOADS = ((1, 256), (1, 2048), (3, 512), (8, 512), (20, 512))
+# Rows of each request, in the order of how much they tell; a matrix product may work in tiles of 16
+# rows.
+ROWS = (16, 4, 48, 8, 2, 17, 32, 96, 192, 256)
+ROWS_OF_SEVERAL = (4, 2, 12, 8, 3)
+ROUNDS = 5
+MAX_SECONDS = 0.8  # for a load, but for the fewest rows and the most
+
+
+def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
+    """The times of steps: of the drafter's file where there is one, else measured, and written.
+
+    Args:
+        runner: a `TreeCPUModelRunner` with a `PricedV1Drafter`, whose KV cache is there, and which
+            has no requests.
+
+    Returns:
+        The times, seconds of a step of one row, None where no step has room for more, and a line
+        that says what was found.
+
+    Raises:
+        ValueError: the file is of another engine or machine, or none of ours.
+
+    """
+    max_rows, file = runner.drafter.max_rows, runner.drafter.step_times_file
+    most = _most_rows(runner, max_rows)
+    if most < 2:
+        return StepTimes.linear(0.0, max_rows), None, "no step has room for a draft"
+    started, is_first = time.perf_counter(), get_tp_group().rank_in_group == 0
+    points = None
+    if file and is_first and Path(file).exists():
+        points = _read(file, runner, most)
+    points = from_first_rank(points)
+    if known := points is not None:
+        origin = f"read from {file}"
+    else:
+        points = from_first_rank(_measure(runner, most))
+        origin = f"measured in {time.perf_counter() - started:.1f} s"
+    if file and not known and is_first:
+        seconds = [[*load, of_rows] for load, of_rows in points.items()]
+        content = {"format": STEP_TIMES_FORMAT, "engine": _engine(runner, most), "seconds": seconds}
+        write_file(file, f"{json.dumps(content, indent=1)}\n".encode(), kind="step_times_file")
+    first = min(points)
+    shown = ", ".join(f"{rows}: {1e3 * points[first][rows]:.1f}" for rows in sorted(points[first]))
+    return (
+        StepTimes.measured(points, max_rows),
+        points[first][1],
+        (
+            f"a step by its rows, in ms, of {first[0]} request behind {first[1]} tokens: {shown}; "
+            f"{origin} for {len(points)} loads"
+        ),
+    )
+
+
+def _most_rows(runner: Any, max_rows: int) -> int:
+    """Rows of the largest step of one request that can be timed."""
+    nodes = get_options(runner.vllm_config).num_nodes
+    return min(max_rows, runner.max_num_tokens, 1 + nodes, runner.max_model_len - 1)
+
+
+def _engine(runner: Any, most: int) -> dict[str, Any]:
+    """What times of steps depend on."""
+    config = runner.vllm_config
+    return {
+        "model": fingerprint(config.model_config),
+        "dtype": str(config.model_config.dtype),
+        "quantization": config.model_config.quantization,
+        "compilation_mode": str(config.compilation_config.mode),
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "max_lora_rank": getattr(config.lora_config, "max_lora_rank", None),
+        "threads": torch.get_num_threads(),
+        "cpu": current_platform.get_device_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "most rows": most,
+    }
+
+
+def _read(file: str, runner: Any, most: int) -> Points:
+    content = read_step_times(file)
+    try:
+        for key, expected in _engine(runner, most).items():
+            if content["engine"].get(key) != expected:
+                got = content["engine"].get(key)
+                raise ValueError(f"{key} is {shorten(got)}, expected {expected!r}")
+        points = {
+            (int(requests), int(context)): {int(rows): float(t) for rows, t in of_rows.items()}
+            for requests, context, of_rows in content["seconds"]
+        }
+        if (
+            not points
+            or min(points)[0] != 1
+            or any(
+                min(times) != requests or len(times) < 2 or not 0 < min(times.values()) < math.inf
+                for (requests, _), times in points.items()
+            )
+        ):
+            raise ValueError(
+                "seconds are not of steps without drafts, of one request among them, and of larger "
+                "ones"
+            )
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"step_times_file {file}: {error}; remove it to measure again") from error
+    return points
+
+
+def _measure(runner: Any, most: int) -> Points:
+    """Time steps with trees of several sizes, at several loads."""
+    longest = runner.max_model_len - most
+    points = {}
+    with _spread_blocks(runner):
+        for requests, context in dict.fromkeys((n, min(c, longest)) for n, c in LOADS):
+            largest = min(most, runner.max_num_tokens // requests)
+            if requests == 1:
+                sizes = [1, most, *(rows for rows in ROWS if rows < most)]
+            else:
+                sizes = [1, *(rows for rows in ROWS_OF_SEVERAL if rows <= largest)]
+            if requests <= runner.max_num_reqs and len(sizes) > 1:
+                points[requests, context] = _time_steps(runner, requests, sizes, context)
+    runner.maybe_remove_all_loras(runner.lora_config)
+    return points
+
+
+@contextmanager
+def _spread_blocks(runner: Any) -> Iterator[None]:
+    """Give each place of the block tables a block of its own, as requests have them.
+
+    Times would be those of a cache that is always at hand otherwise.
+    """
+    tables = [
+        table.get_device_tensor(runner.max_num_reqs)
+        for table in runner.input_batch.block_table.block_tables
+    ]
+    for table in tables:
+        blocks = torch.arange(table.numel(), dtype=table.dtype) % runner.kv_cache_config.num_blocks
+        table.copy_(blocks.view_as(table))
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.zero_()
+
+
+def _time_steps(runner: Any, requests: int, sizes: list[int], context: int) -> dict[int, float]:
+    """Seconds of a step by its rows; the sizes take turns, so that a disturbance hits all.
+
+    Args:
+        runner: see `find_step_times`.
+        requests: of the step.
+        sizes: rows of each request; of the first two there is always a time.
+        context: tokens before these.
+
+    """
+    ends = sizes[:2]
+    for rows in ends:
+        _time_step(runner, requests, rows, context)  # what is slow at the first time only
+    times: dict[int, list[float]] = {}
+    started = time.perf_counter()
+    for rows in [*ends, *sizes * ROUNDS]:
+        if len(times) > 1 and not from_first_rank(time.perf_counter() - started < MAX_SECONDS):
+            break
+        seconds = _time_step(runner, requests, rows, context)
+        times.setdefault(requests * rows, []).append(seconds)
+    # What is beyond the shortest is somebody else's.
+    return {rows: min(seconds) for rows, seconds in times.items()}
+
+
+@torch.inference_mode()
+def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
+    """Seconds of a forward, of an adapter with LoRA, its logits and what is done with these."""
+    num_rows = requests * rows
+    parents = torch.arange(-1, rows - 1).clamp(min=0)
+    trees = StepLayout.make(
+        trees=Trees.from_parents(parents.repeat(requests, 1)),
+        num_nodes=torch.full((requests,), rows - 1),
+        last_token_row=torch.arange(rows - 1, num_rows, rows),
+        row_token_ids=torch.zeros(num_rows, dtype=torch.int64),
+    )
+    started = time.perf_counter()
+    for groups in runner.attn_groups:
+        for group in groups:
+            group.get_metadata_builder().trees = trees
+    query_len, runner.uniform_decode_query_len = runner.uniform_decode_query_len, rows
+    try:
+        hidden, _ = runner._dummy_run(
+            num_rows,
+            force_attention=True,
+            uniform_decode=True,
+            skip_eplb=True,
+            profile_seq_lens=context + rows,
+            remove_lora=False,
+            num_active_loras=0 if runner.lora_config is None else 1,
+        )
+    finally:
+        runner.uniform_decode_query_len = query_len
+    with logits_of_an_adapter(runner, requests, rows):
+        logits = runner.model.compute_logits(hidden[:num_rows])
+    runner.drafter.observe(torch.arange(requests), trees, logits)
+    logits.argmax(dim=-1)
+    return time.perf_counter() - started

@@ -1,0 +1,119 @@
+"""Which full CUDA graphs are captured for trees, and which graph a step gets.
+
+vLLM captures full graphs of uniform batches: one in which a request has a row more than another, or
+no tree, gets none. Tree attention reads from the device how many rows a request has, so that here a
+graph has bounds: so many rows, so many requests, and so many rows of one request. Any step without
+a prompt that is within them can be replayed. vLLM dispatches by such bounds (`max_query_len`), but
+would capture the longest alone, with the grids of large steps for small ones too.
+
+Plain decoding has the graphs that it has without speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_recycle.core.step_seconds import GraphShape, by_preference
+
+# A graph has room for so many times the requests that would use up its rows if each had as many as
+# one may have. Grids are made for all: of a request that is not there programs end at once.
+SPREAD = 3
+# Steps are filled up by at most a quarter of their rows, or by so many.
+FILLED = 8
+
+
+def plan_full_graphs(
+    sizes_of_batch: Sequence[Sequence[int]],
+    capture_sizes: Sequence[int],
+    *,
+    among_others: bool = False,
+) -> list[GraphShape]:
+    """The full graphs to capture, by preference.
+
+    Args:
+        sizes_of_batch: nodes that trees may have, by batch size from 0 (unused) to the largest.
+        capture_sizes: vLLM's token counts, of which the last is the largest to capture.
+        among_others: whether the batch is that of the requests that draft, and any number of plain
+            ones may be beside them.
+
+    """
+    max_num_reqs, largest = len(sizes_of_batch) - 1, max(capture_sizes)
+    plain = {min(size, max_num_reqs) for size in capture_sizes}
+    steps = {
+        (nodes + 1, batch * (nodes + 1))
+        for batch, sizes in enumerate(sizes_of_batch)
+        for nodes in sizes
+        if 0 < batch * (nodes + 1) <= largest
+    }
+    shapes = {GraphShape(size, size, 1) for size in plain}
+    for above, bound in pairwise([0, *_query_lens({rows for rows, _ in steps})]):
+        counts = _token_counts({total for rows, total in steps if above < rows <= bound})
+        for num_tokens in counts:
+            num_reqs = min(SPREAD * num_tokens // bound, num_tokens, max_num_reqs)
+            shapes.add(GraphShape(num_tokens, num_reqs, bound))
+        for num_tokens in counts[::2] if among_others else ():
+            shapes.add(GraphShape(num_tokens, min(num_tokens, max_num_reqs), bound))
+    return by_preference(shapes)
+
+
+def _query_lens(lengths: Iterable[int]) -> list[int]:
+    """Some of these, ascending; each has one of its length, or up to `SPREAD` times as long."""
+    chosen: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if not chosen or chosen[-1] > SPREAD * length:
+            chosen.append(length)
+    return chosen[::-1]
+
+
+def _token_counts(totals: Iterable[int]) -> list[int]:
+    """Some of these, so that each has one that it may be filled up to."""
+    chosen: list[int] = []
+    for total in sorted(totals, reverse=True):
+        if not chosen or chosen[-1] - total > max(FILLED, total // 4):
+            chosen.append(total)
+    return chosen
+
+
+def replace_full_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
+    """Make these the full graphs that vLLM captures and dispatches to, beside its piecewise ones.
+
+    Args:
+        manager: vLLM's `CudaGraphManager`, before it captures.
+        shapes: of the graphs, by preference; nothing is done where the manager has no full ones.
+
+    """
+    old = manager._capture_descs.get(CUDAGraphMode.FULL)
+    if not old:
+        return
+    descs = [
+        replace(
+            old[0],
+            num_tokens=shape.num_tokens,
+            num_reqs=shape.num_reqs,
+            # What vLLM calls a batch in which each request has one row.
+            uniform_token_count=1 if shape.max_query_len == 1 else None,
+            max_query_len=shape.max_query_len if shape.max_query_len > 1 else None,
+            num_active_loras=num_active_loras,
+        )
+        for num_active_loras in manager.lora_capture_cases
+        for shape in shapes
+    ]
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
+        descs, key=lambda desc: desc.num_tokens, reverse=True
+    )
+    for candidates in manager._candidates.values():
+        candidates[:] = [desc for desc in candidates if desc.cg_mode != CUDAGraphMode.FULL]
+    for desc in reversed(descs):
+        for num_tokens in range(desc.num_tokens + 1):
+            key = (num_tokens, desc.num_active_loras)
+            manager._candidates.setdefault(key, []).insert(0, desc)
+
+
+def shape_of(desc: Any) -> GraphShape:
+    """Of a full graph of `replace_full_graphs`."""
+    return GraphShape(desc.num_tokens, desc.num_reqs, desc.max_query_len or 1)

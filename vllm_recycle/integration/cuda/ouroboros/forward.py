@@ -1,0 +1,107 @@
+"""The draft model of Ouroboros on Model Runner V2: a forward over the same rows of each request.
+
+First come the rows of a request's head, the tokens that the cache lacks, which end where those of
+lookahead decoding begin. The mask is one for all; of a request a forward is only told how many of
+the first rows are none. What has no slot is never written: keys and values of rows are the
+forward's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.integration.draft_limits import head_length
+from vllm_recycle.kernels.triton.attention.queries import TreeQueries
+from vllm_recycle.kernels.triton.trees import ancestor_bits
+
+
+def draft_forward_template(shape: DraftShape) -> TreeTemplate:
+    """The rows of a request in a draft forward: a chain, and the lookahead rows below its end."""
+    end = head_length(shape) - 1
+    chain = [(row, 0) for row in range(end)]
+    below = [(end + parent, rank) for parent, rank in shape.lookahead().nodes]
+    return TreeTemplate((*chain, *below), "draft forward")
+
+
+class DraftForward:
+    """Runs vLLM's draft model.
+
+    Args:
+        speculator: of vLLM, that has the model.
+        shape: sizes of a draft.
+
+    Attributes:
+        head_length: rows of a head.
+        num_rows: of a request.
+
+    """
+
+    def __init__(self, speculator: Any, shape: DraftShape) -> None:
+        template = draft_forward_template(shape)
+        device = speculator.device
+        self.head_length, self.num_rows = head_length(shape), len(template.depths)
+        self.depths = template.depths.to(device)
+        self.ancestor_bits = ancestor_bits(template.ancestor_mask).to(device)
+        self.layer_names = speculator.draft_attn_layer_names
+        self.last_position = speculator.max_model_len - 1
+        self.query_starts = speculator.arange_gpu
+        self.run_model, self.compute_logits = speculator._run_model, speculator.model.compute_logits
+
+    def run(
+        self,
+        heads: torch.Tensor,
+        num_head: torch.Tensor,
+        num_cached: torch.Tensor,
+        row_token_ids: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One forward.
+
+        Args:
+            heads: int64 [batch, head], at the end of each row.
+            num_head: int64 [batch], how many tokens these are.
+            num_cached: int64 [batch], the tokens before them.
+            row_token_ids: int64 [batch, nodes], by the nodes of the lookahead tree, -1 for none.
+            block_table: int32 [batch, n].
+            slot_mapping: int64 [batch, head - 1], where the first rows are to be written, -1 for
+                nowhere; None where none are.
+
+        Returns:
+            int64 [batch, nodes + 1], the most probable next token behind head and lookahead rows.
+
+        """
+        batch, num_padding = len(heads), self.head_length - num_head
+        positions = (num_cached - num_padding)[:, None] + self.depths
+        rows = TreeQueries(
+            ancestor_bits=self.ancestor_bits,
+            depths=self.depths,
+            query_start_loc=self.query_starts[: batch + 1] * self.num_rows,
+            seq_lens=(num_cached + self.num_rows).to(torch.int32),
+            block_table=block_table,
+            max_rows=self.num_rows,
+            num_padding=num_padding.to(torch.int32),
+        )
+        slot_mappings = {}
+        if slot_mapping is not None:
+            missing = self.num_rows - slot_mapping.shape[1]
+            slots = pad(slot_mapping, (0, missing), value=PAD_SLOT_ID)
+            slot_mappings = dict.fromkeys(self.layer_names, slots.flatten())
+        token_ids = torch.cat((heads, row_token_ids), dim=1)
+        hidden_states = self.run_model(
+            token_ids.clamp(min=0).flatten().to(torch.int32),
+            # Padding, and rows beyond what the model can see, are computed for nothing.
+            positions.clamp(min=0, max=self.last_position).flatten(),
+            dict.fromkeys(self.layer_names, rows),
+            slot_mappings,
+            None,
+        )
+        behind = hidden_states.view(batch, self.num_rows, -1)[:, self.head_length - 1 :]
+        return self.compute_logits(behind.flatten(0, 1)).max(dim=1).indices.view(batch, -1)

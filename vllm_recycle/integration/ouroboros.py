@@ -1,0 +1,99 @@
+"""What the drafters of Ouroboros share, whatever the runner: the proposer and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+
+from vllm_recycle.core import Operations
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.options import OuroborosOptions
+
+
+def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
+    """The KV cache group that the layers of a draft model are in.
+
+    Raises:
+        NotImplementedError: they do not share one block table.
+
+    """
+    groups = kv_cache_config.kv_cache_groups
+    holding = [i for i, group in enumerate(groups) if not layer_names.isdisjoint(group.layer_names)]
+    if len(holding) != 1:
+        raise NotImplementedError(
+            f"ouroboros: the draft model's layers are in {len(holding)} KV cache groups, "
+            "expected one; use a draft model whose layers have the same kind of attention"
+        )
+    return holding[0]
+
+
+def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None:
+    """Refuse a draft model of these layers where one reads the KV cache of another.
+
+    Raises:
+        NotImplementedError: that names the layer.
+
+    """
+    for name in sorted(layer_names):
+        layer = compilation_config.static_forward_context[name]
+        if layer.kv_sharing_target_layer_name is not None:
+            raise NotImplementedError(
+                f"ouroboros does not support a draft model whose layers share a KV cache, as "
+                f"{name} does; choose another model"
+            )
+
+
+class OuroborosDrafter(Drafter):
+    """Holds the proposer; what makes its draft forwards is the runner's."""
+
+    proposer: OuroborosProposer
+
+    def make_proposer(
+        self,
+        operations: Operations,
+        device: torch.device,
+        *,
+        stops_early: bool,
+        smaller_shapes: Iterable[DraftShape] = (),
+    ) -> None:
+        """Set `proposer` and `state`, from `vllm_config`.
+
+        Args:
+            operations: what walks, and reads and writes the pool.
+            device: where the pool lives.
+            stops_early, smaller_shapes: see `OuroborosProposer`.
+
+        """
+        options = get_options(self.vllm_config)
+        assert isinstance(options, OuroborosOptions)
+        self.proposer = OuroborosProposer(
+            options.shape(),
+            smaller_shapes=smaller_shapes,
+            vocab_size=self.vllm_config.model_config.get_vocab_size(),
+            max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs,
+            max_forwards=options.max_forwards,
+            stops_early=stops_early,
+            harvest_trunk=options.harvest_trunk,
+            harvest_branches=options.harvest_branches,
+            shares_pool=options.shares_pool,
+            operations=operations,
+            device=device,
+        )
+        self.state = self.proposer.pool
+
+    def describe(self) -> str:
+        proposer = self.proposer
+        shape, pool = proposer.shape, proposer.pool
+        draft_model: Any = self.vllm_config.speculative_config.draft_model_config.model
+        return (
+            f"ouroboros: draft model {draft_model}, gamma {shape.gamma}, window {shape.window}, "
+            f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
+            f"{shape.branches}, early rows {shape.early_rows}, at most {proposer.max_forwards} "
+            f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "
+            f"in {proposer.operations.name}"
+        )

@@ -1,0 +1,1 @@
+"""Attention of tree rows to the paged KV cache and to each other."""

@@ -1,0 +1,88 @@
+"""Turning the inputs of a step, which vLLM prepares for chains, into those of its trees."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.kernels.triton.trees import DeviceTrees
+
+ROWS = 128  # of one program
+
+
+def place_tree_rows(
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logits_indices: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    *,
+    tree: TreeTemplate | DeviceTrees,
+    expanded_idx_mapping: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Put every row of a tree at the position of its depth, and give every row some token.
+
+    To be called after the slots were computed from the positions, since slots stay linear. A node
+    that was not filled has a row in the forward all the same, and any token will do for it.
+
+    Args:
+        input_ids: int32 [tokens], -1 where a node was not filled; changed in place to 0 there.
+        positions: int64 [tokens], of chains; changed in place to prefix + depth.
+        logits_indices: int64 [logit rows], where each logit row is among the tokens, each once.
+        expanded_local_pos: int32 [logit rows], the row of its tree that each is, 0 for a root.
+        tree: the template or the trees, the tables on the device of the others.
+        expanded_idx_mapping: integer [logit rows], whose tree, where each request has its own.
+
+    Returns:
+        int64 [logit rows], the token of each row, -1 where it was not filled.
+
+    """
+    num_rows = logits_indices.shape[0]
+    assert (expanded_idx_mapping is None) == isinstance(tree, TreeTemplate)
+    assert input_ids.is_contiguous()
+    assert positions.is_contiguous()
+    row_token_ids = torch.empty(num_rows, dtype=torch.int64, device=input_ids.device)
+    _place_tree_rows_kernel[(triton.cdiv(num_rows, ROWS),)](
+        row_token_ids,
+        input_ids,
+        positions,
+        logits_indices.contiguous(),
+        expanded_local_pos.contiguous(),
+        tree.depths,
+        expanded_idx_mapping,
+        num_rows,
+        TREE_ROWS=tree.num_nodes + 1,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+    return row_token_ids
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _place_tree_rows_kernel(
+    row_token_ids: tl.tensor,
+    input_ids: tl.tensor,
+    positions: tl.tensor,
+    logits_indices: tl.tensor,
+    expanded_local_pos: tl.tensor,
+    depths: tl.tensor,
+    expanded_idx_mapping: tl.tensor | None,
+    num_rows: int,
+    TREE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
+    token_row = tl.load(logits_indices + row, mask=real, other=0)
+    tree_row = tl.load(expanded_local_pos + row, mask=real, other=0)
+    depth = depths + tree_row
+    if expanded_idx_mapping is not None:
+        request = tl.load(expanded_idx_mapping + row, mask=real, other=0)
+        depth += request.to(tl.int64) * TREE_ROWS
+    shift = tl.load(depth, mask=real, other=0) - tree_row
+    token_id = tl.load(input_ids + token_row, mask=real, other=0)
+    position = tl.load(positions + token_row, mask=real, other=0)
+    tl.store(row_token_ids + row, token_id.to(tl.int64), mask=real)
+    tl.store(positions + token_row, position + shift, mask=real)
+    tl.store(input_ids + token_row, tl.maximum(token_id, 0), mask=real)

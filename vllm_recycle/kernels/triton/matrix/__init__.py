@@ -1,0 +1,1 @@
+"""The adjacency matrix on a device: finding, learning, counting, seeding, growing."""

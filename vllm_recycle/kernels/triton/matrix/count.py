@@ -1,0 +1,159 @@
+"""How often drafts were right, counted on the device: see `core.acceptance`.
+
+What a step counts is added up as integers, in any order, and folded into the counts at its end. So
+every rank has the same counts, to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core import acceptance
+from vllm_recycle.core.acceptance import ANY_STEADINESS, AcceptanceTable
+from vllm_recycle.kernels.triton.matrix.find import find_entry
+
+_MOST_SEEN = tl.constexpr(acceptance.MOST_SEEN)
+_PRIOR_WEIGHT = tl.constexpr(acceptance.PRIOR_WEIGHT)
+_STEADINESSES = tl.constexpr(ANY_STEADINESS)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCounts:
+    """An acceptance table on the device, and what learning needs beside it.
+
+    Attributes:
+        counts: float64 [contexts, 2, k, 5, 2], those of an `AcceptanceTable`, not a copy.
+        rates: float32 [contexts, 2, k, 4], its rates, as they are after each step.
+        increments: int32 [contexts, 2, k, 4, 2], of the step; zero between steps.
+
+    """
+
+    counts: torch.Tensor
+    rates: torch.Tensor
+    increments: torch.Tensor
+
+    @classmethod
+    def of(cls, table: AcceptanceTable) -> DeviceCounts:
+        """The counts of a table; who changes them otherwise brings the rates up to date."""
+        rates = table.rates().float()
+        increments = torch.zeros(*rates.shape, 2, dtype=torch.int32, device=rates.device)
+        return cls(table.counts, rates, increments)
+
+
+@triton.jit
+def count_visits(
+    increments: tl.tensor,
+    text: tl.tensor,
+    tails: tl.tensor,
+    path: tl.tensor,
+    token_ids: tl.tensor,
+    visit: tl.tensor,
+    num_rows: tl.tensor,
+    table: tl.tensor,
+    salt: tl.tensor,
+    PATH: tl.constexpr,
+    PATH_LANES: tl.constexpr,
+    REACH: tl.constexpr,
+    REACH_LANES: tl.constexpr,
+    VOCAB: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONTEXTS: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    READS_SHARED: tl.constexpr,
+) -> None:
+    """Count at some places of one request's path, all ranks of the row that is drafted from there.
+
+    Args:
+        increments: int32 [contexts, 2, k, 4, 2].
+        text: int64 [PATH + REACH], to work in.
+        tails: int64 [REACH], of the request.
+        path: int64 [PATH], the rows that it visited, padded with -1.
+        token_ids: int64 [PATH], what the target said there.
+        visit: int32 [lanes], the places.
+        num_rows: of the request; where there are none nothing is counted.
+        table: as it was before the step.
+        salt: of the request.
+
+    """
+    # The text that ends at each visited row, the newest token first.
+    place = tl.arange(0, PATH_LANES)
+    emitted = tl.load(token_ids + place, mask=place < PATH, other=-1)
+    tl.store(text + (PATH - 1) - place, emitted, mask=place < PATH)
+    place = tl.arange(0, REACH_LANES)
+    older = tl.load(tails + place, mask=place < REACH, other=-1)
+    tl.store(text + PATH + place, older, mask=place < REACH)
+    tl.debug_barrier()
+    visits = (visit < PATH) & (visit < num_rows)
+    visits = visits & (tl.load(path + visit, mask=visits, other=-1) >= 0)
+    address, length_index, own, head = find_entry(
+        table,
+        text + (PATH - visit),
+        1,
+        salt,
+        visits,
+        VOCAB,
+        K,
+        SLOTS,
+        PARTS,
+        CONTEXTS,
+        HAS_OWN,
+        READS_SHARED,
+    )
+    token = tl.load(token_ids + visit, mask=visits, other=-1)
+    cell = (length_index * 2 + own) * K
+    for rank in range(K):
+        successor = tl.load(table + address * (2 + K) + 1 + rank, mask=address >= 0, other=-1)
+        cells = increments + ((cell + rank) * _STEADINESSES + (head & 3)) * 2
+        seen = successor >= 0
+        tl.atomic_add(cells, 1, mask=seen & (successor == token), sem="relaxed")
+        tl.atomic_add(cells + 1, 1, mask=seen, sem="relaxed")
+
+
+@triton.jit
+def fold_counts(
+    counts: tl.tensor,
+    rates: tl.tensor,
+    increments: tl.tensor,
+    first: tl.tensor,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Take in what was counted of `LANES` ranks, and leave their rates."""
+    rank = first + tl.arange(0, LANES)
+    real = rank < RANKS
+    steadiness = tl.arange(0, _STEADINESSES)[None, :]
+    each = rank[:, None] * _STEADINESSES + steadiness
+    mask = real[:, None] & (steadiness >= 0)
+    right = tl.load(increments + each * 2, mask=mask, other=0)
+    seen = tl.load(increments + each * 2 + 1, mask=mask, other=0)
+    of_all = counts + (rank * (_STEADINESSES + 1) + _STEADINESSES) * 2
+    all_right, all_seen = _add(of_all, tl.sum(right, axis=1), tl.sum(seen, axis=1), real)
+    cells = counts + (rank[:, None] * (_STEADINESSES + 1) + steadiness) * 2
+    cell_right, cell_seen = _add(cells, right, seen, mask)
+    rate = all_right / tl.maximum(all_seen, 1.0)
+    rate = (cell_right + _PRIOR_WEIGHT * rate[:, None]) / (cell_seen + _PRIOR_WEIGHT)
+    tl.store(rates + each, rate.to(tl.float32), mask=mask)
+    tl.debug_barrier()
+    tl.store(increments + each * 2, 0, mask=mask)
+    tl.store(increments + each * 2 + 1, 0, mask=mask)
+
+
+@triton.jit
+def _add(
+    cells: tl.tensor, right: tl.tensor, seen: tl.tensor, mask: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """What cells hold when these were added, float64."""
+    right = tl.load(cells, mask=mask, other=0.0) + right.to(tl.float64)
+    seen = tl.load(cells + 1, mask=mask, other=0.0) + seen.to(tl.float64)
+    factor = tl.where(seen > _MOST_SEEN, 0.5, 1.0)
+    right, seen = right * factor, seen * factor
+    tl.debug_barrier()
+    tl.store(cells, right, mask=mask)
+    tl.store(cells + 1, seen, mask=mask)
+    return right, seen

@@ -1,0 +1,231 @@
+"""Growing trees on the device, in one launch: the twin of `core.beam.grow_by_levels`.
+
+A program a request. Levels come one after another, each with one look-up that waits for memory;
+within a level a lane looks up a row, and its successors are sorted at once. The topology that comes
+out is data for the kernels of the next step: there is no word to the host, so that this can be part
+of a captured graph. Every rank computes the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.kernels.triton.matrix.find import constants_of, find_entry
+from vllm_recycle.kernels.triton.trees import DeviceTrees
+
+_MOST = tl.constexpr(0x7FFFFFFF)
+
+
+def grow_by_levels(
+    drafts: torch.Tensor,
+    worth: torch.Tensor,
+    table: torch.Tensor,
+    rates: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    tails: torch.Tensor,
+    max_depths: torch.Tensor,
+    trees: DeviceTrees,
+    beam: int,
+) -> None:
+    """Draft below the last token of each text; see `core.beam.grow_by_levels`.
+
+    Args:
+        drafts: int64 [batch, nodes], written: of each node, padded with -1.
+        worth: float32 [batch, nodes], written: of each node, 0 where there is none.
+        table: int32 [addresses, 2 + k].
+        rates: float32 [contexts, 2, k, 4], each from 0 to 1.
+        idx_mapping: integer [batch].
+        layout: of the table.
+        salts: int64 [max_num_reqs].
+        tails: int64 [batch, reach], each text, the newest token first.
+        max_depths: integer [batch], the most levels of each tree below its root.
+        trees: written where the requests' are; has the most nodes and levels of a tree.
+        beam: the most rows of a level that are expanded.
+
+    """
+    batch, nodes = drafts.shape
+    assert nodes == trees.num_nodes
+    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
+    for tensor in (drafts, worth, table, rates, idx_mapping, salts, tails, max_depths):
+        assert tensor.is_contiguous()
+    # At least as many children as nodes of a tree; and a row that is not among the best of its
+    # level, as many as a tree has nodes, has no child that is chosen.
+    beam = min(beam, nodes)
+    lanes = max(2, triton.next_power_of_2(nodes))
+    children = triton.next_power_of_2(layout.k)
+    expanded = max(triton.next_power_of_2(beam), lanes // children)
+    places = triton.next_power_of_2(layout.reach)
+    size = trees.depth * (2 * expanded * children + expanded) + 2 * expanded * places
+    scratch = torch.empty(batch, size, dtype=torch.int32, device=table.device)
+    words = trees.ancestor_bits.shape[2]
+    _grow_kernel[(batch,)](
+        drafts,
+        worth,
+        trees.parents,
+        trees.depths,
+        trees.ancestor_bits,
+        scratch,
+        table,
+        rates,
+        idx_mapping,
+        salts,
+        tails,
+        max_depths,
+        NODES=nodes,
+        LANES=lanes,
+        WORDS=words,
+        WORD_LANES=triton.next_power_of_2(words),
+        BEAM=beam,
+        EXPANDED=expanded,
+        CHILDREN=children,
+        LEVELS=trees.depth,
+        REACH=layout.reach,
+        PLACES=places,
+        SIZE=size,
+        num_warps=_warps(expanded * children),
+        **constants_of(layout),
+    )
+
+
+def _warps(children: int) -> int:
+    """For 128 candidates of a level each: with fewer a sort is of few instructions, but waits."""
+    return min(8, max(1, children // 128))
+
+
+@triton.jit
+def _grow_kernel(
+    drafts: tl.tensor,
+    worth: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    ancestor_bits: tl.tensor,
+    scratch: tl.tensor,
+    table: tl.tensor,
+    rates: tl.tensor,
+    idx_mapping: tl.tensor,
+    salts: tl.tensor,
+    tails: tl.tensor,
+    max_depths: tl.tensor,
+    NODES: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    BEAM: tl.constexpr,
+    EXPANDED: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    SIZE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONTEXTS: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    READS_SHARED: tl.constexpr,
+) -> None:
+    """A program a request.
+
+    Child `rank` of the row that lane `lane` of a level expands is candidate number
+    (level * EXPANDED + lane) * CHILDREN + rank, in the order in which they are made. What is worth
+    the most, and of equals the first, has the greatest key; that of none is 0.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    request = tl.load(idx_mapping + index).to(tl.int64)
+    salt = tl.load(salts + request)
+    WIDTH: tl.constexpr = EXPANDED * CHILDREN  # of a level
+    token_of = scratch + index * SIZE  # by candidate
+    row_of = token_of + LEVELS * WIDTH  # by candidate, where it is chosen
+    candidate_of = row_of + LEVELS * WIDTH  # by level and lane, which is expanded there
+    contexts = candidate_of + LEVELS * EXPANDED  # by lane, of this level and the next one in turn
+    lane = tl.arange(0, EXPANDED)
+    rank = tl.arange(0, CHILDREN)[None, :]
+    place = tl.arange(0, PLACES)
+    tail = tl.load(tails + index * REACH + place, mask=place < REACH, other=-1)
+    tl.store(contexts + place, tail.to(tl.int32))
+    value = tl.where(lane == 0, 1.0, 0.0)
+    best = tl.zeros([LANES], tl.int64)
+    for level in range(tl.minimum(tl.load(max_depths + index), LEVELS)):
+        tl.debug_barrier()  # The contexts were written by other threads.
+        context = contexts + (level % 2) * (EXPANDED * PLACES)
+        address, length, own, head = find_entry(
+            table,
+            context + lane * PLACES,
+            1,
+            salt,
+            value > 0,
+            VOCAB,
+            K,
+            SLOTS,
+            PARTS,
+            CONTEXTS,
+            HAS_OWN,
+            READS_SHARED,
+        )
+        real = (address >= 0)[:, None] & (rank < K)
+        first = table + address * (2 + K) + 1
+        token = tl.load(first[:, None] + rank, mask=real, other=-1)
+        rate = (rates + (length * 2 + own) * (4 * K) + (head & 3))[:, None] + rank * 4
+        product = value[:, None] * tl.load(rate, mask=real, other=0.0)
+        candidate = (level * EXPANDED + lane)[:, None] * CHILDREN + rank
+        key = (product.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (_MOST - candidate)
+        key = tl.where((token >= 0) & (product > 0), key, 0)
+        tl.store(token_of + candidate, token)
+        of_level = tl.topk(tl.reshape(key, [WIDTH]), LANES)
+        # The best of two sorted lists are the greater ones of one and of the other in reverse.
+        best = tl.bitonic_merge(tl.maximum(best, tl.flip(of_level)), descending=True)
+
+        key_above = tl.where(lane < BEAM, tl.gather(of_level, lane, 0), 0)
+        value = (key_above >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        candidate_above = _MOST - (key_above & _MOST).to(tl.int32)
+        goes_on = (key_above > 0) & (level + 1 < LEVELS)
+        tl.store(candidate_of + (level + 1) * EXPANDED + lane, candidate_above, mask=goes_on)
+        tl.debug_barrier()  # So were the tokens.
+        newest = tl.load(token_of + candidate_above, mask=goes_on, other=-1)
+        lane_above = candidate_above % WIDTH // CHILDREN
+        older = tl.load(
+            context + lane_above[:, None] * PLACES + place[None, :] - 1,
+            mask=goes_on[:, None] & (place > 0)[None, :],
+            other=-1,
+        )
+        following = contexts + ((level + 1) % 2) * (EXPANDED * PLACES)
+        tl.store(
+            following + lane[:, None] * PLACES + place[None, :],
+            tl.where((place == 0)[None, :], newest[:, None], older),
+        )
+
+    node = tl.arange(0, LANES)
+    real = (best > 0) & (node < NODES)
+    candidate = _MOST - (best & _MOST).to(tl.int32)
+    tl.store(row_of + candidate, node + 1, mask=real)
+    tl.debug_barrier()
+    token = tl.load(token_of + candidate, mask=real, other=-1)
+    is_deep = real & (candidate >= WIDTH)
+    above = tl.load(candidate_of + candidate // CHILDREN, mask=is_deep, other=0)
+    parent = tl.load(row_of + above, mask=is_deep, other=0)
+    word = tl.arange(0, WORD_LANES)[None, :]
+    bits = tl.zeros([LANES, WORD_LANES], tl.int32) | (word == 0)
+    row = node + 1
+    for _ in range(LEVELS):
+        bits = bits | tl.where((row // 32)[:, None] == word, (1 << (row % 32))[:, None], 0)
+        row = tl.where(row > 0, tl.gather(parent, tl.maximum(row - 1, 0), 0), 0)
+
+    inside = node < NODES
+    value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(drafts + index * NODES + node, token.to(tl.int64), mask=inside)
+    tl.store(worth + index * NODES + node, value, mask=inside)
+    below_root = request * (NODES + 1) + 1 + node
+    tl.store(parents + below_root, parent, mask=inside)
+    tl.store(depths + below_root, tl.where(real, candidate // WIDTH + 1, 1), mask=inside)
+    tl.store(
+        ancestor_bits + below_root[:, None] * WORDS + word,
+        bits,
+        mask=inside[:, None] & (word < WORDS),
+    )

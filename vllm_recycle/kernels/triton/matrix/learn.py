@@ -1,0 +1,308 @@
+"""What a step teaches of context rows, in two launches: see `core.learn.learn`.
+
+All rows of a step learn at once. So rows are counted, and told to be steady, by what the table had
+before the step, and of all that a step has for one address the last alone is written: of requests
+in order, and in a request the rows that were not visited before those that were.
+
+The first launch counts at the visited rows, finds the addresses of all rows, and leaves in `stamps`
+the number of the last writer of each address. The second one lets the writers whose number is there
+write, and takes the stamps away again. It also folds what was counted into the table of counts.
+Stamps and counts are integers, so that nothing depends on which program comes first: every rank
+computes the same. There is no word to the host, so that this can be part of a captured graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
+from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.kernels.triton.matrix.count import DeviceCounts, count_visits, fold_counts
+from vllm_recycle.kernels.triton.matrix.find import constants_of, is_written
+from vllm_recycle.kernels.triton.matrix.mark import mark_entries
+
+_MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
+
+LANES = 32  # rows, or places of a path, or ranks, of one program
+ELEMENTS = 512  # of the rows that one program writes
+
+
+def learn(
+    table: torch.Tensor,
+    stamps: torch.Tensor,
+    counts: DeviceCounts | None,
+    *,
+    layout: MatrixLayout,
+    idx_mapping: torch.Tensor,
+    salts: torch.Tensor,
+    tails: torch.Tensor,
+    parents: torch.Tensor,
+    row_token_ids: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    successors: torch.Tensor,
+    walked: WalkResult,
+    max_rows: int,
+    learns: torch.Tensor | None = None,
+) -> None:
+    """Count what was right at the visited rows, and write the rows of all contexts.
+
+    A row that was not filled writes nothing, nor does what hangs below one.
+
+    Args:
+        table: int32 [addresses, 2 + k], written in place.
+        stamps: int32 [addresses], zero before and after.
+        counts: written in place; None to count nothing.
+        layout: of the table.
+        idx_mapping: integer [batch], the `req_state_idx` of each request.
+        salts: int64 [max_num_reqs], by `req_state_idx`.
+        tails: int64 [batch, reach], text before and with each root, the newest first.
+        parents: integer [max_num_reqs, rows], of the trees, by `req_state_idx`; expanded where
+            all have one tree.
+        row_token_ids: int64 [logit rows], -1 where a row was not filled.
+        cu_num_logits: integer [batch + 1]; a request may have no rows.
+        successors: int32 [logit rows, k], best first.
+        walked: what the walk accepted.
+        max_rows: at least the rows of any request; grids are made from it.
+        learns: bool or integer [batch], whether a request teaches anything; None if all do.
+
+    """
+    batch, path = walked.path.shape
+    for tensor in (table, stamps, salts, tails, row_token_ids, cu_num_logits, successors):
+        assert tensor.is_contiguous()
+    assert walked.path.is_contiguous()
+    assert walked.token_ids.is_contiguous()
+    assert parents.stride(1) == 1
+    shared = (idx_mapping.contiguous(), salts, cu_num_logits)
+    rows, constants = batch * max_rows, constants_of(layout)
+    places = 2 * len(layout.contexts)
+    numbers = torch.empty(rows, dtype=torch.int32, device=table.device)
+    heads = torch.empty(places, rows, dtype=torch.int32, device=table.device)
+    addresses = torch.empty(places, rows, dtype=torch.int64, device=table.device)
+    text = torch.empty(batch, path + layout.reach, dtype=torch.int64, device=table.device)
+    row_blocks = triton.cdiv(max_rows, LANES)
+    path_blocks = triton.cdiv(path, LANES) if counts is not None else 0
+    _mark_kernel[(batch, row_blocks + path_blocks)](
+        numbers,
+        heads,
+        addresses,
+        text,
+        stamps,
+        counts.increments if counts is not None else None,
+        table,
+        *shared,
+        learns,
+        tails,
+        parents,
+        parents.stride(0),
+        row_token_ids,
+        walked.path,
+        walked.token_ids,
+        MAX_ROWS=max_rows,
+        PATH=path,
+        PATH_LANES=triton.next_power_of_2(path),
+        REACH=layout.reach,
+        REACH_LANES=triton.next_power_of_2(layout.reach),
+        LANES=LANES,
+        WRITES_SHARED=layout.writes_shared,
+        **constants,
+        num_warps=1,
+    )
+    width = triton.next_power_of_2(layout.width)
+    block = max(1, ELEMENTS // width)
+    ranks = places * layout.k
+    fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
+    # Of each length there is the place of the shared row, and then of the own one.
+    written = len(layout.contexts) * (layout.has_own + layout.writes_shared)
+    _write_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
+        table,
+        stamps,
+        counts.counts if counts is not None else None,
+        counts.rates if counts is not None else None,
+        counts.increments if counts is not None else None,
+        numbers,
+        heads,
+        addresses,
+        *shared,
+        successors,
+        rows,
+        MAX_ROWS=max_rows,
+        K=layout.k,
+        WIDTH=width,
+        ROWS=block,
+        PLACES=places,
+        WRITTEN=written,
+        FIRST_PLACE=0 if layout.writes_shared else 1,
+        PLACE_STEP=2 * len(layout.contexts) // written,
+        RANKS=ranks,
+        FOLD_BLOCKS=fold_blocks,
+        LANES=LANES,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _mark_kernel(
+    numbers: tl.tensor,
+    heads: tl.tensor,
+    addresses: tl.tensor,
+    text: tl.tensor,
+    stamps: tl.tensor,
+    increments: tl.tensor,
+    table: tl.tensor,
+    idx_mapping: tl.tensor,
+    salts: tl.tensor,
+    cu_num_logits: tl.tensor,
+    learns: tl.tensor,
+    tails: tl.tensor,
+    parents: tl.tensor,
+    parents_stride: int,
+    row_token_ids: tl.tensor,
+    path: tl.tensor,
+    token_ids: tl.tensor,
+    MAX_ROWS: tl.constexpr,
+    PATH: tl.constexpr,
+    PATH_LANES: tl.constexpr,
+    REACH: tl.constexpr,
+    REACH_LANES: tl.constexpr,
+    LANES: tl.constexpr,
+    WRITES_SHARED: tl.constexpr,
+    VOCAB: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONTEXTS: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    READS_SHARED: tl.constexpr,
+) -> None:
+    """A program a request and `LANES` of its rows, or so many places of its path to count at."""
+    ROW_BLOCKS: tl.constexpr = (MAX_ROWS + LANES - 1) // LANES
+    index = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    req_state_idx = tl.load(idx_mapping + index).to(tl.int64)
+    salt = tl.load(salts + req_state_idx)
+    start = tl.load(cu_num_logits + index).to(tl.int64)
+    num_rows = (tl.load(cu_num_logits + index + 1) - start).to(tl.int32)
+    if learns is not None:
+        num_rows = tl.where(tl.load(learns + index) != 0, num_rows, 0)
+    tails += index * REACH
+    path += index * PATH
+    token_ids += index * PATH
+
+    if block < ROW_BLOCKS:
+        mark_entries(
+            numbers,
+            heads,
+            addresses,
+            stamps,
+            block * LANES + tl.arange(0, LANES),
+            index,
+            salt,
+            start,
+            num_rows,
+            tails,
+            parents + req_state_idx * parents_stride,
+            row_token_ids + start,
+            path,
+            MAX_ROWS,
+            PATH,
+            WRITES_SHARED,
+            VOCAB,
+            SLOTS,
+            PARTS,
+            CONTEXTS,
+            HAS_OWN,
+        )
+    elif increments is not None:
+        count_visits(
+            increments,
+            text + index * (PATH + REACH),
+            tails,
+            path,
+            token_ids,
+            (block - ROW_BLOCKS) * LANES + tl.arange(0, LANES),
+            num_rows,
+            table,
+            salt,
+            PATH,
+            PATH_LANES,
+            REACH,
+            REACH_LANES,
+            VOCAB,
+            K,
+            SLOTS,
+            PARTS,
+            CONTEXTS,
+            HAS_OWN,
+            READS_SHARED,
+        )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _write_kernel(
+    table: tl.tensor,
+    stamps: tl.tensor,
+    counts: tl.tensor,
+    rates: tl.tensor,
+    increments: tl.tensor,
+    numbers: tl.tensor,
+    heads: tl.tensor,
+    addresses: tl.tensor,
+    idx_mapping: tl.tensor,
+    salts: tl.tensor,
+    cu_num_logits: tl.tensor,
+    successors: tl.tensor,
+    rows: int,
+    MAX_ROWS: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
+    WRITTEN: tl.constexpr,
+    FIRST_PLACE: tl.constexpr,
+    PLACE_STEP: tl.constexpr,
+    RANKS: tl.constexpr,
+    FOLD_BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """A program for one place of `ROWS` rows, or for `LANES` ranks of the counts."""
+    program = tl.program_id(0)
+    if program >= FOLD_BLOCKS:
+        program -= FOLD_BLOCKS
+        place = FIRST_PLACE + program % WRITTEN * PLACE_STEP
+        row = (program // WRITTEN * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        number = tl.load(numbers + row, mask=row < rows, other=0)
+        address = tl.load(addresses + place.to(tl.int64) * rows + row, mask=number > 0, other=-1)
+        head = tl.load(heads + place.to(tl.int64) * rows + row, mask=number > 0, other=0)
+        stamp = tl.load(stamps + address, mask=address >= 0, other=0)
+        last = (address >= 0) & (stamp == number * PLACES + place)
+        request = row // MAX_ROWS
+        salt = tl.load(salts + tl.load(idx_mapping + request, mask=last, other=0), mask=last)
+        salt = tl.where(place % 2 == 1, salt, 0)
+        source = tl.load(cu_num_logits + request, mask=last, other=0) + row % MAX_ROWS
+        most_probable = tl.load(successors + source * K, mask=last, other=-1)
+        known, old = is_written(table, address, head, salt, last, K)
+        stays = known & (
+            tl.load(table + address * (2 + K) + 1, mask=known, other=-1) == most_probable
+        )
+        head |= tl.where(stays, tl.minimum(_MAX_STEADINESS, (old & 3) + 1), 0)
+        column = tl.arange(0, WIDTH)[None, :]
+        is_successor = (column > 0) & (column <= K)
+        value = tl.load(
+            successors + source[:, None] * K + column - 1,
+            mask=last[:, None] & is_successor,
+            other=0,
+        )
+        value = tl.where(column == 0, head[:, None], value)
+        value = tl.where(column > K, salt[:, None].to(tl.int32), value)
+        # All of a program's threads have read before one of them writes.
+        tl.debug_barrier()
+        tl.store(stamps + address, 0, mask=last)
+        tl.store(
+            table + address[:, None] * (2 + K) + column,
+            value,
+            mask=last[:, None] & (column < 2 + K),
+        )
+    elif counts is not None:
+        fold_counts(counts, rates, increments, program * LANES, RANKS, LANES)

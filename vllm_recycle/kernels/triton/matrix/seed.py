@@ -1,0 +1,326 @@
+"""The context rows of prompts, a slice of them at a time: see `core.learn.seed`.
+
+All positions of a slice are taken in at once, in five launches. A position writes a row for each
+length of context that ends there, and of all rows of a slice at one address that of the last
+position is written. It has what the others of its context found as well: the followers that came
+last, up to three different ones, then what was known before the slice; and it is as steady as if
+they had been written one by one. What does not fit that is lost: a fourth follower within a slice,
+and for a new context what the slice itself tells of its last token.
+
+As in `context_learning`, what is decided is decided by integers and by order: every rank computes
+the same. Memory is that of a slice. There is no word from the device to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
+from vllm_recycle.kernels.triton.matrix.find import absorb, constants_of, is_written, place_of
+
+_MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
+
+# Positions of a slice: the more of them, the more followers are lost, and the fewer launches.
+SLICE = 512
+LANES = 32  # positions of one program
+
+
+def seed(
+    table: torch.Tensor,
+    stamps: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    req_state_indices: Sequence[int],
+    lengths: Sequence[int],
+    slice_size: int = SLICE,
+) -> None:
+    """Write the rows of texts: what followed comes first, then what is known.
+
+    Sequences that have rows of their own write these alone.
+
+    Args:
+        table: int32 [addresses, 2 + k], written in place.
+        stamps: int32 [addresses], zero before and after.
+        all_token_ids: int32 [max_num_reqs, max_model_len], of the device or mapped for it.
+        layout: of the table.
+        salts: int64 [max_num_reqs], by `req_state_idx`.
+        req_state_indices: whose texts, in this order.
+        lengths: of each of these texts.
+        slice_size: positions that are taken in at once.
+
+    """
+    assert all_token_ids.stride(1) == 1
+    starts = [0, *accumulate(max(0, length - 1) for length in lengths)]
+    num_positions = starts[-1]
+    if num_positions == 0:
+        return
+    requests = torch.tensor([starts, [*req_state_indices, 0]], dtype=torch.int32)
+    if table.is_cuda:
+        requests = requests.pin_memory().to(table.device, non_blocking=True)
+    size, places = min(slice_size, num_positions), len(layout.contexts)
+    empty = partial(torch.empty, dtype=torch.int32, device=table.device)
+    # Of each position, and of each row that it writes.
+    followers, of_salts = empty(2, size)
+    heads, seconds, thirds, runs = empty(4, places, size)
+    addresses, rests = empty(2, places, size, dtype=torch.int64)
+    merged = empty(places, size, layout.width)
+    constants = {"PLACES": places, "K": layout.k}
+    shape = {**constants, "LANES": LANES, "num_warps": 1}
+    for first in range(0, num_positions, size):
+        count = min(size, num_positions - first)
+        programs = (triton.cdiv(count, LANES), places)
+        rows = (stamps, addresses, heads, of_salts, followers)
+        _mark_kernel[programs[:1]](
+            *rows,
+            rests,
+            seconds,
+            thirds,
+            runs,
+            table,
+            all_token_ids,
+            all_token_ids.stride(0),
+            salts,
+            requests,
+            len(lengths),
+            first,
+            count,
+            size,
+            BITS=len(lengths).bit_length(),
+            LANES=LANES,
+            **constants_of(layout),
+            num_warps=1,
+        )
+        for last in (False, True):
+            _gather_kernel[programs](*rows, seconds, thirds, runs, count, size, LAST=last, **shape)
+        latest = (rests, seconds, thirds, runs)
+        _merge_kernel[programs](merged, table, *rows, *latest, count, size, **shape)
+        _write_kernel[programs](
+            table,
+            stamps,
+            addresses,
+            merged,
+            count,
+            size,
+            WIDTH=triton.next_power_of_2(layout.width),
+            **shape,
+        )
+
+
+@triton.jit(do_not_specialize=["num_requests", "first", "count", "size"])
+def _mark_kernel(
+    stamps: tl.tensor,
+    addresses: tl.tensor,
+    heads: tl.tensor,
+    of_salts: tl.tensor,
+    followers: tl.tensor,
+    rests: tl.tensor,
+    seconds: tl.tensor,
+    thirds: tl.tensor,
+    runs: tl.tensor,
+    table: tl.tensor,
+    all_token_ids: tl.tensor,
+    stride: int,
+    salts: tl.tensor,
+    requests: tl.tensor,
+    num_requests: int,
+    first: int,
+    count: int,
+    size: int,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    VOCAB: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONTEXTS: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    READS_SHARED: tl.constexpr,
+) -> None:
+    """A lane a position: where its rows are, who is the last at each, and what was known."""
+    PLACES: tl.constexpr = len(CONTEXTS)
+    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    real = entry < count
+    position = first + entry
+    # The last request that begins at or before the position.
+    request = tl.zeros([LANES], tl.int32)
+    for bit in tl.static_range(BITS):
+        later = request + (1 << (BITS - 1 - bit))
+        begins = tl.load(requests + later, mask=later < num_requests, other=0x7FFFFFFF)
+        request = tl.where(begins <= position, later, request)
+    begins = tl.load(requests + request)
+    req_state_idx = tl.load(requests + num_requests + 1 + request).to(tl.int64)
+    salt = tl.load(salts + req_state_idx)
+    newest_place = position - begins
+    text = all_token_ids + req_state_idx * stride + newest_place
+    follower = tl.load(text + 1, mask=real, other=-1)
+    tl.store(followers + entry, follower, mask=real)
+    tl.store(of_salts + entry, (salt * HAS_OWN).to(tl.int32), mask=real)
+
+    known = real & (follower >= 0) & (follower < VOCAB)
+    hashed = tl.zeros([LANES], tl.uint64)
+    newest = tl.load(text, mask=real, other=-1).to(tl.int64)
+    of_one = tl.full([LANES], -1, tl.int64)
+    for index in tl.static_range(PLACES):
+        for place in tl.static_range(CONTEXTS[index - 1] if index else 0, CONTEXTS[index]):
+            token = tl.load(text - place, mask=known & (place <= newest_place), other=-1)
+            known = known & (token >= 0) & (token < VOCAB)
+            hashed = absorb(hashed, token)
+        rest = of_one
+        # The shared one of a length comes before the own one.
+        for own in tl.static_range(2):
+            if HAS_OWN if own else (READS_SHARED or not HAS_OWN):
+                address, head = place_of(
+                    hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS, PARTS
+                )
+                if HAS_OWN if own else READS_SHARED:
+                    written, _there = is_written(table, address, head, salt * own, known, K)
+                    rest = tl.where(written, address, rest)
+                if own == HAS_OWN:
+                    row = index * size + entry
+                    tl.atomic_max(
+                        stamps + address, entry * PLACES + index + 1, mask=known, sem="relaxed"
+                    )
+                    tl.store(addresses + row, tl.where(known, address, -1), mask=real)
+                    tl.store(heads + row, head, mask=real)
+                    tl.store(seconds + row, 0, mask=real)
+                    tl.store(thirds + row, 0, mask=real)
+                    tl.store(runs + row, 0, mask=real)
+        tl.store(rests + index * size + entry, rest, mask=real)
+        if index == 0:
+            of_one = rest
+
+
+@triton.jit(do_not_specialize=["count", "size"])
+def _gather_kernel(
+    stamps: tl.tensor,
+    addresses: tl.tensor,
+    heads: tl.tensor,
+    of_salts: tl.tensor,
+    followers: tl.tensor,
+    seconds: tl.tensor,
+    thirds: tl.tensor,
+    runs: tl.tensor,
+    count: int,
+    size: int,
+    LAST: tl.constexpr,
+    PLACES: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """What the others of its context leave with the last one: first who of another follower is
+    the last of them; then who of a third one is, and how many came after the second."""
+    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    place = tl.program_id(1)
+    row = place * size + entry
+    address = tl.load(addresses + row, mask=entry < count, other=-1)
+    real = address >= 0
+    number = entry * PLACES + place + 1
+    winner = tl.load(stamps + address, mask=real, other=1) - 1
+    at = winner // PLACES
+    where = winner % PLACES * size + at
+    head = tl.load(heads + row, mask=real, other=0)
+    salt = tl.load(of_salts + entry, mask=real, other=0)
+    real = real & (tl.load(heads + where, mask=real, other=-1) == head)
+    real = real & (tl.load(of_salts + at, mask=real, other=-1) == salt)
+    follower = tl.load(followers + entry, mask=real, other=-1)
+    differs = real & (tl.load(followers + at, mask=real, other=-1) != follower)
+    if not LAST:
+        tl.atomic_max(seconds + where, number, mask=differs, sem="relaxed")
+    else:
+        second = tl.load(seconds + where, mask=real, other=0)
+        tl.atomic_add(runs + where, 1, mask=real & (number > second), sem="relaxed")
+        differs = differs & (
+            tl.load(followers + (second - 1) // PLACES, mask=differs, other=-1) != follower
+        )
+        tl.atomic_max(thirds + where, number, mask=differs, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count", "size"])
+def _merge_kernel(
+    merged: tl.tensor,
+    table: tl.tensor,
+    stamps: tl.tensor,
+    addresses: tl.tensor,
+    heads: tl.tensor,
+    of_salts: tl.tensor,
+    followers: tl.tensor,
+    rests: tl.tensor,
+    seconds: tl.tensor,
+    thirds: tl.tensor,
+    runs: tl.tensor,
+    count: int,
+    size: int,
+    PLACES: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """The rows that are to be written, before any is, since they are made of others."""
+    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    place = tl.program_id(1)
+    row = place * size + entry
+    address = tl.load(addresses + row, mask=entry < count, other=-1)
+    stamp = tl.load(stamps + address, mask=address >= 0, other=0)
+    last = (address >= 0) & (stamp == entry * PLACES + place + 1)
+    head = tl.load(heads + row, mask=last, other=0)
+    salt = tl.load(of_salts + entry, mask=last, other=0)
+    first = tl.load(followers + entry, mask=last, other=-1)
+    second = tl.load(seconds + row, mask=last, other=0)
+    third = tl.load(thirds + row, mask=last, other=0)
+    run = tl.load(runs + row, mask=last, other=0)
+
+    known, old = is_written(table, address, head, salt, last & (second == 0), K)
+    stays = known & (tl.load(table + address * (2 + K) + 1, mask=known, other=-1) == first)
+    steadiness = tl.minimum(_MAX_STEADINESS, tl.where(stays, (old & 3) + run, run - 1))
+    out = merged + row.to(tl.int64) * (2 + K)
+    tl.store(out, head | steadiness, mask=last)
+    tl.store(out + 1 + K, salt, mask=last)
+    size_of_row = tl.zeros([LANES], tl.int32)
+    one = tl.load(followers + (second - 1) // PLACES, mask=second > 0, other=-1)
+    other = tl.load(followers + (third - 1) // PLACES, mask=third > 0, other=-1)
+    rest = tl.load(rests + row, mask=last, other=-1)
+    for rank in range(-3, K):
+        token = tl.where(rank == -3, first, tl.where(rank == -2, one, other))
+        if rank >= 0:
+            token = tl.load(table + rest * (2 + K) + 1 + rank, mask=rest >= 0, other=-1)
+            token = tl.where((token == first) | (token == one) | (token == other), -1, token)
+        kept = last & (token >= 0) & (size_of_row < K)
+        tl.store(out + 1 + size_of_row, token, mask=kept)
+        size_of_row += kept.to(tl.int32)
+    for rank in range(K):
+        tl.store(out + 1 + rank, -1, mask=last & (rank >= size_of_row))
+
+
+@triton.jit(do_not_specialize=["count", "size"])
+def _write_kernel(
+    table: tl.tensor,
+    stamps: tl.tensor,
+    addresses: tl.tensor,
+    merged: tl.tensor,
+    count: int,
+    size: int,
+    PLACES: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    place = tl.program_id(1)
+    row = (place * size + entry).to(tl.int64)
+    address = tl.load(addresses + row, mask=entry < count, other=-1)
+    stamp = tl.load(stamps + address, mask=address >= 0, other=0)
+    last = (address >= 0) & (stamp == entry * PLACES + place + 1)
+    column = tl.arange(0, WIDTH)[None, :]
+    mask = last[:, None] & (column < 2 + K)
+    value = tl.load(merged + row[:, None] * (2 + K) + column, mask=mask, other=0)
+    # All of a program's threads have read before one of them writes.
+    tl.debug_barrier()
+    tl.store(stamps + address, 0, mask=last)
+    tl.store(table + address[:, None] * (2 + K) + column, value, mask=mask)

@@ -1,0 +1,1 @@
+"""The phrase pool on a device, and what a draft round starts from."""
