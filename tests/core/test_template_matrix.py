@@ -242,7 +242,7 @@ def test_a_file_without_matrix_is_refused(tmp_path, written, content):
 
 def refuses_to_load(matrix: TemplateMatrix, path, message: str) -> None:
     before = matrix.table.clone()
-    with pytest.raises(ValueError, match=re.escape(f"matrix_file {path}: {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"state file {path}: {message}")):
         matrix.load(path, fingerprint=FINGERPRINT)
     assert matrix.table.equal(before)
 

@@ -19,14 +19,14 @@ for their kernels; `TemplateMatrix` owns the table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
-from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
+from vllm_recycle.core.saved_state import KIND, SavedState, check_token_ids
 from vllm_recycle.core.tree import TreeTemplate
 
 Scope = Literal["sequence", "shared", "isolated"]
@@ -67,7 +67,7 @@ class TemplateLayout:
         return self.vocab_size + 2
 
 
-class TemplateMatrix:
+class TemplateMatrix(SavedState):
     """The shared matrix, the overlays of the running sequences, and who reads and writes what.
 
     Args:
@@ -128,9 +128,12 @@ class TemplateMatrix:
         return self.layout.k
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is learnt."""
-        return (self.table,)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"adjacency_matrix": self.table}
+
+    @property
+    def places(self) -> dict[str, torch.Tensor]:
+        return {"adjacency_matrix": self.shared}
 
     @property
     def num_bytes(self) -> int:
@@ -182,34 +185,17 @@ class TemplateMatrix:
         """
         _write_rows(self.table, expanded_idx_mapping, token_ids, successors, self.layout)
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write the shared matrix as safetensors, with what `load` checks."""
-        facts = self.facts(fingerprint)
-        save_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_token_ids(tensors["adjacency_matrix"], self.vocab_size)
 
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, {"adjacency_matrix": self.shared}, facts=facts, kind="matrix_file")
+    def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
+        super().load(path, fingerprint=fingerprint, kind=kind)
+        tokens = torch.arange(self.vocab_size, dtype=torch.int32, device=self.table.device)
+        self.table[1 : self.vocab_size + 1, 0] = tokens.where(self.shared[:, 0] >= 0, EMPTY_TAG)
 
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read the shared matrix from a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, k or model.
-
-        """
-        facts = self.facts(fingerprint)
-        shared = load_token_ids(
-            path, "adjacency_matrix", self.shared, facts=facts, kind="matrix_file"
-        )
-        self.shared.copy_(shared)
-        tags = torch.arange(self.vocab_size, dtype=torch.int32).where(shared[:, 0] >= 0, EMPTY_TAG)
-        self.table[1 : self.vocab_size + 1, 0] = tags.to(self.table.device)
-
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
-        return {"vocab_size": self.vocab_size, "k": self.k, "fingerprint": fingerprint}
+    @property
+    def facts(self) -> dict[str, object]:
+        return {"vocab_size": self.vocab_size, "k": self.k}
 
 
 def fill_tree(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,12 +10,12 @@ from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC, DynamicOperations
 from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
+from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
 
 
-class TokenRecyclingState:
+class TokenRecyclingState(SavedState):
     """What is learnt: the rows, and how often they were right."""
 
     def __init__(self, rows: AdjacencyMatrix) -> None:
@@ -24,8 +23,8 @@ class TokenRecyclingState:
         self.acceptance = AcceptanceTable(rows.layout, device=rows.table.device)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.rows.table, self.acceptance.counts)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
 
     @property
     def share_written(self) -> float:
@@ -37,49 +36,22 @@ class TokenRecyclingState:
         self.rows.clear()
         self.acceptance.clear()
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write what sequences share as safetensors, with what `load` checks."""
-        tensors = {**self._shared, "context_rows": self.rows.shared_entries()}
-        save_tensors(path, tensors, facts=self.facts(fingerprint), kind="matrix_file")
+    def contents(self) -> dict[str, torch.Tensor]:
+        """What sequences share."""
+        return {**self.tensors, "context_rows": self.rows.shared_entries()}
 
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, self._shared, facts=facts, kind="matrix_file")
-
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
-
-        """
-        facts = self.facts(fingerprint)
-        tensors = load_tensors(path, self._shared, facts=facts, kind="matrix_file")
-        self._check_numbers(path, tensors)
-        for name, tensor in self._shared.items():
-            tensor.copy_(tensors[name])
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_token_ids(tensors["context_rows"][:, 1:-1], self.rows.layout.vocab_size)
+        right, seen = tensors["acceptance"].unbind(-1)
+        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
+            raise ValueError("it has counts that are none")
 
     @property
-    def _shared(self) -> dict[str, torch.Tensor]:
-        """By the name in a file, what that has."""
-        return {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
-
-    def _check_numbers(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-        successors, counts = tensors["context_rows"][:, 1:-1], tensors["acceptance"]
-        if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
-            raise ValueError(f"matrix_file {path}: it has numbers that are no token ids")
-        right, seen = counts[..., 0], counts[..., 1]
-        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
-            raise ValueError(f"matrix_file {path}: it has counts that are none")
-
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
+    def facts(self) -> dict[str, object]:
         layout = self.rows.layout
         return {
             "vocab_size": layout.vocab_size,
             "k": layout.k,
-            "fingerprint": fingerprint,
             "contexts": list(layout.contexts),
             "slots": layout.slots,
         }

@@ -47,6 +47,7 @@ class TokenRecyclingOptions(MethodOptions):
     """
 
     method = TOKEN_RECYCLING
+    state_key = "matrix_file"
 
     k: int = 8
     tree: str = DYNAMIC
@@ -121,10 +122,6 @@ class TokenRecyclingOptions(MethodOptions):
                 "speculative_config: hot_start is false with scope 'shared', expected scope "
                 "'sequence' or 'isolated': without them a request has nothing else to draft from"
             )
-
-    @property
-    def state_file(self) -> str | None:
-        return self.matrix_file
 
     @property
     def is_dynamic(self) -> bool:
