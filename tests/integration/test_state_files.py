@@ -15,8 +15,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.core import TemplateMatrix
 from vllm_recycle.core.state_file import PARTIAL_PREFIX, StateFileError
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
+from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.saved_state import describe_state, fingerprint
 
@@ -45,7 +45,7 @@ def make_config(method: dict, **flags):
 def write_state(method: dict, path: Path, **changed) -> None:
     """The file that an engine of this configuration would write, for a model if told."""
     config = make_config(method)
-    options = get_options(config)
+    options = options_of(config)
     model = changed.get("fingerprint") or fingerprint(config.model_config)
     state = describe_state(options, config, device="cpu")
     state.save(path, fingerprint=model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.proposer import AnyProposer, Proposer, ReqStateIndices
+from vllm_recycle.core.proposer import Proposer, ReqStateIndices
 from vllm_recycle.core.template_matrix import SCOPES, Scope, TemplateLayout, TemplateMatrix
 from vllm_recycle.core.template_proposer import TemplateProposer
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree, shipped_trees
@@ -12,7 +12,6 @@ from vllm_recycle.core.verification import WalkResult, step_down, walk
 __all__ = [
     "REFERENCE",
     "SCOPES",
-    "AnyProposer",
     "Operations",
     "Proposer",
     "ReqStateIndices",

@@ -17,12 +17,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_recycle.core.size_chooser import SizeChooser, promised_gains
 from vllm_recycle.core.step_seconds import StepSeconds
-from vllm_recycle.integration.config import (
-    ADDITIONAL_CONFIG_KEY,
-    CHOOSES_SIZES,
-    get_options,
-)
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
+from vllm_recycle.integration.options import chooses_sizes, options_of
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -48,11 +44,6 @@ class DraftReport:
     num_drafted: int | None = None
 
 
-def chooses_sizes(vllm_config: Any) -> bool:
-    """Whether sizes are chosen step by step."""
-    return vllm_config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES]
-
-
 def sizes_of(vllm_config: Any) -> list[list[int]]:
     """The nodes that trees may have, by how many requests have one, largest first, without 0."""
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
@@ -62,7 +53,7 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
         max_num_reqs,
         num_nodes,
     )
-    if not (chooses_sizes(vllm_config) and get_options(vllm_config).is_dynamic):
+    if not (chooses_sizes(vllm_config) and options_of(vllm_config).is_dynamic):
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
@@ -94,7 +85,7 @@ class DraftSizes:
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
-        options = get_options(vllm_config)
+        options = options_of(vllm_config)
         self.chooser = SizeChooser(
             None if options.is_dynamic else promised_gains(options.load_tree().prefix_depths)
         )

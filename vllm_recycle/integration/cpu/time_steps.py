@@ -17,10 +17,11 @@ from vllm.platforms import current_platform
 from vllm_recycle.core import Trees
 from vllm_recycle.core.price import Load, StepTimes
 from vllm_recycle.core.state_file import shorten, write_file
-from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.options.base import STEP_TIMES_FORMAT, read_step_times
 from vllm_recycle.integration.saved_state import fingerprint
 
@@ -39,7 +40,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
     """The times of steps: of the drafter's file where there is one, else measured, and written.
 
     Args:
-        runner: a `TreeCPUModelRunner` with a `PricedV1Drafter`, whose KV cache is there, and which
+        runner: a `TreeCPUModelRunner` whose KV cache is there, and which
             has no requests.
 
     Returns:
@@ -50,7 +51,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
         ValueError: the file is of another engine or machine, or none of ours.
 
     """
-    max_rows, file = runner.drafter.max_rows, runner.drafter.step_times_file
+    max_rows, file = runner.drafter.max_rows, runner.drafter.options.step_times_file
     most = _most_rows(runner, max_rows)
     if most < 2:
         return StepTimes.linear(0.0, max_rows), None, "no step has room for a draft"
@@ -82,7 +83,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
 
 def _most_rows(runner: Any, max_rows: int) -> int:
     """Rows of the largest step of one request that can be timed."""
-    nodes = get_options(runner.vllm_config).num_nodes
+    nodes = options_of(runner.vllm_config).num_nodes
     return min(max_rows, runner.max_num_tokens, 1 + nodes, runner.max_model_len - 1)
 
 
@@ -197,16 +198,14 @@ def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
     """Seconds of a forward, of an adapter with LoRA, its logits and what is done with these."""
     num_rows = requests * rows
     parents = torch.arange(-1, rows - 1).clamp(min=0)
-    trees = StepLayout.make(
+    step = StepLayout.make(
         trees=Trees.from_parents(parents.repeat(requests, 1)),
         num_nodes=torch.full((requests,), rows - 1),
         last_token_row=torch.arange(rows - 1, num_rows, rows),
         row_token_ids=torch.zeros(num_rows, dtype=torch.int64),
     )
     started = time.perf_counter()
-    for groups in runner.attn_groups:
-        for group in groups:
-            group.get_metadata_builder().trees = trees
+    hand_over(step, runner.attn_groups)
     query_len, runner.uniform_decode_query_len = runner.uniform_decode_query_len, rows
     try:
         hidden, _ = runner._dummy_run(
@@ -222,6 +221,6 @@ def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
         runner.uniform_decode_query_len = query_len
     with logits_of_an_adapter(runner, requests, rows):
         logits = runner.model.compute_logits(hidden[:num_rows])
-    runner.drafter.observe(torch.arange(requests), trees, logits)
+    runner.drafter.observe(torch.arange(requests), step, logits)
     logits.argmax(dim=-1)
     return time.perf_counter() - started

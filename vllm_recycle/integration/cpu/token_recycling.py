@@ -7,29 +7,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core import Trees, WalkResult
+from vllm_recycle.core import TemplateMatrix, TemplateProposer, WalkResult
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
+from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.drafter import TreeDrafter
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.cpu.build import native_operations
 from vllm_recycle.kernels.cpu.drafting import native_dynamic_operations
 
 
-class TokenRecyclingV1Drafter(PricedV1Drafter):
+class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, priced by the time of a step."""
 
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
 
-    def __init__(self, vllm_config: Any) -> None:
-        self.vllm_config = vllm_config
-        options = get_options(vllm_config)
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        super().__init__(vllm_config)
+        options = self.options
         assert isinstance(options, TokenRecyclingOptions)
-        self.read_prices()
         self.isolates = options.isolates
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
@@ -41,60 +40,54 @@ class TokenRecyclingV1Drafter(PricedV1Drafter):
             dynamic_operations=native_dynamic_operations(),
         )
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """Nothing; vLLM asks it of every drafter."""
-
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
         self.proposer.begin(req_state_idx, token_ids)
 
-    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
-        return self.proposer.trees_of(idx_mapping)
-
     def observe(
-        self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
+        self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         proposer = self.proposer
         self.successors = proposer.dynamic_operations.top_k(logits, proposer.layout.k)
         return self.successors[:, 0].long().clamp(min=0)  # where no logit is a number
 
     def accept(
-        self,
-        idx_mapping: torch.Tensor,
-        trees: StepLayout,
-        walked: WalkResult,
-        ends: Ends,
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:
         tails = ends.tails(self.proposer.layout.reach)
-        tails[trees.row_token_ids[trees.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
+        tails[step.row_token_ids[step.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
         self.proposer.learn(
             idx_mapping,
             tails,
-            trees.trees,
-            trees.row_token_ids,
-            trees.cu_num_logits,
+            step.trees,
+            step.row_token_ids,
+            step.cu_num_logits,
             self.successors,
             walked,
         )
 
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
         max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
-        drafts = torch.full((len(texts.wants_draft), max_nodes), -1)
+        drafts = torch.full((len(texts.wants_draft), max_nodes), NO_TOKEN)
+        parents = torch.zeros_like(drafts)
         chosen = np.nonzero(texts.wants_draft)[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                drafts[group] = self._grow(texts, group, max_nodes)
-        return drafts
+                drafts[group], parents[group] = self._grow(texts, group, max_nodes)
+        return drafts, parents
 
-    def _grow(self, texts: Texts, chosen: np.ndarray, max_nodes: int) -> torch.Tensor:
-        """Trees of some requests, int64 [n, nodes]: those that share the rows of the step.
+    def _grow(
+        self, texts: Texts, chosen: np.ndarray, max_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts and parents of some requests, those that share the rows of the step.
 
         Under `isolated` each is grown alone, as if all drafted as many nodes as it does.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
         prices = self.step_times.of_each if self.isolates else self.step_times.at
         times, slopes = prices(batch, float(last.mean()))
-        return self.proposer.propose(
-            texts.idx_mapping[chosen],
+        idx_mapping = texts.idx_mapping[chosen]
+        token_ids = self.proposer.propose(
+            idx_mapping,
             Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
             times=times,
@@ -102,6 +95,7 @@ class TokenRecyclingV1Drafter(PricedV1Drafter):
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )
+        return token_ids, self.proposer.trees_of(idx_mapping).parents[:, 1 : 1 + max_nodes]
 
     def describe(self) -> str:
         proposer, rows = self.proposer, self.state.rows
@@ -113,3 +107,40 @@ class TokenRecyclingV1Drafter(PricedV1Drafter):
             f"{rows.num_written} of {len(rows.table)} rows known, {rows.num_bytes:,} bytes, "
             f"kernels in {proposer.dynamic_operations.name}"
         )
+
+
+class TemplateV1Drafter(V1Drafter):
+    """Fills a template for each request."""
+
+    proposer: TemplateProposer
+    state: TemplateMatrix
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        super().__init__(vllm_config)
+        self.inner = TreeDrafter(vllm_config, operations=native_operations(), device="cpu")
+        self.proposer, self.state = self.inner.proposer, self.inner.proposer.matrix
+        self.row_cost = 0.0
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
+
+    def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
+        owners = idx_mapping[step.request_of_logit_row]
+        self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
+
+    def accept(
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
+    ) -> None:
+        """Nothing: every row was learnt."""
+
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, tree = len(texts.wants_draft), self.proposer.tree
+        drafts = torch.full((batch, tree.num_nodes), NO_TOKEN)
+        chosen = np.nonzero(texts.wants_draft)[0]
+        if len(chosen):
+            last = texts.last_token_ids(chosen)
+            drafts[chosen] = self.proposer.propose(texts.idx_mapping[chosen], last)
+        return drafts, tree.parents[1:].expand(batch, -1)
+
+    def describe(self) -> str:
+        return self.inner.describe()

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_recycle.core import Proposer, TreeTemplate
+from vllm_recycle.core import TemplateProposer, TreeTemplate
+from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.draft_limits import drafting_shapes
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
-from vllm_recycle.integration.options import OuroborosOptions
-from vllm_recycle.integration.ouroboros import OuroborosDrafter
+from vllm_recycle.integration.options import OuroborosOptions, options_of
+from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton.operations import OPERATIONS
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -78,8 +78,8 @@ class TemplateV2Drafter(V2Drafter):
     """Where one tree serves all requests."""
 
     @property
-    def _proposer(self) -> Proposer:
-        return cast("Proposer", self.proposer)
+    def _proposer(self) -> TemplateProposer | OuroborosProposer:
+        return cast("TemplateProposer | OuroborosProposer", self.proposer)
 
     @property
     def tree(self) -> TreeTemplate:
@@ -121,7 +121,7 @@ class TreeV2Drafter(TreeDrafter, TemplateV2Drafter):
         return self.proposer.propose(idx_mapping, last_sampled[idx_mapping, 0])
 
 
-class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
+class OuroborosV2Drafter(TemplateV2Drafter):
     """Ouroboros; what runs its rounds is the speculator.
 
     Attributes:
@@ -134,7 +134,7 @@ class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         self.vllm_config = vllm_config
-        scheduler, options = vllm_config.scheduler_config, get_options(vllm_config)
+        scheduler, options = vllm_config.scheduler_config, options_of(vllm_config)
         assert isinstance(options, OuroborosOptions)
         self.shapes = drafting_shapes(
             options.shape(),
@@ -142,7 +142,13 @@ class OuroborosV2Drafter(OuroborosDrafter, TemplateV2Drafter):
             max_num_reqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-        self.make_proposer(OPERATIONS, device, stops_early=False, smaller_shapes=self.shapes)
+        self.proposer: OuroborosProposer = make_proposer(
+            vllm_config, OPERATIONS, device, stops_early=False, smaller_shapes=self.shapes
+        )
+        self.state = self.proposer.pool
+
+    def describe(self) -> str:
+        return describe(self.proposer, self.vllm_config)
 
     def statistics(self) -> dict[str, float]:
         forwards = self.num_rounds * self.proposer.max_forwards

@@ -15,9 +15,8 @@ import torch
 from vllm_recycle.core import WalkResult
 from vllm_recycle.core.beam import BEAM, LEVELS
 from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cuda.drafter import V2Drafter
-from vllm_recycle.integration.options import TokenRecyclingOptions
+from vllm_recycle.integration.options import TokenRecyclingOptions, options_of
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.grow import grow_by_levels
@@ -72,7 +71,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.vllm_config, self.req_states = vllm_config, req_states
-        options = get_options(vllm_config)
+        options = options_of(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
         self.seeds = options.seed_from_prompt
         self.state = make_token_recycling_state(options, vllm_config, device)
