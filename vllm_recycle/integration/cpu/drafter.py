@@ -18,7 +18,7 @@ from vllm_recycle.core.price import StepTimes
 from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import Drafter, TreeDrafter
-from vllm_recycle.kernels.cpu.build import native_operations
+from vllm_recycle.kernels.cpu import native_operations
 
 
 @dataclass(frozen=True, slots=True)

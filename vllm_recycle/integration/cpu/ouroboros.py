@@ -34,7 +34,7 @@ from vllm_recycle.integration.ouroboros import (
     group_of_draft_layers,
     refuse_shared_caches,
 )
-from vllm_recycle.kernels.cpu.build import native_operations
+from vllm_recycle.kernels.cpu import native_operations
 
 
 class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, DraftModelProposer):

@@ -15,7 +15,7 @@ from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
-from vllm_recycle.kernels.cpu.build import native_operations
+from vllm_recycle.kernels.cpu import native_operations
 from vllm_recycle.kernels.cpu.drafting import native_dynamic_operations
 
 
