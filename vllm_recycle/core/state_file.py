@@ -233,21 +233,6 @@ def _opened(
         raise ValueError(f"{nothing}{error}") from error
 
 
-def load_token_ids(
-    path: str | Path, name: str, like: torch.Tensor, *, facts: Mapping[str, object], kind: str
-) -> torch.Tensor:
-    """Read a tensor of token ids, padded with -1; see `load_tensors`.
-
-    Raises:
-        ValueError: as there, or it has numbers that are no token ids.
-
-    """
-    tensor = load_tensors(path, {name: like}, facts=facts, kind=kind)[name]
-    if int(tensor.min()) < -1 or int(tensor.max()) >= int(str(facts["vocab_size"])):
-        raise ValueError(f"{kind} {path}: it has numbers that are no token ids")
-    return tensor
-
-
 def shorten(value: object, most: int = 200) -> str:
     """What a message shows of a value that may be of any size."""
     text = repr(str(value) if isinstance(value, Path) else value)

@@ -14,11 +14,11 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_recycle.core import AnyProposer, Operations, TemplateProposer
+from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import (
-    LearntState,
     describe_state,
     fingerprint,
     make_matrix,
@@ -42,7 +42,7 @@ class Drafter(ABC):
 
     vllm_config: Any
     proposer: AnyProposer
-    state: LearntState
+    state: SavedState
 
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
@@ -59,7 +59,7 @@ class Drafter(ABC):
                 self._load(self._place(path), self._place(path, data_parallel_index=0))
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
-                for tensor in self.state.tensors:
+                for tensor in self.state.tensors.values():
                     get_tp_group().broadcast(tensor)
 
     def make_saver(self) -> StateSaver | None:
@@ -72,6 +72,7 @@ class Drafter(ABC):
             describe_state(options, self.vllm_config, "cpu"),
             self._place(options.state_file),
             fingerprint=fingerprint(self.vllm_config.model_config),
+            kind=options.state_key,
             every=options.save_seconds,
         )
 
@@ -80,15 +81,17 @@ class Drafter(ABC):
         if data_parallel_index is None:
             data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
         path = rank_file(path, data_parallel_index)
-        facts = self.state.facts(fingerprint(self.vllm_config.model_config))
+        facts = self.state.facts_of(fingerprint(self.vllm_config.model_config))
         kind = repr((type(self.state).__name__, sorted(facts.items())))
         method = get_options(self.vllm_config).method
         return StatePlace(path, name=f"{method}-{sha256(kind.encode()).hexdigest()[:16]}")
 
     def _load(self, place: StatePlace, otherwise: StatePlace) -> None:
+        model = fingerprint(self.vllm_config.model_config)
+        kind = get_options(self.vllm_config).state_key
         for path in place.candidates() or otherwise.candidates():
             try:
-                self.state.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+                self.state.load(path, fingerprint=model, kind=kind)
             except ValueError as error:
                 if not place.is_folder:
                     raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from vllm_recycle.core import TemplateMatrix
 from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
 from vllm_recycle.core.ouroboros import make_pool
+from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_file import check_place
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.options import (
@@ -20,21 +21,6 @@ from vllm_recycle.integration.options import (
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
-
-class LearntState(Protocol):
-    """What a proposer has learnt: `TemplateMatrix`, `TokenRecyclingState` or `PhrasePool`."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def share_written(self) -> float: ...
-
-    def facts(self, fingerprint: str) -> dict[str, object]: ...
-    def clear(self) -> None: ...
-    def check(self, path: str | Path, *, fingerprint: str) -> None: ...
-    def load(self, path: str | Path, *, fingerprint: str) -> None: ...
-    def save(self, path: str | Path, *, fingerprint: str) -> None: ...
 
 
 def make_matrix(
@@ -71,7 +57,7 @@ def make_token_recycling_state(
 
 def describe_state(
     options: MethodOptions, vllm_config: Any, device: torch.device | str = "meta"
-) -> LearntState:
+) -> SavedState:
     """What an engine will learn into: its sizes, and what its file must be like.
 
     On the device `meta` it takes no memory.
@@ -116,7 +102,8 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
         check_place(path, kind="state file", may_be_folder=True)
         if Path(path).is_file():
             expected = describe_state(options, vllm_config)
-            expected.check(path, fingerprint=fingerprint(vllm_config.model_config))
+            model = fingerprint(vllm_config.model_config)
+            expected.check(path, fingerprint=model, kind=options.state_key)
 
 
 def fingerprint(model_config: Any) -> str:

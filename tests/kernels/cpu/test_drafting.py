@@ -272,7 +272,9 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
             proposer.learn(
                 idx_mapping, tails, tree, row_token_ids, cu_num_logits, successors, walks[0]
             )
-        for got, expected in zip(twin.state.tensors, first.state.tensors, strict=True):
+        for got, expected in zip(
+            twin.state.tensors.values(), first.state.tensors.values(), strict=True
+        ):
             assert got.equal(expected)
         for text, emitted in zip(texts, walks[0].token_ids.tolist(), strict=True):
             text += [token for token in emitted if token >= 0]

@@ -25,6 +25,7 @@ class MethodOptions(ABC):
 
     Attributes:
         method: its name.
+        state_key: the option that names the file of what is learnt.
         budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
         step_times_file: JSON file of what was measured; read at start-up where it exists, else
@@ -35,6 +36,7 @@ class MethodOptions(ABC):
     """
 
     method: ClassVar[str]
+    state_key: ClassVar[str]
 
     budget_share: float = 0.5
     row_cost: float | None = None
@@ -126,9 +128,10 @@ class MethodOptions(ABC):
         """The template that the target verifies."""
 
     @property
-    @abstractmethod
     def state_file(self) -> str | None:
         """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
+        file: str | None = getattr(self, self.state_key)
+        return file
 
     @property
     def is_dynamic(self) -> bool:

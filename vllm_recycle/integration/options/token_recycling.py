@@ -47,6 +47,7 @@ class TokenRecyclingOptions(MethodOptions):
     """
 
     method = TOKEN_RECYCLING
+    state_key = "matrix_file"
 
     k: int = 8
     tree: str = DYNAMIC
@@ -123,10 +124,6 @@ class TokenRecyclingOptions(MethodOptions):
             )
 
     @property
-    def state_file(self) -> str | None:
-        return self.matrix_file
-
-    @property
     def is_dynamic(self) -> bool:
         return self.tree == DYNAMIC
 
@@ -161,8 +158,12 @@ class TokenRecyclingOptions(MethodOptions):
 
     def host_config(self) -> dict[str, Any]:
         # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
-        room, name = ("dynamic_drafter", "Dynamic") if self.is_dynamic else ("drafter", "Tree")
-        return {"model": f"vllm_recycle.integration.cpu.{room}.{name}V1Drafter"}
+        drafter = (
+            "token_recycling.TokenRecyclingV1Drafter"
+            if self.is_dynamic
+            else "drafter.TreeV1Drafter"
+        )
+        return {"model": f"vllm_recycle.integration.cpu.{drafter}"}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
