@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from growth_settings import Setting, settings_of_growth
-from recycling_steps import make_rows
 from hypothesis import given, settings
+from recycling_steps import make_rows
 
 from vllm_recycle.core.adjacency import MAX_SALT, write_entries
 from vllm_recycle.kernels.triton.matrix import grow as growing
