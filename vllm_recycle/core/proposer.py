@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_recycle.core.operations import Operations
+from vllm_recycle.core.operations import PhraseOperations
 
 
 class Proposer(Protocol):
     """What runners ask of every proposer; the rest is between a drafter and its own."""
 
-    operations: Operations
+    @property
+    def operations(self) -> PhraseOperations: ...
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended: finished, aborted or preempted. Their numbers may come again."""

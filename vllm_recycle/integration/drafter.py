@@ -10,18 +10,16 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
 
-import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import Operations, Proposer, TemplateProposer
+from vllm_recycle.core import Proposer
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.options import MethodOptions, TokenRecyclingOptions, options_of
+from vllm_recycle.integration.options import MethodOptions, options_of
 from vllm_recycle.integration.saved_state import (
     describe_state,
     fingerprint,
-    make_matrix,
     rank_file,
 )
 from vllm_recycle.integration.state_saver import StateSaver
@@ -118,48 +116,6 @@ class Drafter(ABC):
     def statistics(self) -> dict[str, float]:
         """See `TreeWorker.draft_statistics`."""
         return {"rounds": 0, "forwards": 0, "table_fill": self.state.share_written}
-
-
-class TreeDrafter(Drafter):
-    """Token Recycling.
-
-    Args:
-        vllm_config: of the engine, as `engine_config.rewrite` left it.
-        operations: what fills, walks and updates.
-        device: where the matrix lives.
-
-    """
-
-    proposer: TemplateProposer
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        *,
-        operations: Operations,
-        device: torch.device | str,
-    ) -> None:
-        self.vllm_config = vllm_config
-        options = options_of(vllm_config)
-        assert isinstance(options, TokenRecyclingOptions)
-        # Here and not with the weights: this is before vLLM measures the memory that is left, and
-        # outside what it discards when it sleeps.
-        self.state = make_matrix(options, vllm_config, device)
-        self.proposer = TemplateProposer(
-            self.state,
-            options.load_tree().to(device),
-            seed_from_prompt=options.seed_from_prompt,
-            operations=operations,
-        )
-
-    def describe(self) -> str:
-        tree, matrix = self.proposer.tree, self.proposer.matrix
-        return (
-            f"token_recycling: tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}, "
-            f"k {matrix.k}, scope {matrix.scope}, hot start {matrix.layout.reads_shared}, "
-            f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
-            f"kernels in {self.proposer.operations.name}"
-        )
 
 
 def from_first_rank(value: T) -> T:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import Operations
+from vllm_recycle.core import PhraseOperations
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.options import OuroborosOptions, options_of
@@ -48,7 +48,7 @@ def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None
 
 def make_proposer(
     vllm_config: Any,
-    operations: Operations,
+    operations: PhraseOperations,
     device: torch.device,
     *,
     stops_early: bool,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import TemplateMatrix
 from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
 from vllm_recycle.core.ouroboros import make_pool
 from vllm_recycle.core.saved_state import SavedState
@@ -23,36 +22,20 @@ from vllm_recycle.integration.options import (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def make_matrix(
-    options: TokenRecyclingOptions, vllm_config: Any, device: torch.device | str
-) -> TemplateMatrix:
-    """What templates are filled from, empty."""
-    return TemplateMatrix(
-        vllm_config.model_config.get_vocab_size(),
-        options.k,
-        scope=options.scope,  # type: ignore[arg-type]
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        hot_start=options.hot_start,
-        device=device,
-    )
-
-
 def make_token_recycling_state(
     options: TokenRecyclingOptions, vllm_config: Any, device: torch.device | str
 ) -> TokenRecyclingState:
-    """What trees are grown from, empty."""
-    assert options.context_mib is not None  # of grown trees
-    rows = AdjacencyMatrix(
+    """The adjacency matrix and its counts, empty."""
+    matrix = AdjacencyMatrix(
         vllm_config.model_config.get_vocab_size(),
         options.k,
         contexts=options.contexts,
         slots=slots_in(options.context_mib, options.k),
         scope=options.scope,  # type: ignore[arg-type]
-        hot_start=options.hot_start,
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         device=device,
     )
-    return TokenRecyclingState(rows)
+    return TokenRecyclingState(matrix)
 
 
 def describe_state(
@@ -71,8 +54,7 @@ def describe_state(
             device=device,
         )
     assert isinstance(options, TokenRecyclingOptions)
-    make = make_token_recycling_state if options.is_dynamic else make_matrix
-    return make(options, vllm_config, device)
+    return make_token_recycling_state(options, vllm_config, device)
 
 
 def rank_file(path: str, data_parallel_index: int) -> str:

@@ -179,5 +179,4 @@ class V1Drafter(Drafter):
         return ""
 
     def statistics(self) -> dict[str, float]:
-        _, slopes = self.step_times.at(1, 0)
-        return super().statistics() | {"row_cost": float(slopes[1])}
+        return super().statistics() | {"row_cost": self.step_times.row_cost}

@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_recycle.core.node_acceptance import NodeAcceptance, best_prefix
+from vllm_recycle.core.acceptance import NodeAcceptance
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -35,7 +35,7 @@ from vllm_recycle.integration.ouroboros import (
     make_proposer,
     refuse_shared_caches,
 )
-from vllm_recycle.kernels.cpu.build import native_operations
+from vllm_recycle.kernels.cpu import native_operations
 
 NOTHING = np.empty(0, dtype=np.int64)
 
@@ -125,10 +125,13 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times, _ = self.step_times.at(batch, float(last.mean()))
-            worths = self.acceptance.worths(drafted)
-            kept = best_prefix(worths, batch - len(chosen), times)
-            drafts[chosen, :kept] = drafted[:, :kept]
+            counts = native_operations().choose(
+                self.acceptance.worths(drafted),
+                self.step_times.at(batch, float(last.mean())),
+                num_other_rows=batch - len(chosen),
+            )
+            is_behind = torch.arange(drafted.shape[1]) >= counts[:, None]
+            drafts[chosen] = drafted.masked_fill(is_behind, NO_TOKEN)
         return drafts, tree.parents[1:].expand(batch, -1)
 
     @torch.inference_mode()
@@ -140,7 +143,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             self.model.compute_logits(self.run(rows))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times, _ = self.step_times.at(1, 0)
+        times = self.step_times.at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())

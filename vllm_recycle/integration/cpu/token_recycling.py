@@ -1,4 +1,4 @@
-"""Token Recycling with grown trees on the V1 runner."""
+"""Token Recycling on the V1 runner."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core import TemplateMatrix, TemplateProposer, WalkResult
+from vllm_recycle.core import WalkResult
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.drafter import TreeDrafter
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
-from vllm_recycle.kernels.cpu.build import native_operations
-from vllm_recycle.kernels.cpu.drafting import native_dynamic_operations
+from vllm_recycle.kernels.cpu import native_operations
 
 
 class TokenRecyclingV1Drafter(V1Drafter):
-    """Grows a tree for each request, priced by the time of a step."""
+    """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
@@ -34,10 +32,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self.proposer = TokenRecyclingProposer(
             self.state,
             max_nodes=options.num_nodes,
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+            tree=None if options.is_dynamic else options.load_tree(),
             seed_from_prompt=options.seed_from_prompt,
             operations=native_operations(),
-            dynamic_operations=native_dynamic_operations(),
         )
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
@@ -47,7 +44,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         proposer = self.proposer
-        self.successors = proposer.dynamic_operations.top_k(logits, proposer.layout.k)
+        self.successors = proposer.operations.top_k(logits, proposer.layout.k)
         return self.successors[:, 0].long().clamp(min=0)  # where no logit is a number
 
     def accept(
@@ -72,75 +69,37 @@ class TokenRecyclingV1Drafter(V1Drafter):
         chosen = np.nonzero(texts.wants_draft)[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                drafts[group], parents[group] = self._grow(texts, group, max_nodes)
+                drafts[group], parents[group] = self._propose(texts, group, max_nodes)
         return drafts, parents
 
-    def _grow(
+    def _propose(
         self, texts: Texts, chosen: np.ndarray, max_nodes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts and parents of some requests, those that share the rows of the step.
 
-        Under `isolated` each is grown alone, as if all drafted as many nodes as it does.
+        Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
+        that its size depends on its own text and on how many requests there are.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        prices = self.step_times.of_each if self.isolates else self.step_times.at
-        times, slopes = prices(batch, float(last.mean()))
-        idx_mapping = texts.idx_mapping[chosen]
-        token_ids = self.proposer.propose(
-            idx_mapping,
+        times_of = self.step_times.of_each if self.isolates else self.step_times.at
+        return self.proposer.propose(
+            texts.idx_mapping[chosen],
             Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
-            times=times,
-            slopes=slopes,
+            times=times_of(batch, float(last.mean())),
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )
-        return token_ids, self.proposer.trees_of(idx_mapping).parents[:, 1 : 1 + max_nodes]
 
     def describe(self) -> str:
-        proposer, rows = self.proposer, self.state.rows
+        proposer, matrix = self.proposer, self.state.matrix
         cost = "measured" if self.row_cost is None else f"{self.row_cost:g} of a step"
+        tree, what = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
+        if tree is not None:
+            what = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"
         return (
-            f"token_recycling: dynamic trees of at most {proposer.num_nodes} nodes, a row's cost "
-            f"{cost}, k {rows.layout.k}, contexts {list(rows.layout.contexts)}, scope "
-            f"{rows.scope}, reads what others wrote {rows.layout.reads_shared}, "
-            f"{rows.num_written} of {len(rows.table)} rows known, {rows.num_bytes:,} bytes, "
-            f"kernels in {proposer.dynamic_operations.name}"
+            f"token_recycling: {what}, a row's cost {cost}, k {matrix.layout.k}, contexts "
+            f"{list(matrix.layout.contexts)}, scope {matrix.scope}, {matrix.num_written} of "
+            f"{len(matrix.table)} entries known, {matrix.num_bytes:,} bytes, kernels in "
+            f"{proposer.operations.name}"
         )
-
-
-class TemplateV1Drafter(V1Drafter):
-    """Fills a template for each request."""
-
-    proposer: TemplateProposer
-    state: TemplateMatrix
-
-    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
-        super().__init__(vllm_config)
-        self.inner = TreeDrafter(vllm_config, operations=native_operations(), device="cpu")
-        self.proposer, self.state = self.inner.proposer, self.inner.proposer.matrix
-        self.row_cost = 0.0
-
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
-        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
-
-    def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
-        owners = idx_mapping[step.request_of_logit_row]
-        self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
-
-    def accept(
-        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
-    ) -> None:
-        """Nothing: every row was learnt."""
-
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, tree = len(texts.wants_draft), self.proposer.tree
-        drafts = torch.full((batch, tree.num_nodes), NO_TOKEN)
-        chosen = np.nonzero(texts.wants_draft)[0]
-        if len(chosen):
-            last = texts.last_token_ids(chosen)
-            drafts[chosen] = self.proposer.propose(texts.idx_mapping[chosen], last)
-        return drafts, tree.parents[1:].expand(batch, -1)
-
-    def describe(self) -> str:
-        return self.inner.describe()
