@@ -1,11 +1,11 @@
 """Trees on vLLM's Model Runner V2, with nothing on the host that the device can do.
 
-A step differs from vLLM's in four places, each a short override: after the slots are known the rows
-of trees get the positions of their depths, and attention learns how many there are; the rows, of
-large trees only those that a walk can visit, are sampled by vLLM's sampler, and all enter the
-matrix; the walk takes the place of rejection sampling, and the accepted KV moves; drafts come from
-the matrix. V2 keys its noise by seed and position, so a row's token does not depend on what was
-drawn before it, and seeded output is that without speculation. No step waits for the device.
+A step differs from vLLM's in four places, each a short override: after the slots are known, the rows
+of trees get the positions of their depths, and attention learns how many trees there are; vLLM's
+sampler samples all rows, and the drafter learns from them; the walk takes the place of rejection
+sampling, and the accepted KV moves; drafts come from our drafter. V2 keys its noise by seed and
+position, so a row's token does not depend on what was drawn before it, and seeded output is that
+without speculation. No step waits for the device.
 
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
 such requests no drafts. Where a request follows a grammar, drafts go to the scheduler, as those of
@@ -32,7 +32,6 @@ from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Draf
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
-from vllm_recycle.integration.cuda.row_sampling import pays, sample_visitable_rows
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
 from vllm_recycle.integration.cuda.time_steps import find_step_seconds
@@ -244,22 +243,8 @@ class TreeModelRunner(GPUModelRunner):
     ) -> tuple[SamplerOutput, torch.Tensor]:
         """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        drafts, scores = self.req_states.draft_tokens, logits
-        if isinstance(self.drafter, TokenRecyclingV2Drafter) and pays(
-            self.sampler, logits, input_batch
-        ):
-            sampled, drafts = sample_visitable_rows(
-                self.sampler,
-                logits,
-                input_batch,
-                self.row_token_ids,
-                successors=self.drafter.successors,
-                draft_token_ids=drafts,
-                trees=self.drafter.tree,
-            )
-        else:
-            sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
-            drafts = drafts[input_batch.idx_mapping]
+        sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
+        drafts = self.req_states.draft_tokens[input_batch.idx_mapping]
         cu_num_logits = input_batch.cu_num_logits
         result = self.drafter.proposer.operations.walk(
             sampled,
