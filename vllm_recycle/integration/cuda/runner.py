@@ -1,9 +1,9 @@
 """Trees on vLLM's Model Runner V2, with nothing on the host that the device can do.
 
-A step differs from vLLM's in four places, each a short override: after the slots are known, the rows
-of trees get the positions of their depths, and attention learns how many trees there are; vLLM's
-sampler samples all rows, and the drafter learns from them; the walk takes the place of rejection
-sampling, and the accepted KV moves; drafts come from our drafter. V2 keys its noise by seed and
+A step differs from vLLM's in four places, each a short override: after the slots are known, the
+rows of trees get the positions of their depths, and attention learns how many trees there are;
+vLLM's sampler samples all rows, and the drafter learns from them; the walk takes the place of
+rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its noise by seed and
 position, so a row's token does not depend on what was drawn before it, and seeded output is that
 without speculation. No step waits for the device.
 
@@ -34,7 +34,7 @@ from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
 from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
-from vllm_recycle.integration.cuda.time_steps import find_step_seconds
+from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
 from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
 from vllm_recycle.integration.options import OUROBOROS
@@ -131,10 +131,10 @@ class TreeModelRunner(GPUModelRunner):
         if not chooses_sizes(self.vllm_config):
             return None
         assert isinstance(self.speculator, SizedSpeculator | OuroborosSpeculator)
-        times, found = find_step_seconds(self)
+        times = find_step_seconds(self, self.speculator.drafting_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
-        return found
+        return describe_times(times)
 
     def shutdown(self) -> None:
         self.paged_layers = {}

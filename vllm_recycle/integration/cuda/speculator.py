@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_recycle.core.size_chooser import LOOK_EVERY
-from vllm_recycle.core.step_seconds import StepSeconds
+from vllm_recycle.core.size_chooser import LOOK_EVERY, StepSeconds
 from vllm_recycle.integration.cuda.drafter import TreeV2Drafter, has_text
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
 from vllm_recycle.integration.draft_sizes import DraftReport
@@ -95,6 +96,13 @@ class SizedSpeculator(TreeSpeculator):
     def take_report(self) -> DraftReport | None:
         report, self.report = self.report, None
         return report
+
+    def drafting_runs(self) -> dict[int, Callable[[], Any]]:
+        """What drafts, by how many requests that is for at most, to be timed."""
+        idx_mapping = torch.zeros(1, dtype=torch.int64, device=self.drafter.tree.parents.device)
+        last_sampled = self.drafter.req_states.last_sampled_tokens
+        # Trees of more requests grow at the same time.
+        return {len(self.may_speculate): partial(self.drafter.propose, idx_mapping, last_sampled)}
 
     def _looks(self, input_batch: Any) -> bool:
         if not self._counted(input_batch).any():

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_recycle.core.step_seconds import StepSeconds
+from vllm_recycle.core.size_chooser import StepSeconds
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, has_text
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
@@ -129,8 +129,8 @@ class OuroborosSpeculator(StandaloneARSpeculator):
             self.start.clear()  # of what steps that warmed up have left
             self.graphs.capture_rounds(self._run_round)
 
-    def empty_rounds(self) -> dict[int, Callable[[], None]]:
-        """Rounds of requests that are none, to be timed: of one, and of the most of each shape."""
+    def drafting_runs(self) -> dict[int, Callable[[], None]]:
+        """Rounds for no request, to be timed: of one, and of the most of each shape."""
         self.start.clear()
         shapes = pairwise([*self.forwards, None])
         largest = [batch for batch, (this, more) in enumerate(shapes, start=1) if this is not more]
