@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The part of what is known, of worth and of trust, that a step forgets.
-FADE = 1 / 32
+# The part of what is known of worth that a step forgets; of trust it is half as much.
+FADE = 1 / 16
 # Of so many steps without drafts one grows trees, to see what they would be worth.
 LOOK_EVERY = 32
 # What another size must promise, in parts of a step's rate.
@@ -205,8 +205,8 @@ class SizeChooser:
         assert self.gains is not None, "no tree was grown"
         # So that what is seen after many steps without a look is believed at once.
         self._weight *= 1.0 - FADE
-        self._expected *= 1.0 - FADE
-        self._accepted *= 1.0 - FADE
+        self._expected *= 1.0 - FADE / 2
+        self._accepted *= 1.0 - FADE / 2
         tokens = num_drafting * self.trust
         rates = {
             size: (num_reqs + tokens * float(self.gains[size])) / time

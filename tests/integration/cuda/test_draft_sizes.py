@@ -189,8 +189,8 @@ def test_rounds_of_a_draft_model_are_priced():
         assert [step(scheduler, accepted=3) for _ in range(3)] == [20] * 3
         scheduler.sizes.take_times(replace(FREE, drafting={4: 1.0}))
         assert [step(scheduler) for _ in range(3)] == [0] * 3
-        # Half a step, and then nothing is accepted.
-        scheduler.sizes.take_times(replace(FREE, drafting={4: 5e-3}))
+        # A fifth of a step, and then nothing is accepted.
+        scheduler.sizes.take_times(replace(FREE, drafting={4: 2e-3}))
         assert step(scheduler) == 20
         sizes = [step(scheduler, accepted=0) for _ in range(12)]
         assert sizes[-1] == 0
@@ -247,15 +247,17 @@ def test_a_size_stays_what_it_was_where_prompts_come_one_after_the_other(make_sc
     add(scheduler, 2)
     step(scheduler, report_of(FREE, 2))
     assert step(scheduler, accepted=1) == 40
-    scheduler.sizes.take_times(DEAR)
-    counted_on, sizes = [], []
+    counted_on = []
     for index in range(3):
         sampling = SamplingParams(**PLAIN)
         sampling.update_from_generation_config({}, 2)
         prompt = [5 + index, *range(400)]
         scheduler.add_request(Request(f"long {index}", prompt, sampling, None))
-        sizes.append(step(scheduler, accepted=1))
+        if min(scheduler.sizes.prompt_rows):
+            scheduler.sizes.take_times(DEAR)
+        size = step(scheduler, accepted=1)
         counted_on.append(min(scheduler.sizes.prompt_rows))
     assert counted_on[0] <= 4
     assert counted_on[-1] > BUDGET / 2
-    print(sizes)
+    assert scheduler.sizes.times is DEAR
+    assert size > 0
