@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_recycle.core.beam import BEAM, LEVELS, grow_by_levels
 
 from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.beam import BEAM, LEVELS, grow_by_levels
 from vllm_recycle.core.learn import learn, seed
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 

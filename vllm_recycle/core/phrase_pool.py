@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from vllm_recycle.core.runs import run_starts
 from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
 from vllm_recycle.core.verification import NO_TOKEN
 
@@ -150,7 +149,7 @@ def insert_phrases(
     owners, order = token_ids.where(is_phrase, nobody).sort(stable=True)
     # Candidates, by age: what a token has already, listed with the first that comes in for it, and
     # then what comes in.
-    known, starts = rows[owners], run_starts(owners)
+    known, starts = rows[owners], _run_starts(owners)
     if replaced is not None:
         group = starts.cumsum(0) - 1
         goes = (known == replaced[order].to(rows.dtype)[:, None]).all(dim=2).to(torch.int32)
@@ -170,7 +169,7 @@ def insert_phrases(
     # By token, the oldest first; places are counted from the last of each token.
     owners, order = owners.sort(stable=True)
     index = torch.arange(len(owners), device=rows.device)
-    is_last = run_starts(owners.flip(0)).flip(0)
+    is_last = _run_starts(owners.flip(0)).flip(0)
     last = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
     place = per_token - 1 - (last - index)
     owners = owners.where(place >= 0, nobody)
@@ -183,3 +182,10 @@ def _lexicographic_order(rows: torch.Tensor) -> torch.Tensor:
     for column in rows.flip(1).unbind(1):
         order = order[column[order].argsort(stable=True)]
     return order
+
+
+def _run_starts(values: torch.Tensor) -> torch.Tensor:
+    """bool [n], where a value of [n] differs from the one before it; the first always does."""
+    starts = torch.ones_like(values, dtype=torch.bool)
+    starts[1:] = values[1:] != values[:-1]
+    return starts

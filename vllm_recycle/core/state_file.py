@@ -218,7 +218,8 @@ def _opened(
             for key, expected in facts.items():
                 if got.get(key) != str(expected):
                     found = str(got.get(key))[:200]
-                    raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}")
+                    hint = "; remove it to learn anew" if key == "format" else ""
+                    raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}{hint}")
             for name, tensor in like.items():
                 one = file.get_slice(name)
                 dtype, shape = DTYPES.get(one.get_dtype(), one.get_dtype()), one.get_shape()

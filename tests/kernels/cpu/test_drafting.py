@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_layouts import STALE
-from dynamic_steps import make_rows, tails_of
+from recycling_steps import make_rows, tails_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import batch_trees, repetitive_drafts, samples, trees

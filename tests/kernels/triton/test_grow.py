@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from beam_settings import Setting, settings_of_growth
-from dynamic_steps import make_rows
+from growth_settings import Setting, settings_of_growth
+from recycling_steps import make_rows
 from hypothesis import given, settings
 
 from vllm_recycle.core.adjacency import MAX_SALT, write_entries
