@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_layouts import STALE
-from recycling_steps import make_rows, tails_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recycling_steps import make_rows, tails_of
 from strategies import batch_trees, repetitive_drafts, samples, trees
+from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 
 from vllm_recycle.core import REFERENCE, SCOPES, Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.kernels.cpu import build

@@ -1,6 +1,4 @@
-"""The most probable tokens of logits, in two launches, and learning from them in as many.
-
-Twins of `core.learn.top_k` and of `core.adjacency.update_from_logits`.
+"""The most probable tokens of logits, in two launches: the twin of `core.learn.top_k`.
 
 A row's logits are cut into groups of neighbours. The first launch streams through them and keeps
 the maximum of each group. The k groups with the greatest maxima (of equal ones the first) hold the
@@ -8,7 +6,7 @@ k greatest logits (of equal ones the first): each of these groups offers one log
 all of any other group. So the second launch looks for the k best among the maxima, and then among
 the logits of k groups: two thousand numbers a row, not a vocabulary.
 
-There is no word to the host, so that this can be part of a captured graph. Every rank computes the
+Nothing on the host waits for it, so that it can be captured into a graph. Every rank computes the
 same.
 """
 
@@ -20,12 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.template_matrix import TemplateLayout
-
 # Logits that one program of the first launch looks at.
 CHUNK = 8192
-# Rows after a row that its program looks at at a time.
-LATER = 128
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -35,63 +29,6 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    best = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
-    maxima, sizes = _group_maxima(logits, k)
-    _top_k_kernel[(len(logits),)](best, maxima, logits, logits.stride(0), **sizes, num_warps=8)
-    return best
-
-
-def update_from_logits(
-    table: torch.Tensor,
-    expanded_idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    logits: torch.Tensor,
-    *,
-    layout: TemplateLayout,
-) -> None:
-    """See `vllm_recycle.core.template_matrix.update_from_logits`.
-
-    Of equal logits the lower token comes first, and NaN counts as -inf.
-    """
-    assert table.is_contiguous()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows = (expanded_idx_mapping.contiguous(), token_ids.contiguous())
-    maxima, sizes = _group_maxima(logits, layout.k, *rows)
-    _write_rows_kernel[(logits.shape[0],)](
-        table,
-        maxima,
-        *rows,
-        logits,
-        logits.stride(0),
-        logits.shape[0],
-        **sizes,
-        FIRST_OVERLAY=layout.first_overlay,
-        OVERLAY_ROWS=layout.overlay_rows,
-        WRITES_SHARED=layout.writes_shared,
-        LATER=LATER,
-        num_warps=8,
-    )
-
-
-def _group_maxima(
-    logits: torch.Tensor,
-    k: int,
-    expanded_idx_mapping: torch.Tensor | None = None,
-    token_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, int]]:
-    """The first launch.
-
-    Args:
-        logits: [rows, vocab], those of a row side by side.
-        k: how many of the best will be looked for.
-        expanded_idx_mapping: of the rows; None where all rows are asked for.
-        token_ids: of the rows; the maxima of a row whose token its request has again are left out.
-
-    Returns:
-        float32 [rows, groups], and what kernels that look for the best are compiled with.
-
-    """
     num_rows, vocab_size = logits.shape
     group = group_size(vocab_size, k)
     num_groups = triton.cdiv(vocab_size, group)
@@ -99,21 +36,29 @@ def _group_maxima(
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
     _group_maxima_kernel[(num_rows, triton.cdiv(vocab_size, chunk))](
         maxima,
-        expanded_idx_mapping,
-        token_ids,
         logits,
         logits.stride(0),
-        num_rows,
         VOCAB=vocab_size,
         GROUPS=chunk // group,
         GROUP=group,
-        LATER=LATER,
         num_warps=8,
     )
     # A power of two, and two at least: `tl.topk` of one is not to be had in every Triton.
     kept = max(2, triton.next_power_of_2(k))
-    groups = max(kept, triton.next_power_of_2(num_groups))
-    return maxima, {"VOCAB": vocab_size, "GROUPS": groups, "GROUP": group, "K": k, "KEPT": kept}
+    best = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
+    _top_k_kernel[(num_rows,)](
+        best,
+        maxima,
+        logits,
+        logits.stride(0),
+        VOCAB=vocab_size,
+        GROUPS=max(kept, triton.next_power_of_2(num_groups)),
+        GROUP=group,
+        K=k,
+        KEPT=kept,
+        num_warps=8,
+    )
+    return best
 
 
 def group_size(vocab_size: int, k: int) -> int:
@@ -124,34 +69,18 @@ def group_size(vocab_size: int, k: int) -> int:
     return 1 << max(3, round(math.log2(vocab_size / k) / 2))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _group_maxima_kernel(
     maxima: tl.tensor,
-    expanded_idx_mapping: tl.tensor,
-    token_ids: tl.tensor,
     logits: tl.tensor,
     row_stride: int,
-    num_rows: int,
     VOCAB: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    LATER: tl.constexpr,
 ) -> None:
-    """A program for a row and `GROUPS` of its groups, unless it is plain that nobody asks."""
+    """A program per row and `GROUPS` of its groups."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    if token_ids is not None:
-        token = tl.load(token_ids + row)
-        if token < 0:
-            return
-        # The rows of a request lie together, and a tree often has a token several times.
-        later = row + 1 + tl.arange(0, LATER)
-        same_token = tl.load(token_ids + later, mask=later < num_rows, other=-1) == token
-        same_request = tl.load(expanded_idx_mapping + later, mask=same_token, other=-1) == tl.load(
-            expanded_idx_mapping + row
-        )
-        if tl.max((same_token & same_request).to(tl.int32), axis=0) > 0:
-            return
     group = chunk * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = logits + row.to(tl.int64) * row_stride + column
@@ -178,90 +107,21 @@ def _top_k_kernel(
     K: tl.constexpr,
     KEPT: tl.constexpr,
 ) -> None:
-    """A program a row."""
-    row = tl.program_id(0)
-    rank = tl.arange(0, KEPT)
-    tokens = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
-    tl.store(best + row.to(tl.int64) * K + rank, tokens, mask=rank < K)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _write_rows_kernel(
-    table: tl.tensor,
-    maxima: tl.tensor,
-    expanded_idx_mapping: tl.tensor,
-    token_ids: tl.tensor,
-    logits: tl.tensor,
-    row_stride: int,
-    num_rows: int,
-    VOCAB: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
-    FIRST_OVERLAY: tl.constexpr,
-    OVERLAY_ROWS: tl.constexpr,
-    WRITES_SHARED: tl.constexpr,
-    LATER: tl.constexpr,
-) -> None:
-    """A program a row: it writes to each of its places that no later row has as well."""
-    # The last row first: where programs run one by one, what writes and should not is not hidden.
-    row = num_rows - 1 - tl.program_id(0)
-    token = tl.load(token_ids + row).to(tl.int64)
-    if token < 0:
-        return
-    req_state_idx = tl.load(expanded_idx_mapping + row).to(tl.int64)
-    slot = token & (OVERLAY_ROWS - 1)
-    same_token = tl.zeros([LATER], tl.int32)
-    same_slot = tl.zeros([LATER], tl.int32)
-    for start in range(row + 1, num_rows, LATER):
-        later = start + tl.arange(0, LATER)
-        other = tl.load(token_ids + later, mask=later < num_rows, other=-1)
-        same_token |= (other == token).to(tl.int32)
-        if OVERLAY_ROWS:
-            collides = (other >= 0) & ((other & (OVERLAY_ROWS - 1)) == slot)
-            whose = tl.load(expanded_idx_mapping + later, mask=collides, other=-1)
-            same_slot |= (collides & (whose == req_state_idx)).to(tl.int32)
-    to_shared = (tl.max(same_token, axis=0) == 0) & WRITES_SHARED
-    to_overlay = (tl.max(same_slot, axis=0) == 0) & (OVERLAY_ROWS > 0)
-    if (to_shared | to_overlay) == 0:
-        return
-
-    successors = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
-    rank = tl.arange(0, KEPT)
-    if to_shared:
-        shared = table + (token + 1) * (1 + K)
-        tl.store(shared, token.to(tl.int32))
-        tl.store(shared + 1 + rank, successors, mask=rank < K)
-    if to_overlay:
-        own = table + (FIRST_OVERLAY + req_state_idx * OVERLAY_ROWS + slot) * (1 + K)
-        tl.store(own, token.to(tl.int32))
-        tl.store(own + 1 + rank, successors, mask=rank < K)
-
-
-@triton.jit
-def _best_of_row(
-    maxima: tl.tensor,
-    logits: tl.tensor,
-    row: tl.tensor,
-    row_stride: int,
-    VOCAB: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEPT: tl.constexpr,
-) -> tl.tensor:
-    """int32 [KEPT], the most probable tokens of a row, best first."""
+    """A program per row."""
+    row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     num_groups = (VOCAB + GROUP - 1) // GROUP
     real = group < num_groups
-    maximum = tl.load(maxima + row.to(tl.int64) * num_groups + group, mask=real, other=0.0)
+    maximum = tl.load(maxima + row * num_groups + group, mask=real, other=0.0)
     chosen = _best(maximum, group, real, KEPT)
     column = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     # Where there are fewer groups than k, the places left over have ids beyond the last.
     real = column < VOCAB
-    value = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=real, other=0.0)
+    value = tl.load(logits + row * row_stride + column, mask=real, other=0.0)
     N: tl.constexpr = KEPT * GROUP
-    return _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
+    tokens = _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
+    rank = tl.arange(0, KEPT)
+    tl.store(best + row * K + rank, tokens, mask=rank < K)
 
 
 @triton.jit
