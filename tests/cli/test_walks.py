@@ -30,7 +30,7 @@ def worker():
         dtype="float32",
         engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20},
     )
-    config = {"method": "token_recycling", "tree": TREE, "budget_share": 1.0}
+    config = {"method": "token_recycling", "tree": TREE, "budget_share": 1.0, "row_cost": 0}
     engine = driver.engine_arguments(plan, config)
     made = Worker(engine, [asdict(prompt) for prompt in plan.prompts], False, events=print)
     yield made

@@ -341,7 +341,7 @@ def test_a_file_of_other_tensors_is_refused(tmp_path, learnt, tensors, message):
 
 
 def refuses_to_load(state: TokenRecyclingState, path, message: str) -> None:
-    before = [tensor.clone() for tensor in state.tensors]
-    with pytest.raises(ValueError, match=re.escape(f"matrix_file {path}: {message}")):
+    before = [tensor.clone() for tensor in state.tensors.values()]
+    with pytest.raises(ValueError, match=re.escape(f"state file {path}: {message}")):
         state.load(path, fingerprint=FINGERPRINT)
-    assert all(map(torch.equal, state.tensors, before))
+    assert all(map(torch.equal, state.tensors.values(), before))

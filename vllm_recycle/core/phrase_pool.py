@@ -15,15 +15,15 @@ Names of dimensions, beside those of `core.tree`:
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 
-from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
+from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.verification import NO_TOKEN
 
 
-class PhrasePool:
+class PhrasePool(SavedState):
     """All phrases of an engine.
 
     Args:
@@ -53,9 +53,12 @@ class PhrasePool:
         return self.table[:-1]
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is learnt."""
-        return (self.table,)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"phrase_pool": self.table}
+
+    @property
+    def places(self) -> dict[str, torch.Tensor]:
+        return {"phrase_pool": self.phrases}
 
     @property
     def num_bytes(self) -> int:
@@ -68,47 +71,27 @@ class PhrasePool:
 
     @property
     def share_written(self) -> float:
-        """The part of the places that hold a phrase."""
         return self.num_phrases / self.phrases[:, :, 0].numel()
 
     def clear(self) -> None:
-        """Forget everything."""
         self.table.fill_(NO_TOKEN)
 
     def forget(self, first: int, count: int) -> None:
         """Forget the phrases of `count` tokens from `first` on."""
         self.table[first : first + count] = NO_TOKEN
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write the pool as safetensors, with what `load` checks."""
-        facts = self.facts(fingerprint)
-        save_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
-
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
-
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read the pool from a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, shape or model, or with a phrase
-                that is not whole.
-
-        """
-        facts = self.facts(fingerprint)
-        phrases = load_token_ids(path, "phrase_pool", self.phrases, facts=facts, kind="pool_file")
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        phrases = tensors["phrase_pool"]
+        check_token_ids(phrases, len(self.phrases))
         is_there = phrases >= 0
         first = is_there[:, :, :1]
         if not (is_there == first).all() or (first[:, 1:] < first[:, :-1]).any():
-            raise ValueError(f"pool_file {path}: it has phrases with gaps")
-        self.phrases.copy_(phrases)
+            raise ValueError("it has phrases with gaps")
 
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
-        facts = {"vocab_size": len(self.phrases), "per_token": self.phrases.shape[1]}
-        return {**facts, "length": self.phrases.shape[2], "fingerprint": fingerprint}
+    @property
+    def facts(self) -> dict[str, object]:
+        vocab_size, per_token, length = self.phrases.shape
+        return {"vocab_size": vocab_size, "per_token": per_token, "length": length}
 
 
 def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:

@@ -6,8 +6,7 @@ learns from every row that the target computes (arXiv 2408.08696, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,16 +16,16 @@ from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.grow import Growth
 from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.price import least_worth
-from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
+from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
-# Of the state file. The formats before it had no name: the matrix of single tokens beside which
-# there were rows of longer contexts.
+# Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
+# rows of longer contexts.
 FORMAT = "vllm_recycle.adjacency_matrix/3"
 
 
-class TokenRecyclingState:
+class TokenRecyclingState(SavedState):
     """What is learnt: the adjacency matrix, and how often its entries were right."""
 
     def __init__(self, matrix: AdjacencyMatrix) -> None:
@@ -34,8 +33,8 @@ class TokenRecyclingState:
         self.acceptance = AcceptanceTable(matrix.layout, device=matrix.table.device)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.matrix.table, self.acceptance.counts)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"adjacency_matrix": self.matrix.table, "acceptance": self.acceptance.counts}
 
     @property
     def share_written(self) -> float:
@@ -47,50 +46,23 @@ class TokenRecyclingState:
         self.matrix.clear()
         self.acceptance.clear()
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write what sequences share as safetensors, with what `load` checks."""
-        tensors = {**self._shared, "adjacency_matrix": self.matrix.shared_entries()}
-        save_tensors(path, tensors, facts=self.facts(fingerprint), kind="matrix_file")
+    def contents(self) -> dict[str, torch.Tensor]:
+        """What sequences share."""
+        return {**self.tensors, "adjacency_matrix": self.matrix.shared_entries()}
 
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, self._shared, facts=facts, kind="matrix_file")
-
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
-
-        """
-        facts = self.facts(fingerprint)
-        tensors = load_tensors(path, self._shared, facts=facts, kind="matrix_file")
-        self._check_numbers(path, tensors)
-        for name, tensor in self._shared.items():
-            tensor.copy_(tensors[name])
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_token_ids(tensors["adjacency_matrix"][:, 1:-1], self.matrix.layout.vocab_size)
+        right, seen = tensors["acceptance"].unbind(-1)
+        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
+            raise ValueError("it has counts that are none")
 
     @property
-    def _shared(self) -> dict[str, torch.Tensor]:
-        """By the name in a file, what that has."""
-        return {"adjacency_matrix": self.matrix.table, "acceptance": self.acceptance.counts}
-
-    def _check_numbers(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-        successors, counts = tensors["adjacency_matrix"][:, 1:-1], tensors["acceptance"]
-        if int(successors.min()) < -1 or int(successors.max()) >= self.matrix.layout.vocab_size:
-            raise ValueError(f"matrix_file {path}: it has numbers that are no token ids")
-        right, seen = counts[..., 0], counts[..., 1]
-        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
-            raise ValueError(f"matrix_file {path}: it has counts that are none")
-
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
+    def facts(self) -> dict[str, object]:
         layout = self.matrix.layout
         return {
             "format": FORMAT,
             "vocab_size": layout.vocab_size,
             "k": layout.k,
-            "fingerprint": fingerprint,
             "contexts": list(layout.contexts),
             "slots": layout.slots,
         }

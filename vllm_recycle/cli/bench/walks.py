@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -35,7 +35,9 @@ def counted(engine: Any) -> Iterator[WalkCounts]:
             counts.passed.update(row for row in path if row >= 0)
         return result
 
-    proposer.operations = dataclasses.replace(operations, walk=walk)
+    names = (name for name in dir(operations) if not name.startswith("_"))
+    others = {name: getattr(operations, name) for name in names}
+    proposer.operations = SimpleNamespace(**{**others, "walk": walk})
     try:
         yield counts
     finally:

@@ -22,7 +22,6 @@ from vllm_recycle.cli.bench.progress import Progress
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, from_rank_paths
 from vllm_recycle.integration.options.token_recycling import (
-    CPU_MAX_NODES,
     TOKEN_RECYCLING,
     TokenRecyclingOptions,
 )
@@ -78,11 +77,7 @@ def measure_tree(
     }
     paths = [_rank_path(candidates, row) for row in rows]
     tree = from_rank_paths(paths, name="tuned", provenance=provenance)
-    config = dict(fixed)
-    on_cpu = state.measurements[0]["device"] == "cpu"
-    if max_nodes is None and on_cpu and tree.num_nodes > CPU_MAX_NODES:
-        config["max_nodes"] = CPU_MAX_NODES
-    return tree, config
+    return tree, dict(fixed)
 
 
 def candidate_paths(k: int) -> list[RankPath]:
