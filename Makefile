@@ -18,10 +18,10 @@ PYTEST_ARGS ?=
 SOAK_ARGS ?=
 
 BIN := .venv/bin
-LOCK := patches/cpu/requirements.lock
-SUFFIX_LOCK := patches/cpu/suffix.lock
-RAY_LOCK := patches/cpu/ray.lock
-ALIAS := patches/cpu/vllm-alias
+LOCK := .ci/cpu/requirements.lock
+SUFFIX_LOCK := .ci/cpu/suffix.lock
+RAY_LOCK := .ci/cpu/ray.lock
+ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
 # Not on PyPI in its CPU build: where pip's own indexes lack it, PyTorch's index has it.
