@@ -2,8 +2,9 @@
 
     python examples/benchmarks/draw_dashboard.py --prometheus http://127.0.0.1:9090 --minutes 10
 
-Needs matplotlib, which the package's extra `plot` has. `results/dashboard.svg` shows GSM8K questions to the
-chat model of `make model` on two CPU cores, scraped every 3 s: 1, 8, 24 and 4 in flight by turns.
+Needs matplotlib, which the package's extra `plot` has. `results/dashboard.svg` shows GSM8K
+questions to the chat model of `make model` on two CPU cores, scraped every 3 s: 1, 8, 24 and 4 in
+flight by turns.
 """
 
 from __future__ import annotations

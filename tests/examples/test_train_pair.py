@@ -1,4 +1,4 @@
-"""examples/models/train_pair.py: a few steps on little text give two directories that load as one pair."""
+"""train_pair.py: a few steps on little text give two directories that load as one pair."""
 
 from __future__ import annotations
 
