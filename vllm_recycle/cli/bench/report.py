@@ -42,7 +42,6 @@ DEFINITIONS = {
     "one in flight all categories are slowed by each other; runs: prompts, in all repeats",
     "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
     "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
-    "gain": "as speedup, over the method gain_over",
     "fresh_prompts": "whether each pass has prompts of its own, so that nothing has seen them",
     "own_share": "of the time of these steps, in this package's runner, scheduler and worker, "
     "without attention; from a further pass with timers, as all shares",
@@ -67,11 +66,9 @@ def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
     rows = {key: _row(plan, measurement, *key) for key in keys}
     for (name, level), row in rows.items():
-        passes = measurement.passes[name, level]
-        for key, other in (("speedup", BASELINE), ("gain", row["gain_over"])):
-            if others := measurement.passes.get((other, level)):
-                pairs = zip(passes, others, strict=True)
-                row[key] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
+        if others := measurement.passes.get((BASELINE, level)):
+            pairs = zip(measurement.passes[name, level], others, strict=True)
+            row["speedup"] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
         for category, figures in row["categories"].items():
             if base := rows.get((BASELINE, level)):
                 other_speed = base["categories"][category]["tokens_per_s"]
@@ -90,8 +87,6 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(map(_speed, passes)),
         "speedup": None,
-        "gain": None,
-        "gain_over": plan.gain_over.get(name),
         "mean_accepted_tokens": _median(map(mean_accepted, passes)),
         "mean_accepted_tokens_first_pass": mean_accepted(first),
         "tokens": statistics.median_low(one["tokens"] for one in passes),

@@ -20,8 +20,6 @@ COLUMNS = (
     ("own %", "own_share", ".1f", 100),
     ("outside forward %", "outside_forward_share", ".1f", 100),
     ("equal %", "equal_share", ".1f", 100),
-    ("gain", "gain", ".2f", 1),
-    ("over", "gain_over", "s", 1),
 )
 
 

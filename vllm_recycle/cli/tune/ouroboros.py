@@ -21,14 +21,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.ablation import ouroboros_options
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
 from vllm_recycle.cli.bench.report import mean_accepted
 from vllm_recycle.cli.bench.table import DISTURBED
 from vllm_recycle.cli.tune.state import State
+from vllm_recycle.integration.options import OuroborosOptions
 
 Config = dict[str, Any]
 Sizes = dict[str, int]
@@ -102,7 +104,8 @@ def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Si
         config = _config(fixed, sizes)
         shown = {key: config[key]} | {name: config[name] for name in sizes}
         try:
-            ouroboros_options(config)
+            given = {name: value for name, value in config.items() if name != "method"}
+            OuroborosOptions.parse(given, on_gpu=torch.cuda.is_available())
         except ValueError as error:
             refusal = str(error)
             print(f"left out: {refusal}")
