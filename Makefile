@@ -10,6 +10,8 @@
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
+#   make wheel         dist/, a wheel of this package
+#   make help          this list
 #
 # Needs Python 3.11, make and g++ (vLLM compiles with it at run time). Every target sets up first.
 
@@ -28,9 +30,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix ray test test-slow soak lint format format-check types
+.PHONY: setup demo model suffix ray test test-slow soak lint format format-check types wheel help
 
 setup: $(STAMP)
+
+help:
+	@sed -n 's/^#   make /make /p' Makefile
 
 $(STAMP): $(LOCK) pyproject.toml $(ALIAS)/pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -79,3 +84,6 @@ format-check: setup
 
 types: setup
 	$(BIN)/mypy
+
+wheel: setup
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
