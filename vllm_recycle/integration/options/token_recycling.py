@@ -161,8 +161,12 @@ class TokenRecyclingOptions(MethodOptions):
 
     def host_config(self) -> dict[str, Any]:
         # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
-        room, name = ("dynamic_drafter", "Dynamic") if self.is_dynamic else ("drafter", "Tree")
-        return {"model": f"vllm_recycle.integration.cpu.{room}.{name}V1Drafter"}
+        drafter = (
+            "token_recycling.TokenRecyclingV1Drafter"
+            if self.is_dynamic
+            else "drafter.TreeV1Drafter"
+        )
+        return {"model": f"vllm_recycle.integration.cpu.{drafter}"}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
