@@ -113,9 +113,10 @@ def count_walks(
     def counted(step: Any, output: Any) -> Any:
         for request, draft in step.scheduled_spec_decode_tokens.items():
             *accepted, _ = output.sampled_token_ids[output.req_id_to_index[request]]
+            token_ids = dict(enumerate(draft, start=1))  # a prefix of the template
             row = 0
             for token in accepted:
-                (row,) = (child for child in children[row] if draft[child - 1] == token)
+                (row,) = (child for child in children[row] if token_ids.get(child) == token)
                 passed[row] += 1
             walks.append(row)
         return update(step, output)
