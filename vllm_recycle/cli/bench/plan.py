@@ -27,7 +27,7 @@ class Plan:
         prompts_path: where the prompts are from.
         chat: whether they are put into the model's chat template.
         concurrency: requests in flight, each of these numbers in turn.
-        repeats: timed passes a method and number.
+        repeats: timed passes per method and number.
         fresh_prompts: whether each pass has prompts of its own; else all have all.
         max_engines: alive at once, None for all.
         profile: whether to find out where the time of a step goes.

@@ -20,7 +20,7 @@ from vllm_recycle.cli.bench.methods import DRAFT_MODEL, SpeculativeConfig, needs
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import FORWARD, OWN, TREE_ATTENTION
 
-Row = dict[str, Any]
+Result = dict[str, Any]
 BASELINE = "none"
 THREAD_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LD_PRELOAD")
 DEFINITIONS = {
@@ -62,21 +62,21 @@ DEFINITIONS = {
 
 
 def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
-    """The JSON object: conditions, then one result a concurrency and method."""
+    """The JSON object: conditions, then one result per concurrency and method."""
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
-    rows = {key: _row(plan, measurement, *key) for key in keys}
-    for (name, level), row in rows.items():
+    results = {key: _result(plan, measurement, *key) for key in keys}
+    for (name, level), result in results.items():
         if others := measurement.passes.get((BASELINE, level)):
             pairs = zip(measurement.passes[name, level], others, strict=True)
-            row["speedup"] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
-        for category, figures in row["categories"].items():
-            if base := rows.get((BASELINE, level)):
+            result["speedup"] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
+        for category, figures in result["categories"].items():
+            if base := results.get((BASELINE, level)):
                 other_speed = base["categories"][category]["tokens_per_s"]
                 figures["speedup"] = figures["tokens_per_s"] / other_speed
-    return {"conditions": _conditions(plan, measurement), "results": list(rows.values())}
+    return {"conditions": _conditions(plan, measurement), "results": list(results.values())}
 
 
-def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Row:
+def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Result:
     passes = measurement.passes[name, concurrency]
     first = measurement.first_passes[name]
     profile = measurement.profiles.get((name, concurrency), {})
@@ -111,7 +111,7 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
     }
 
 
-def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Row]:
+def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Result]:
     """The figures of each category over all passes, in the order of the prompts."""
     names: dict[str, None] = dict.fromkeys(str(prompt.category) for prompt in plan.prompts)
     sums: dict[str, Counter[str]] = {name: Counter() for name in names}

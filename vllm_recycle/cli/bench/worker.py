@@ -158,7 +158,7 @@ class Worker:
         }
 
     def stream(self, **arguments: Any) -> dict[str, Any]:
-        """A pass that tells of each step of a request as it comes."""
+        """A pass that reports each step of a request as it comes."""
         return self.run(**arguments, stream=True)
 
     def profile(self, **arguments: Any) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Worker:
         flying[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
-        """With what a prompt has of its own."""
+        """The parameters of one prompt: with its seed and its schema."""
         from vllm.sampling_params import StructuredOutputsParams
 
         params = params.clone()

@@ -98,7 +98,7 @@ def _config(fixed: Config, sizes: Sizes) -> Config:
 
 
 def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Sizes]:
-    """The candidates that the method accepts, by name; of those that mean the same one."""
+    """The candidates that the method accepts, by name; one of those that mean the same."""
     legal: dict[str, Sizes] = {}
     for sizes in candidates:
         config = _config(fixed, sizes)
@@ -127,7 +127,7 @@ def _measure(plan: Plan, state: State, stage: str) -> None:
                 for name, child in running.items():
                     progress.begin(f"load {name}")
                     driver.load(plan, child, plan.methods[name])
-                    # Those of the passes that are done already too: the pool is to have seen them.
+                    # With the prompts of passes that are done: the pool must have seen them.
                     before = driver.pass_arguments(plan, 1, done[name])
                     child.ask("run", **before | {"start": 0})
                 for turn in range(plan.repeats):
