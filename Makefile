@@ -86,4 +86,5 @@ types: setup
 	$(BIN)/mypy
 
 wheel: setup
+	rm -rf build  # what an earlier wheel had must not get into this one
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
