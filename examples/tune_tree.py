@@ -97,11 +97,11 @@ def count_walks(
         tree = Path(folder) / "candidates.json"
         candidates.save(tree)
         # All candidates in each step, whatever their rows cost.
-        config = {"method": "token_recycling", "tree": str(tree), "budget_share": 1.0}
+        config = {"method": "token_recycling", "row_cost": 0, "budget_share": 1.0}
         llm = LLM(
             args.model,
             dtype=args.dtype,
-            speculative_config=config | {"max_nodes": candidates.num_nodes},
+            speculative_config=config | {"tree": str(tree)},
             max_num_seqs=1,
             kv_cache_memory_bytes=2**29,  # by default most of the memory
         )

@@ -173,7 +173,7 @@ def fill_matrix(worker: Any) -> None:
     """Successors for every token, so that all nodes of all trees are filled; random ones."""
     state = worker.drafter.state
     layout = state.rows.layout if isinstance(state, TokenRecyclingState) else state.layout
-    tokens = torch.arange(layout.vocab_size, device=state.tensors[0].device)
+    tokens = torch.arange(layout.vocab_size, device=worker.device)
     successors = torch.randint_like(tokens, layout.vocab_size)[:, None] + tokens[: layout.k]
     successors %= layout.vocab_size
     if isinstance(state, TokenRecyclingState):

@@ -36,11 +36,12 @@ def check(capsys, *flags: str, config: dict | None = None, model: str = TARGET) 
     ("config", "drafts", "num_bytes"),
     [
         (None, "grown trees, at most 80 nodes", None),
-        # A row is a tag and 8 successors; each sequence has an overlay of 4,096 rows.
+        # An entry is a head, 8 successors and a salt; a MiB has room for 16,384 of them. For each
+        # rank of own and shared entries there are five pairs of counts.
         (
-            {"method": "token_recycling", "tree": "default"},
-            "tree default[:15], at most 15 nodes",
-            4 * 9 * (VOCAB + 2 + 2 * 4096),
+            {"method": "token_recycling", "tree": "default", "contexts": [1], "context_mib": 1},
+            "tree default, at most 80 nodes",
+            4 * 10 * (VOCAB + 16384) + 8 * 2 * 8 * 5 * 2,
         ),
         (
             {"method": "ouroboros", "model": DRAFT, "guesses": 5, "phrase_length": 4},

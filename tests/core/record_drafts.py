@@ -1,6 +1,6 @@
 """Records what rounds of Ouroboros gave on texts of the embedded pair, for the simulator.
 
-    PYTHONPATH=tests/core python tests/core/dynamic/record_drafts.py OUTPUT.json
+    PYTHONPATH=tests/core python tests/core/record_drafts.py OUTPUT.json
 
 The slow Ouroboros decodes prompts greedily, in float32, with the sizes that a GPU has for some
 requests at once. Recorded is, at every token of an answer, what the round that it was in

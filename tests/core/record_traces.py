@@ -1,6 +1,6 @@
 """Records what grown trees promised and gave on a real model's texts, for the simulator.
 
-    python tests/core/dynamic/record_traces.py MODEL OUTPUT.json
+    python tests/core/record_traces.py MODEL OUTPUT.json
 
 The model answers prompts greedily, in float32. At every token of an answer a tree is grown from
 what was learnt of the tokens before it; recorded is, for some sizes, what its first nodes were said
@@ -19,7 +19,7 @@ import torch
 
 from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.beam import BEAM, LEVELS, grow_by_levels
+from vllm_recycle.core.grow import BEAM, LEVELS, grow
 from vllm_recycle.core.learn import learn, seed
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 
@@ -62,10 +62,10 @@ def record(
     state: TokenRecyclingState, prompt: list[int], answer: list[int], best: torch.Tensor
 ) -> Any:
     """Of one answer; `best` is int32 [tokens of the answer, k], the target's after each context."""
-    rows, layout = state.rows, state.rows.layout
-    rows.begin(0)
-    seed(rows.table, torch.tensor(prompt), int(rows.salts[0]), layout=layout)
-    salts, depth = rows.salts[:1], torch.tensor([LEVELS])
+    matrix, layout = state.matrix, state.matrix.layout
+    matrix.begin(0)
+    seed(matrix.table, torch.tensor(prompt), int(matrix.salts[0]), layout=layout)
+    salts, depth = matrix.salts[:1], torch.tensor([LEVELS])
     said, given = [], []
     for place, token in enumerate(answer[:-1]):
         tail = tail_of(prompt + answer[:place], layout)
@@ -75,17 +75,17 @@ def record(
             torch.ones(1, dtype=torch.int32),
         )
         learn(
-            rows.table, state.acceptance.counts, layout=layout, salts=salts, tails=tail,
+            matrix.table, state.acceptance.counts, layout=layout, salts=salts, tails=tail,
             parents=torch.zeros(1, 1, dtype=torch.int64), row_token_ids=tail[0, :1],
             cu_num_logits=torch.tensor([0, 1]), successors=best[place : place + 1], walked=walked,
         )  # fmt: skip
-        growth, worth = grow_by_levels(
-            rows.table, state.acceptance.rates().float(), layout=layout, salts=salts,
+        growth = grow(
+            matrix.table, state.acceptance.rates().float(), layout=layout, salts=salts,
             tails=tail_of(prompt + answer[: place + 1], layout), max_depths=depth,
             max_nodes=SIZES[-1], beam=BEAM, levels=LEVELS,
         )  # fmt: skip
         trees: Trees = growth.trees
-        sums = [0.0, *worth[0].cumsum(0).tolist()]
+        sums = [0.0, *growth.worths[0].cumsum(0).tolist()]
         said.append([round(sums[size], 3) for size in SIZES])
         drafts, parents = growth.token_ids[0].tolist(), trees.parents[0].tolist()
         given.append(accepted(drafts, parents, answer[place + 1 :]))
@@ -98,10 +98,10 @@ def main(folder: str, output: str) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = AdjacencyMatrix(
+    matrix = AdjacencyMatrix(
         model.config.vocab_size, 8, contexts=(1, 2, 4, 8), slots=1 << 18, max_num_reqs=1
     )
-    state = TokenRecyclingState(rows)
+    state = TokenRecyclingState(matrix)
     texts = []
     for prompt in read_prompts():
         messages = [{"role": "user", "content": prompt}]

@@ -1,16 +1,22 @@
-"""How often drafts are right: what is counted, what is shipped, and the rates from both."""
+"""How often drafts are right: what is counted, what is shipped, and what follows from both."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dynamic_steps import VOCAB, K, address_of, learn_text, make_rows, verify
 from hypothesis import given
 from hypothesis import strategies as st
+from recycling_steps import VOCAB, K, address_of, learn_text, make_matrix, verify
 from strategies import BRIEF
 
-from vllm_recycle.core import Trees
-from vllm_recycle.core.acceptance import AcceptanceTable
+from vllm_recycle.core import Trees, TreeTemplate, walk
+from vllm_recycle.core.acceptance import (
+    MOST_SEEN,
+    PRIOR,
+    PRIOR_WEIGHT,
+    AcceptanceTable,
+    NodeAcceptance,
+)
 from vllm_recycle.core.adjacency import MatrixLayout, write_entries, write_entry
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 
@@ -20,8 +26,7 @@ OWN, SHARED = 1, 0
 
 def make_proposer(scope="sequence", **options) -> TokenRecyclingProposer:
     """One with two requests running, and no counts."""
-    rows = make_rows(scope, **options)
-    state = TokenRecyclingState(rows)
+    state = TokenRecyclingState(make_matrix(scope, **options))
     state.acceptance.counts.zero_()
     proposer = TokenRecyclingProposer(state, max_nodes=4, max_num_reqs=3, seed_from_prompt=False)
     proposer.begin(0, torch.empty(0, dtype=torch.int64))
@@ -32,13 +37,13 @@ def make_proposer(scope="sequence", **options) -> TokenRecyclingProposer:
 def write(
     proposer: TokenRecyclingProposer, context, successors, *, own: bool, steadiness=0
 ) -> None:
-    """A row of request 0, or of all; of this context alone."""
-    rows = proposer.state.rows
-    salt = int(rows.salts[0])
-    address = address_of(rows.layout, context, salt, own=own)
-    heads = {place[2]: place[3] for place in rows.layout.addresses(context, salt)}
+    """An entry of request 0, or of all; of this context alone."""
+    matrix = proposer.state.matrix
+    salt = int(matrix.salts[0])
+    address = address_of(matrix.layout, context, salt, own=own)
+    heads = {place[2]: place[3] for place in matrix.layout.addresses(context, salt)}
     for _ in range(steadiness + 1):
-        write_entry(rows.table, address, heads[address], salt if own else 0, successors)
+        write_entry(matrix.table, address, heads[address], salt if own else 0, successors)
 
 
 def counted(proposer: TokenRecyclingProposer) -> dict[tuple[int, ...], tuple[float, float]]:
@@ -160,8 +165,8 @@ def test_isolated_requests_leave_the_counts_alone(scope, counts_shared):
     write(proposer, [2], [3, 4, 5], own=True)
     learn_text(proposer, 0, [2], [3, 0, 1])
     assert bool(counted(proposer)) == counts_shared
-    rows = proposer.state.rows
-    learned = rows.table[address_of(rows.layout, [2], int(rows.salts[0]), own=True)]
+    matrix = proposer.state.matrix
+    learned = matrix.table[address_of(matrix.layout, [2], int(matrix.salts[0]), own=True)]
     assert learned[1:-1].tolist() == [3, 0, 1]
 
 
@@ -169,7 +174,7 @@ def test_isolated_requests_leave_the_counts_alone(scope, counts_shared):
 
 
 def layout_of(contexts=(1,), k=K) -> MatrixLayout:
-    return make_rows(contexts=contexts, k=k).layout
+    return make_matrix(contexts=contexts, k=k).layout
 
 
 def test_a_rate_leans_on_that_of_all_steadinesses():
@@ -222,9 +227,62 @@ def test_what_an_engine_counts_does_not_reach_what_is_shipped():
     proposer = make_proposer()
     proposer.state.clear()
     shipped = proposer.state.acceptance.counts.clone()
-    salt, table = int(proposer.state.rows.salts[0]), proposer.state.rows.table
+    salt, table = int(proposer.state.matrix.salts[0]), proposer.state.matrix.table
     write_entries(table, [2, 1], salt, [3, 4, 5], proposer.layout, own=True, shared=True)
     learn_text(proposer, 0, [1, 2], [3, 4, 5])
     assert not proposer.state.acceptance.counts.equal(shipped)
     proposer.state.clear()
     assert proposer.state.acceptance.counts.equal(shipped)
+
+
+# The nodes of a template.
+
+# A trunk of two, and a phrase of two below the root.
+TEMPLATE = TreeTemplate(((0, 0), (1, 0), (0, 1), (3, 0)))
+
+
+def counted_nodes(acceptance: NodeAcceptance) -> list[tuple[float, float]]:
+    """Of each node how often it was right, and seen, without what it began with."""
+    start = torch.tensor([PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT])
+    return [tuple(pair) for pair in (acceptance.counts - start).tolist()]
+
+
+def verify_nodes(acceptance: NodeAcceptance, drafts: list[int], sampled: list[int]) -> None:
+    """One request whose first rows were verified: as many as were sampled for."""
+    drafted, starts = torch.tensor([drafts]), torch.tensor([0, len(sampled)])
+    acceptance.count(drafted, walk(torch.tensor(sampled), drafted, starts, tree=TEMPLATE))
+
+
+def test_nodes_below_visited_rows_are_counted():
+    acceptance = NodeAcceptance(TEMPLATE)
+    verify_nodes(acceptance, [7, 8, 5, 6], [7, 8, 9, 0, 0])
+    assert counted_nodes(acceptance) == [(1, 1), (1, 1), (0, 1), (0, 0)]
+
+
+def test_nodes_that_were_not_verified_are_counted_as_far_as_the_text_is_known():
+    acceptance = NodeAcceptance(TEMPLATE)
+    verify_nodes(acceptance, [7, 8, 5, 6], [5])
+    verify_nodes(acceptance, [7, 8, 5, -1], [7, 3])
+    assert counted_nodes(acceptance) == [(1, 2), (0, 1), (1, 2), (0, 0)]
+
+
+def test_what_was_not_drafted_is_not_counted():
+    acceptance = NodeAcceptance(TEMPLATE)
+    verify_nodes(acceptance, [-1, -1, 5, 6], [5, 0, 0, 6, 1])
+    assert counted_nodes(acceptance) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+def test_old_counts_fade():
+    acceptance = NodeAcceptance(TEMPLATE)
+    for _ in range(int(MOST_SEEN)):
+        verify_nodes(acceptance, [7, -1, -1, -1], [7])
+    assert acceptance.counts[0, 1] < 0.6 * MOST_SEEN
+    acceptance.clear()
+    assert counted_nodes(acceptance) == [(0, 0)] * 4
+
+
+def test_a_node_is_worth_the_product_along_its_path():
+    acceptance = NodeAcceptance(TEMPLATE)
+    acceptance.counts[:] = torch.tensor([[1, 2], [1, 4], [3, 4], [1, 1]])
+    drafts = torch.tensor([[7, 8, 5, 6], [7, -1, -1, 6]])
+    assert acceptance.worths(drafts).tolist() == [[0.5, 0.125, 0.75, 0.75], [0.5, 0, 0, 0]]

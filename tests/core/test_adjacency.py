@@ -1,4 +1,4 @@
-"""Context rows: against a model that keeps whole contexts, and who sees what."""
+"""The adjacency matrix: against a model that keeps whole contexts, and who sees what."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from dynamic_steps import VOCAB, K, address_of, make_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from recycling_steps import VOCAB, K, address_of, make_matrix
 from strategies import BRIEF, THOROUGH
 
 from vllm_recycle.core import SCOPES, Trees, WalkResult, adjacency
@@ -23,7 +23,6 @@ from vllm_recycle.core.adjacency import (
 from vllm_recycle.core.learn import learn, seed
 
 CONTEXTS = (1, 2, 4)
-KINDS = [(scope, hot) for scope in SCOPES for hot in (True, False) if hot or scope != "shared"]
 
 Key = tuple[int, tuple[int, ...]]  # salt, 0 for all; the tokens of a context
 
@@ -33,26 +32,25 @@ class Model:
     """What a table of these addresses does that knows whole contexts, not tags of them."""
 
     scope: str
-    hot_start: bool
-    rows: dict[int, tuple[Key, list[int], int]] = field(default_factory=dict)
+    entries: dict[int, tuple[Key, list[int], int]] = field(default_factory=dict)
 
     def write(self, layout, context: list[int], salt: int, successors: list[int]) -> None:
         for key, address in self._places(layout, context, salt):
             if self.scope == ("isolated" if key[0] == 0 else "shared"):
                 continue
-            old_key, old, steadiness = self.rows.get(address, (None, [-1], 0))
+            old_key, old, steadiness = self.entries.get(address, (None, [-1], 0))
             stays = old_key == key and old[0] == successors[0]
             steadiness = min(3, steadiness + 1) if stays else 0
-            self.rows[address] = (key, successors, steadiness)
+            self.entries[address] = (key, successors, steadiness)
 
     def find(self, layout, context: list[int], salt: int) -> tuple[Key, list[int], int] | None:
         known = [
-            self.rows[address]
+            self.entries[address]
             for key, address in self._places(layout, context, salt)
-            if self.rows.get(address, (None,))[0] == key
-            and (key[0] > 0 or (self.hot_start and self.scope != "isolated"))
+            if self.entries.get(address, (None,))[0] == key
+            and (key[0] > 0 or self.scope != "isolated")
         ]
-        return max(known, key=lambda row: (len(row[0][1]), row[0][0]), default=None)
+        return max(known, key=lambda entry: (len(entry[0][1]), entry[0][0]), default=None)
 
     def _places(self, layout, context: list[int], salt: int) -> list[tuple[Key, int]]:
         return [
@@ -61,24 +59,24 @@ class Model:
         ]
 
 
-def write(rows: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
-    layout, salt = rows.layout, int(rows.salts[req_state_idx])
+def write(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
+    layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
     own, shared = layout.has_own, layout.writes_shared
-    write_entries(rows.table, context, salt, successors, layout, own=own, shared=shared)
+    write_entries(matrix.table, context, salt, successors, layout, own=own, shared=shared)
 
 
-def seen(rows: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
+def seen(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
     """The successors that a request would draft from after a context."""
-    found = find_entry(rows.table, context, int(rows.salts[req_state_idx]), rows.layout)
-    return None if found is None else rows.table[found[0], 1:-1].tolist()
+    found = find_entry(matrix.table, context, int(matrix.salts[req_state_idx]), matrix.layout)
+    return None if found is None else matrix.table[found[0], 1:-1].tolist()
 
 
 def started(scope="sequence", **options) -> AdjacencyMatrix:
-    """Rows with two requests running."""
-    rows = make_rows(scope, **options)
-    rows.begin(0)
-    rows.begin(1)
-    return rows
+    """A matrix with two requests running."""
+    matrix = make_matrix(scope, **options)
+    matrix.begin(0)
+    matrix.begin(1)
+    return matrix
 
 
 tokens = st.integers(0, 3)
@@ -88,42 +86,42 @@ events = st.tuples(
 )
 
 
-@pytest.mark.parametrize(("scope", "hot_start"), KINDS)
+@pytest.mark.parametrize("scope", SCOPES)
 @BRIEF
 @given(slots=st.sampled_from([1, 2, 8, 512]), events=st.lists(events, max_size=15), other=contexts)
-def test_what_is_found_is_what_was_written_for_this_very_context(
-    scope, hot_start, slots, events, other
-):
-    model = Model(scope, hot_start)
-    rows = started(scope, contexts=CONTEXTS, slots=slots, hot_start=hot_start)
-    layout = rows.layout
+def test_what_is_found_is_what_was_written_for_this_very_context(scope, slots, events, other):
+    model = Model(scope)
+    matrix = started(scope, contexts=CONTEXTS, slots=slots)
+    layout = matrix.layout
     for req_state_idx, context, successors, what in events:
         if what == 0:  # the request ends, and another one takes its place
-            rows.begin(req_state_idx)
-        write(rows, req_state_idx, context, successors)
-        model.write(layout, context, int(rows.salts[req_state_idx]), successors)
-    assert rows.num_written == len(model.rows)
+            matrix.begin(req_state_idx)
+        write(matrix, req_state_idx, context, successors)
+        model.write(layout, context, int(matrix.salts[req_state_idx]), successors)
+    assert matrix.num_written == len(model.entries)
     for context in [other, *(context for _, context, _, _ in events)]:
-        for salt in rows.salts[:2].tolist():
+        for salt in matrix.salts[:2].tolist():
             expected = model.find(layout, context, salt)
-            found = find_entry(rows.table, context, salt, layout)
+            found = find_entry(matrix.table, context, salt, layout)
             assert (found is None) == (expected is None)
             if found is not None:
                 key, successors, steadiness = expected
                 address, index, own = found
                 assert (layout.contexts[index], own) == (len(key[1]), key[0] > 0)
-                assert rows.table[address, 1:-1].tolist() == successors
-                assert int(rows.table[address, 0]) & 3 == steadiness
+                assert matrix.table[address, 1:-1].tolist() == successors
+                assert int(matrix.table[address, 0]) & 3 == steadiness
 
 
-# Where rows are.
+# Where entries are.
 
 
 @BRIEF
 @given(context=contexts, salt=st.integers(1, 2**40), slots=st.sampled_from([1, 2, 64]))
-def test_the_shared_rows_of_one_token_lie_by_token_and_all_others_behind_them(context, salt, slots):
-    rows = make_rows(contexts=CONTEXTS, slots=slots)
-    places = list(rows.layout.addresses(context, salt))
+def test_the_shared_entries_of_one_token_lie_by_token_and_all_others_behind_them(
+    context, salt, slots
+):
+    matrix = make_matrix(contexts=CONTEXTS, slots=slots)
+    places = list(matrix.layout.addresses(context, salt))
     lengths = [length for length in CONTEXTS if length <= len(context)]
     assert [place[:2] for place in places] == [
         (index, own) for index in range(len(lengths)) for own in (0, 1)
@@ -135,7 +133,7 @@ def test_the_shared_rows_of_one_token_lie_by_token_and_all_others_behind_them(co
 
 
 def test_a_context_ends_where_the_text_begins():
-    layout = make_rows(contexts=CONTEXTS).layout
+    layout = make_matrix(contexts=CONTEXTS).layout
     of_two = list(layout.addresses([3, 1], 1))
     assert list(layout.addresses([3, 1, -1, -1], 1)) == of_two
     assert [CONTEXTS[index] for index, *_ in of_two] == [1, 1, 2, 2]
@@ -145,9 +143,9 @@ def test_a_context_ends_where_the_text_begins():
 def test_slots_fill_what_there_is_room_for_and_no_more():
     for mib in (1, 3, 64):
         for k in (1, 3, 8):
-            slots, row_bytes = slots_in(mib, k), 4 * (2 + k)
+            slots, entry_bytes = slots_in(mib, k), 4 * (2 + k)
             assert slots & (slots - 1) == 0
-            assert slots * row_bytes <= mib * adjacency.MIB < 2 * slots * row_bytes
+            assert slots * entry_bytes <= mib * adjacency.MIB < 2 * slots * entry_bytes
 
 
 # Who sees what.
@@ -155,61 +153,61 @@ def test_slots_fill_what_there_is_room_for_and_no_more():
 
 @BRIEF
 @given(context=contexts, salts=st.lists(st.integers(1, 99), min_size=2, max_size=2, unique=True))
-def test_own_rows_are_not_found_with_another_salt(context, salts):
-    rows = make_rows("isolated", contexts=CONTEXTS, slots=1)
-    write_entries(rows.table, context, salts[0], [1] * K, rows.layout, own=True, shared=False)
-    assert find_entry(rows.table, context, salts[0], rows.layout) is not None
-    assert find_entry(rows.table, context, salts[1], rows.layout) is None
+def test_own_entries_are_not_found_with_another_salt(context, salts):
+    matrix = make_matrix("isolated", contexts=CONTEXTS, slots=1)
+    write_entries(matrix.table, context, salts[0], [1] * K, matrix.layout, own=True, shared=False)
+    assert find_entry(matrix.table, context, salts[0], matrix.layout) is not None
+    assert find_entry(matrix.table, context, salts[1], matrix.layout) is None
 
 
 @pytest.mark.parametrize("scope", ["sequence", "isolated"])
 def test_a_request_does_not_find_what_an_ended_one_wrote_in_its_place(scope):
-    rows = started(scope, hot_start=False)
-    write(rows, 0, [1, 2], [3] * K)
-    write(rows, 1, [1, 2], [4] * K)
-    rows.begin(0)
-    assert seen(rows, 0, [1, 2]) is None
-    assert seen(rows, 1, [1, 2]) == [4] * K
+    matrix = started(scope)
+    write(matrix, 0, [1, 2], [3] * K)
+    write(matrix, 1, [1, 2], [4] * K)
+    matrix.begin(0)
+    assert seen(matrix, 0, [1, 2]) == (None if scope == "isolated" else [4] * K)  # the shared one
+    assert seen(matrix, 1, [1, 2]) == [4] * K
 
 
 def test_no_two_requests_have_one_salt():
-    rows, salts = make_rows(), []
+    matrix, salts = make_matrix(), []
     for req_state_idx in (0, 1, 0, 2, 1, 0):
-        rows.begin(req_state_idx)
-        salts.append(int(rows.salts[req_state_idx]))
+        matrix.begin(req_state_idx)
+        salts.append(int(matrix.salts[req_state_idx]))
     assert len({0, *salts}) == 7
 
 
-def test_the_longest_context_comes_first_and_the_own_row_before_the_shared_one():
-    rows = started()
-    write(rows, 1, [1], [2] * K)
-    assert seen(rows, 0, [1, 0]) == [2] * K  # all that is known, and another's
-    write(rows, 0, [1], [3] * K)
-    write(rows, 1, [1], [4] * K)
-    assert seen(rows, 0, [1, 0]) == [3] * K  # its own
-    write(rows, 1, [1, 0], [5] * K)
-    assert seen(rows, 0, [1, 0]) == [5] * K  # another's of a longer context
-    write(rows, 0, [1, 0], [6] * K)
-    write(rows, 1, [1, 0], [2] * K)
-    assert seen(rows, 0, [1, 0]) == [6] * K
+def test_the_longest_context_comes_first_and_the_own_entry_before_the_shared_one():
+    matrix = started()
+    write(matrix, 1, [1], [2] * K)
+    assert seen(matrix, 0, [1, 0]) == [2] * K  # all that is known, and another's
+    write(matrix, 0, [1], [3] * K)
+    write(matrix, 1, [1], [4] * K)
+    assert seen(matrix, 0, [1, 0]) == [3] * K  # its own
+    write(matrix, 1, [1, 0], [5] * K)
+    assert seen(matrix, 0, [1, 0]) == [5] * K  # another's of a longer context
+    write(matrix, 0, [1, 0], [6] * K)
+    write(matrix, 1, [1, 0], [2] * K)
+    assert seen(matrix, 0, [1, 0]) == [6] * K
 
 
-def test_shared_rows_are_one_for_all():
-    rows = started("shared")
-    write(rows, 0, [1, 2], [3] * K)
-    write(rows, 1, [1, 2], [4] * K)
-    assert seen(rows, 0, [1, 2]) == seen(rows, 1, [1, 2]) == [4] * K
-    assert rows.num_written == 2
-    assert not (rows.table[rows.table[:, 0] >= 0, 0] & 4).any()
+def test_shared_entries_are_one_for_all():
+    matrix = started("shared")
+    write(matrix, 0, [1, 2], [3] * K)
+    write(matrix, 1, [1, 2], [4] * K)
+    assert seen(matrix, 0, [1, 2]) == seen(matrix, 1, [1, 2]) == [4] * K
+    assert matrix.num_written == 2
+    assert not (matrix.table[matrix.table[:, 0] >= 0, 0] & 4).any()
 
 
-def test_isolated_requests_neither_write_nor_read_shared_rows():
-    rows = started("isolated")
-    write(rows, 0, [1, 2], [3] * K)
-    assert (rows.shared_entries() == -1).all()
-    write_entries(rows.table, [2, 1], 0, [4] * K, rows.layout, own=False, shared=True)
-    assert seen(rows, 0, [1, 2]) == [3] * K
-    assert seen(rows, 0, [2, 1]) is None
+def test_isolated_requests_neither_write_nor_read_shared_entries():
+    matrix = started("isolated")
+    write(matrix, 0, [1, 2], [3] * K)
+    assert (matrix.shared_entries() == -1).all()
+    write_entries(matrix.table, [2, 1], 0, [4] * K, matrix.layout, own=False, shared=True)
+    assert seen(matrix, 0, [1, 2]) == [3] * K
+    assert seen(matrix, 0, [2, 1]) is None
 
 
 @BRIEF
@@ -218,82 +216,74 @@ def test_isolated_requests_neither_write_nor_read_shared_rows():
     others=st.lists(contexts, max_size=20),
     slots=st.sampled_from([1, 8, 64]),
 )
-def test_an_isolated_request_keeps_and_finds_its_rows_whatever_others_write(ones, others, slots):
+def test_an_isolated_request_keeps_and_finds_its_entries_whatever_others_write(ones, others, slots):
     found = []
     for busy in (False, True):
-        rows = make_rows("isolated", contexts=CONTEXTS, slots=slots)
+        matrix = make_matrix("isolated", contexts=CONTEXTS, slots=slots)
         for req_state_idx in (1, 2, 1, 0) if busy else (0,):
-            rows.begin(req_state_idx)
+            matrix.begin(req_state_idx)
         for context in ones:
-            write(rows, 0, context, [3] * K)
+            write(matrix, 0, context, [3] * K)
         for number, context in enumerate(others if busy else ()):
-            write(rows, 1 + number % 2, context, [4] * K)
-        salt = int(rows.salts[0])
-        found.append([find_entry(rows.table, context, salt, rows.layout) for context in ones])
-        assert all(seen(rows, 0, context) in (None, [3] * K) for context in ones)
+            write(matrix, 1 + number % 2, context, [4] * K)
+        salt = int(matrix.salts[0])
+        found.append([find_entry(matrix.table, context, salt, matrix.layout) for context in ones])
+        assert all(seen(matrix, 0, context) in (None, [3] * K) for context in ones)
     assert found[0] == found[1]
 
 
 def test_there_is_a_part_for_each_isolated_request():
     for requests, slots, parts in ((1, 8, 1), (3, 8, 4), (4, 2, 4), (5, 64, 8)):
-        layout = make_rows("isolated", max_num_reqs=requests, slots=slots).layout
+        layout = make_matrix("isolated", max_num_reqs=requests, slots=slots).layout
         assert (layout.parts, layout.slots) == (parts, max(slots, parts))
-        assert make_rows(max_num_reqs=requests, slots=slots).layout.parts == 1
+        assert make_matrix(max_num_reqs=requests, slots=slots).layout.parts == 1
 
 
-def test_without_hot_start_others_rows_are_written_and_not_read():
-    rows = started(hot_start=False)
-    write(rows, 0, [1, 2], [3] * K)
-    assert seen(rows, 0, [1, 2]) == [3] * K
-    assert seen(rows, 1, [1, 2]) is None
-    assert (rows.shared_entries()[1] != -1).all()
-
-
-def test_the_shared_rows_are_a_copy_without_own_ones():
-    rows = started()
-    write(rows, 0, [1, 2], [3] * K)
-    shared = rows.shared_entries()
+def test_the_shared_entries_are_a_copy_without_own_ones():
+    matrix = started()
+    write(matrix, 0, [1, 2], [3] * K)
+    shared = matrix.shared_entries()
     assert (shared[:, 0] >= 0).sum() == 2
-    assert rows.num_written == 4
-    address = address_of(rows.layout, [1, 2], 1, own=False)
-    assert shared[address].equal(rows.table[address])
+    assert matrix.num_written == 4
+    address = address_of(matrix.layout, [1, 2], 1, own=False)
+    assert shared[address].equal(matrix.table[address])
     shared.fill_(0)
-    assert seen(rows, 0, [1, 2]) == [3] * K
-    rows.clear()
-    assert rows.num_written == 0
+    assert seen(matrix, 0, [1, 2]) == [3] * K
+    matrix.clear()
+    assert matrix.num_written == 0
 
 
 # Writing.
 
 
 def test_steadiness_counts_to_three_and_falls_when_the_first_successor_changes():
-    rows = started("shared")
+    matrix = started("shared")
     steadiness = []
     for successors in [[2, 3, 4], [2, 4, 3], [2, 3, 4], [2, 3, 4], [2, 0, 1], [3, 2, 4], [3, 2, 4]]:
-        write(rows, 0, [1], successors)
-        steadiness.append(int(rows.table[1, 0]) & 3)
+        write(matrix, 0, [1], successors)
+        steadiness.append(int(matrix.table[1, 0]) & 3)
     assert steadiness == [0, 1, 2, 3, 3, 0, 1]
 
 
-def test_a_row_of_another_context_in_its_place_is_overwritten_and_not_steady():
-    rows = started("shared", slots=1)
-    write(rows, 0, [1, 2], [3] * K)
-    write(rows, 0, [1, 2], [3] * K)
-    write(rows, 0, [2, 2], [3] * K)
-    assert int(rows.table[VOCAB, 0]) & 3 == 0
-    assert find_entry(rows.table, [2, 2], 1, rows.layout)[1] == 1
-    assert find_entry(rows.table, [1, 2], 1, rows.layout)[1] == 0  # the row of one token is left
+def test_an_entry_of_another_context_in_its_place_is_overwritten_and_not_steady():
+    matrix = started("shared", slots=1)
+    write(matrix, 0, [1, 2], [3] * K)
+    write(matrix, 0, [1, 2], [3] * K)
+    write(matrix, 0, [2, 2], [3] * K)
+    assert int(matrix.table[VOCAB, 0]) & 3 == 0
+    assert find_entry(matrix.table, [2, 2], 1, matrix.layout)[1] == 1
+    assert find_entry(matrix.table, [1, 2], 1, matrix.layout)[1] == 0  # that of one token is left
 
 
 def test_the_accepted_path_is_written_last():
-    rows = started()
+    matrix = started()
     # Row 1 is accepted; row 3 has its token too, below a sibling that is not.
     parents, row_token_ids = torch.tensor([[0, 0, 0, 2]]), torch.tensor([0, 1, 2, 1])
     learn(
-        rows.table,
+        matrix.table,
         None,
-        layout=rows.layout,
-        salts=rows.salts[:1],
+        layout=matrix.layout,
+        salts=matrix.salts[:1],
         tails=torch.tensor([[0, 5]]),
         parents=Trees.from_parents(parents).parents,
         row_token_ids=row_token_ids,
@@ -301,30 +291,71 @@ def test_the_accepted_path_is_written_last():
         successors=torch.tensor([[1, 2, 3], [3, 4, 5], [6, 5, 4], [2, 3, 4]], dtype=torch.int32),
         walked=WalkResult(torch.tensor([[0, 1]]), torch.tensor([[1, 3]]), torch.tensor([2])),
     )
-    assert seen(rows, 0, [1]) == seen(rows, 1, [1]) == [3, 4, 5]
-    # Each has its own row of a longer context.
-    assert seen(rows, 0, [0, 5]) == [1, 2, 3]
-    assert seen(rows, 0, [1, 0]) == [3, 4, 5]
-    assert seen(rows, 0, [2, 0]) == [6, 5, 4]
-    assert seen(rows, 0, [1, 2]) == [2, 3, 4]
+    assert seen(matrix, 0, [1]) == seen(matrix, 1, [1]) == [3, 4, 5]
+    # Each has its own entry of a longer context.
+    assert seen(matrix, 0, [0, 5]) == [1, 2, 3]
+    assert seen(matrix, 0, [1, 0]) == [3, 4, 5]
+    assert seen(matrix, 0, [2, 0]) == [6, 5, 4]
+    assert seen(matrix, 0, [1, 2]) == [2, 3, 4]
 
 
-# The rows of a prompt.
+def test_what_is_read_is_as_it_was_before_the_step():
+    matrix = started("shared", contexts=(1,))
+    write(matrix, 0, [1], [3, 4, 5])
+    counts = torch.zeros(1, 2, K, 5, 2, dtype=torch.float64)
+    # Two rows of one token, of which the last one stays, and two requests that are at it.
+    learn(
+        matrix.table,
+        counts,
+        layout=matrix.layout,
+        salts=matrix.salts[:2],
+        tails=torch.tensor([[1], [1]]),
+        parents=torch.zeros(2, 2, dtype=torch.int64),
+        row_token_ids=torch.tensor([1, 1, 1]),
+        cu_num_logits=torch.tensor([0, 2, 3]),
+        successors=torch.tensor([[3, 0, 2], [5, 6, 0], [3, 6, 0]], dtype=torch.int32),
+        walked=WalkResult(torch.tensor([[0], [0]]), torch.tensor([[4], [4]]), torch.tensor([1, 1])),
+    )
+    assert seen(matrix, 0, [1]) == [3, 6, 0]
+    assert int(matrix.table[1, 0]) & 3 == 1  # steadier than before by one, whatever came between
+    assert counts[0, 0, :, 0].tolist() == [[0, 2], [2, 2], [0, 2]]
+    assert counts[0, 0, :, 4].equal(counts[0, 0, :, 0])
+    assert not counts[0, 1].any()
+
+
+def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():
+    matrix = started("shared", contexts=(1,))
+    learn(
+        matrix.table,
+        None,
+        layout=matrix.layout,
+        salts=matrix.salts[:1],
+        tails=torch.tensor([[-1]]),
+        parents=torch.tensor([[0, 0, 1, 0]]),
+        row_token_ids=torch.tensor([-1, -1, 2, 3]),
+        cu_num_logits=torch.tensor([0, 4]),
+        successors=torch.arange(12).view(4, K).int(),
+        walked=WalkResult(torch.tensor([[0]]), torch.tensor([[6]]), torch.tensor([1])),
+    )
+    assert [token for token in range(VOCAB) if seen(matrix, 0, [token])] == [3]
+
+
+# The entries of a prompt.
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 @THOROUGH
 @given(text=st.lists(tokens, max_size=20), known=st.lists(contexts, max_size=3))
-def test_a_seeded_row_has_what_followed_last_and_then_others_once(scope, text, known):
-    rows = started(scope, contexts=CONTEXTS, slots=1 << 16)
+def test_a_seeded_entry_has_what_followed_last_and_then_others_once(scope, text, known):
+    matrix = started(scope, contexts=CONTEXTS, slots=1 << 16)
     for context in known:
-        write(rows, 1, context, [2, 0, -1])
-    seed(rows.table, torch.tensor(text, dtype=torch.int64), 1, layout=rows.layout)
+        write(matrix, 1, context, [2, 0, -1])
+    seed(matrix.table, torch.tensor(text, dtype=torch.int64), 1, layout=matrix.layout)
     for end in range(1, len(text)):
-        context = text[:end][::-1][: rows.layout.reach]
+        context = text[:end][::-1][: matrix.layout.reach]
         later = [text[:e][::-1][: len(context)] for e in range(end + 1, len(text))]
-        address, index, own = find_entry(rows.table, context, 1, rows.layout)
-        successors = rows.table[address, 1:-1].tolist()
+        address, index, own = find_entry(matrix.table, context, 1, matrix.layout)
+        successors = matrix.table[address, 1:-1].tolist()
         kept = [token for token in successors if token >= 0]
         assert kept == list(dict.fromkeys(kept))
         assert successors[len(kept) :] == [-1] * (K - len(kept))
@@ -335,23 +366,23 @@ def test_a_seeded_row_has_what_followed_last_and_then_others_once(scope, text, k
 
 
 def test_what_was_known_stays_behind_the_follower():
-    rows = started()
-    write(rows, 1, [1], [5, 2, 6])  # for all
-    seed(rows.table, torch.tensor([0, 1, 2, 0, 1, 3]), int(rows.salts[0]), layout=rows.layout)
-    # First [2, 5, 6], from the shared row; then its own one is what was known.
-    assert seen(rows, 0, [1]) == [3, 2, 5]
-    assert seen(rows, 0, [1, 0]) == [3, 2, 5]
-    assert seen(rows, 0, [0, 2]) == [1, -1, -1]
-    assert seen(rows, 1, [1]) == [5, 2, 6]
+    matrix = started()
+    write(matrix, 1, [1], [5, 2, 6])  # for all
+    seed(matrix.table, torch.tensor([0, 1, 2, 0, 1, 3]), int(matrix.salts[0]), layout=matrix.layout)
+    # First [2, 5, 6], from the shared entry; then its own one is what was known.
+    assert seen(matrix, 0, [1]) == [3, 2, 5]
+    assert seen(matrix, 0, [1, 0]) == [3, 2, 5]
+    assert seen(matrix, 0, [0, 2]) == [1, -1, -1]
+    assert seen(matrix, 1, [1]) == [5, 2, 6]
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_prompt_is_written_for_all_only_where_there_are_no_own_rows(scope):
-    rows = started(scope)
-    seed(rows.table, torch.tensor([0, 1, 2]), int(rows.salts[0]), layout=rows.layout)
-    assert seen(rows, 0, [1, 0]) == [2, -1, -1]
-    assert (seen(rows, 1, [1, 0]) is not None) == (scope == "shared")
-    assert bool((rows.shared_entries() == -1).all()) == (scope != "shared")
+def test_a_prompt_is_written_for_all_only_where_there_are_no_own_entries(scope):
+    matrix = started(scope)
+    seed(matrix.table, torch.tensor([0, 1, 2]), int(matrix.salts[0]), layout=matrix.layout)
+    assert seen(matrix, 0, [1, 0]) == [2, -1, -1]
+    assert (seen(matrix, 1, [1, 0]) is not None) == (scope == "shared")
+    assert bool((matrix.shared_entries() == -1).all()) == (scope != "shared")
 
 
 # Options.
@@ -368,7 +399,7 @@ def test_ascending_lengths_from_one_are_taken(lengths):
 def test_other_lengths_are_refused(lengths):
     message = f"contexts: got {lengths!r}, expected lengths ascending from 1 to at most 8"
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_rows(contexts=lengths)
+        make_matrix(contexts=lengths)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +410,6 @@ def test_other_lengths_are_refused(lengths):
         ({"slots": 12}, "slots: got 12, expected a power of two"),
     ],
 )
-def test_options_that_make_no_rows_are_refused(options, message):
+def test_options_that_make_no_matrix_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_rows(**options)
+        make_matrix(**options)

@@ -77,7 +77,7 @@ def test_a_room_imports_no_room_that_it_should_not(room):
     [
         ("core", "from vllm_recycle.kernels import cpu", "kernels.cpu"),
         ("core", "from vllm_recycle.integration.options import METHODS", "integration"),
-        ("kernels", "from vllm_recycle.kernels.cpu.build import walk", "kernels.cpu"),
+        ("kernels", "from vllm_recycle.kernels.cpu.calls import walk", "kernels.cpu"),
         ("kernels.cpu", "import vllm_recycle.kernels.triton.top_k", "kernels.triton"),
         ("kernels.cpu", "from ..triton import learning", "kernels.triton"),
         ("kernels.triton", "from vllm_recycle.kernels.cpu import native", "kernels.cpu"),

@@ -127,7 +127,7 @@ def test_a_saved_pool_is_loaded_as_it_was(tmp_path):
 def test_a_pool_of_another_kind_is_refused(tmp_path, sizes, fingerprint, message):
     sizes = {"per_token": PER_TOKEN, "length": LENGTH, **sizes}
     PhrasePool(VOCAB, **sizes).save(tmp_path / "pool", fingerprint=fingerprint)
-    with pytest.raises(ValueError, match=f"pool_file .*: {message}"):
+    with pytest.raises(ValueError, match=f"state file .*: {message}"):
         make_pool().load(tmp_path / "pool", fingerprint="f")
 
 
@@ -142,5 +142,5 @@ def test_a_pool_with_gaps_is_refused(tmp_path, row):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"pool_file .*: no phrase pool"):
+    with pytest.raises(ValueError, match=r"state file .*: no phrase pool"):
         make_pool().load(tmp_path / "nothing", fingerprint="f")

@@ -1,23 +1,23 @@
-"""Grown trees from end to end with a toy target, and the file of what was learnt."""
+"""Token Recycling from end to end with a toy target, and the file of what was learnt."""
 
 from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from dynamic_steps import VOCAB, K, make_rows, tails_of, verify
 from hypothesis import given
 from hypothesis import strategies as st
+from recycling_steps import VOCAB, K, make_matrix, tails_of, verify
 from safetensors import safe_open
 from safetensors.torch import save_file
 from strategies import BRIEF
+from strategies import trees as templates
 
-from vllm_recycle.core import SCOPES, Trees
+from vllm_recycle.core import SCOPES, Trees, TreeTemplate, reference
 from vllm_recycle.core.adjacency import write_entries
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 
@@ -38,12 +38,13 @@ def greedy(text: list[int], length: int) -> list[int]:
     return text
 
 
-def make_proposer(*, max_nodes=8, row_cost=0.05, operations=REFERENCE_DYNAMIC, **options):
+def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None, **options):
     proposer = TokenRecyclingProposer(
-        TokenRecyclingState(make_rows(**options)),
+        TokenRecyclingState(make_matrix(**options)),
         max_nodes=max_nodes,
+        tree=tree,
         max_num_reqs=3,
-        dynamic_operations=operations,
+        operations=operations,
     )
     proposer.price = StepTimes.linear(row_cost, 40).at(1, 0)
     return proposer
@@ -51,13 +52,11 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=REFERENCE_DYNAMIC, *
 
 def propose(proposer, idx_mapping, texts, max_depths=50) -> torch.Tensor:
     max_depths = torch.tensor(max_depths).expand(len(texts))
-    times, slopes = proposer.price
     return proposer.propose(
         idx_mapping,
         tails_of(texts, proposer.layout.reach),
         max_depths=max_depths,
-        times=times,
-        slopes=slopes,
+        times=proposer.price,
         num_other_rows=0,
     )
 
@@ -84,9 +83,13 @@ def steps_of(proposer, req_state_idx: int, prompt: list[int], length: int) -> in
 # From end to end.
 
 
+CHAIN = TreeTemplate(tuple((row, 0) for row in range(8)))
+
+
+@pytest.mark.parametrize("tree", [None, CHAIN])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_accepted_tokens_rise(scope):
-    proposer = make_proposer(scope=scope, slots=1024)
+def test_accepted_tokens_rise(scope, tree):
+    proposer = make_proposer(scope=scope, slots=1024, tree=tree)
     texts, idx_mapping = [[1, 1], [0, 3]], torch.tensor([2, 0])
     for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
         proposer.begin(req_state_idx, torch.tensor(text))
@@ -104,14 +107,9 @@ def test_a_longer_context_makes_it_fewer_steps():
     assert steps[1] < 0.7 * steps[0]
 
 
-def test_a_request_starts_from_what_others_left_only_where_rows_are_shared():
-    for scope, hot_start, starts_warm in (
-        ("sequence", True, True),
-        ("sequence", False, False),
-        ("shared", True, True),
-        ("isolated", True, False),
-    ):
-        proposer = make_proposer(scope=scope, hot_start=hot_start)
+def test_a_request_starts_from_what_others_left_only_where_entries_are_shared():
+    for scope, starts_warm in (("sequence", True), ("shared", True), ("isolated", False)):
+        proposer = make_proposer(scope=scope)
         first, second = (steps_of(proposer, 0, [1, 1], 30) for _ in range(2))
         proposer.release([0])
         assert (second < 0.7 * first) == starts_warm
@@ -136,9 +134,10 @@ def any_trees(draw, batch: int, nodes: int) -> Trees:
 @BRIEF
 @given(data=st.data(), seed=st.integers(0, 10**6), batch=st.integers(1, 3))
 def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, data, seed, batch):
-    nodes = data.draw(st.integers(1, 9))
+    tree = data.draw(st.none() | templates(max_nodes=9, k=K))
+    nodes = data.draw(st.integers(1, 9)) if tree is None else tree.num_nodes
     row_cost = data.draw(st.sampled_from([0.0, 0.05, 0.3]))
-    proposer = make_proposer(scope=scope, max_nodes=nodes, row_cost=row_cost, slots=16)
+    proposer = make_proposer(scope=scope, max_nodes=nodes, row_cost=row_cost, tree=tree, slots=16)
     chance = random.Random(seed)
     texts = [[chance.randrange(VOCAB) for _ in range(chance.randint(2, 20))] for _ in range(batch)]
     prompts = [list(text) for text in texts]
@@ -148,7 +147,8 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
     for _ in range(6):
         max_depths = [chance.choice([0, 1, 2, 50]) for _ in texts]
         drafts, trees = propose(proposer, idx_mapping, texts, max_depths), None
-        counts = (drafts >= 0).sum(1).tolist()
+        # Up to the last node that is filled.
+        counts = torch.arange(1, nodes + 1).where(drafts >= 0, 0).max(1).values.tolist()
         assert bool((proposer.trees_of(idx_mapping).depths <= nodes).all())
         if chance.random() < 0.3:  # drafts of another kind: often right, at times one text twice
             trees = data.draw(any_trees(batch, nodes))
@@ -168,10 +168,10 @@ def test_trees_are_kept_by_request_until_the_next_ones():
     made = []
 
     def grow(*arguments, **options):
-        made.append(REFERENCE_DYNAMIC.grow(*arguments, **options))
+        made.append(reference.grow(*arguments, **options))
         return made[-1]
 
-    proposer = make_proposer(operations=replace(REFERENCE_DYNAMIC, grow=grow))
+    proposer = make_proposer(operations=SimpleNamespace(**{**vars(reference), "grow": grow}))
     counts = proposer.state.acceptance.counts[:, :, 0]
     counts[..., 0] = counts[..., 1]  # the first successor was always right: trees are deep
     for req_state_idx, length in ((0, 20), (1, 25), (2, 30)):
@@ -192,6 +192,24 @@ def test_trees_are_kept_by_request_until_the_next_ones():
     assert int(proposer.trees_of(torch.tensor([2])).depths.max()) == 1
 
 
+def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays():
+    tree = TreeTemplate(((0, 0), (1, 0), (0, 1), (1, 1), (2, 0)))
+    sizes = []
+    for row_cost in (0.0, 0.05, 5.0):
+        proposer = make_proposer(tree=tree, row_cost=row_cost, contexts=(1,))
+        for token in range(VOCAB):
+            successors = [(token + 1 + rank) % VOCAB for rank in range(K)]
+            arguments = (proposer.state.matrix.table, [token], 1, successors, proposer.layout)
+            write_entries(*arguments, own=False, shared=True)
+        drafts = propose(proposer, torch.tensor([1]), [[3]])[0].tolist()
+        filled = [4, 5, 5, 6, 6]
+        sizes.append(sum(token >= 0 for token in drafts))
+        assert drafts == filled[: sizes[-1]] + [-1] * (5 - sizes[-1])
+    assert sizes[0] == 5 > sizes[1] > sizes[2] == 0
+    with pytest.raises(ValueError, match=f"rank {K} is not below k = {K}"):
+        make_proposer(tree=TreeTemplate(((0, K),)))
+
+
 # The file.
 
 
@@ -203,7 +221,7 @@ def learnt() -> TokenRecyclingState:
 
 
 def make_state(**options) -> TokenRecyclingState:
-    return TokenRecyclingState(make_rows(**options))
+    return TokenRecyclingState(make_matrix(**options))
 
 
 def test_a_saved_state_is_loaded_without_what_requests_wrote_for_themselves(tmp_path, learnt):
@@ -211,14 +229,16 @@ def test_a_saved_state_is_loaded_without_what_requests_wrote_for_themselves(tmp_
     learnt.save(path, fingerprint=FINGERPRINT)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     loaded = make_state()
-    write_entries(loaded.rows.table, [4, 5], 1, [1] * K, loaded.rows.layout, own=True, shared=True)
+    write_entries(
+        loaded.matrix.table, [4, 5], 1, [1] * K, loaded.matrix.layout, own=True, shared=True
+    )
     loaded.load(path, fingerprint=FINGERPRINT)
-    assert loaded.rows.table.equal(learnt.rows.shared_entries())
+    assert loaded.matrix.table.equal(learnt.matrix.shared_entries())
     assert loaded.acceptance.counts.equal(learnt.acceptance.counts)
     assert not loaded.acceptance.counts.equal(make_state().acceptance.counts)
     with safe_open(str(path), "pt") as file:
-        heads = file.get_tensor("context_rows")[:, 0]
-    assert 0 < (heads >= 0).sum() < learnt.rows.num_written
+        heads = file.get_tensor("adjacency_matrix")[:, 0]
+    assert 0 < (heads >= 0).sum() < learnt.matrix.num_written
     assert not (heads[heads >= 0] & 4).any()
 
 
@@ -228,7 +248,7 @@ def test_an_isolated_state_has_nothing_to_save(tmp_path):
     proposer.state.save(tmp_path / "matrix", fingerprint=FINGERPRINT)
     loaded = make_state()
     loaded.load(tmp_path / "matrix", fingerprint=FINGERPRINT)
-    assert loaded.rows.num_written == 0
+    assert loaded.matrix.num_written == 0
     assert loaded.acceptance.counts.equal(make_state().acceptance.counts)
 
 
@@ -256,11 +276,26 @@ def test_a_state_of_another_model_or_size_is_refused(tmp_path, learnt, saved_as,
     refuses_to_load(learnt, path, message)
 
 
+@pytest.mark.parametrize("has_contexts", [False, True])
+def test_a_file_of_an_older_format_is_refused_by_name(tmp_path, learnt, has_contexts):
+    path = tmp_path / "matrix.safetensors"
+    facts = {"vocab_size": str(VOCAB), "k": str(K), "fingerprint": FINGERPRINT}
+    tensors = {"adjacency_matrix": torch.zeros(VOCAB, K, dtype=torch.int32)}
+    if has_contexts:
+        facts |= {"contexts": "[1, 2]", "slots": "256"}
+        tensors = {"context_rows": learnt.matrix.table, "acceptance": learnt.acceptance.counts}
+    save_file(tensors, path, facts)
+    expected = "format is None, expected vllm_recycle.adjacency_matrix/3; remove it to learn anew"
+    refuses_to_load(learnt, path, expected)
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        learnt.check(path, fingerprint=FINGERPRINT)
+
+
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
-        ("context_rows", (3, 1), VOCAB, "it has numbers that are no token ids"),
-        ("context_rows", (3, K), -2, "it has numbers that are no token ids"),
+        ("adjacency_matrix", (3, 1), VOCAB, "it has numbers that are no token ids"),
+        ("adjacency_matrix", (3, K), -2, "it has numbers that are no token ids"),
         ("acceptance", (1, 0, 0, 2, 0), -1.0, "it has counts that are none"),
         ("acceptance", (1, 0, 0, 2, 0), 1e9, "it has counts that are none"),
         ("acceptance", (0, 1, 2, 4, 1), float("nan"), "it has counts that are none"),
@@ -269,9 +304,9 @@ def test_a_state_of_another_model_or_size_is_refused(tmp_path, learnt, saved_as,
 def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, place, value, message):
     path = tmp_path / "matrix.safetensors"
     other = make_state()
-    tensor = {"context_rows": other.rows.table, "acceptance": other.acceptance.counts}[name]
-    if name == "context_rows":
-        other.rows.table[3] = torch.tensor([3 << 3, 1, 2, 3, 0])
+    tensor = {"adjacency_matrix": other.matrix.table, "acceptance": other.acceptance.counts}[name]
+    if name == "adjacency_matrix":
+        other.matrix.table[3] = torch.tensor([3 << 3, 1, 2, 3, 0])
     tensor[place] = value
     other.save(path, fingerprint=FINGERPRINT)
     refuses_to_load(learnt, path, message)
@@ -280,9 +315,12 @@ def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, plac
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (None, "no context rows and acceptance: "),
-        ({"acceptance": (2, 2, K, 5, 2)}, "no context rows and acceptance: "),
-        ({"context_rows": (VOCAB, 1 + K)}, f"context_rows is torch.int32 [{VOCAB}, {1 + K}], exp"),
+        (None, "no adjacency matrix and acceptance: "),
+        ({"acceptance": (2, 2, K, 5, 2)}, "no adjacency matrix and acceptance: "),
+        (
+            {"adjacency_matrix": (VOCAB, 1 + K)},
+            f"adjacency_matrix is torch.int32 [{VOCAB}, {1 + K}], exp",
+        ),
         ({"acceptance": (2, 2, K, 4, 2)}, "acceptance is torch.float64 [2, 2, 3, 4, 2], expected"),
     ],
 )
@@ -296,14 +334,14 @@ def test_a_file_of_other_tensors_is_refused(tmp_path, learnt, tensors, message):
         if message.startswith("no "):
             kept = {}
         for name, shape in tensors.items():
-            dtype = torch.int32 if name == "context_rows" else torch.float64
+            dtype = torch.int32 if name == "adjacency_matrix" else torch.float64
             kept[name] = torch.zeros(shape, dtype=dtype)
         save_file(kept, path, metadata)
     refuses_to_load(learnt, path, message)
 
 
 def refuses_to_load(state: TokenRecyclingState, path, message: str) -> None:
-    before = [tensor.clone() for tensor in state.tensors]
-    with pytest.raises(ValueError, match=re.escape(f"matrix_file {path}: {message}")):
+    before = [tensor.clone() for tensor in state.tensors.values()]
+    with pytest.raises(ValueError, match=re.escape(f"state file {path}: {message}")):
         state.load(path, fingerprint=FINGERPRINT)
-    assert all(map(torch.equal, state.tensors, before))
+    assert all(map(torch.equal, state.tensors.values(), before))

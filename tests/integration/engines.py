@@ -17,7 +17,7 @@ TOKEN_RECYCLING = {"method": "token_recycling"}
 # Rows that cost nothing, here and below: trees of one size whatever they are worth, so that what is
 # slow to draft is drafted.
 GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
-PAPER = {**TOKEN_RECYCLING, "tree": "paper-80"}
+PAPER = {**TOKEN_RECYCLING, "tree": "paper-80", "row_cost": 0}
 OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
 # The paper's form with few rows, for tests that make many steps.
 SMALL_OUROBOROS = {

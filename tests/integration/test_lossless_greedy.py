@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,6 @@ from engines import (
 from vllm import SamplingParams
 
 from vllm_recycle.core.grow import Growth
-from vllm_recycle.core.price import StepTimes
 from vllm_recycle.integration.options.ouroboros import GPU_SIZES
 
 PROMPTS = read_prompts(40)
@@ -160,19 +159,22 @@ def test_output_equals_vllm_whatever_is_drafted():
     crowded = {"enable_prefix_caching": True, "num_gpu_blocks_override": 24}
     with engine(GROWN, **settings, **crowded) as llm:
         proposer, sizes = runner(llm).drafter.proposer, set()
-        operations = proposer.dynamic_operations
+        operations = proposer.operations
 
         def grow(table: torch.Tensor, rates: torch.Tensor, **options: Any) -> Growth:
-            # Any rates and any time of a step: so any tree, and any number of nodes.
+            # Any rates, and below any time of a step: so any tree, and any number of nodes.
             rates = torch.rand(rates.shape, dtype=rates.dtype, generator=random)
-            times = torch.rand(len(options["times"]), dtype=rates.dtype, generator=random)
-            steps = StepTimes({(1, 0): 1 + times.cumsum(0).numpy() / 20})
-            options |= {"times": steps.times[0], "slopes": steps.slopes[0]}
-            growth = operations.grow(table, rates, **options)
-            sizes.update(growth.num_nodes.tolist())
-            return growth
+            return operations.grow(table, rates, **options)
 
-        proposer.dynamic_operations = replace(operations, grow=grow)
+        def choose(worths: torch.Tensor, times: torch.Tensor, **options: Any) -> torch.Tensor:
+            times = 1 + torch.rand(len(times), dtype=times.dtype, generator=random).cumsum(0) / 20
+            counts = operations.choose(worths, times, **options)
+            sizes.update(counts.tolist())
+            return counts
+
+        proposer.operations = SimpleNamespace(
+            **{**vars(operations), "grow": grow, "choose": choose}
+        )
         assert generate(llm, prompts, tokens) == expected
         for _ in range(2):  # so few leave room for what others may hit
             assert generate(llm, prompts[:2], tokens) == expected[:2]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from engines import (
@@ -20,8 +18,6 @@ from engines import (
 )
 from vllm import SamplingParams
 
-from vllm_recycle.core.token_recycling import TokenRecyclingState
-
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(
     "method", [pytest.param(GROWN, id="grown"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
@@ -35,9 +31,7 @@ def draft_tokens(llm) -> int:
 def learnt(llm) -> list[torch.Tensor]:
     """What requests share of it."""
     state = runner(llm).drafter.state
-    if isinstance(state, TokenRecyclingState):
-        return [state.rows.shared_entries(), state.acceptance.counts.clone()]
-    return [state.shared.clone()]
+    return [state.matrix.shared_entries(), state.acceptance.counts.clone()]
 
 
 def schedules(llm, monkeypatch):
@@ -233,22 +227,6 @@ def test_start_up_lines_of_grown_trees():
     assert step_times.times[0, -1] > 1
 
 
-def test_step_times_are_measured_once_where_there_is_a_file(tmp_path):
-    path = tmp_path / "times.json"
-    method = {**TOKEN_RECYCLING, "step_times_file": str(path)}
-    with engine(method) as llm:
-        measured = runner(llm).drafter.step_times.times
-    with engine(method) as llm:
-        assert torch.equal(runner(llm).drafter.step_times.times, measured)
-        assert f"read from {path}" in runner(llm).price_rows()
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["engine"]["threads"] += 1
-    path.write_text(json.dumps(content), encoding="utf-8")
-    message = r"times.json: threads is \d+, expected \d+; remove it to measure again"
-    with pytest.raises(ValueError, match=message), engine(method):
-        pass
-
-
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
 def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
     method = {**method, "scope": "shared", "seed_from_prompt": False}
@@ -257,9 +235,7 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
         generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
         assert len(llm.get_tokenizer()(prompt).input_ids) > 2 * 32
         state = runner(llm).drafter.state
-        contexts = state.rows.layout.contexts if isinstance(state, TokenRecyclingState) else (1,)
-        rows = state.rows if isinstance(state, TokenRecyclingState) else state
-        assert rows.num_written == len(contexts)
+        assert state.matrix.num_written == len(state.matrix.layout.contexts)
 
 
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])

@@ -19,19 +19,16 @@ from engines import GROWN, OUROBOROS, core, counter, engine, generate, read_prom
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
-from vllm_recycle.core import TemplateMatrix
+from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.state_saver import StateSaver
 
 # Of each kind of state: a method, the option that names its file, and the tensor in it.
 KINDS = {
-    "matrix": (
-        {"method": "token_recycling", "tree": "default"}, "matrix_file", "adjacency_matrix",
-    ),
-    "rows": ({**GROWN, "context_mib": 1}, "matrix_file", "context_rows"),
+    "matrix": ({**GROWN, "context_mib": 1}, "matrix_file", "adjacency_matrix"),
     "pool": (OUROBOROS, "pool_file", "phrase_pool"),
-}  # fmt: skip
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = read_prompts(3)
 PATIENCE_S = 60.0
@@ -45,8 +42,8 @@ def saving(kind: str, path: Path, every: float) -> dict:
 def learnt_by(llm) -> str:
     state = runner(llm).drafter.state
     if isinstance(state, TokenRecyclingState):
-        return digest(state.rows.shared_entries())
-    return digest(state.shared if isinstance(state, TemplateMatrix) else state.phrases)
+        return digest(state.matrix.shared_entries())
+    return digest(state.phrases)
 
 
 def written_in(path: Path, kind: str) -> str | None:
@@ -115,30 +112,30 @@ def test_a_replica_starts_from_the_newest_file_that_can_be_read(tmp_path):
 
 
 def test_no_half_of_a_step_is_written(tmp_path):
-    """All rows are of one step, in every file that is ever there."""
+    """All phrases are of one step, in every file that is ever there."""
     path = tmp_path / "matrix"
-    state, copy, loaded = (TemplateMatrix(1 << 16, 8) for _ in range(3))
+    state, copy, loaded = (PhrasePool(1 << 16, per_token=2, length=4) for _ in range(3))
     saver = StateSaver(state, copy, StatePlace(path, name=""), fingerprint="f", every=0.001)
     seen, step = set(), 0
     deadline = time.monotonic() + PATIENCE_S
     while len(seen) < 10:
         step += 1
         with saver.changing():
-            for rows in state.shared.split(1 << 12):
-                rows.fill_(step % 1000)
+            for part in state.phrases.split(1 << 12):
+                part.fill_(step % 1000)
         if path.exists():
             loaded.load(path, fingerprint="f")
-            (value,) = loaded.shared.unique().tolist()
+            (value,) = loaded.phrases.unique().tolist()
             seen.add(value)
         assert time.monotonic() < deadline
     saver.close()
     loaded.load(path, fingerprint="f")
-    assert loaded.shared.equal(state.shared)
+    assert loaded.phrases.equal(state.phrases)
 
 
 def test_saving_goes_on_after_an_error(tmp_path, monkeypatch):
     path = tmp_path / "matrix"
-    state, copy = (TemplateMatrix(64, 8) for _ in range(2))
+    state, copy = (PhrasePool(64, per_token=2, length=4) for _ in range(2))
     place, errors = StatePlace(path, name=""), [MemoryError("no room")]
     write = place.write
 
@@ -150,13 +147,13 @@ def test_saving_goes_on_after_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(place, "write", write_at_last)
     saver = StateSaver(state, copy, place, fingerprint="f", every=0.01)
     with saver.changing():
-        state.shared.fill_(1)
+        state.phrases.fill_(1)
     wait_until(path.exists)
     assert not errors
     saver.close()
     copy.clear()
     copy.load(path, fingerprint="f")
-    assert copy.shared.equal(state.shared)
+    assert copy.phrases.equal(state.phrases)
 
 
 @pytest.mark.slow

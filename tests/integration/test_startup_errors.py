@@ -12,6 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import versions
+from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.plugin import register
 
 
@@ -34,8 +36,19 @@ def test_good_options_are_accepted():
 
 
 def test_dashes_and_num_speculative_tokens_are_accepted():
-    config = make_config({"hot-start": False, "num_speculative_tokens": 7})
+    config = make_config({"seed-from-prompt": False, "num_speculative_tokens": 7})
     assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_a_preset_stands_for_the_keys_that_are_not_given():
+    paper = get_options(make_config({"preset": "paper", "tree": None}))
+    assert isinstance(paper, TokenRecyclingOptions)
+    assert (paper.tree, paper.num_nodes, paper.row_cost) == ("paper-80", 80, 0)
+    assert (list(paper.contexts), paper.scope, paper.seed_from_prompt) == ([1], "shared", False)
+    other = get_options(make_config({"preset": "paper", "scope": "sequence", "tree": "dynamic"}))
+    assert isinstance(other, TokenRecyclingOptions)
+    assert (other.tree, other.num_nodes, other.scope) == ("dynamic", 80, "sequence")
+    assert (list(other.contexts), other.row_cost) == ([1], 0)
 
 
 def test_other_methods_are_left_alone():
@@ -55,7 +68,10 @@ def test_engine_arguments_can_be_used_twice():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"branches": 3}, r"unknown key 'branches', expected any of \['method', 'k', 'tree'"),
+        (
+            {"branches": 3},
+            r"unknown key 'branches', expected any of \['method', 'preset', 'k', 'tree'",
+        ),
         ({"k": 0}, "k is 0, expected an integer 1 to 64"),
         ({"k": "8"}, "k is '8', expected an integer"),
         ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
@@ -67,14 +83,13 @@ def test_engine_arguments_can_be_used_twice():
         ({"contexts": 4}, "contexts is 4, expected a list"),
         ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
         ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
-        ({"tree": "default", "row_cost": 1}, "row_cost belongs to the tree 'dynamic', got 'def"),
-        ({"tree": "default", "contexts": [1, 2]}, "contexts belongs to the tree 'dynamic'"),
-        ({"step_times_file": "/no/such/folder/t"}, "expected a file in a directory that exists"),
-        ({"step_times_file": "t", "row_cost": 1}, "step_times_file is given with a row_cost"),
+        ({"preset": "oak"}, r"preset is 'oak', expected one of \['paper'\]"),
+        ({"preset": ["paper"]}, r"preset is \['paper'\], expected one of"),
+        ({"preset": "paper", "max_nodes": 81}, "got 81, expected at most the 80 nodes of tree 'pa"),
+        ({"hot_start": True}, "unknown key 'hot_start', expected any of"),
+        ({"step_times_file": "t"}, "unknown key 'step_times_file', expected any of"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
-        ({"scope": "global"}, r"scope is 'global', expected one of \['sequence', 'shared'"),
-        ({"hot_start": 1}, "hot_start is 1, expected true or false"),
-        ({"scope": "shared", "hot_start": False}, "hot_start is false with scope 'shared'"),
+        ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
         ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
         ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
         ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
@@ -85,13 +100,13 @@ def test_engine_arguments_can_be_used_twice():
         ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
         ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
         ({"budget_share": 1e-300}, "budget_share is 1e-300, expected a token or more of --max-num"),
-        ({"hot-start": True, "hot_start": True}, "'hot-start' and 'hot_start' are one key"),
+        ({"row-cost": 0, "row_cost": 0}, "'row-cost' and 'row_cost' are one key"),
         ({3: 4}, "key 3, expected names"),
         ({"x" * 10_000: 1}, r"unknown key 'x{199}\.\.\. \(10,002 characters\), expected any"),
         ({"tree": "y" * 10_000}, r"tree 'y{199}\.\.\. \(10,002 characters\): expected one of"),
         ({"matrix_file": "z" * 10_000}, r"matrix_file is 'z{199}\.\.\. .*: File name too long"),
         ({"matrix_file": "m\0"}, r"matrix_file is 'm\\x00', expected a path without NUL"),
-        ({"step_times_file": "\ud800"}, "expected a path that UTF-8 can express"),
+        ({"matrix_file": "\ud800"}, "expected a path that UTF-8 can express"),
         ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
         ({"tree": 7}, "tree is 7, expected a name or a path"),
     ],

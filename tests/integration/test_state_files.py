@@ -1,8 +1,7 @@
-"""Files of what was learnt and measured: refused before weights are loaded, saved or said why."""
+"""Files of what was learnt: refused before weights are loaded, saved or said why."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -10,22 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from engines import OUROBOROS, TARGET, core, engine
+from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_recycle.core import TemplateMatrix
-from vllm_recycle.core.state_file import PARTIAL_PREFIX, StateFileError
+from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.cpu.drafter import TreeV1Drafter
+from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.saved_state import describe_state, fingerprint
 
-TEMPLATE = {"method": "token_recycling", "tree": "default"}
+TEMPLATE = {"method": "token_recycling", "tree": "default", "row_cost": 0, "contexts": [1]}
 GROWN = {"method": "token_recycling", "row_cost": 0, "context_mib": 1}
 # Of each kind of state: its options, and the option that names its file.
 STATES = {
     "matrix": (TEMPLATE, "matrix_file"),
-    "rows": (GROWN, "matrix_file"),
     "pool": (OUROBOROS, "pool_file"),
 }
 
@@ -70,28 +68,18 @@ def test_a_state_file_is_checked_before_weights_are_loaded(kind, tmp_path):
         make_config(method)
 
 
-def test_matrix_file_of_a_template(tmp_path):
+def test_a_matrix_file_of_an_older_format_is_refused(tmp_path):
     path = tmp_path / "matrix.safetensors"
-    same_model = fingerprint(make_config(GROWN).model_config)
-    TemplateMatrix(4096, 8).save(path, fingerprint=same_model)
-    with pytest.raises(ValueError, match=r"contexts is None, expected \[1, 2, 4, 8\]"):
+    facts = {"vocab_size": "4096", "k": "8"}
+    save_file({"adjacency_matrix": torch.zeros(4096, 8, dtype=torch.int32)}, path, facts)
+    with pytest.raises(ValueError, match=f"matrix_file {path}: format is None, .*; remove it to"):
         make_config({**GROWN, "matrix_file": str(path)})
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[" * 200_000, "not JSON: nested too deep"),
-        ("{", "not JSON: "),
-        ("{}", "format is None, expected 'vllm_recycle.step_times/2'"),
-        ("[]", "format is None, expected 'vllm_recycle.step_times/2'"),
-    ],
-)
-def test_a_file_of_step_times_is_checked_before_weights_are_loaded(content, message, tmp_path):
-    path = tmp_path / "times.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"step_times_file {path}: {message}"):
-        make_config({"method": "token_recycling", "step_times_file": str(path)})
+def test_templates_and_grown_trees_share_a_matrix_file(tmp_path):
+    path = tmp_path / "matrix.safetensors"
+    write_state(GROWN, path)
+    make_config({**GROWN, "tree": "default", "matrix_file": str(path)})
 
 
 def test_a_save_that_fails_at_shutdown_is_said_in_one_line(tmp_path, monkeypatch):
@@ -113,27 +101,18 @@ def test_a_save_that_fails_at_shutdown_is_said_in_one_line(tmp_path, monkeypatch
     )
 
 
-def test_step_times_are_written_through_a_link(tmp_path):
-    link, target = tmp_path / "times.json", tmp_path / "elsewhere.json"
-    link.symlink_to(target)
-    with engine({"method": "token_recycling", "max_nodes": 4, "step_times_file": str(link)}):
-        pass
-    assert link.is_symlink()
-    assert json.loads(target.read_text())["format"] == "vllm_recycle.step_times/2"
-    assert not list(tmp_path.glob(f"{PARTIAL_PREFIX}*"))
-
-
 def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
-    method = {**TEMPLATE, "matrix_file": str(tmp_path / "matrix.safetensors")}
+    # Prompts are written for all requests where there is nothing else.
+    method = {**TEMPLATE, "scope": "shared", "matrix_file": str(tmp_path / "matrix.safetensors")}
 
-    def start(rank: int) -> TreeV1Drafter:
+    def start(rank: int) -> TokenRecyclingV1Drafter:
         config = make_config(method, data_parallel_size=2)
         config.parallel_config.data_parallel_index = rank  # as vLLM does in a rank's process
-        drafter = TreeV1Drafter(config)
+        drafter = TokenRecyclingV1Drafter(config)
         drafter.reset()
         return drafter
 
-    def learn(drafter: TreeV1Drafter, token_ids: range) -> bytes:
+    def learn(drafter: TokenRecyclingV1Drafter, token_ids: range) -> bytes:
         drafter.begin(0, torch.tensor(token_ids), 0)
         saver = drafter.make_saver()
         written = Path(saver.save()).read_bytes()
@@ -142,9 +121,9 @@ def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
 
     of_first = learn(start(0), range(3, 9))
     second = start(1)
-    assert second.state.num_written == 5, "starts from the first rank's file"
+    assert second.state.matrix.num_written == 5, "starts from the first rank's file"
     of_second = learn(second, range(20, 24))
-    assert start(1).state.num_written == 5 + 3, "goes on from its own"
+    assert start(1).state.matrix.num_written == 5 + 3, "goes on from its own"
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert files == {"matrix.safetensors": of_first, "matrix.dp1.safetensors": of_second}
 

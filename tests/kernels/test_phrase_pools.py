@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core import REFERENCE, Operations
+from vllm_recycle.core import PhraseOperations, reference
 from vllm_recycle.core.phrase_pool import PhrasePool
-from vllm_recycle.kernels.cpu import build
-from vllm_recycle.kernels.triton.operations import OPERATIONS as TRITON
+from vllm_recycle.kernels.cpu import build, native_operations
+from vllm_recycle.kernels.triton import operations as triton_operations
 from vllm_recycle.kernels.triton.ouroboros import phrase_pool
 
 CPU, CUDA = "cpu", "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,12 +20,12 @@ pools = pytest.mark.parametrize(
     ("operations", "device"),
     [
         pytest.param(
-            build.native_operations(),
+            native_operations(),
             CPU,
             id="c++",
             marks=pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler"),
         ),
-        pytest.param(TRITON, CUDA, id="triton"),
+        pytest.param(triton_operations, CUDA, id="triton"),
     ],
 )
 
@@ -52,14 +52,14 @@ def make_pools(per_token: int, length: int, device: str) -> list[PhrasePool]:
 @pools
 @settings(max_examples=60, deadline=None)
 @given(steps=batches())
-def test_any_batches_leave_the_same_pool(operations: Operations, device, steps):
+def test_any_batches_leave_the_same_pool(operations: PhraseOperations, device, steps):
     per_token, length, steps = steps
     expected, got = make_pools(per_token, length, device)
     for batch, replaces in steps:
         token_ids, phrases, replaced = columns(batch, device)
         replaced = replaced if replaces else None
         for pool, insert in (
-            (expected, REFERENCE.insert_phrases),
+            (expected, reference.insert_phrases),
             (got, operations.insert_phrases),
         ):
             insert(pool.table, token_ids, phrases, replaced=replaced)
@@ -68,7 +68,7 @@ def test_any_batches_leave_the_same_pool(operations: Operations, device, steps):
 
 @pools
 def test_phrases_of_one_token_far_apart_are_inserted_in_order(
-    operations: Operations, device, monkeypatch
+    operations: PhraseOperations, device, monkeypatch
 ):
     monkeypatch.setattr(phrase_pool, "PHRASES", 16)
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def test_phrases_of_one_token_far_apart_are_inserted_in_order(
     # As they come from a window: not contiguous.
     phrases, replaced = torch.randint(0, 5, (2, 3, 100), generator=generator).to(device).mT
     expected, got = make_pools(6, 3, device)
-    for pool, insert in ((expected, REFERENCE.insert_phrases), (got, operations.insert_phrases)):
+    for pool, insert in ((expected, reference.insert_phrases), (got, operations.insert_phrases)):
         insert(pool.table, token_ids, phrases)
         insert(pool.table, token_ids.flip(0), phrases.flip(0), replaced=replaced)
     assert got.phrases.equal(expected.phrases)
@@ -85,23 +85,23 @@ def test_phrases_of_one_token_far_apart_are_inserted_in_order(
 
 @pools
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_the_newest_are_the_same(operations: Operations, device, count):
+def test_the_newest_are_the_same(operations: PhraseOperations, device, count):
     pool, _ = make_pools(3, 5, device)
     batch = [(0, [1] * 5, [0] * 5), (2, [2] * 5, [0] * 5), (2, [3] * 5, [0] * 5)]
     token_ids, phrases, _ = columns(batch, device)
-    REFERENCE.insert_phrases(pool.table, token_ids, phrases)
+    reference.insert_phrases(pool.table, token_ids, phrases)
     # What is behind the tokens' rows is nobody's.
     pool.table[-1] = 7
     # Not contiguous either.
     wanted = torch.tensor([[0, 2], [-1, 3], [2, 1]], device=device).T
-    expected = REFERENCE.newest_phrases(pool.table, wanted, count)
+    expected = reference.newest_phrases(pool.table, wanted, count)
     got = operations.newest_phrases(pool.table, wanted, count)
     assert got.dtype == torch.int64
     assert got.equal(expected)
 
 
 @pools
-def test_an_empty_batch_changes_nothing(operations: Operations, device):
+def test_an_empty_batch_changes_nothing(operations: PhraseOperations, device):
     pool, before = make_pools(2, 3, device)
     nobody = torch.empty(0, dtype=torch.int64, device=device)
     operations.insert_phrases(pool.table, nobody, nobody.view(0, 3))

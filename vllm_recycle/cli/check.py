@@ -101,7 +101,7 @@ def _describe(config: Any) -> Iterator[str]:
     from vllm_recycle.integration.saved_state import describe_state
 
     options = get_options(config)
-    num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors)
+    num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
     facts = {
         "supported": f"{config.model_config.model} with {options.method}",

@@ -1,9 +1,12 @@
-"""How often a draft from a row is right, counted while serving.
+"""How often drafts are right, counted while serving.
 
-A count is kept for each length of context, for own and shared rows, for each rank, and for each
-steadiness of the row. It is taken at every row that the walk visits, of all ranks of the row that a
-draft would be made from there: the sampled token says which was right, drafted or not. So counts
-are not bent by what was chosen to be drafted, and a step without drafts teaches as well.
+`AcceptanceTable` counts for the entries of the adjacency matrix: for each length of context, for
+own and shared entries, for each rank, and for each steadiness. `NodeAcceptance` counts for the
+nodes of a template that is filled from elsewhere.
+
+Both count at every row that the walk visits, for all that would be drafted there: the sampled token
+says what was right, drafted or not. So counts are not bent by what was chosen to be drafted, and a
+step without drafts teaches as well.
 """
 
 from __future__ import annotations
@@ -15,26 +18,30 @@ from importlib import resources
 import torch
 
 from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 ANY_STEADINESS = MAX_STEADINESS + 1
-# Where a count of all is above this, both its numbers are halved: what is old counts less.
+# Where something was seen more often, both its numbers are halved: what is old counts less.
 MOST_SEEN = 2000.0
 # A steadiness that was hardly seen is taken to be like all of its rank.
 PRIOR_WEIGHT = 4.0
 # What the shipped counts weigh beside those of this engine.
 MOST_SHIPPED = 200.0
+# How often a node of a template is taken to be right that was hardly seen: so that it is tried.
+PRIOR = 0.5
 
 
 class AcceptanceTable:
     """The counts of an engine.
 
     Args:
-        layout: of the rows.
+        layout: of the adjacency matrix.
         device: where the counts live.
 
     Attributes:
-        counts: float64 [contexts, 2 (shared, own), k, 5, 2]: of each steadiness, and of all, how
-            often the successor at that rank was right, and how often it was seen.
+        counts: float64 [contexts, 2 (shared, own), k, 5, 2]: for each steadiness, and for all
+            together, how often the successor at that rank was right, and how often it was seen.
 
     """
 
@@ -48,7 +55,7 @@ class AcceptanceTable:
         """Forget everything but the shipped counts, which were measured on a chat model."""
         shipped = _shipped_counts()
         for index, length in enumerate(self.layout.contexts):
-            # Of a length that was not measured, the counts of the longest one below it.
+            # A length that was not measured has the counts of the longest one below it.
             known = shipped[max(one for one in shipped if one <= length)]
             last = known.shape[1] - 1
             ranks = torch.arange(self.layout.k).clamp(max=last)
@@ -73,3 +80,52 @@ def _shipped_counts() -> dict[int, torch.Tensor]:
         seen = values[..., 1:]
         values *= MOST_SHIPPED / seen.clamp(min=MOST_SHIPPED)
     return counts
+
+
+class NodeAcceptance:
+    """How often each node of a template was right where its parent was visited.
+
+    Args:
+        tree: the template.
+
+    Attributes:
+        counts: float64 [nodes, 2], how often a node was right, and how often it was seen.
+
+    """
+
+    def __init__(self, tree: TreeTemplate) -> None:
+        self.tree = tree
+        self.counts = torch.empty(tree.num_nodes, 2, dtype=torch.float64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.counts[:] = torch.tensor([PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT])
+
+    def count(self, drafts: torch.Tensor, walked: WalkResult) -> None:
+        """Take in a step.
+
+        Args:
+            drafts: int64 [batch, nodes], all that was drafted, padded with -1.
+            walked: what the walk accepted.
+
+        """
+        batch, rows = len(drafts), self.tree.num_nodes + 1
+        # One row more than there are, for the places of a path that are none.
+        follower = torch.full((batch, rows + 1), NO_TOKEN)
+        follower.scatter_(1, walked.path.where(walked.path >= 0, rows), walked.token_ids)
+        follows = follower[:, self.tree.parents[1:]]
+        was_seen = (drafts != NO_TOKEN) & (follows != NO_TOKEN)
+        self.counts[:, 0] += (was_seen & (drafts == follows)).sum(0)
+        self.counts[:, 1] += was_seen.sum(0)
+        self.counts[self.counts[:, 1] > MOST_SEEN] *= 0.5
+
+    def worths(self, drafts: torch.Tensor) -> torch.Tensor:
+        """float64 [batch, nodes], the chance that each node of these drafts is accepted."""
+        filled = torch.nn.functional.pad((drafts != NO_TOKEN).double(), (1, 0), value=1.0)
+        worths = filled.clone()
+        rates = torch.nn.functional.pad(self.counts[:, 0] / self.counts[:, 1], (1, 0))
+        for level in self.tree.levels:
+            above = worths[:, self.tree.parents[level]]
+            worths[:, level] = filled[:, level] * rates[level] * above
+        return worths[:, 1:]

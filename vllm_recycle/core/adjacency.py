@@ -1,36 +1,40 @@
-"""Context rows: the target's last top-k after each token, and after each of the last few tokens.
+"""The adjacency matrix: the target's last top-k after each token, and after longer contexts.
 
-The row of one token is the adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.1). A
-row of a longer context says what followed the last n tokens. All rows are in one table:
+Token Recycling (arXiv 2408.08696, section 3.1) keeps the successors of each single token. This is
+that matrix, extended: an entry of a longer context says what followed the last n tokens. With the
+contexts `[1]` and the scope `shared` it is the matrix of the paper. All entries are in one table:
 
     0 .. vocab - 1              what all sequences share of contexts of one token, by the token
     vocab .. vocab + slots - 1  everything else, by a hash of the context
 
-A row is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, padded with -1. Its head
-is `tag << 3 | own << 2 | steadiness`, -1 where the row was never written. The tag tells contexts of
-one place apart (the token itself, or 28 bits of the hash that the place does not use), so that a
-row of another context is passed over; where both agree by chance a draft is wrong, which costs a
-row and never an output. What a sequence wrote for itself (`own`) is hashed with its salt, a number
-that no other has, and carries it, so that no other sequence reads it; 0 is the salt of what is
-shared. So own rows need no table for each sequence, and are overwritten in time when it has ended.
-Under `isolated` each running sequence has a part of the slots for itself, since what another one
-overwrites would be seen in the drafts: its salt, modulo the number of parts, says which.
+An entry is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, padded with -1. Its
+head is `tag << 3 | own << 2 | steadiness`, or -1 where the entry was never written. The tag tells
+contexts of one place apart (it is the token itself, or 28 bits of the hash that the place does not
+use), so that the entry of another context is passed over. Where two contexts agree by chance a
+draft is wrong, which costs a row of the step and never an output.
 
-Steadiness counts up to 3 how often in a row an update left the most probable successor as it was.
+What a sequence writes for itself (`own`) is hashed with its salt, a number that no other sequence
+has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. So own
+entries need no table for each sequence, and are overwritten in time when it has ended. Under
+`isolated` each running sequence has a part of the slots for itself, since what another sequence
+overwrites would be seen in the drafts: the salt, modulo the number of parts, says which.
 
-Sequences go back from the newest token: `tails`, int64 [batch, reach], where reach is the longest
-context, has the last token of each text first, and -1 behind the first one of the text.
+Steadiness counts, up to 3, how often in a row an update left the first successor as it was.
+
+Contexts go back from the newest token: `tails`, int64 [batch, reach], where reach is the longest
+context, has the last token of each text first, and -1 before the first token of the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
-from vllm_recycle.core.template_matrix import SCOPES, Scope
-
+Scope = Literal["sequence", "shared", "isolated"]
+SCOPES: tuple[str, ...] = get_args(Scope)
 MAX_STEADINESS = 3
 MAX_CONTEXT = 8
 MIB = 1 << 20
@@ -44,17 +48,18 @@ _TAG_SHIFT = 36  # the uppermost 28 bits; places are of the lower ones
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """Where rows are, and who reads and writes them.
+    """Where entries are, and who reads and writes them.
 
     Attributes:
         vocab_size: number of token ids.
-        k: successors of a row.
+        k: successors of an entry.
         contexts: lengths of contexts, ascending from 1.
-        slots: rows that are found by a hash, a power of two.
-        has_own: whether sequences write and read rows of their own.
+        slots: entries that are found by a hash, a power of two.
+        has_own: whether sequences write and read entries of their own.
         reads_shared: whether a sequence reads what others wrote.
-        writes_shared: whether it writes for others.
-        parts: of the slots, a power of two, each for one running sequence; 1 where all share them.
+        writes_shared: whether a sequence writes for others.
+        parts: parts of the slots, a power of two, each for one running sequence; 1 where all
+            sequences share the slots.
 
     """
 
@@ -69,7 +74,7 @@ class MatrixLayout:
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """Numbers of an entry."""
         return 2 + self.k
 
     @property
@@ -77,15 +82,15 @@ class MatrixLayout:
         return self.contexts[-1]
 
     def addresses(self, context: Sequence[int], salt: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where the rows of a context are, for each of `contexts`, shortest first.
+        """Where the entries of a context are, for each of `contexts`, shortest first.
 
         Args:
             context: tokens, the newest first; ends at `reach`, or at what is no token.
             salt: of the sequence, above 0.
 
         Yields:
-            Index of the length, 1 for its own row and 0 for the shared one, address, and the head
-            of the row but for its steadiness.
+            The index of the length, 1 for the own entry and 0 for the shared one, the address, and
+            the head of the entry without its steadiness.
 
         """
         hashed, seen = 0, 0
@@ -104,7 +109,7 @@ class MatrixLayout:
                 if length == 1 and not own:
                     yield index, 0, context[0], context[0] << 3
                     continue
-                # Nothing of others is in a part, and where its rows are says nothing of others.
+                # A part has nothing of others, and places in it say nothing of others.
                 salted = salt if own and self.parts == 1 else 0
                 key = (hashed + salted * _FINISH + length) * _FINISH & _64_BITS
                 key = (key ^ key >> 29) * _MIX & _64_BITS
@@ -119,12 +124,16 @@ class AdjacencyMatrix:
         vocab_size: number of token ids, below 2^28.
         k: successors kept for each context.
         contexts: lengths of contexts, ascending from 1.
-        slots: rows that are found by a hash, a power of two below 2^36; under `isolated` at least
-            one for each sequence.
-        scope: as for `TemplateMatrix`: who reads and writes what.
-        hot_start: whether a sequence reads the shared rows.
+        slots: entries that are found by a hash, a power of two below 2^36; under `isolated` at
+            least one for each sequence.
+        scope: who reads and writes what. `sequence`: each sequence writes its own entries and the
+            shared ones, and reads both; `shared`: there are only shared entries; `isolated`: there
+            are only own entries, so that no sequence sees what another one wrote.
         max_num_reqs: every `req_state_idx` is below this.
         device: where the table lives.
+
+    Raises:
+        ValueError: naming the argument that is not accepted.
 
     """
 
@@ -136,17 +145,12 @@ class AdjacencyMatrix:
         contexts: Sequence[int],
         slots: int,
         scope: Scope = "sequence",
-        hot_start: bool = True,
         max_num_reqs: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        if scope not in SCOPES:
-            raise ValueError(f"scope: got {scope!r}, expected one of {SCOPES}")
-        if scope == "shared" and not hot_start:
-            raise ValueError("hot_start: got false with scope 'shared', which has no other rows")
         if slots < 1 or slots & (slots - 1):
             raise ValueError(f"slots: got {slots}, expected a power of two")
-        self.scope = scope
+        self.scope = check_scope(scope)
         parts = 1 << (max_num_reqs - 1).bit_length() if scope == "isolated" else 1
         self.layout = MatrixLayout(
             vocab_size=vocab_size,
@@ -154,12 +158,12 @@ class AdjacencyMatrix:
             contexts=check_contexts(contexts),
             slots=max(slots, parts),
             has_own=scope != "shared",
-            reads_shared=hot_start and scope != "isolated",
+            reads_shared=scope != "isolated",
             writes_shared=scope != "isolated",
             parts=parts,
         )
-        rows = vocab_size + self.layout.slots
-        self.table = torch.empty(rows, self.layout.width, dtype=torch.int32, device=device)
+        shape = (vocab_size + self.layout.slots, self.layout.width)
+        self.table = torch.empty(shape, dtype=torch.int32, device=device)
         self._num_begun = [0] * parts
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
@@ -170,7 +174,7 @@ class AdjacencyMatrix:
 
     @property
     def num_written(self) -> int:
-        """How many rows there are."""
+        """How many entries were ever written."""
         return int((self.table[:, 0] >= 0).sum())
 
     def clear(self) -> None:
@@ -191,6 +195,18 @@ class AdjacencyMatrix:
         heads = table[:, 0]
         table[(heads >= 0) & (heads & 4 != 0)] = NEVER_WRITTEN
         return table
+
+
+def check_scope(scope: str) -> Scope:
+    """The scope, checked.
+
+    Raises:
+        ValueError: it is none of `SCOPES`.
+
+    """
+    if scope not in SCOPES:
+        raise ValueError(f"scope: got {scope!r}, expected one of {list(SCOPES)}")
+    return scope  # type: ignore[return-value]
 
 
 def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
@@ -215,18 +231,18 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
 
 
 def slots_in(mib: int, k: int) -> int:
-    """The largest power of two of rows of k successors that fit a number of MiB."""
+    """The largest power of two of entries of k successors that fit a number of MiB."""
     return 1 << ((mib * MIB // (4 * (2 + k))).bit_length() - 1)
 
 
 def find_entry(
     table: torch.Tensor, context: Sequence[int], salt: int, layout: MatrixLayout
 ) -> tuple[int, int, int] | None:
-    """The row to draft from: that of the longest context that is known, an own one first.
+    """The entry to draft from: that of the longest context that is known, an own one first.
 
     Returns:
-        Its address, the index of its length among `contexts`, and 1 if it is an own one; None
-        where nothing is known.
+        Its address, the index of its length among `contexts`, and 1 for an own entry; None where
+        nothing is known.
 
     """
     found = None
@@ -248,7 +264,7 @@ def write_entries(
     own: bool,
     shared: bool,
 ) -> None:
-    """Write what follows a context into the rows of all its lengths.
+    """Write what follows a context into the entries of all its lengths.
 
     Args:
         table: int32 [addresses, 2 + k], written in place.
@@ -256,8 +272,8 @@ def write_entries(
         salt: of the sequence.
         successors: k tokens, best first, padded with -1.
         layout: of the table.
-        own: whether the sequence's own rows are written.
-        shared: whether those for all are.
+        own: whether the sequence's own entries are written.
+        shared: whether the shared entries are.
 
     """
     for _, is_own, address, head in layout.addresses(context, salt):
@@ -266,14 +282,14 @@ def write_entries(
 
 
 def is_written(table: torch.Tensor, address: int, head: int, salt: int) -> bool:
-    """Whether the row there is the one of this head and salt."""
+    """Whether the entry there has this head and salt."""
     return int(table[address, 0]) >> 2 == head >> 2 and int(table[address, -1]) == salt
 
 
 def write_entry(
     table: torch.Tensor, address: int, head: int, salt: int, successors: Sequence[int]
 ) -> None:
-    """Write one row; it is steadier than before if the most probable successor is the same."""
+    """Write one entry; it is steadier than before if its first successor stays the same."""
     old, first = table[address, :2].tolist()
     stays = is_written(table, address, head, salt) and first == successors[0]
     steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0

@@ -1,21 +1,25 @@
-"""Growing the trees of a batch, best first, to their worth.
+"""Drafting from the adjacency matrix: trees grown best first, and templates filled.
 
-A node is worth the chance that it is accepted: the product of the acceptance along its path. From
-the roots, the node with the most is added again and again, over all requests together. So the
-nodes of a request are parents first, and any prefix of them is a tree. What is kept are the nodes
-up to the point where the step gives the most tokens for its time.
+A node is worth the chance that it is accepted: the product of the acceptance rates along its path.
+How many nodes of a tree are verified is not decided here, see `price.choose`.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from vllm_recycle.core.adjacency import MatrixLayout, find_entry
-from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
+
+# How far trees that a device grows are searched: nodes of a level that are expanded, and levels.
+BEAM = 16
+LEVELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +27,21 @@ class Growth:
     """What was drafted for a batch.
 
     Attributes:
-        num_nodes: int64 [batch], nodes of each tree.
-        token_ids: int64 [batch, nodes], of each node, padded with -1.
-        trees: how they hang together.
+        token_ids: int64 [batch, nodes], -1 where there is no node.
+        worths: floating [batch, nodes], of each node, 0 where there is none. The nodes of a grown
+            tree are worth less and less; those of a template have its order.
+        trees: how the nodes hang together.
 
     """
 
-    num_nodes: torch.Tensor
     token_ids: torch.Tensor
+    worths: torch.Tensor
     trees: Trees
+
+    @property
+    def num_nodes(self) -> torch.Tensor:
+        """int64 [batch], nodes of each tree that have a token."""
+        return (self.token_ids != NO_TOKEN).sum(1)
 
 
 def grow(
@@ -42,77 +52,122 @@ def grow(
     salts: torch.Tensor,
     tails: torch.Tensor,
     max_depths: torch.Tensor,
-    times: torch.Tensor,
-    slopes: torch.Tensor,
-    num_other_rows: int,
     max_nodes: int,
+    least_worth: float = 0.0,
+    beam: int | None = None,
+    levels: int | None = None,
 ) -> Growth:
-    """Draft below the last token of each text.
+    """Grow a tree below the last token of each text, best first.
+
+    The node that is worth the most is added again and again; of equal ones the one of the least
+    depth, then of the first parent, then of the lowest rank. A node is worth no more than its
+    parent, so that nodes come parents first, and any prefix of them is a tree.
 
     Args:
         table: int32 [addresses, 2 + k].
-        rates: float64 [contexts, 2, k, 4], see `AcceptanceTable.rates`.
+        rates: floating [contexts, 2, k, 4], each from 0 to 1, see `AcceptanceTable.rates`.
         layout: of the table.
         salts: int64 [batch].
         tails: int64 [batch, reach], each text, the newest token first.
-        max_depths: int64 [batch], the most levels of each tree below its root.
-        times: float64 [rows + 1], the time of a step by its rows, never falling.
-        slopes: float64 [rows + 1], what a row more costs at least.
-        num_other_rows: rows of the step beside those of these trees, each of which gives a token.
+        max_depths: integer [batch], the most levels of each tree below its root.
         max_nodes: the most nodes of a tree.
+        least_worth: nodes that are worth no more than this are left out, and all below them.
+        beam: the most nodes of a level that have nodes below them, the best ones; None for any
+            number. Devices expand a level at once, and have room for so many.
+        levels: the most levels of any tree; None for any number.
 
     """
     batch = len(tails)
-    token_ids: list[list[int]] = [[] for _ in range(batch)]
-    parents, depths = [[0] for _ in range(batch)], [[0] for _ in range(batch)]
-    contexts = [[tail] for tail in tails.tolist()]
-    most_levels, salt = max_depths.tolist(), salts.tolist()
-    heap: list[tuple[float, int, int, int, int]] = []
-    pushed = 0
+    token_ids = torch.full((batch, max_nodes), NO_TOKEN)
+    worths = torch.zeros(batch, max_nodes, dtype=rates.dtype)
+    parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
+    for b, (tail, salt, max_depth) in enumerate(
+        zip(tails.tolist(), salts.tolist(), max_depths.tolist(), strict=True)
+    ):
+        depth = max_depth if levels is None else min(levels, max_depth)
+        # The root, and then the nodes.
+        contexts, depths, row_worths = [tail], [0], [1.0]
+        num_expanded, heap = Counter[int](), list[tuple[float, int, int, int, int]]()
+        while True:
+            row = len(contexts) - 1
+            level = depths[row]
+            if level < depth and num_expanded[level] != beam:
+                num_expanded[level] += 1
+                successors = _successors(table, rates, contexts[row], salt, layout, row_worths[row])
+                for rank, token, worth in successors:
+                    if worth > least_worth:
+                        heapq.heappush(heap, (-worth, level + 1, row, rank, token))
+            if not heap or row == max_nodes:
+                break
+            negative, level, parent, _, token = heapq.heappop(heap)
+            token_ids[b, row], worths[b, row], parents[b, row + 1] = token, -negative, parent
+            contexts.append([token, *contexts[parent]][: layout.reach])
+            depths.append(level)
+            row_worths.append(-negative)
+    return Growth(token_ids, worths, Trees.from_parents(parents))
 
-    def expand(b: int, row: int, value: float) -> None:
-        nonlocal pushed
-        if depths[b][row] == most_levels[b] or len(token_ids[b]) == max_nodes:
-            return
-        found = find_entry(table, contexts[b][row], salt[b], layout)
-        if found is None:
-            return
-        address, index, own = found
-        head, *successors, _ = table[address].tolist()
-        for rank, token in enumerate(successors):
-            if token >= 0:
-                worth = value * float(rates[index, own, rank, head & 3])
-                heapq.heappush(heap, (-worth, pushed, b, row, token))
-                pushed += 1
 
-    rows = num_other_rows + batch
-    last = len(times) - 1
-    total = float(rows)
-    for b in range(batch):
-        expand(b, 0, 1.0)
-    best = total / float(times[min(rows, last)])
-    grown: list[int] = []  # whose each node is
-    num_kept = 0
-    while heap and rows < last:
-        worth, _, b, parent, token = heapq.heappop(heap)
-        if len(token_ids[b]) == max_nodes:
-            continue
-        if -worth <= best * float(slopes[rows]):
-            break  # no number of nodes like this one, or worse, makes the step better
-        total, rows = total - worth, rows + 1
-        token_ids[b].append(token)
-        parents[b].append(parent)
-        depths[b].append(depths[b][parent] + 1)
-        contexts[b].append([token, *contexts[b][parent]][: layout.reach])
-        grown.append(b)
-        if total / float(times[rows]) > best:
-            best, num_kept = total / float(times[rows]), len(grown)
-        expand(b, len(token_ids[b]), -worth)
-    num_nodes = [grown[:num_kept].count(b) for b in range(batch)]
-    padded = torch.full((batch, max_nodes), NO_TOKEN)
-    hangs_below = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
-    for b, count in enumerate(num_nodes):
-        padded[b, :count] = torch.tensor(token_ids[b][:count], dtype=torch.int64)
-        hangs_below[b, : count + 1] = torch.tensor(parents[b][: count + 1])
-    trees = Trees.from_parents(hangs_below)
-    return Growth(torch.tensor(num_nodes, dtype=torch.int64), padded, trees)
+def fill(
+    table: torch.Tensor,
+    rates: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    tails: torch.Tensor,
+    max_depths: torch.Tensor,
+    tree: TreeTemplate,
+) -> Growth:
+    """Fill a template below the last token of each text (Token Recycling, section 3.2).
+
+    Node `(parent, rank)` has the successor of that rank after the parent's context. It has none
+    where too few are known, and below such a node; nodes keep their places in the template.
+
+    Args:
+        table: int32 [addresses, 2 + k].
+        rates: floating [contexts, 2, k, 4], see `AcceptanceTable.rates`.
+        layout: of the table.
+        salts: int64 [batch].
+        tails: int64 [batch, reach], each text, the newest token first.
+        max_depths: integer [batch], the most levels of each tree below its root.
+        tree: the template; its ranks are below k.
+
+    """
+    batch, depths = len(tails), tree.depths.tolist()
+    token_ids = torch.full((batch, tree.num_nodes), NO_TOKEN)
+    worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)
+    for b, (tail, salt, max_depth) in enumerate(
+        zip(tails.tolist(), salts.tolist(), max_depths.tolist(), strict=True)
+    ):
+        contexts = {0: tail}  # of the rows that have a token
+        known: dict[int, dict[int, tuple[int, float]]] = {}  # successors of a row, by rank
+        for node, (parent, rank) in enumerate(tree.nodes):
+            if parent not in contexts or depths[node + 1] > max_depth:
+                continue
+            if parent not in known:
+                worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
+                successors = _successors(table, rates, contexts[parent], salt, layout, worth)
+                known[parent] = {place: (token, value) for place, token, value in successors}
+            if rank in known[parent]:
+                token_ids[b, node], worths[b, node] = token, _ = known[parent][rank]
+                contexts[node + 1] = [token, *contexts[parent]][: layout.reach]
+    return Growth(token_ids, worths, tree.of_batch(batch))
+
+
+def _successors(
+    table: torch.Tensor,
+    rates: torch.Tensor,
+    context: list[int],
+    salt: int,
+    layout: MatrixLayout,
+    worth: float,
+) -> Iterator[tuple[int, int, float]]:
+    """Rank, token and worth of what may follow a context that is worth so much."""
+    found = find_entry(table, context, salt, layout)
+    if found is None:
+        return
+    address, index, own = found
+    head, *successors, _ = table[address].tolist()
+    values = (rates[index, own, :, head & 3] * worth).tolist()
+    for rank, (token, value) in enumerate(zip(successors, values, strict=True)):
+        if token != NO_TOKEN:
+            yield rank, token, value

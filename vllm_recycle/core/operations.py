@@ -1,35 +1,109 @@
-"""The functions of a step that have faster twins: a set of them, and the set in plain torch.
+"""The functions of a step that have faster twins, by their signatures.
 
-The torch functions define what is correct. `vllm_recycle.kernels` has sets with the same
-signatures for other machines.
+`core.reference` is the set in plain torch, which defines what is correct; a module of
+`vllm_recycle.kernels` is such a set too. A module satisfies the protocols as an object does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from vllm_recycle.core.harvest import Phrases, harvest
-from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
-from vllm_recycle.core.template_matrix import fill_tree, update_from_logits
-from vllm_recycle.core.verification import WalkResult, walk
+from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.harvest import Phrases
+from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.verification import WalkResult
 
 
-@dataclass(frozen=True, slots=True)
-class Operations:
-    """See `adjacency`, `verification`, `phrase_pool` and `harvest`, whose functions these are."""
+class PhraseOperations(Protocol):
+    """What Ouroboros calls; see `verification`, `phrase_pool` and `harvest`."""
 
     name: str
-    fill_tree: Callable[..., torch.Tensor]
-    update_from_logits: Callable[..., None]
-    walk: Callable[..., WalkResult]
-    insert_phrases: Callable[..., None]
-    newest_phrases: Callable[..., torch.Tensor]
-    harvest: Callable[..., tuple[Phrases, Phrases]]
+
+    def walk(
+        self,
+        sampled: torch.Tensor,
+        draft_token_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        *,
+        tree: TreeTemplate | Trees,
+    ) -> WalkResult: ...
+
+    def insert_phrases(
+        self,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        phrases: torch.Tensor,
+        *,
+        replaced: torch.Tensor | None = None,
+    ) -> None: ...
+
+    def newest_phrases(
+        self, rows: torch.Tensor, token_ids: torch.Tensor, count: int
+    ) -> torch.Tensor: ...
+
+    def harvest(
+        self,
+        row_token_ids: torch.Tensor,
+        sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        *,
+        shape: DraftShape,
+    ) -> tuple[Phrases, Phrases]: ...
 
 
-REFERENCE = Operations(
-    "torch", fill_tree, update_from_logits, walk, insert_phrases, newest_phrases, harvest
-)
+class Operations(PhraseOperations, Protocol):
+    """All functions; see `grow`, `learn` and `price` for those of the adjacency matrix."""
+
+    def grow(
+        self,
+        table: torch.Tensor,
+        rates: torch.Tensor,
+        *,
+        layout: MatrixLayout,
+        salts: torch.Tensor,
+        tails: torch.Tensor,
+        max_depths: torch.Tensor,
+        max_nodes: int,
+        least_worth: float = 0.0,
+    ) -> Growth: ...
+
+    def fill(
+        self,
+        table: torch.Tensor,
+        rates: torch.Tensor,
+        *,
+        layout: MatrixLayout,
+        salts: torch.Tensor,
+        tails: torch.Tensor,
+        max_depths: torch.Tensor,
+        tree: TreeTemplate,
+    ) -> Growth: ...
+
+    def learn(
+        self,
+        table: torch.Tensor,
+        counts: torch.Tensor | None,
+        *,
+        layout: MatrixLayout,
+        salts: torch.Tensor,
+        tails: torch.Tensor,
+        parents: torch.Tensor,
+        row_token_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        successors: torch.Tensor,
+        walked: WalkResult,
+    ) -> None: ...
+
+    def seed(
+        self, table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: MatrixLayout
+    ) -> None: ...
+
+    def top_k(self, logits: torch.Tensor, k: int) -> torch.Tensor: ...
+
+    def choose(
+        self, worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
+    ) -> torch.Tensor: ...

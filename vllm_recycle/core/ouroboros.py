@@ -14,9 +14,10 @@ from typing import Protocol
 
 import torch
 
+from vllm_recycle.core import reference
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.lookahead import advance_window
-from vllm_recycle.core.operations import REFERENCE, Operations
+from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.verification import NO_TOKEN
 
@@ -101,7 +102,7 @@ class OuroborosProposer:
         harvest_trunk: bool = True,
         harvest_branches: bool = True,
         shares_pool: bool = True,
-        operations: Operations = REFERENCE,
+        operations: PhraseOperations = reference,
         device: torch.device | str = "cpu",
     ) -> None:
         self.shape, self.operations = shape, operations

@@ -15,16 +15,15 @@ Names of dimensions, beside those of `core.tree`:
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 
-from vllm_recycle.core.runs import run_starts
-from vllm_recycle.core.state_file import check_tensors, load_token_ids, save_tensors
+from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.verification import NO_TOKEN
 
 
-class PhrasePool:
+class PhrasePool(SavedState):
     """All phrases of an engine.
 
     Args:
@@ -54,9 +53,12 @@ class PhrasePool:
         return self.table[:-1]
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is learnt."""
-        return (self.table,)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"phrase_pool": self.table}
+
+    @property
+    def places(self) -> dict[str, torch.Tensor]:
+        return {"phrase_pool": self.phrases}
 
     @property
     def num_bytes(self) -> int:
@@ -69,47 +71,27 @@ class PhrasePool:
 
     @property
     def share_written(self) -> float:
-        """The part of the places that hold a phrase."""
         return self.num_phrases / self.phrases[:, :, 0].numel()
 
     def clear(self) -> None:
-        """Forget everything."""
         self.table.fill_(NO_TOKEN)
 
     def forget(self, first: int, count: int) -> None:
         """Forget the phrases of `count` tokens from `first` on."""
         self.table[first : first + count] = NO_TOKEN
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write the pool as safetensors, with what `load` checks."""
-        facts = self.facts(fingerprint)
-        save_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
-
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, {"phrase_pool": self.phrases}, facts=facts, kind="pool_file")
-
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read the pool from a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, shape or model, or with a phrase
-                that is not whole.
-
-        """
-        facts = self.facts(fingerprint)
-        phrases = load_token_ids(path, "phrase_pool", self.phrases, facts=facts, kind="pool_file")
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        phrases = tensors["phrase_pool"]
+        check_token_ids(phrases, len(self.phrases))
         is_there = phrases >= 0
         first = is_there[:, :, :1]
         if not (is_there == first).all() or (first[:, 1:] < first[:, :-1]).any():
-            raise ValueError(f"pool_file {path}: it has phrases with gaps")
-        self.phrases.copy_(phrases)
+            raise ValueError("it has phrases with gaps")
 
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
-        facts = {"vocab_size": len(self.phrases), "per_token": self.phrases.shape[1]}
-        return {**facts, "length": self.phrases.shape[2], "fingerprint": fingerprint}
+    @property
+    def facts(self) -> dict[str, object]:
+        vocab_size, per_token, length = self.phrases.shape
+        return {"vocab_size": vocab_size, "per_token": per_token, "length": length}
 
 
 def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -150,7 +132,7 @@ def insert_phrases(
     owners, order = token_ids.where(is_phrase, nobody).sort(stable=True)
     # Candidates, by age: what a token has already, listed with the first that comes in for it, and
     # then what comes in.
-    known, starts = rows[owners], run_starts(owners)
+    known, starts = rows[owners], _run_starts(owners)
     if replaced is not None:
         group = starts.cumsum(0) - 1
         goes = (known == replaced[order].to(rows.dtype)[:, None]).all(dim=2).to(torch.int32)
@@ -170,7 +152,7 @@ def insert_phrases(
     # By token, the oldest first; places are counted from the last of each token.
     owners, order = owners.sort(stable=True)
     index = torch.arange(len(owners), device=rows.device)
-    is_last = run_starts(owners.flip(0)).flip(0)
+    is_last = _run_starts(owners.flip(0)).flip(0)
     last = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
     place = per_token - 1 - (last - index)
     owners = owners.where(place >= 0, nobody)
@@ -183,3 +165,10 @@ def _lexicographic_order(rows: torch.Tensor) -> torch.Tensor:
     for column in rows.flip(1).unbind(1):
         order = order[column[order].argsort(stable=True)]
     return order
+
+
+def _run_starts(values: torch.Tensor) -> torch.Tensor:
+    """bool [n], where a value of [n] differs from the one before it; the first always does."""
+    starts = torch.ones_like(values, dtype=torch.bool)
+    starts[1:] = values[1:] != values[:-1]
+    return starts

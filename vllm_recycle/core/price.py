@@ -1,4 +1,4 @@
-"""What a row costs: the time of a step by its rows, and what a node must be worth."""
+"""The one price: the time of a step by its rows, and how many nodes it pays to verify."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class StepTimes:
     Attributes:
         loads: that there are times for, ascending.
         times: float64 [loads, rows + 1], never falling.
-        slopes: float64 [loads, rows + 1], what a row more costs at least, from there on.
 
     """
 
@@ -33,9 +32,8 @@ class StepTimes:
 
         """
         self.loads = tuple(sorted(times))
-        rising = [np.maximum.accumulate(times[load]) for load in self.loads]
+        rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
-        self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -67,8 +65,15 @@ class StepTimes:
     def max_rows(self) -> int:
         return self.times.shape[1] - 1
 
-    def at(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Times and slopes, float64 [rows + 1] each, for the nearest load.
+    @property
+    def row_cost(self) -> float:
+        """What a row more than one costs at least, by the fewest requests that there is."""
+        times = self.at(1, 0)[1:]
+        costs = (times[1:] - times[0]) / torch.arange(1, len(times))
+        return float(costs.min()) if len(costs) else math.inf
+
+    def at(self, num_reqs: int, context: float) -> torch.Tensor:
+        """Times, float64 [rows + 1], for the nearest load.
 
         That is the nearest number of requests by ratio, then the nearest length of context. A row
         costs what it does there behind as many rows of drafts.
@@ -79,18 +84,78 @@ class StepTimes:
             return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
 
         index = min(range(len(self.loads)), key=distance)
-        fewer = (self.loads[index][0] or num_reqs) - num_reqs
-        return _moved(self.times[index], fewer), _moved(self.slopes[index], fewer)
+        times, fewer = self.times[index], (self.loads[index][0] or num_reqs) - num_reqs
+        # Of more requests than were timed: the first rows take what the first one does.
+        return times[fewer:] if fewer >= 0 else torch.cat((times[:1].expand(-fewer), times))
 
-    def of_each(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_each(self, num_reqs: int, context: float) -> torch.Tensor:
         """As `at`, but by the rows of one request, where each of them has as many."""
-        times, slopes = self.at(num_reqs, context)
-        return times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs
+        return self.at(num_reqs, context)[::num_reqs].contiguous()
 
 
-def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """`values` of so many rows more; of fewer, if negative, with the first one before them."""
-    return values[rows:] if rows >= 0 else torch.cat((values[:1].expand(-rows), values))
+def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) -> torch.Tensor:
+    """How many nodes of each request a step verifies, for the most expected tokens by its time.
+
+    Each request has a prefix of its own. A prefix grows by blocks: the next nodes with the highest
+    worth on average, so that a node which is worth little does not hide a better one behind it.
+    Blocks are worth less and less on average; those of all requests are taken in this order as
+    long as the rate of the step rises. Where no node is worth more than the one before it, as in a
+    grown tree, each node is a block, and no other choice is better.
+
+    Args:
+        worths: floating [batch, nodes], the chance that each node is accepted, 0 where there is
+            none.
+        times: float64 [rows + 1], the time of a step by its rows, never falling.
+        num_other_rows: rows of the step beside those of these requests, each of which gives a token
+            as each root does.
+
+    Returns:
+        int64 [batch]; of equally good choices the one with the fewest nodes, of equal blocks those
+        of the first request.
+
+    """
+    blocks = [
+        (-worth / size, b, size, worth)
+        for b, row in enumerate(worths.tolist())
+        for worth, size in _blocks(row)
+    ]
+    blocks.sort(key=lambda block: block[:2])
+    rows, last = len(worths) + num_other_rows, len(times) - 1
+    total = float(rows)
+    best, num_taken = total / float(times[min(rows, last)]), 0
+    for taken, (_, _, size, worth) in enumerate(blocks, start=1):
+        total, rows = total + worth, rows + size
+        if rows > last:
+            break
+        if total / float(times[rows]) > best:
+            best, num_taken = total / float(times[rows]), taken
+    counts = torch.zeros(len(worths), dtype=torch.int64)
+    for _, b, size, _ in blocks[:num_taken]:
+        counts[b] += size
+    return counts
+
+
+def _blocks(worths: list[float]) -> list[tuple[float, int]]:
+    """Worth and size of blocks of nodes, none with a higher average than the one before it."""
+    blocks: list[tuple[float, int]] = []
+    for node in worths:
+        worth, size = node, 1
+        while blocks and blocks[-1][0] * size < worth * blocks[-1][1]:
+            worth, size = blocks[-1][0] + worth, blocks[-1][1] + size
+            blocks.pop()
+        blocks.append((worth, size))
+    return blocks
+
+
+def least_worth(times: torch.Tensor, *, num_rows: int) -> float:
+    """What a node must be worth more than to be chosen in a step of so many rows without drafts.
+
+    The best step gives tokens at a rate g, at least that of the step without drafts. To leave out
+    its least worthy node saves at least the least rise of the times, r: a node that is worth no
+    more than g * r could go, and the rate would not fall.
+    """
+    rises = times[num_rows:].diff()
+    return float(num_rows / times[num_rows] * rises.min()) if len(rises) else math.inf
 
 
 def _rising(values: np.ndarray) -> np.ndarray:
@@ -101,22 +166,3 @@ def _rising(values: np.ndarray) -> np.ndarray:
         while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
     return np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
-
-
-def _least_slopes(times: np.ndarray) -> np.ndarray:
-    """For each number of rows, the least slope to any larger one; infinite for the largest.
-
-    These are the slopes of the lower convex hull of what lies to the right.
-    """
-    slopes = np.full(len(times), np.inf)
-    hull = [len(times) - 1]
-    for row in range(len(times) - 2, -1, -1):
-        while len(hull) > 1 and _slope(times, row, hull[-2]) <= _slope(times, row, hull[-1]):
-            hull.pop()
-        slopes[row] = _slope(times, row, hull[-1])
-        hull.append(row)
-    return slopes
-
-
-def _slope(times: np.ndarray, a: int, b: int) -> float:
-    return float((times[b] - times[a]) / (b - a))

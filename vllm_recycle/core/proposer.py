@@ -23,14 +23,14 @@ from typing import Protocol
 
 import torch
 
-from vllm_recycle.core.operations import Operations
+from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.tree import TreeTemplate
 
 
 class AnyProposer(Protocol):
     """What all have, however their trees are made."""
 
-    operations: Operations
+    operations: PhraseOperations
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended: finished, aborted or preempted. Their numbers may come again."""

@@ -30,9 +30,7 @@ class StateFileError(OSError):
     """A file that could not be written; one line with its kind, its path and the reason."""
 
 
-def check_place(
-    path: str | Path, *, kind: str, is_written: bool = True, may_be_folder: bool = False
-) -> None:
+def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> None:
     """Refuse a path that could not be read, or not be written later.
 
     A file is made and removed beside it, since permissions do not tell all.
@@ -40,7 +38,6 @@ def check_place(
     Args:
         path: of a file that need not exist; through a symbolic link, of its target.
         kind: what the message calls it.
-        is_written: whether it is written where it exists already.
         may_be_folder: whether it may be that of a folder, to write files in.
 
     Raises:
@@ -59,8 +56,6 @@ def check_place(
             if not stat.S_ISREG(target.stat().st_mode):
                 raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
             target.open("rb").close()
-            if not is_written:
-                return
         if str(path).endswith(os.sep):
             raise ValueError(f"{named}, expected a directory that exists, or a file")
         if not target.parent.is_dir():
@@ -218,7 +213,8 @@ def _opened(
             for key, expected in facts.items():
                 if got.get(key) != str(expected):
                     found = str(got.get(key))[:200]
-                    raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}")
+                    hint = "; remove it to learn anew" if key == "format" else ""
+                    raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}{hint}")
             for name, tensor in like.items():
                 one = file.get_slice(name)
                 dtype, shape = DTYPES.get(one.get_dtype(), one.get_dtype()), one.get_shape()
@@ -230,21 +226,6 @@ def _opened(
             yield file
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{nothing}{error}") from error
-
-
-def load_token_ids(
-    path: str | Path, name: str, like: torch.Tensor, *, facts: Mapping[str, object], kind: str
-) -> torch.Tensor:
-    """Read a tensor of token ids, padded with -1; see `load_tensors`.
-
-    Raises:
-        ValueError: as there, or it has numbers that are no token ids.
-
-    """
-    tensor = load_tensors(path, {name: like}, facts=facts, kind=kind)[name]
-    if int(tensor.min()) < -1 or int(tensor.max()) >= int(str(facts["vocab_size"])):
-        raise ValueError(f"{kind} {path}: it has numbers that are no token ids")
-    return tensor
 
 
 def shorten(value: object, most: int = 200) -> str:

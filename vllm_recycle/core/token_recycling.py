@@ -1,102 +1,85 @@
-"""Grown trees as a proposer: what is drafted where, and what is learnt when."""
+"""Token Recycling as a proposer: what is drafted where, and what is learnt when.
+
+A tree is grown for each request, or a template is filled; both from the one adjacency matrix, which
+learns from every row that the target computes (arXiv 2408.08696, section 3).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC, DynamicOperations
-from vllm_recycle.core.operations import REFERENCE, Operations
-from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
-from vllm_recycle.core.tree import Trees
-from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.operations import Operations
+from vllm_recycle.core.price import least_worth
+from vllm_recycle.core.saved_state import SavedState, check_token_ids
+from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+
+# Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
+# rows of longer contexts.
+FORMAT = "vllm_recycle.adjacency_matrix/3"
 
 
-class TokenRecyclingState:
-    """What is learnt: the rows, and how often they were right."""
+class TokenRecyclingState(SavedState):
+    """What is learnt: the adjacency matrix, and how often its entries were right."""
 
-    def __init__(self, rows: AdjacencyMatrix) -> None:
-        self.rows = rows
-        self.acceptance = AcceptanceTable(rows.layout, device=rows.table.device)
+    def __init__(self, matrix: AdjacencyMatrix) -> None:
+        self.matrix = matrix
+        self.acceptance = AcceptanceTable(matrix.layout, device=matrix.table.device)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.rows.table, self.acceptance.counts)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"adjacency_matrix": self.matrix.table, "acceptance": self.acceptance.counts}
 
     @property
     def share_written(self) -> float:
-        """The part of the rows that were ever written."""
-        return self.rows.num_written / len(self.rows.table)
+        """The part of the entries that were ever written."""
+        return self.matrix.num_written / len(self.matrix.table)
 
     def clear(self) -> None:
         """Forget everything but what is shipped."""
-        self.rows.clear()
+        self.matrix.clear()
         self.acceptance.clear()
 
-    def save(self, path: str | Path, *, fingerprint: str) -> None:
-        """Write what sequences share as safetensors, with what `load` checks."""
-        tensors = {**self._shared, "context_rows": self.rows.shared_entries()}
-        save_tensors(path, tensors, facts=self.facts(fingerprint), kind="matrix_file")
+    def contents(self) -> dict[str, torch.Tensor]:
+        """What sequences share."""
+        return {**self.tensors, "adjacency_matrix": self.matrix.shared_entries()}
 
-    def check(self, path: str | Path, *, fingerprint: str) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        facts = self.facts(fingerprint)
-        check_tensors(path, self._shared, facts=facts, kind="matrix_file")
-
-    def load(self, path: str | Path, *, fingerprint: str) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of another vocabulary, k, contexts, size or model.
-
-        """
-        facts = self.facts(fingerprint)
-        tensors = load_tensors(path, self._shared, facts=facts, kind="matrix_file")
-        self._check_numbers(path, tensors)
-        for name, tensor in self._shared.items():
-            tensor.copy_(tensors[name])
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_token_ids(tensors["adjacency_matrix"][:, 1:-1], self.matrix.layout.vocab_size)
+        right, seen = tensors["acceptance"].unbind(-1)
+        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
+            raise ValueError("it has counts that are none")
 
     @property
-    def _shared(self) -> dict[str, torch.Tensor]:
-        """By the name in a file, what that has."""
-        return {"context_rows": self.rows.table, "acceptance": self.acceptance.counts}
-
-    def _check_numbers(self, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-        successors, counts = tensors["context_rows"][:, 1:-1], tensors["acceptance"]
-        if int(successors.min()) < -1 or int(successors.max()) >= self.rows.layout.vocab_size:
-            raise ValueError(f"matrix_file {path}: it has numbers that are no token ids")
-        right, seen = counts[..., 0], counts[..., 1]
-        if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
-            raise ValueError(f"matrix_file {path}: it has counts that are none")
-
-    def facts(self, fingerprint: str) -> dict[str, object]:
-        """What a file of it is written with, and must agree with."""
-        layout = self.rows.layout
+    def facts(self) -> dict[str, object]:
+        layout = self.matrix.layout
         return {
+            "format": FORMAT,
             "vocab_size": layout.vocab_size,
             "k": layout.k,
-            "fingerprint": fingerprint,
             "contexts": list(layout.contexts),
             "slots": layout.slots,
         }
 
 
 class TokenRecyclingProposer:
-    """Grows a tree for each request, and learns from what the target computed.
+    """Drafts a tree for each request, and learns from what the target computed.
 
-    Its trees are kept by `req_state_idx` until they are verified; a prefix of a tree may be.
+    Trees are kept by `req_state_idx` until they are verified; a prefix of a tree may be verified.
 
     Args:
         state: what it learns.
-        max_nodes: the most nodes of a tree.
+        max_nodes: the most nodes of a tree that is grown.
         max_num_reqs: every `req_state_idx` is below this.
-        seed_from_prompt: whether the prompt's text enters the rows before decoding.
-        operations: what walks.
-        dynamic_operations: what grows and learns.
+        tree: the template to fill, its ranks below k; None to grow trees.
+        seed_from_prompt: whether the prompt's text enters the matrix before decoding.
+        operations: what drafts, chooses, walks and learns.
 
     """
 
@@ -106,24 +89,28 @@ class TokenRecyclingProposer:
         *,
         max_nodes: int,
         max_num_reqs: int,
+        tree: TreeTemplate | None = None,
         seed_from_prompt: bool = True,
-        operations: Operations = REFERENCE,
-        dynamic_operations: DynamicOperations = REFERENCE_DYNAMIC,
+        operations: Operations = reference,
     ) -> None:
+        if tree is not None:
+            tree.check_ranks(state.matrix.layout.k)
+            max_nodes = tree.num_nodes
         self.state = state
+        self.tree = tree
         self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
         self.operations = operations
-        self.dynamic_operations = dynamic_operations
-        roots = torch.zeros(max_num_reqs, max_nodes + 1, dtype=torch.int64)
-        self._trees = Trees.from_parents(roots)
+        roots = torch.zeros(max_nodes + 1, dtype=torch.int64)
+        parents = roots if tree is None else tree.parents
+        self._trees = Trees.from_parents(parents.repeat(max_num_reqs, 1))
 
     @property
     def layout(self) -> MatrixLayout:
-        return self.state.rows.layout
+        return self.state.matrix.layout
 
     def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
-        """The trees that were grown last for these requests, int64 [batch]."""
+        """The trees that were drafted last for these requests, int64 [batch]."""
         return self._trees.select(idx_mapping)
 
     def propose(
@@ -133,11 +120,10 @@ class TokenRecyclingProposer:
         *,
         max_depths: torch.Tensor,
         times: torch.Tensor,
-        slopes: torch.Tensor,
         num_other_rows: int,
         max_nodes: int | None = None,
     ) -> torch.Tensor:
-        """Draft below the last token of each request.
+        """Draft below the last token of each request, as many nodes as pay.
 
         Args:
             idx_mapping: int64 [batch].
@@ -145,33 +131,58 @@ class TokenRecyclingProposer:
                 with -1.
             max_depths: int64 [batch], the most tokens that a path of each may have.
             times: float64 [rows + 1], the time of a step by its rows.
-            slopes: float64 [rows + 1], what a row more costs at least.
             num_other_rows: requests of the step that is drafted for beside these.
             max_nodes: the most nodes of a tree; None for as many as there is room for.
 
         Returns:
-            int64 [batch, max_nodes], padded with -1.
+            int64 [batch, max_nodes], -1 where a node is not filled, and behind the last one.
 
         """
-        state, max_nodes = self.state, self.num_nodes if max_nodes is None else max_nodes
-        growth = self.dynamic_operations.grow(
-            state.rows.table,
-            state.acceptance.rates(),
+        max_nodes = self.num_nodes if max_nodes is None else max_nodes
+        least = least_worth(times, num_rows=num_other_rows + len(tails))
+        growth = self._draft(idx_mapping, tails, max_depths, max_nodes, least)
+        worths = growth.worths[:, :max_nodes]
+        counts = self.operations.choose(worths, times, num_other_rows=num_other_rows)
+        is_behind = torch.arange(max_nodes) >= counts[:, None]
+        return growth.token_ids[:, :max_nodes].masked_fill(is_behind, NO_TOKEN)
+
+    def _draft(
+        self,
+        idx_mapping: torch.Tensor,
+        tails: torch.Tensor,
+        max_depths: torch.Tensor,
+        max_nodes: int,
+        least: float,
+    ) -> Growth:
+        state, operations = self.state, self.operations
+        table, rates = state.matrix.table, state.acceptance.rates()
+        salts = state.matrix.salts[idx_mapping]
+        if self.tree is not None:
+            return operations.fill(
+                table,
+                rates,
+                layout=self.layout,
+                salts=salts,
+                tails=tails,
+                max_depths=max_depths,
+                tree=self.tree,
+            )
+        growth = operations.grow(
+            table,
+            rates,
             layout=self.layout,
-            salts=state.rows.salts[idx_mapping],
+            salts=salts,
             tails=tails,
             max_depths=max_depths,
-            times=times,
-            slopes=slopes,
-            num_other_rows=num_other_rows,
             max_nodes=max_nodes,
+            least_worth=least,
         )
         # What is behind the last row of a smaller tree is nobody's.
         rows, trees = max_nodes + 1, growth.trees
         self._trees.parents[idx_mapping, :rows] = trees.parents
         self._trees.depths[idx_mapping, :rows] = trees.depths
         self._trees.ancestor_mask[idx_mapping, :rows, :rows] = trees.ancestor_mask
-        return growth.token_ids
+        return growth
 
     def learn(
         self,
@@ -199,11 +210,11 @@ class TokenRecyclingProposer:
         state = self.state
         # Under `isolated` nobody's counts reach another: what is shipped serves.
         counts = state.acceptance.counts if self.layout.writes_shared else None
-        self.dynamic_operations.learn(
-            state.rows.table,
+        self.operations.learn(
+            state.matrix.table,
             counts,
             layout=self.layout,
-            salts=state.rows.salts[idx_mapping],
+            salts=state.matrix.salts[idx_mapping],
             tails=tails,
             parents=trees.parents,
             row_token_ids=row_token_ids,
@@ -214,11 +225,11 @@ class TokenRecyclingProposer:
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
         """A request starts with a text, int64 [length]."""
-        rows = self.state.rows
-        rows.begin(req_state_idx)
+        matrix = self.state.matrix
+        matrix.begin(req_state_idx)
         if self.seed_from_prompt:
-            salt = int(rows.salts[req_state_idx])
-            self.dynamic_operations.seed(rows.table, token_ids, salt, layout=self.layout)
+            salt = int(matrix.salts[req_state_idx])
+            self.operations.seed(matrix.table, token_ids, salt, layout=self.layout)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended; what they wrote for themselves is found by nobody any more."""

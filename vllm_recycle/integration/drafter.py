@@ -9,19 +9,16 @@ from abc import ABC, abstractmethod
 from hashlib import sha256
 from typing import Any, TypeVar
 
-import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AnyProposer, Operations, TemplateProposer
+from vllm_recycle.core import AnyProposer
+from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import (
-    LearntState,
     describe_state,
     fingerprint,
-    make_matrix,
     rank_file,
 )
 from vllm_recycle.integration.state_saver import StateSaver
@@ -42,7 +39,7 @@ class Drafter(ABC):
 
     vllm_config: Any
     proposer: AnyProposer
-    state: LearntState
+    state: SavedState
 
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
@@ -59,7 +56,7 @@ class Drafter(ABC):
                 self._load(self._place(path), self._place(path, data_parallel_index=0))
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
-                for tensor in self.state.tensors:
+                for tensor in self.state.tensors.values():
                     get_tp_group().broadcast(tensor)
 
     def make_saver(self) -> StateSaver | None:
@@ -72,6 +69,7 @@ class Drafter(ABC):
             describe_state(options, self.vllm_config, "cpu"),
             self._place(options.state_file),
             fingerprint=fingerprint(self.vllm_config.model_config),
+            kind=options.state_key,
             every=options.save_seconds,
         )
 
@@ -80,15 +78,17 @@ class Drafter(ABC):
         if data_parallel_index is None:
             data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
         path = rank_file(path, data_parallel_index)
-        facts = self.state.facts(fingerprint(self.vllm_config.model_config))
+        facts = self.state.facts_of(fingerprint(self.vllm_config.model_config))
         kind = repr((type(self.state).__name__, sorted(facts.items())))
         method = get_options(self.vllm_config).method
         return StatePlace(path, name=f"{method}-{sha256(kind.encode()).hexdigest()[:16]}")
 
     def _load(self, place: StatePlace, otherwise: StatePlace) -> None:
+        model = fingerprint(self.vllm_config.model_config)
+        kind = get_options(self.vllm_config).state_key
         for path in place.candidates() or otherwise.candidates():
             try:
-                self.state.load(path, fingerprint=fingerprint(self.vllm_config.model_config))
+                self.state.load(path, fingerprint=model, kind=kind)
             except ValueError as error:
                 if not place.is_folder:
                     raise
@@ -104,48 +104,6 @@ class Drafter(ABC):
     def statistics(self) -> dict[str, float]:
         """See `TreeWorker.draft_statistics`."""
         return {"rounds": 0, "forwards": 0, "table_fill": self.state.share_written}
-
-
-class TreeDrafter(Drafter):
-    """Token Recycling.
-
-    Args:
-        vllm_config: of the engine, as `engine_config.rewrite` left it.
-        operations: what fills, walks and updates.
-        device: where the matrix lives.
-
-    """
-
-    proposer: TemplateProposer
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        *,
-        operations: Operations,
-        device: torch.device | str,
-    ) -> None:
-        self.vllm_config = vllm_config
-        options = get_options(vllm_config)
-        assert isinstance(options, TokenRecyclingOptions)
-        # Here and not with the weights: this is before vLLM measures the memory that is left, and
-        # outside what it discards when it sleeps.
-        self.state = make_matrix(options, vllm_config, device)
-        self.proposer = TemplateProposer(
-            self.state,
-            options.load_tree().to(device),
-            seed_from_prompt=options.seed_from_prompt,
-            operations=operations,
-        )
-
-    def describe(self) -> str:
-        tree, matrix = self.proposer.tree, self.proposer.matrix
-        return (
-            f"token_recycling: tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}, "
-            f"k {matrix.k}, scope {matrix.scope}, hot start {matrix.layout.reads_shared}, "
-            f"{matrix.num_written} of {matrix.vocab_size} rows known, {matrix.num_bytes:,} bytes, "
-            f"kernels in {self.proposer.operations.name}"
-        )
 
 
 def from_first_rank(value: T) -> T:

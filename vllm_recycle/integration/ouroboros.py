@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import Operations
+from vllm_recycle.core import PhraseOperations
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.config import get_options
@@ -55,7 +55,7 @@ class OuroborosDrafter(Drafter):
 
     def make_proposer(
         self,
-        operations: Operations,
+        operations: PhraseOperations,
         device: torch.device,
         *,
         stops_early: bool,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from vllm_recycle.core import TemplateMatrix
 from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
 from vllm_recycle.core.ouroboros import make_pool
+from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_file import check_place
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.options import (
@@ -22,56 +22,25 @@ from vllm_recycle.integration.options import (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-class LearntState(Protocol):
-    """What a proposer has learnt: `TemplateMatrix`, `TokenRecyclingState` or `PhrasePool`."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def share_written(self) -> float: ...
-
-    def facts(self, fingerprint: str) -> dict[str, object]: ...
-    def clear(self) -> None: ...
-    def check(self, path: str | Path, *, fingerprint: str) -> None: ...
-    def load(self, path: str | Path, *, fingerprint: str) -> None: ...
-    def save(self, path: str | Path, *, fingerprint: str) -> None: ...
-
-
-def make_matrix(
-    options: TokenRecyclingOptions, vllm_config: Any, device: torch.device | str
-) -> TemplateMatrix:
-    """What templates are filled from, empty."""
-    return TemplateMatrix(
-        vllm_config.model_config.get_vocab_size(),
-        options.k,
-        scope=options.scope,  # type: ignore[arg-type]
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        hot_start=options.hot_start,
-        device=device,
-    )
-
-
 def make_token_recycling_state(
     options: TokenRecyclingOptions, vllm_config: Any, device: torch.device | str
 ) -> TokenRecyclingState:
-    """What trees are grown from, empty."""
-    assert options.context_mib is not None  # of grown trees
-    rows = AdjacencyMatrix(
+    """The adjacency matrix and its counts, empty."""
+    matrix = AdjacencyMatrix(
         vllm_config.model_config.get_vocab_size(),
         options.k,
         contexts=options.contexts,
         slots=slots_in(options.context_mib, options.k),
         scope=options.scope,  # type: ignore[arg-type]
-        hot_start=options.hot_start,
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         device=device,
     )
-    return TokenRecyclingState(rows)
+    return TokenRecyclingState(matrix)
 
 
 def describe_state(
     options: MethodOptions, vllm_config: Any, device: torch.device | str = "meta"
-) -> LearntState:
+) -> SavedState:
     """What an engine will learn into: its sizes, and what its file must be like.
 
     On the device `meta` it takes no memory.
@@ -85,8 +54,7 @@ def describe_state(
             device=device,
         )
     assert isinstance(options, TokenRecyclingOptions)
-    make = make_token_recycling_state if options.is_dynamic else make_matrix
-    return make(options, vllm_config, device)
+    return make_token_recycling_state(options, vllm_config, device)
 
 
 def rank_file(path: str, data_parallel_index: int) -> str:
@@ -116,7 +84,8 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
         check_place(path, kind="state file", may_be_folder=True)
         if Path(path).is_file():
             expected = describe_state(options, vllm_config)
-            expected.check(path, fingerprint=fingerprint(vllm_config.model_config))
+            model = fingerprint(vllm_config.model_config)
+            expected.check(path, fingerprint=model, kind=options.state_key)
 
 
 def fingerprint(model_config: Any) -> str:

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_recycle.core.beam import LEVELS
+from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.draft_limits import even_limit

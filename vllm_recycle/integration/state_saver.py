@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_recycle.core.saved_state import KIND, SavedState
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.saved_state import LearntState
 
 logger = init_logger("vllm.recycle")
 
@@ -30,25 +31,27 @@ class StateSaver:
         copy: one like it on the CPU, which is overwritten.
         place: where it is written.
         fingerprint: of the model, which the file has.
+        kind: what messages call the file.
         every: seconds between saves, 0 for none but those that are asked for.
 
     """
 
     def __init__(
         self,
-        state: LearntState,
-        copy: LearntState,
+        state: SavedState,
+        copy: SavedState,
         place: StatePlace,
         *,
         fingerprint: str,
+        kind: str = KIND,
         every: float,
     ) -> None:
         self._state, self._copy, self._place = state, copy, place
-        self._fingerprint = fingerprint
+        self._fingerprint, self._kind = fingerprint, kind
         self._stream: torch.cuda.Stream | None = None
-        if state.tensors[0].is_cuda:
+        if all(tensor.is_cuda for tensor in state.tensors.values()):
             self._stream = torch.cuda.current_stream()
-            for tensor in copy.tensors:
+            for tensor in copy.tensors.values():
                 tensor.set_(tensor.pin_memory())  # type: ignore[call-overload]
         self._changing, self._saving = threading.Lock(), threading.Lock()
         self._has_changed = False
@@ -76,9 +79,7 @@ class StateSaver:
         with self._saving:
             try:
                 self._take_copy()
-                path = self._place.write(
-                    lambda path: self._copy.save(path, fingerprint=self._fingerprint)
-                )
+                path = self._place.write(self._save_copy)
             except Exception as error:
                 self._has_changed = True
                 if isinstance(error, StateFileError):
@@ -107,12 +108,15 @@ class StateSaver:
     @torch.inference_mode()
     def _take_copy(self) -> None:
         with self._changing, torch.cuda.stream(self._stream):
-            for copy, tensor in zip(self._copy.tensors, self._state.tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
+            for name, tensor in self._state.tensors.items():
+                self._copy.tensors[name].copy_(tensor, non_blocking=True)
             self._has_changed = False
             taken = self._stream.record_event() if self._stream is not None else None
         if taken is not None:
             taken.synchronize()
+
+    def _save_copy(self, path: Path) -> None:
+        self._copy.save(path, fingerprint=self._fingerprint, kind=self._kind)
 
     def _save_every(self, seconds: float) -> None:
         while not self._ended.wait(seconds):

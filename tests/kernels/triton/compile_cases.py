@@ -11,10 +11,10 @@ import triton  # noqa: TID253
 import triton.language as tl  # noqa: TID253
 from triton.backends.compiler import GPUTarget  # noqa: TID253
 from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
+from vllm_recycle.core.template_matrix import OVERLAY_ROWS
 
 from vllm_recycle.core import TemplateLayout, load_tree
 from vllm_recycle.core.adjacency import MatrixLayout
-from vllm_recycle.core.template_matrix import OVERLAY_ROWS
 from vllm_recycle.kernels.triton import inputs, kv_cache
 from vllm_recycle.kernels.triton import top_k as learning
 from vllm_recycle.kernels.triton import walk as nodes

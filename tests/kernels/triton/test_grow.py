@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from beam_settings import Setting, settings_of_growth
-from dynamic_steps import make_rows
+from growth_settings import Setting, settings_of_growth
 from hypothesis import given, settings
+from recycling_steps import make_rows
 
 from vllm_recycle.core.adjacency import MAX_SALT, write_entries
 from vllm_recycle.kernels.triton.matrix import grow as growing

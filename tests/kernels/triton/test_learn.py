@@ -10,11 +10,11 @@ import torch
 import torch_twins_dynamic as twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 
 from vllm_recycle.core import SCOPES
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.learn import learn

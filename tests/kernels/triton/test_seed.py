@@ -10,9 +10,9 @@ import torch_twins_dynamic as twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_learn import DEVICE, MAX_NUM_REQS, make_rows
+from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 
 from vllm_recycle.core import SCOPES
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 from vllm_recycle.kernels.triton.matrix.seed import seed
 
 

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.kernels.cpu.build import tree_attention
+from vllm_recycle.kernels.cpu.calls import tree_attention
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 

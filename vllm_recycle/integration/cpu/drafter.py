@@ -17,8 +17,7 @@ from vllm_recycle.core import Proposer, Trees, WalkResult
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.drafter import Drafter, TreeDrafter
-from vllm_recycle.kernels.cpu.build import native_operations
+from vllm_recycle.integration.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,21 +151,19 @@ class PricedV1Drafter(V1Drafter):
         step_times: what rows cost.
         max_rows: most rows of a step that drafts may make.
         row_cost: what the user says of a row, in units of a step of one row; None to measure.
-        step_times_file: where what was measured lives between engines, if anywhere.
 
     """
 
     def read_prices(self) -> None:
         """Set these from `vllm_config`; what is measured comes later."""
         options, scheduler = get_options(self.vllm_config), self.vllm_config.scheduler_config
-        self.row_cost, self.step_times_file = options.row_cost, options.step_times_file
+        self.row_cost = options.row_cost
         drafts = int(options.budget_share * scheduler.max_num_batched_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
         self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
 
     def statistics(self) -> dict[str, float]:
-        _, slopes = self.step_times.at(1, 0)
-        return super().statistics() | {"row_cost": float(slopes[1])}
+        return super().statistics() | {"row_cost": self.step_times.row_cost}
 
     def judge(self, step_seconds: float) -> str:
         """What is to be said of drafting where a plain step takes so long, if anything."""
@@ -196,21 +193,3 @@ class TemplateV1Drafter(V1Drafter):
             trees.cu_num_logits,
         )
         return None
-
-
-class TreeV1Drafter(TreeDrafter, TemplateV1Drafter):
-    """Token Recycling on the V1 runner."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config, operations=native_operations(), device="cpu")
-
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """Nothing; vLLM asks it of every drafter."""
-
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        drafts = torch.full((len(texts.wants_draft), self.proposer.tree.num_nodes), -1)
-        chosen = np.nonzero(texts.wants_draft)[0]
-        if len(chosen):
-            last = texts.last_token_ids(chosen)
-            drafts[chosen] = self.proposer.propose(texts.idx_mapping[chosen], last)
-        return drafts

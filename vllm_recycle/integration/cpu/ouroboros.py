@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_recycle.core.node_acceptance import NodeAcceptance, best_prefix
+from vllm_recycle.core.acceptance import NodeAcceptance
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, TemplateV1Drafter, Texts
 from vllm_recycle.integration.cpu.step_layout import StepLayout
@@ -34,7 +34,7 @@ from vllm_recycle.integration.ouroboros import (
     group_of_draft_layers,
     refuse_shared_caches,
 )
-from vllm_recycle.kernels.cpu.build import native_operations
+from vllm_recycle.kernels.cpu import native_operations
 
 
 class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, DraftModelProposer):
@@ -135,10 +135,12 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times, _ = self.step_times.at(batch, float(num_computed_tokens.mean()))
-            worths = self.acceptance.worths(drafted)
-            kept = best_prefix(worths, batch - len(chosen), times)
-            drafts[chosen, :kept] = drafted[:, :kept]
+            times = self.step_times.at(batch, float(num_computed_tokens.mean()))
+            counts = native_operations().choose(
+                self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
+            )
+            is_behind = torch.arange(drafted.shape[1]) >= counts[:, None]
+            drafts[chosen] = drafted.masked_fill(is_behind, NO_TOKEN)
         return drafts
 
     @torch.inference_mode()
@@ -150,7 +152,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
             self.model.compute_logits(self._run_model(rows, None))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times, _ = self.step_times.at(1, 0)
+        times = self.step_times.at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())

@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_recycle.core import ReqStateIndices
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts, TreeV1Drafter
+from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
@@ -36,7 +36,7 @@ from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 class TreeCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, verifying trees instead of chains."""
 
-    drafter: TreeV1Drafter | TokenRecyclingV1Drafter | OuroborosV1Drafter
+    drafter: TokenRecyclingV1Drafter | OuroborosV1Drafter
     draft_parents: list[list[int]]
     argmax: torch.Tensor | None  # of the raw logits, where they are what is sampled from
 

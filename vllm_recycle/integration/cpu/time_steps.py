@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.platforms import current_platform
 
 from vllm_recycle.core import Trees
 from vllm_recycle.core.price import Load, StepTimes
-from vllm_recycle.core.state_file import shorten, write_file
 from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.options.base import STEP_TIMES_FORMAT, read_step_times
-from vllm_recycle.integration.saved_state import fingerprint
 
 Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
 
@@ -36,7 +28,7 @@ MAX_SECONDS = 0.8  # for a load, but for the fewest rows and the most
 
 
 def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
-    """The times of steps: of the drafter's file where there is one, else measured, and written.
+    """Measure the times of steps.
 
     Args:
         runner: a `TreeCPUModelRunner` with a `PricedV1Drafter`, whose KV cache is there, and which
@@ -46,28 +38,14 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
         The times, seconds of a step of one row, None where no step has room for more, and a line
         that says what was found.
 
-    Raises:
-        ValueError: the file is of another engine or machine, or none of ours.
-
     """
-    max_rows, file = runner.drafter.max_rows, runner.drafter.step_times_file
+    max_rows = runner.drafter.max_rows
     most = _most_rows(runner, max_rows)
     if most < 2:
         return StepTimes.linear(0.0, max_rows), None, "no step has room for a draft"
-    started, is_first = time.perf_counter(), get_tp_group().rank_in_group == 0
-    points = None
-    if file and is_first and Path(file).exists():
-        points = _read(file, runner, most)
-    points = from_first_rank(points)
-    if known := points is not None:
-        origin = f"read from {file}"
-    else:
-        points = from_first_rank(_measure(runner, most))
-        origin = f"measured in {time.perf_counter() - started:.1f} s"
-    if file and not known and is_first:
-        seconds = [[*load, of_rows] for load, of_rows in points.items()]
-        content = {"format": STEP_TIMES_FORMAT, "engine": _engine(runner, most), "seconds": seconds}
-        write_file(file, f"{json.dumps(content, indent=1)}\n".encode(), kind="step_times_file")
+    started = time.perf_counter()
+    points = from_first_rank(_measure(runner, most))
+    seconds = time.perf_counter() - started
     first = min(points)
     shown = ", ".join(f"{rows}: {1e3 * points[first][rows]:.1f}" for rows in sorted(points[first]))
     return (
@@ -75,7 +53,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
         points[first][1],
         (
             f"a step by its rows, in ms, of {first[0]} request behind {first[1]} tokens: {shown}; "
-            f"{origin} for {len(points)} loads"
+            f"measured in {seconds:.1f} s for {len(points)} loads"
         ),
     )
 
@@ -84,51 +62,6 @@ def _most_rows(runner: Any, max_rows: int) -> int:
     """Rows of the largest step of one request that can be timed."""
     nodes = get_options(runner.vllm_config).num_nodes
     return min(max_rows, runner.max_num_tokens, 1 + nodes, runner.max_model_len - 1)
-
-
-def _engine(runner: Any, most: int) -> dict[str, Any]:
-    """What times of steps depend on."""
-    config = runner.vllm_config
-    return {
-        "model": fingerprint(config.model_config),
-        "dtype": str(config.model_config.dtype),
-        "quantization": config.model_config.quantization,
-        "compilation_mode": str(config.compilation_config.mode),
-        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
-        "max_lora_rank": getattr(config.lora_config, "max_lora_rank", None),
-        "threads": torch.get_num_threads(),
-        "cpu": current_platform.get_device_name(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "most rows": most,
-    }
-
-
-def _read(file: str, runner: Any, most: int) -> Points:
-    content = read_step_times(file)
-    try:
-        for key, expected in _engine(runner, most).items():
-            if content["engine"].get(key) != expected:
-                got = content["engine"].get(key)
-                raise ValueError(f"{key} is {shorten(got)}, expected {expected!r}")
-        points = {
-            (int(requests), int(context)): {int(rows): float(t) for rows, t in of_rows.items()}
-            for requests, context, of_rows in content["seconds"]
-        }
-        if (
-            not points
-            or min(points)[0] != 1
-            or any(
-                min(times) != requests or len(times) < 2 or not 0 < min(times.values()) < math.inf
-                for (requests, _), times in points.items()
-            )
-        ):
-            raise ValueError(
-                "seconds are not of steps without drafts, of one request among them, and of larger "
-                "ones"
-            )
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"step_times_file {file}: {error}; remove it to measure again") from error
-    return points
 
 
 def _measure(runner: Any, most: int) -> Points:

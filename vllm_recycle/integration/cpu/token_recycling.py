@@ -1,4 +1,4 @@
-"""Token Recycling with grown trees on the V1 runner."""
+"""Token Recycling on the V1 runner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
-from vllm_recycle.kernels.cpu.build import native_operations
-from vllm_recycle.kernels.cpu.drafting import native_dynamic_operations
+from vllm_recycle.kernels.cpu import native_operations
 
 
 class TokenRecyclingV1Drafter(PricedV1Drafter):
-    """Grows a tree for each request, priced by the time of a step."""
+    """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
@@ -36,9 +35,9 @@ class TokenRecyclingV1Drafter(PricedV1Drafter):
             self.state,
             max_nodes=options.num_nodes,
             max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+            tree=None if options.is_dynamic else options.load_tree(),
             seed_from_prompt=options.seed_from_prompt,
             operations=native_operations(),
-            dynamic_operations=native_dynamic_operations(),
         )
 
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -54,7 +53,7 @@ class TokenRecyclingV1Drafter(PricedV1Drafter):
         self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         proposer = self.proposer
-        self.successors = proposer.dynamic_operations.top_k(logits, proposer.layout.k)
+        self.successors = proposer.operations.top_k(logits, proposer.layout.k)
         return self.successors[:, 0].long().clamp(min=0)  # where no logit is a number
 
     def accept(
@@ -82,34 +81,35 @@ class TokenRecyclingV1Drafter(PricedV1Drafter):
         chosen = np.nonzero(texts.wants_draft)[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                drafts[group] = self._grow(texts, group, max_nodes)
+                drafts[group] = self._propose(texts, group, max_nodes)
         return drafts
 
-    def _grow(self, texts: Texts, chosen: np.ndarray, max_nodes: int) -> torch.Tensor:
-        """Trees of some requests, int64 [n, nodes]: those that share the rows of the step.
+    def _propose(self, texts: Texts, chosen: np.ndarray, max_nodes: int) -> torch.Tensor:
+        """Drafts of some requests, int64 [n, nodes]: those that share the rows of the step.
 
-        Under `isolated` each is grown alone, as if all drafted as many nodes as it does.
+        Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
+        that its size depends on its own text and on how many requests there are.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        prices = self.step_times.of_each if self.isolates else self.step_times.at
-        times, slopes = prices(batch, float(last.mean()))
+        times_of = self.step_times.of_each if self.isolates else self.step_times.at
         return self.proposer.propose(
             texts.idx_mapping[chosen],
             Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
-            times=times,
-            slopes=slopes,
+            times=times_of(batch, float(last.mean())),
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )
 
     def describe(self) -> str:
-        proposer, rows = self.proposer, self.state.rows
+        proposer, matrix = self.proposer, self.state.matrix
         cost = "measured" if self.row_cost is None else f"{self.row_cost:g} of a step"
+        tree, what = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
+        if tree is not None:
+            what = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"
         return (
-            f"token_recycling: dynamic trees of at most {proposer.num_nodes} nodes, a row's cost "
-            f"{cost}, k {rows.layout.k}, contexts {list(rows.layout.contexts)}, scope "
-            f"{rows.scope}, reads what others wrote {rows.layout.reads_shared}, "
-            f"{rows.num_written} of {len(rows.table)} rows known, {rows.num_bytes:,} bytes, "
-            f"kernels in {proposer.dynamic_operations.name}"
+            f"token_recycling: {what}, a row's cost {cost}, k {matrix.layout.k}, contexts "
+            f"{list(matrix.layout.contexts)}, scope {matrix.scope}, {matrix.num_written} of "
+            f"{len(matrix.table)} entries known, {matrix.num_bytes:,} bytes, kernels in "
+            f"{proposer.operations.name}"
         )

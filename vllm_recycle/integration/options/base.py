@@ -7,16 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self, TypeGuard
 
-from vllm_recycle.core.state_file import check_place, read_json, shorten
+from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import Schedule
 
 # Seconds between saves of what is learnt, and the most of them.
 SAVE_EVERY, MOST_SECONDS = 300.0, 1_000_000
-STEP_TIMES_FORMAT = "vllm_recycle.step_times/2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +23,19 @@ class MethodOptions(ABC):
 
     Attributes:
         method: its name.
+        state_key: the option that names the file of what is learnt.
         budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
-        step_times_file: JSON file of what was measured; read at start-up where it exists, else
-            written.
         save_every: seconds between saves of what is learnt to its file, where anything was learnt;
             0 to save at shutdown and on request alone, None for the default.
 
     """
 
     method: ClassVar[str]
+    state_key: ClassVar[str]
 
     budget_share: float = 0.5
     row_cost: float | None = None
-    step_times_file: str | None = None
     save_every: float | None = None
 
     @classmethod
@@ -53,12 +50,11 @@ class MethodOptions(ABC):
             ValueError: naming the key, what was given and what is accepted.
 
         """
-        for key in ("row_cost", "step_times_file") if on_gpu else ():
-            if given.get(key) is not None:
-                raise NotImplementedError(
-                    f"speculative_config: {key} is {given[key]!r}, expected none on a GPU, where "
-                    "steps are timed at each start, or sizes follow from the batch alone"
-                )
+        if on_gpu and given.get("row_cost") is not None:
+            raise NotImplementedError(
+                f"speculative_config: row_cost is {given['row_cost']!r}, expected none on a GPU, "
+                "where steps are timed at each start, or sizes follow from the batch alone"
+            )
         defaults = cls._defaults(given, on_gpu=on_gpu)
         missing = {key: value for key, value in defaults.items() if given.get(key) is None}
         values = {**given, **missing}
@@ -96,14 +92,6 @@ class MethodOptions(ABC):
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
         self._check_save_every()
-        file = self.step_times_file
-        expect_file("step_times_file", file, is_written=False)
-        if file is not None and Path(file).exists():
-            read_step_times(file)
-        if cost is not None and self.step_times_file is not None:
-            raise ValueError(
-                "speculative_config: step_times_file is given with a row_cost, expected one of them"
-            )
 
     def _check_save_every(self) -> None:
         every = self.save_every
@@ -126,9 +114,10 @@ class MethodOptions(ABC):
         """The template that the target verifies."""
 
     @property
-    @abstractmethod
     def state_file(self) -> str | None:
         """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
+        file: str | None = getattr(self, self.state_key)
+        return file
 
     @property
     def is_dynamic(self) -> bool:
@@ -154,23 +143,6 @@ class MethodOptions(ABC):
         """Nodes of a tree by the size of the batch, where the user gives no table."""
 
 
-def read_step_times(path: str) -> dict[str, Any]:
-    """What a `step_times_file` says, which may be of another engine.
-
-    Raises:
-        ValueError: it is none.
-
-    """
-    content = read_json(path, kind="step_times_file")
-    got = content.get("format") if isinstance(content, dict) else None
-    if got != STEP_TIMES_FORMAT:
-        raise ValueError(
-            f"step_times_file {path}: format is {shorten(got)}, expected {STEP_TIMES_FORMAT!r}; "
-            "remove it to measure again"
-        )
-    return content
-
-
 def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -188,10 +160,7 @@ def expect_bool(key: str, value: Any) -> None:
     expect(key, value, isinstance(value, bool), "true or false")
 
 
-def expect_file(
-    key: str, value: Any, *, is_written: bool = True, may_be_folder: bool = False
-) -> None:
+def expect_file(key: str, value: Any, *, may_be_folder: bool = False) -> None:
     expect(key, value, value is None or isinstance(value, str), "a path")
     if value is not None:
-        kind = f"speculative_config: {key}"
-        check_place(value, kind=kind, is_written=is_written, may_be_folder=may_be_folder)
+        check_place(value, kind=f"speculative_config: {key}", may_be_folder=may_be_folder)

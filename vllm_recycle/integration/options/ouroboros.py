@@ -88,6 +88,7 @@ class OuroborosOptions(MethodOptions):
     """
 
     method = OUROBOROS
+    state_key = "pool_file"
 
     model: str
     draft_tensor_parallel_size: int | None = None
@@ -135,10 +136,6 @@ class OuroborosOptions(MethodOptions):
                 "speculative_config: pool_file is given with scope 'request', expected scope "
                 "'shared': the pools of requests end with them"
             )
-
-    @property
-    def state_file(self) -> str | None:
-        return self.pool_file
 
     @property
     def shares_pool(self) -> bool:

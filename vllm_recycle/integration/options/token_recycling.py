@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm_recycle.core.adjacency import check_contexts
-from vllm_recycle.core.template_matrix import SCOPES
+from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, Schedule, halving_schedule
 from vllm_recycle.integration.options.base import (
@@ -19,11 +18,19 @@ from vllm_recycle.integration.options.base import (
 )
 
 TOKEN_RECYCLING = "token_recycling"
-# The prefix of the default tree that is fastest on CPU, see examples/benchmarks. With the root it
-# makes 16 rows, the height of an AMX tile.
-CPU_MAX_NODES = 15
 DYNAMIC = "dynamic"
 DYNAMIC_MAX_NODES = 80
+# What a preset says where the user does not: the paper's matrix and tree, verified whole.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "tree": "paper-80",
+        "contexts": [1],
+        "context_mib": 1,  # nothing is found by a hash
+        "scope": "shared",
+        "seed_from_prompt": False,
+        "row_cost": 0.0,
+    }
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +38,15 @@ class TokenRecyclingOptions(MethodOptions):
     """The options of the method `token_recycling`.
 
     Attributes:
-        k: successors kept for each token.
-        tree: `dynamic` for trees that are grown to their worth; or a template that is filled, by
-            the name of a shipped one or the path of its file.
+        preset: a name of `PRESETS`, whose values stand for the keys that are not given.
+        k: successors kept for each context.
+        tree: `dynamic` for trees that are grown best first; or a template that is filled, by the
+            name of a shipped one or the path of its file.
         max_nodes: the most nodes of a tree that is grown; of a template, keep only this prefix.
-        contexts: lengths of the contexts that rows are kept for, ascending from 1.
-        context_mib: MiB of the table of rows of longer contexts.
-        scope: who reads and writes what, see `TemplateMatrix`.
-        hot_start: whether a request inherits what earlier ones left in the matrix.
-        matrix_file: safetensors file of the shared matrix; read at start-up where it exists,
+        contexts: lengths of the contexts that entries are kept for, ascending from 1.
+        context_mib: MiB of the entries of longer contexts.
+        scope: who reads and writes what, see `AdjacencyMatrix`.
+        matrix_file: safetensors file of what requests share; read at start-up where it exists,
             written while serving and at shutdown, of each data-parallel rank its own. Or a folder
             of such files, one of each replica.
         seed_from_prompt: whether the text of the prompt enters the matrix.
@@ -47,21 +54,25 @@ class TokenRecyclingOptions(MethodOptions):
     """
 
     method = TOKEN_RECYCLING
+    state_key = "matrix_file"
 
+    preset: str | None = None
     k: int = 8
     tree: str = DYNAMIC
     max_nodes: int | None = None
-    contexts: tuple[int, ...] = (1,)
-    context_mib: int | None = None
+    contexts: tuple[int, ...] = (1, 2, 4, 8)
+    context_mib: int = 64
     scope: str = "sequence"
-    hot_start: bool = True
     matrix_file: str | None = None
     seed_from_prompt: bool = True
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
-        """As for all; `num_speculative_tokens`, vLLM's word, cuts the tree as `max_nodes` does."""
+        """See `MethodOptions`; vLLM's `num_speculative_tokens` is another word for `max_nodes`."""
         cls._check_keys(given, "num_speculative_tokens")
+        preset = given.get("preset")
+        is_preset = preset is None or (isinstance(preset, str) and preset in PRESETS)
+        expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
         values = dict(given)
         limits = [values.pop(key, None) for key in ("max_nodes", "num_speculative_tokens")]
         for key, limit in zip(("max_nodes", "num_speculative_tokens"), limits, strict=True):
@@ -73,17 +84,12 @@ class TokenRecyclingOptions(MethodOptions):
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        tree = given.get("tree") or DYNAMIC
-        if tree == DYNAMIC:
-            return {
-                "tree": tree,
-                "max_nodes": DYNAMIC_MAX_NODES,
-                "contexts": [1, 2, 4, 8],
-                "context_mib": 64,
-            }
-        # A list, as any that travels in JSON.
-        is_cut = tree == "default" and not on_gpu
-        return {"tree": tree, "max_nodes": CPU_MAX_NODES if is_cut else None, "contexts": [1]}
+        # A list of contexts, as any that travels in JSON.
+        defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 8], "context_mib": 64}
+        defaults |= PRESETS.get(given.get("preset") or "", {})
+        if (given.get("tree") or defaults["tree"]) == DYNAMIC:
+            defaults["max_nodes"] = DYNAMIC_MAX_NODES
+        return defaults
 
     def check(self) -> None:
         super().check()
@@ -92,39 +98,18 @@ class TokenRecyclingOptions(MethodOptions):
         expect("contexts", self.contexts, isinstance(self.contexts, list | tuple), "a list")
         try:
             check_contexts(self.contexts)
+            check_scope(self.scope)
         except ValueError as error:
             raise ValueError(f"speculative_config: {error}") from None
-        is_size = self.context_mib is None or is_int(self.context_mib, 1, 65536)
+        is_size = is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
-        of_grown = {
-            "contexts": list(self.contexts) != [1],
-            "context_mib": self.context_mib is not None,
-            "row_cost": self.row_cost is not None,
-            "step_times_file": self.step_times_file is not None,
-        }
-        for key, given in of_grown.items():
-            if given and not self.is_dynamic:
-                raise ValueError(
-                    f"speculative_config: {key} belongs to the tree 'dynamic', got {self.tree!r}"
-                )
-        expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
-        for name in ("hot_start", "seed_from_prompt"):
-            expect_bool(name, getattr(self, name))
+        expect_bool("seed_from_prompt", self.seed_from_prompt)
         expect_file("matrix_file", self.matrix_file, may_be_folder=True)
-        if self.matrix_file is not None and self.isolates and self.is_dynamic:
+        if self.matrix_file is not None and self.isolates:
             raise ValueError(
-                "speculative_config: matrix_file is given with scope 'isolated' and the tree "
-                "'dynamic', expected a template or another scope: no request reads what is shared"
+                "speculative_config: matrix_file is given with scope 'isolated', expected another "
+                "scope: no request reads what is shared"
             )
-        if self.scope == "shared" and not self.hot_start:
-            raise ValueError(
-                "speculative_config: hot_start is false with scope 'shared', expected scope "
-                "'sequence' or 'isolated': without them a request has nothing else to draft from"
-            )
-
-    @property
-    def state_file(self) -> str | None:
-        return self.matrix_file
 
     @property
     def is_dynamic(self) -> bool:
@@ -161,12 +146,7 @@ class TokenRecyclingOptions(MethodOptions):
 
     def host_config(self) -> dict[str, Any]:
         # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
-        drafter = (
-            "token_recycling.TokenRecyclingV1Drafter"
-            if self.is_dynamic
-            else "drafter.TreeV1Drafter"
-        )
-        return {"model": f"vllm_recycle.integration.cpu.{drafter}"}
+        return {"model": "vllm_recycle.integration.cpu.token_recycling.TokenRecyclingV1Drafter"}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes

@@ -1,6 +1,4 @@
-"""The most probable tokens of logits, in two launches, and learning from them in as many.
-
-Twins of `core.learn.top_k` and of `core.adjacency.update_from_logits`.
+"""The most probable tokens of logits, in two launches: the twin of `core.learn.top_k`.
 
 A row's logits are cut into groups of neighbours. The first launch streams through them and keeps
 the maximum of each group. The k groups with the greatest maxima (of equal ones the first) hold the
@@ -20,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.template_matrix import TemplateLayout
-
 # Logits that one program of the first launch looks at.
 CHUNK = 8192
 # Rows after a row that its program looks at at a time.
@@ -39,39 +35,6 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     maxima, sizes = _group_maxima(logits, k)
     _top_k_kernel[(len(logits),)](best, maxima, logits, logits.stride(0), **sizes, num_warps=8)
     return best
-
-
-def update_from_logits(
-    table: torch.Tensor,
-    expanded_idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    logits: torch.Tensor,
-    *,
-    layout: TemplateLayout,
-) -> None:
-    """See `vllm_recycle.core.template_matrix.update_from_logits`.
-
-    Of equal logits the lower token comes first, and NaN counts as -inf.
-    """
-    assert table.is_contiguous()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows = (expanded_idx_mapping.contiguous(), token_ids.contiguous())
-    maxima, sizes = _group_maxima(logits, layout.k, *rows)
-    _write_rows_kernel[(logits.shape[0],)](
-        table,
-        maxima,
-        *rows,
-        logits,
-        logits.stride(0),
-        logits.shape[0],
-        **sizes,
-        FIRST_OVERLAY=layout.first_overlay,
-        OVERLAY_ROWS=layout.overlay_rows,
-        WRITES_SHARED=layout.writes_shared,
-        LATER=LATER,
-        num_warps=8,
-    )
 
 
 def _group_maxima(
@@ -183,60 +146,6 @@ def _top_k_kernel(
     rank = tl.arange(0, KEPT)
     tokens = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
     tl.store(best + row.to(tl.int64) * K + rank, tokens, mask=rank < K)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _write_rows_kernel(
-    table: tl.tensor,
-    maxima: tl.tensor,
-    expanded_idx_mapping: tl.tensor,
-    token_ids: tl.tensor,
-    logits: tl.tensor,
-    row_stride: int,
-    num_rows: int,
-    VOCAB: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
-    FIRST_OVERLAY: tl.constexpr,
-    OVERLAY_ROWS: tl.constexpr,
-    WRITES_SHARED: tl.constexpr,
-    LATER: tl.constexpr,
-) -> None:
-    """A program a row: it writes to each of its places that no later row has as well."""
-    # The last row first: where programs run one by one, what writes and should not is not hidden.
-    row = num_rows - 1 - tl.program_id(0)
-    token = tl.load(token_ids + row).to(tl.int64)
-    if token < 0:
-        return
-    req_state_idx = tl.load(expanded_idx_mapping + row).to(tl.int64)
-    slot = token & (OVERLAY_ROWS - 1)
-    same_token = tl.zeros([LATER], tl.int32)
-    same_slot = tl.zeros([LATER], tl.int32)
-    for start in range(row + 1, num_rows, LATER):
-        later = start + tl.arange(0, LATER)
-        other = tl.load(token_ids + later, mask=later < num_rows, other=-1)
-        same_token |= (other == token).to(tl.int32)
-        if OVERLAY_ROWS:
-            collides = (other >= 0) & ((other & (OVERLAY_ROWS - 1)) == slot)
-            whose = tl.load(expanded_idx_mapping + later, mask=collides, other=-1)
-            same_slot |= (collides & (whose == req_state_idx)).to(tl.int32)
-    to_shared = (tl.max(same_token, axis=0) == 0) & WRITES_SHARED
-    to_overlay = (tl.max(same_slot, axis=0) == 0) & (OVERLAY_ROWS > 0)
-    if (to_shared | to_overlay) == 0:
-        return
-
-    successors = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
-    rank = tl.arange(0, KEPT)
-    if to_shared:
-        shared = table + (token + 1) * (1 + K)
-        tl.store(shared, token.to(tl.int32))
-        tl.store(shared + 1 + rank, successors, mask=rank < K)
-    if to_overlay:
-        own = table + (FIRST_OVERLAY + req_state_idx * OVERLAY_ROWS + slot) * (1 + K)
-        tl.store(own, token.to(tl.int32))
-        tl.store(own + 1 + rank, successors, mask=rank < K)
 
 
 @triton.jit

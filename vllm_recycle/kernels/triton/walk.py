@@ -10,45 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.template_matrix import TemplateLayout
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 # Added up for as many rows as a path can have, still above the least int32.
 _FAR = tl.constexpr(-(1 << 20))
-
-
-def fill_tree(
-    table: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    last_token_ids: torch.Tensor,
-    *,
-    tree: TreeTemplate,
-    layout: TemplateLayout,
-) -> torch.Tensor:
-    """See `vllm_recycle.core.template_matrix.fill_tree`."""
-    batch, nodes = last_token_ids.shape[0], tree.num_nodes
-    assert table.is_contiguous()
-    drafts = torch.empty(batch, nodes, dtype=torch.int64, device=table.device)
-    lanes = triton.next_power_of_2(nodes)
-    _fill_tree_kernel[(batch,)](
-        drafts,
-        table,
-        idx_mapping.contiguous(),
-        last_token_ids.contiguous(),
-        tree.paths,
-        tree.ranks,
-        NODES=nodes,
-        PATH=tree.paths.shape[1],
-        LANES=lanes,
-        WIDTH=1 + layout.k,
-        FIRST_OVERLAY=layout.first_overlay,
-        OVERLAY_ROWS=layout.overlay_rows,
-        READS_SHARED=layout.reads_shared,
-        num_warps=_warps(lanes),
-    )
-    return drafts
 
 
 def walk(
@@ -92,49 +59,6 @@ def walk(
 
 def _warps(lanes: int) -> int:
     return min(8, max(1, lanes // 32))
-
-
-@triton.jit
-def _fill_tree_kernel(
-    drafts: tl.tensor,
-    table: tl.tensor,
-    idx_mapping: tl.tensor,
-    last_token_ids: tl.tensor,
-    paths: tl.tensor,
-    ranks: tl.tensor,
-    NODES: tl.constexpr,
-    PATH: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FIRST_OVERLAY: tl.constexpr,
-    OVERLAY_ROWS: tl.constexpr,
-    READS_SHARED: tl.constexpr,
-) -> None:
-    """A program a request and a lane a node, which looks up its ancestors again by itself.
-
-    So lanes need not wait for each other; those below one ancestor read the same words.
-    """
-    index = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, LANES)
-    real = node < NODES
-    overlay = FIRST_OVERLAY + tl.load(idx_mapping + index).to(tl.int64) * OVERLAY_ROWS
-    token = tl.zeros([LANES], tl.int64) + tl.load(last_token_ids + index)
-    for depth in range(1, PATH):
-        row = tl.load(paths + (node + 1) * PATH + depth, mask=real, other=-1)
-        below = row >= 0
-        column = 1 + tl.load(ranks + row, mask=below, other=0)
-        # The overlay and the shared matrix are read at once: one latency a level.
-        successor = tl.full([LANES], -1, tl.int32)
-        if READS_SHARED:
-            successor = tl.load(table + (token + 1) * WIDTH + column, mask=below, other=-1)
-        if OVERLAY_ROWS:
-            own = table + (overlay + (token & (OVERLAY_ROWS - 1))) * WIDTH
-            tag = tl.load(own, mask=below, other=-1)
-            successor = tl.where(
-                tag == token, tl.load(own + column, mask=below, other=-1), successor
-            )
-        token = tl.where(below, successor.to(tl.int64), token)
-    tl.store(drafts + index * NODES + node, token, mask=real)
 
 
 @triton.jit

@@ -1,17 +1,16 @@
-"""What trees are grown from level by level, for the tests of the core and of the kernels."""
+"""What trees are grown from, for the tests of the core and of the kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from dynamic_steps import K, make_rows, tails_of
 from hypothesis import strategies as st
+from recycling_steps import K, make_matrix, tails_of
 
 from vllm_recycle.core import SCOPES
 from vllm_recycle.core.adjacency import AdjacencyMatrix, write_entries
-from vllm_recycle.core.beam import grow_by_levels
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, grow
 
 TOKENS = 4
 
@@ -20,28 +19,27 @@ TOKENS = 4
 class Setting:
     """What trees are grown from."""
 
-    rows: AdjacencyMatrix
+    matrix: AdjacencyMatrix
     rates: torch.Tensor
     texts: list[list[int]]
     max_depths: list[int]
     max_nodes: int
-    beam: int
-    levels: int
+    beam: int | None = None
+    levels: int | None = None
 
     @property
     def arguments(self) -> dict:
-        """Of both ways to grow."""
         return {
-            "layout": self.rows.layout,
-            "salts": self.rows.salts[: len(self.texts)],
-            "tails": tails_of(self.texts, self.rows.layout.reach),
+            "layout": self.matrix.layout,
+            "salts": self.matrix.salts[: len(self.texts)],
+            "tails": tails_of(self.texts, self.matrix.layout.reach),
             "max_depths": torch.tensor(self.max_depths),
-            "max_nodes": self.max_nodes,
         }
 
-    def grow(self) -> tuple[Growth, torch.Tensor]:
-        return grow_by_levels(
-            self.rows.table, self.rates, **self.arguments, beam=self.beam, levels=self.levels
+    def grow(self, **options) -> Growth:
+        options = {"beam": self.beam, "levels": self.levels, **options}
+        return grow(
+            self.matrix.table, self.rates, **self.arguments, max_nodes=self.max_nodes, **options
         )
 
 
@@ -50,25 +48,27 @@ def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
     """Rates are eighths, often equal: products of eight are exact in float32."""
     batch = draw(st.integers(1, 3))
     slots = draw(st.sampled_from([2, 64]))
-    rows = make_rows(
+    matrix = make_matrix(
         draw(st.sampled_from(SCOPES)), vocab_size=TOKENS, slots=slots, contexts=contexts
     )
     for b in range(3):
-        rows.begin(b)
+        matrix.begin(b)
     token = st.integers(0, TOKENS - 1)
     some = st.lists(token, max_size=K, unique=True)
-    context = st.lists(token, min_size=2, max_size=rows.layout.reach)
+    context = st.lists(token, min_size=2, max_size=matrix.layout.reach)
     written = st.tuples(st.integers(1, 3), context, some, st.integers(1, 4))
     for salt, context, successors, times in draw(st.lists(written, max_size=10)):
         successors = [*successors, *[-1] * K][:K]
         for _ in range(times):
-            write_entries(rows.table, context, salt, successors, rows.layout, own=True, shared=True)
+            write_entries(
+                matrix.table, context, salt, successors, matrix.layout, own=True, shared=True
+            )
     shape = (len(contexts), 2, K, 4)
     count = len(contexts) * 2 * K * 4
     eighths = draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))
     text = st.lists(token, min_size=1, max_size=3)
     return Setting(
-        rows=rows,
+        matrix=matrix,
         rates=torch.tensor(eighths).view(shape) / 8,
         texts=draw(st.lists(text, min_size=batch, max_size=batch)),
         max_depths=draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch)),

@@ -16,7 +16,7 @@ VOCAB, K = 7, 3
 Target = Callable[[list[int]], list[int]]
 
 
-def make_rows(scope="sequence", *, vocab_size=VOCAB, k=K, contexts=(1, 2), **options):
+def make_matrix(scope="sequence", *, vocab_size=VOCAB, k=K, contexts=(1, 2), **options):
     options = {"slots": 256, "max_num_reqs": 3, **options}
     return AdjacencyMatrix(vocab_size, k, contexts=contexts, scope=scope, **options)
 
@@ -83,7 +83,7 @@ def learn_text(
 
 
 def address_of(layout: MatrixLayout, context: Sequence[int], salt: int, *, own: bool) -> int:
-    """Where the row of the whole of a context is."""
+    """Where the entry of the whole of a context is."""
     return next(
         address
         for index, is_own, address, _ in layout.addresses(context, salt)

@@ -1,0 +1,97 @@
+"""What a method learns, as named tensors that a file can hold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
+
+KIND = "state file"
+
+
+class SavedState(ABC):
+    """State that lives on in a file between engines.
+
+    Files carry facts, such as sizes and the model. A file is read only where all of them agree.
+    """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is learnt, by its name in a file; these tensors are changed in place."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, object]:
+        """What a file of this state is written with, beside the model's fingerprint."""
+
+    @property
+    @abstractmethod
+    def share_written(self) -> float:
+        """The part of the places that hold something."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
+
+    @property
+    def places(self) -> dict[str, torch.Tensor]:
+        """Where `load` puts the tensors of a file: `tensors`, or views of them."""
+        return self.tensors
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """The tensors that `save` writes, of the types and shapes of `places`."""
+        return self.places
+
+    @abstractmethod
+    def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError, saying what is wrong, for tensors of a file that cannot be used."""
+
+    def save(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
+        """Write the state as safetensors.
+
+        Args:
+            path: of the file.
+            fingerprint: of the model; `load` asks for the same one.
+            kind: what messages call the file.
+
+        Raises:
+            StateFileError: it cannot be written.
+
+        """
+        facts = self.facts_of(fingerprint)
+        save_tensors(path, self.contents(), facts=facts, kind=kind)
+
+    def check(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
+        """Raise ValueError, by its header alone, for a file that `load` would not read."""
+        check_tensors(path, self.places, facts=self.facts_of(fingerprint), kind=kind)
+
+    def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
+        """Read the state from a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or one of other facts, shapes or values.
+
+        """
+        facts = self.facts_of(fingerprint)
+        tensors = load_tensors(path, self.places, facts=facts, kind=kind)
+        try:
+            self.validate(tensors)
+        except ValueError as error:
+            raise ValueError(f"{kind} {path}: {error}") from None
+        for name, place in self.places.items():
+            place.copy_(tensors[name])
+
+    def facts_of(self, fingerprint: str) -> dict[str, object]:
+        """All facts of a file for a model."""
+        return {**self.facts, "fingerprint": fingerprint}
+
+
+def check_token_ids(token_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError for integers that are neither token ids nor -1."""
+    if int(token_ids.min()) < -1 or int(token_ids.max()) >= vocab_size:
+        raise ValueError("it has numbers that are no token ids")

@@ -1,0 +1,402 @@
+"""Calling the C++ kernels: with tensors, as the torch functions that they are twins of are called.
+
+This module satisfies `vllm_recycle.core.operations.Operations`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from vllm_recycle.core.adjacency import MAX_CONTEXT, MatrixLayout
+from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.harvest import harvest
+from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.kernels.cpu import tree_attention as torch_attention
+from vllm_recycle.kernels.cpu.build import load_library
+from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
+
+__all__ = [
+    "choose",
+    "fill",
+    "grow",
+    "harvest",
+    "insert_phrases",
+    "learn",
+    "name",
+    "newest_phrases",
+    "seed",
+    "top_k",
+    "tree_attention",
+    "walk",
+]
+
+name = "c++"
+
+DTYPES = (torch.float32, torch.bfloat16)
+LANES = 16
+NO_WINDOW = 2**62  # more tokens than a text has
+
+
+class _Matrix(ctypes.Structure):
+    """As `Matrix` in matrix.cpp."""
+
+    _fields_ = (
+        ("table", c_void_p),
+        *(
+            (field, c_int64)
+            for field in (
+                "num_contexts",
+                "vocab",
+                "k",
+                "slots",
+                "has_own",
+                "reads_shared",
+                "writes_shared",
+                "parts",
+            )
+        ),
+        ("lengths", c_int64 * MAX_CONTEXT),
+    )
+
+
+def _matrix(table: torch.Tensor, layout: MatrixLayout) -> Any:
+    return ctypes.byref(
+        _Matrix(
+            _pointer(table, torch.int32),
+            len(layout.contexts),
+            layout.vocab_size,
+            layout.k,
+            layout.slots,
+            layout.has_own,
+            layout.reads_shared,
+            layout.writes_shared,
+            layout.parts,
+            layout.contexts,
+        )
+    )
+
+
+def _library() -> ctypes.CDLL:
+    library = load_library()
+    assert library is not None, "no C++ compiler"
+    return library
+
+
+def _pointer(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> int:
+    """For C++, which believes what it is given."""
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def _rows_pointer(tensor: torch.Tensor) -> int:
+    """For C++, of int64 rows, each contiguous, which may be one and the same (stride 0)."""
+    assert tensor.dtype == torch.int64
+    assert tensor.stride(-1) == 1
+    return tensor.data_ptr()
+
+
+def grow(
+    table: torch.Tensor,
+    rates: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    tails: torch.Tensor,
+    max_depths: torch.Tensor,
+    max_nodes: int,
+    least_worth: float = 0.0,
+) -> Growth:
+    """See `vllm_recycle.core.grow.grow`."""
+    batch, rows = len(tails), max_nodes + 1
+    assert tails.shape[1] == layout.reach
+    assert len(salts) == len(max_depths) == batch
+    token_ids = torch.full((batch, max_nodes), NO_TOKEN)
+    worths = torch.zeros(batch, max_nodes, dtype=torch.float64)
+    parents, depths = torch.zeros(2, batch, rows, dtype=torch.int64)
+    masks = torch.zeros(batch, rows, rows, dtype=torch.bool)
+    _library().grow(
+        _matrix(table, layout),
+        _pointer(rates, torch.float64),
+        _pointer(salts),
+        _pointer(tails),
+        _pointer(max_depths),
+        batch,
+        max_nodes,
+        least_worth,
+        _pointer(token_ids),
+        _pointer(worths, torch.float64),
+        _pointer(parents),
+        _pointer(depths),
+        _pointer(masks, torch.bool),
+    )
+    return Growth(token_ids, worths, Trees(parents, depths, masks))
+
+
+def fill(
+    table: torch.Tensor,
+    rates: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    tails: torch.Tensor,
+    max_depths: torch.Tensor,
+    tree: TreeTemplate,
+) -> Growth:
+    """See `vllm_recycle.core.grow.fill`."""
+    batch = len(tails)
+    assert tails.shape[1] == layout.reach
+    assert len(salts) == len(max_depths) == batch
+    token_ids = torch.empty(batch, tree.num_nodes, dtype=torch.int64)
+    worths = torch.empty(batch, tree.num_nodes, dtype=torch.float64)
+    _library().fill(
+        _matrix(table, layout),
+        _pointer(rates, torch.float64),
+        _pointer(salts),
+        _pointer(tails),
+        _pointer(max_depths),
+        _pointer(tree.parents),
+        _pointer(tree.ranks),
+        _pointer(tree.depths),
+        batch,
+        tree.num_nodes + 1,
+        _pointer(token_ids),
+        _pointer(worths, torch.float64),
+    )
+    return Growth(token_ids, worths, tree.of_batch(batch))
+
+
+def learn(
+    table: torch.Tensor,
+    counts: torch.Tensor | None,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    tails: torch.Tensor,
+    parents: torch.Tensor,
+    row_token_ids: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    successors: torch.Tensor,
+    walked: WalkResult,
+) -> None:
+    """See `vllm_recycle.core.learn.learn`."""
+    assert tails.shape[1] == layout.reach
+    path, token_ids = walked.path.contiguous(), walked.token_ids.contiguous()
+    _library().learn(
+        _matrix(table, layout),
+        None if counts is None else _pointer(counts, torch.float64),
+        _pointer(salts),
+        _pointer(tails),
+        _rows_pointer(parents),
+        parents.stride(0),
+        _pointer(row_token_ids),
+        _pointer(cu_num_logits),
+        _pointer(successors, torch.int32),
+        _pointer(path),
+        _pointer(token_ids),
+        path.shape[1],
+        len(tails),
+    )
+
+
+def seed(table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: MatrixLayout) -> None:
+    """See `vllm_recycle.core.learn.seed`."""
+    _library().seed(_matrix(table, layout), _pointer(token_ids), len(token_ids), salt)
+
+
+def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """See `vllm_recycle.core.learn.top_k`."""
+    if logits.dtype not in DTYPES or logits.stride(1) != 1:
+        logits = logits.float().contiguous()
+    best = torch.empty(len(logits), k, dtype=torch.int32)
+    _library().top_k_rows(
+        logits.data_ptr(),
+        len(logits),
+        logits.stride(0),
+        logits.shape[1],
+        k,
+        logits.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+        _pointer(best, torch.int32),
+    )
+    return best
+
+
+def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) -> torch.Tensor:
+    """See `vllm_recycle.core.price.choose`."""
+    worths = worths.double().contiguous()
+    counts = torch.empty(len(worths), dtype=torch.int64)
+    _library().choose(
+        _pointer(worths, torch.float64),
+        _pointer(times, torch.float64),
+        len(times),
+        num_other_rows,
+        *worths.shape,
+        _pointer(counts),
+    )
+    return counts
+
+
+def walk(
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    *,
+    tree: TreeTemplate | Trees,
+) -> WalkResult:
+    """See `vllm_recycle.core.verification.walk`."""
+    batch, length = draft_token_ids.shape[0], tree.depth + 1
+    path = torch.empty(batch, length, dtype=torch.int64)
+    token_ids = torch.empty_like(path)
+    lengths = torch.empty(batch, dtype=torch.int32)
+    sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
+    cu_num_logits = cu_num_logits.long()
+    trees = tree.of_batch(batch)
+    _library().walk(
+        _pointer(sampled),
+        _pointer(draft_token_ids),
+        _pointer(cu_num_logits),
+        _rows_pointer(trees.parents),
+        _rows_pointer(trees.depths),
+        trees.parents.stride(0),
+        trees.depths.stride(0),
+        batch,
+        trees.num_nodes,
+        length,
+        _pointer(path),
+        _pointer(token_ids),
+        _pointer(lengths, torch.int32),
+    )
+    return WalkResult(path, token_ids, lengths)
+
+
+def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    """See `vllm_recycle.core.phrase_pool.newest_phrases`."""
+    _, per_token, length = rows.shape
+    newest = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
+    token_ids = token_ids.contiguous()
+    _library().newest_phrases(
+        _pointer(rows, torch.int32),
+        _pointer(token_ids),
+        token_ids.numel(),
+        count,
+        per_token,
+        length,
+        _pointer(newest),
+    )
+    return newest
+
+
+def insert_phrases(
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    phrases: torch.Tensor,
+    *,
+    replaced: torch.Tensor | None = None,
+) -> None:
+    """See `vllm_recycle.core.phrase_pool.insert_phrases`."""
+    _, per_token, length = rows.shape
+    token_ids, phrases = token_ids.contiguous(), phrases.contiguous()
+    replaced = None if replaced is None else replaced.contiguous()
+    _library().insert_phrases(
+        _pointer(rows, torch.int32),
+        _pointer(token_ids),
+        _pointer(phrases),
+        None if replaced is None else _pointer(replaced),
+        len(token_ids),
+        per_token,
+        length,
+    )
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    trees: TreeQueries,
+    scale: float,
+    isa: str,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`.
+
+    That function serves what this one cannot: float16, head sizes that are no multiple of 16, and
+    the AMX layout where the compiler or the system has no AMX.
+    """
+    library, head_size = load_library(), query.shape[2]
+    options: dict[str, Any] = {"own": own, "window": window, "sinks": sinks}
+    if (
+        library is None
+        or query.dtype not in DTYPES
+        or head_size % LANES
+        or (isa == "amx" and not library.reads_amx_layout())
+    ):
+        torch_attention.tree_attention(
+            query, kv_cache, output, trees=trees, scale=scale, isa=isa, **options
+        )
+        return
+    _check_attention(query, kv_cache, output, trees, own, sinks)
+    sides = own or (None, None)
+    mask, depths = trees.trees.ancestor_mask, trees.trees.depths
+    sinks = None if sinks is None else sinks.float()
+    library.tree_attention(
+        query.data_ptr(),
+        output.data_ptr(),
+        kv_cache.data_ptr(),
+        *(0 if side is None else side.data_ptr() for side in sides),
+        _pointer(trees.first),
+        _pointer(trees.num_rows),
+        _pointer(trees.num_context),
+        trees.block_table.data_ptr(),
+        mask.data_ptr(),
+        _rows_pointer(depths),
+        None if sinks is None else _pointer(sinks, torch.float32),
+        len(trees.first),
+        query.shape[1],
+        kv_cache.shape[1],
+        head_size,
+        kv_cache.shape[2],
+        query.stride(0),
+        output.stride(0),
+        trees.block_table.stride(0),
+        mask.stride(0),
+        mask.stride(1),
+        depths.stride(0),
+        *(0 if side is None else side.stride(0) for side in sides),
+        NO_WINDOW if window is None else window,
+        isa == "amx",
+        query.dtype == torch.bfloat16,
+        scale,
+        torch.get_num_threads(),
+    )
+
+
+def _check_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    trees: TreeQueries,
+    own: tuple[torch.Tensor, torch.Tensor] | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """What C++ takes for granted."""
+    head_size = query.shape[2]
+    assert kv_cache.dtype == output.dtype == query.dtype
+    assert kv_cache.is_contiguous()
+    assert trees.block_table.dtype == torch.int32
+    assert trees.block_table.stride(1) == 1
+    assert query.stride(2) == output.stride(2) == 1
+    assert query.stride(1) == output.stride(1) == head_size
+    assert trees.trees.ancestor_mask.stride(2) == 1
+    for side in own or ():
+        assert side.dtype == query.dtype
+        assert side.stride()[1:] == (head_size, 1)
+    assert sinks is None or len(sinks) == query.shape[1]

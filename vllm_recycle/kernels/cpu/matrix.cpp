@@ -1,0 +1,331 @@
+// Drafting from the adjacency matrix and learning from a step; twins of functions in core/.
+//
+// Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled on
+// the machine that runs it (build.py).
+
+#include <algorithm>
+#include <cstdint>
+#include <queue>
+#include <tuple>
+#include <vector>
+
+#include "top_k.h"
+
+namespace {
+
+constexpr int64_t STEADINESSES = 4;
+constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
+constexpr int64_t MAX_REACH = 8;
+constexpr double MOST_SEEN = 2000.0;
+constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
+
+// The table and its layout, see MatrixLayout; as calls.py fills it in.
+struct Matrix {
+  int32_t* table;
+  int64_t num_contexts, vocab, k, slots, has_own, reads_shared, writes_shared, parts;
+  int64_t lengths[MAX_REACH];  // of contexts, ascending from 1
+
+  int64_t reach() const { return lengths[num_contexts - 1]; }
+  int32_t* entry(int64_t address) const { return table + address * (k + 2); }
+  bool is_token(int64_t token) const { return uint64_t(token) < uint64_t(vocab); }
+};
+
+// Tokens, the newest first.
+struct Context {
+  int64_t tokens[MAX_REACH];
+
+  Context below(int64_t token) const {
+    Context child;
+    child.tokens[0] = token;
+    std::copy(tokens, tokens + MAX_REACH - 1, child.tokens + 1);
+    return child;
+  }
+};
+
+Context tail_of(const int64_t* tail, int64_t reach) {
+  Context context;
+  std::fill(context.tokens, context.tokens + MAX_REACH, -1);
+  std::copy(tail, tail + reach, context.tokens);
+  return context;
+}
+
+struct Place {
+  int64_t index, own;
+  int32_t* entry;
+  int32_t head, salt;
+  int64_t k;
+
+  bool is_known() const { return entry[0] >> 2 == head >> 2 && entry[k + 1] == salt; }
+};
+
+// Calls `visit` with the place of each entry of a context, the shortest first, shared before own.
+template <typename Visit>
+void each_place(const Matrix& matrix, const Context& context, int64_t salt, Visit visit) {
+  uint64_t hashed = 0;
+  int64_t seen = 0;
+  const int64_t slots = matrix.slots / matrix.parts;
+  const int64_t first = matrix.vocab + (salt & (matrix.parts - 1)) * slots;
+  for (int64_t index = 0; index < matrix.num_contexts; index++) {
+    const int64_t length = matrix.lengths[index];
+    for (; seen < length; seen++) {
+      if (!matrix.is_token(context.tokens[seen])) return;
+      hashed = (hashed ^ uint64_t(context.tokens[seen] + 1)) * MIX;
+      hashed ^= hashed >> 32;
+    }
+    for (int64_t own = 0; own < 2; own++) {
+      if (length == 1 && !own) {
+        const int64_t token = context.tokens[0];
+        visit(Place{index, 0, matrix.entry(token), int32_t(token << 3), 0, matrix.k});
+        continue;
+      }
+      const uint64_t salted = own && matrix.parts == 1 ? uint64_t(salt) : 0;
+      uint64_t key = (hashed + salted * FINISH + uint64_t(length)) * FINISH;
+      key = (key ^ key >> 29) * MIX;
+      const int64_t address = first + int64_t(key & uint64_t(slots - 1));
+      const int32_t head = int32_t(key >> 36 << 3 | uint64_t(own) << 2);
+      visit(Place{index, own, matrix.entry(address), head, int32_t(own ? salt : 0), matrix.k});
+    }
+  }
+}
+
+// The entry to draft from; its `entry` is null where nothing is known.
+Place find_entry(const Matrix& matrix, const Context& context, int64_t salt) {
+  Place found = {};
+  each_place(matrix, context, salt, [&](const Place& place) {
+    if ((place.own ? matrix.has_own : matrix.reads_shared) && place.is_known()) found = place;
+  });
+  return found;
+}
+
+// The rates of an entry's successors, each STEADINESSES behind the one before.
+const double* rates_of(const Matrix& matrix, const double* rates, const Place& found) {
+  const int64_t first = (found.index * 2 + found.own) * matrix.k;
+  return rates + first * STEADINESSES + (found.entry[0] & 3);
+}
+
+// An entry to be written; its steadiness is already in the head.
+struct Write {
+  int32_t* entry;
+  int32_t head, salt;
+  const int32_t* successors;
+};
+
+Write write_to(const Place& place, const int32_t* successors) {
+  const bool stays = place.is_known() && place.entry[1] == successors[0];
+  const int32_t steadiness = stays ? std::min(3, (place.entry[0] & 3) + 1) : 0;
+  return {place.entry, place.head | steadiness, place.salt, successors};
+}
+
+void apply(const Matrix& matrix, const Write& write) {
+  write.entry[0] = write.head;
+  std::copy(write.successors, write.successors + matrix.k, write.entry + 1);
+  write.entry[1 + matrix.k] = write.salt;
+}
+
+// Which successor of the entry that a draft is made from was right, and all as seen.
+void count(const Matrix& matrix, double* increments, const Context& context, int64_t salt,
+           int64_t token) {
+  const Place found = find_entry(matrix, context, salt);
+  if (!found.entry) return;
+  for (int64_t rank = 0; rank < matrix.k; rank++) {
+    if (found.entry[1 + rank] < 0) continue;
+    const int64_t ranks = (found.index * 2 + found.own) * matrix.k + rank;
+    for (int64_t steadiness : {int64_t(found.entry[0] & 3), STEADINESSES}) {
+      double* cell = increments + (ranks * CELLS + steadiness) * 2;
+      cell[0] += found.entry[1 + rank] == token;
+      cell[1] += 1.0;
+    }
+  }
+}
+
+void fold(double* counts, const std::vector<double>& increments) {
+  for (size_t cell = 0; cell < increments.size(); cell += 2) {
+    counts[cell] += increments[cell], counts[cell + 1] += increments[cell + 1];
+    if (counts[cell + 1] > MOST_SEEN) counts[cell] *= 0.5, counts[cell + 1] *= 0.5;
+  }
+}
+
+struct Candidate {
+  double worth;
+  int64_t depth, parent, rank, token;
+
+  bool operator<(const Candidate& other) const {  // what comes later from a priority queue
+    if (worth != other.worth) return worth < other.worth;
+    return std::tie(depth, parent, rank) > std::tie(other.depth, other.parent, other.rank);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Worths come filled with 0, token ids with -1, parents, depths and masks with 0.
+void grow(const Matrix* of, const double* rates, const int64_t* salts, const int64_t* tails,
+          const int64_t* max_depths, int64_t batch, int64_t max_nodes, double least_worth,
+          int64_t* token_ids, double* worths, int64_t* parents, int64_t* depths, uint8_t* masks) {
+  const Matrix& matrix = *of;
+  const int64_t reach = matrix.reach(), width = max_nodes + 1;
+  std::vector<Context> contexts(width);
+  std::vector<Candidate> room;
+  for (int64_t b = 0; b < batch; b++, parents += width, depths += width, masks += width * width) {
+    room.clear();
+    std::priority_queue<Candidate> heap({}, std::move(room));
+    contexts[0] = tail_of(tails + b * reach, reach);
+    double worth = 1.0;
+    int64_t row = 0;
+    masks[0] = 1;
+    while (true) {
+      if (depths[row] < max_depths[b]) {
+        const Place found = find_entry(matrix, contexts[row], salts[b]);
+        const double* rate = found.entry ? rates_of(matrix, rates, found) : nullptr;
+        for (int64_t rank = 0; found.entry && rank < matrix.k; rank++, rate += STEADINESSES) {
+          const int64_t token = found.entry[1 + rank];
+          const double below = worth * *rate;
+          if (token >= 0 && below > least_worth) {
+            heap.push({below, depths[row] + 1, row, rank, token});
+          }
+        }
+      }
+      if (heap.empty() || row == max_nodes) break;
+      const Candidate top = heap.top();
+      heap.pop();
+      worth = worths[b * max_nodes + row] = top.worth;
+      token_ids[b * max_nodes + row] = top.token;
+      row++;
+      parents[row] = top.parent, depths[row] = top.depth;
+      contexts[row] = contexts[top.parent].below(top.token);
+      std::copy(masks + top.parent * width, masks + (top.parent + 1) * width, masks + row * width);
+      masks[row * width + row] = 1;
+    }
+    for (row++; row < width; row++) {  // no nodes: as any row below the root
+      depths[row] = 1;
+      masks[row * width] = masks[row * width + row] = 1;
+    }
+  }
+}
+
+// Parents and depths are of the rows of the template, ranks too; parents come before children.
+void fill(const Matrix* of, const double* rates, const int64_t* salts, const int64_t* tails,
+          const int64_t* max_depths, const int64_t* parents, const int64_t* ranks,
+          const int64_t* depths, int64_t batch, int64_t num_rows, int64_t* token_ids,
+          double* worths) {
+  struct Row {
+    Context context;
+    Place found;
+    double worth;
+    bool is_filled, is_found;
+  };
+  const Matrix& matrix = *of;
+  const int64_t reach = matrix.reach(), nodes = num_rows - 1;
+  std::vector<Row> rows(num_rows);
+  for (int64_t b = 0; b < batch; b++) {
+    rows[0] = {tail_of(tails + b * reach, reach), {}, 1.0, true, false};
+    for (int64_t row = 1; row < num_rows; row++) {
+      int64_t& token = token_ids[b * nodes + row - 1];
+      double& worth = worths[b * nodes + row - 1];
+      token = -1, worth = 0.0;
+      rows[row].is_filled = rows[row].is_found = false;
+      Row& above = rows[parents[row]];
+      if (!above.is_filled || depths[row] > max_depths[b]) continue;
+      if (!above.is_found) {
+        above.found = find_entry(matrix, above.context, salts[b]);
+        above.is_found = true;
+      }
+      if (!above.found.entry || above.found.entry[1 + ranks[row]] < 0) continue;
+      token = above.found.entry[1 + ranks[row]];
+      worth = above.worth * rates_of(matrix, rates, above.found)[ranks[row] * STEADINESSES];
+      rows[row] = {above.context.below(token), {}, worth, true, false};
+    }
+  }
+}
+
+// All is read before anything is written; of several writes to an entry the last one stays.
+void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t* tails,
+           const int64_t* parents, int64_t parents_stride, const int64_t* row_token_ids,
+           const int64_t* cu_num_logits, const int32_t* successors, const int64_t* path,
+           const int64_t* token_ids, int64_t path_length, int64_t batch) {
+  const Matrix& matrix = *of;
+  const int64_t reach = matrix.reach();
+  std::vector<double> increments(counts ? matrix.num_contexts * 2 * matrix.k * CELLS * 2 : 0);
+  std::vector<Context> contexts;
+  std::vector<uint8_t> visited;
+  std::vector<Write> writes;
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t first = cu_num_logits[b], rows = cu_num_logits[b + 1] - first;
+    if (!rows) continue;
+    contexts.assign(rows, tail_of(nullptr, 0));  // of no token, where a node was not filled
+    visited.assign(rows, 0);
+    contexts[0] = tail_of(tails + b * reach, reach);
+    for (int64_t row = 1; row < rows; row++) {
+      const int64_t parent = parents[b * parents_stride + row];
+      const bool is_below = parent == 0 || contexts[parent].tokens[0] >= 0;
+      const int64_t token = row_token_ids[first + row];
+      if (is_below && token >= 0) contexts[row] = contexts[parent].below(token);
+    }
+    const int64_t *visits = path + b * path_length, *emitted = token_ids + b * path_length;
+    int64_t num_visits = 0;
+    for (; num_visits < path_length && visits[num_visits] >= 0; num_visits++) {
+      const int64_t row = visits[num_visits];
+      visited[row] = 1;
+      if (counts) count(matrix, increments.data(), contexts[row], salts[b], emitted[num_visits]);
+    }
+    auto write = [&](int64_t row) {
+      each_place(matrix, contexts[row], salts[b], [&](const Place& place) {
+        if (place.own ? matrix.has_own : matrix.writes_shared) {
+          writes.push_back(write_to(place, successors + (first + row) * matrix.k));
+        }
+      });
+    };
+    for (int64_t row = 0; row < rows; row++) {
+      if (!visited[row]) write(row);
+    }
+    for (int64_t i = 0; i < num_visits; i++) write(visits[i]);
+  }
+  for (const Write& write : writes) apply(matrix, write);
+  if (counts) fold(counts, increments);
+}
+
+void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t salt) {
+  const Matrix& matrix = *of;
+  const int64_t k = matrix.k;
+  Context context = tail_of(tokens, 0);
+  std::vector<const int32_t*> known(matrix.num_contexts);
+  std::vector<int32_t> merged(matrix.num_contexts * k);
+  for (int64_t end = 1; end < num_tokens; end++) {
+    context = context.below(tokens[end - 1]);
+    if (!matrix.is_token(tokens[end])) continue;
+    std::fill(known.begin(), known.end(), nullptr);
+    each_place(matrix, context, salt, [&](const Place& place) {
+      if ((place.own ? matrix.has_own : matrix.reads_shared) && place.is_known()) {
+        known[place.index] = place.entry + 1;
+      }
+    });
+    // All are read before one is written.
+    const int32_t follower = int32_t(tokens[end]);
+    for (int64_t index = 0; index < matrix.num_contexts; index++) {
+      int32_t* out = merged.data() + index * k;
+      const int32_t* rest = known[index] ? known[index] : known[0];
+      int64_t size = 0;
+      out[size++] = follower;
+      for (int64_t rank = 0; rest && rank < k && size < k; rank++) {
+        if (rest[rank] != follower && rest[rank] >= 0) out[size++] = rest[rank];
+      }
+      std::fill(out + size, out + k, -1);
+    }
+    each_place(matrix, context, salt, [&](const Place& place) {
+      if (bool(place.own) == bool(matrix.has_own)) {
+        apply(matrix, write_to(place, merged.data() + place.index * k));
+      }
+    });
+  }
+}
+
+void top_k_rows(const void* logits, int64_t count, int64_t stride, int64_t num_logits, int64_t k,
+                int64_t is_bf16, int64_t threads, int32_t* best) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
+  for (int64_t row = 0; row < count; row++) {
+    top_k(logits, row * stride, is_bf16, num_logits, k, best + row * k);
+  }
+}
+
+}  // extern "C"
