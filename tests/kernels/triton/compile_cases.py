@@ -65,7 +65,6 @@ def cases() -> Iterator[tuple[Case, int]]:
     # Which take `Case` from here.
     from compile_cases_learning import learning_cases
     from compile_cases_ouroboros import ouroboros_cases
-    from compile_cases_sampling import visitable_rows_case
 
     yield from tree_attention_cases()
     for arch in (80, 90):
@@ -75,7 +74,6 @@ def cases() -> Iterator[tuple[Case, int]]:
             yield walk_case(grown=grown), arch
             yield place_case(grown=grown), arch
         yield compact_case(), arch
-        yield visitable_rows_case(), arch
         for case in (*ouroboros_cases(), *learning_cases()):
             yield case, arch
     for arch in (80, 90, 100, 120):
