@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
+HARNESS = Path(__file__).resolve().parents[2] / "examples" / "gpu"
 OPERATIONS = {"place", "update", "walk", "compact", "fill", "together"}
 
 
 def run(name, *arguments):
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    command = [sys.executable, str(HARNESS / name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def load(name, monkeypatch):
     """A module of the benchmarks; the environment and the path are as before after the test."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(HARNESS)
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return importlib.import_module(name)

@@ -1,6 +1,6 @@
 """Device time of the Triton kernels of a tree step, beside references and the machine's limits.
 
-    python examples/benchmarks/kernels.py --json kernels.json
+    python examples/gpu/kernels.py --json kernels.json
 
 Needs a GPU with 24 GB, torch, Triton, NumPy and safetensors; neither vLLM nor an installation of
 this package. First each kernel is compared with its torch twin on the inputs that it is timed with,
