@@ -1,29 +1,29 @@
-"""The kernels that grow trees and learn context rows, for `kernels.py`: inputs and agreement."""
+"""The kernels that draft from the adjacency matrix and teach it, for `kernels.py`."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch_twins_dynamic
 from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure, random, random_ids
 
+from vllm_recycle.core import WalkResult, reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.beam import BEAM, LEVELS
-from vllm_recycle.core.beam import grow_by_levels as torch_grow_by_levels
+from vllm_recycle.core.grow import BEAM, LEVELS, Growth
+from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
-from vllm_recycle.kernels.triton.matrix.grow import grow_by_levels
+from vllm_recycle.kernels.triton.matrix.fill import fill
+from vllm_recycle.kernels.triton.matrix.find import Texts
+from vllm_recycle.kernels.triton.matrix.grow import grow
 from vllm_recycle.kernels.triton.matrix.learn import learn
 from vllm_recycle.kernels.triton.matrix.seed import seed
-from vllm_recycle.kernels.triton.operations import OPERATIONS
-from vllm_recycle.kernels.triton.text_tails import read_tails
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
+from vllm_recycle.kernels.triton.walk import walk_trees
 
 CONTEXTS = (1, 2, 4, 8)
 
@@ -45,7 +45,7 @@ class GrownInputs:
 
     def __init__(self, case: GrownCase) -> None:
         self.case, batch, vocab = case, case.batch, case.vocab
-        self.rows = AdjacencyMatrix(
+        self.matrix = AdjacencyMatrix(
             vocab,
             case.k,
             contexts=CONTEXTS,
@@ -53,32 +53,41 @@ class GrownInputs:
             max_num_reqs=case.max_num_reqs,
             device=DEVICE,
         )
-        self.texts = random_ids(case.words, case.max_num_reqs, case.text).to(torch.int32)
+        token_ids = random_ids(case.words, case.max_num_reqs, case.text).to(torch.int32)
+        lengths = torch.full((case.max_num_reqs,), case.text, dtype=torch.int32, device=DEVICE)
+        self.texts = Texts(token_ids, lengths)
         self.idx_mapping = torch.randperm(case.max_num_reqs, device=DEVICE)[:batch]
-        self.total_len = torch.full((case.max_num_reqs,), case.text, device=DEVICE)
-        self.stamps = torch.zeros(len(self.rows.table), dtype=torch.int32, device=DEVICE)
-        self.counts = DeviceCounts.of(AcceptanceTable(self.rows.layout, device=DEVICE))
+        self.stamps = torch.zeros(len(self.matrix.table), dtype=torch.int32, device=DEVICE)
+        self.counts = DeviceCounts.of(AcceptanceTable(self.matrix.layout, device=DEVICE))
         for req_state_idx in self.idx_mapping.tolist():
-            self.rows.begin(req_state_idx)
+            self.matrix.begin(req_state_idx)
         seed(
-            self.rows.table,
+            self.matrix.table,
             self.stamps,
-            self.texts,
-            layout=self.rows.layout,
-            salts=self.rows.salts,
+            token_ids,
+            layout=self.matrix.layout,
+            salts=self.matrix.salts,
             req_state_indices=self.idx_mapping.tolist(),
             lengths=[case.text] * batch,
         )
         nodes = case.rows - 1
         depth = min(LEVELS, nodes)
-        self.trees = DeviceTrees.make(case.max_num_reqs, nodes, depth=depth, device=DEVICE)
-        self.drafts = torch.empty(batch, nodes, dtype=torch.int64, device=DEVICE)
-        self.worth = torch.empty(batch, nodes, device=DEVICE)
-        self.max_depths = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
-        self.tails = self.read_tails()
+        self.trees = DeviceTrees.empty(nodes, case.max_num_reqs, depth=depth, device=DEVICE)
+        self.template: TreeTemplate = load_tree("default").prefix(nodes).to(DEVICE)
+        self.drafts, self.filled = (
+            torch.empty(batch, tree.num_nodes, dtype=torch.int64, device=DEVICE)
+            for tree in (self.trees, self.template)
+        )
+        self.worths, self.filled_worths = (
+            torch.empty(drafts.shape, device=DEVICE) for drafts in (self.drafts, self.filled)
+        )
         self.grow()
+        self.fill()
+        # By request, as the walk reads them.
+        self.draft_tokens = torch.full((case.max_num_reqs, nodes), -1, device=DEVICE)
+        self.draft_tokens[self.idx_mapping] = self.drafts
         self.cu_num_logits = count(batch + 1) * case.rows
-        root = self.tails[:, :1]
+        root = token_ids[self.idx_mapping, -1:]
         self.row_token_ids = torch.cat((root, self.drafts), dim=1).flatten()
         # What is sampled at a row is the first of its children that was drafted.
         sampled = random_ids(vocab, batch, case.rows)
@@ -88,43 +97,40 @@ class GrownInputs:
         self.successors = top_k(self.logits, case.k)
         self.walked = self.walk()
 
-    def read_tails(self) -> torch.Tensor:
-        reach = self.rows.layout.reach
-        return read_tails(self.texts, self.idx_mapping, self.total_len, reach=reach)
+    @property
+    def given(self) -> dict[str, Any]:
+        return {
+            "layout": self.matrix.layout,
+            "salts": self.matrix.salts,
+            "texts": self.texts,
+        }
+
+    @property
+    def learnt(self) -> tuple[torch.Tensor, ...]:
+        return self.matrix.table, self.counts.rates, self.idx_mapping
 
     def grow(self) -> None:
-        grow_by_levels(
-            self.drafts,
-            self.worth,
-            self.rows.table,
-            self.counts.rates,
-            self.idx_mapping,
-            layout=self.rows.layout,
-            salts=self.rows.salts,
-            tails=self.tails,
-            max_depths=self.max_depths,
-            trees=self.trees,
-            beam=BEAM,
-        )
+        grow(self.drafts, self.worths, *self.learnt, **self.given, trees=self.trees, beam=BEAM)
+
+    def fill(self) -> None:
+        fill(self.filled, self.filled_worths, *self.learnt, **self.given, tree=self.template)
 
     def walk(self) -> Any:
-        return OPERATIONS.walk(
+        return walk_trees(
             self.sampled,
-            self.drafts,
+            self.draft_tokens,
             self.cu_num_logits,
-            tree=self.trees,
+            trees=self.trees,
             idx_mapping=self.idx_mapping,
         )
 
-    def learn(self, function: Call = learn) -> None:
-        function(
-            self.rows.table,
+    def learn(self) -> None:
+        learn(
+            self.matrix.table,
             self.stamps,
             self.counts,
-            layout=self.rows.layout,
+            **self.given,
             idx_mapping=self.idx_mapping,
-            salts=self.rows.salts,
-            tails=self.tails,
             parents=self.trees.parents,
             row_token_ids=self.row_token_ids,
             cu_num_logits=self.cu_num_logits,
@@ -135,45 +141,67 @@ class GrownInputs:
 
 
 def check_grown(inputs: GrownInputs) -> None:
-    """Growing and learning against their references, bit for bit."""
-    idx_mapping, rows = inputs.idx_mapping, inputs.rows
-    growth, worth = torch_grow_by_levels(
-        rows.table.cpu(),
-        inputs.counts.rates.cpu(),
-        layout=rows.layout,
-        salts=rows.salts[idx_mapping].cpu(),
-        tails=inputs.tails.cpu(),
-        max_depths=inputs.max_depths.cpu(),
-        max_nodes=inputs.trees.num_nodes,
+    """Drafting and learning against the core, bit for bit."""
+    idx_mapping, matrix, trees = inputs.idx_mapping, inputs.matrix, inputs.trees
+    reach = matrix.layout.reach
+    given = {
+        "layout": matrix.layout,
+        "salts": matrix.salts[idx_mapping].cpu(),
+        "tails": inputs.texts.token_ids[idx_mapping].flip(1)[:, :reach].long().cpu(),
+    }
+    learnt = (matrix.table.cpu(), inputs.counts.rates.cpu())
+    depths = torch.full((len(idx_mapping),), trees.depth)
+    grown = reference.grow(
+        *learnt,
+        **given,
+        max_depths=depths,
+        max_nodes=trees.num_nodes,
         beam=BEAM,
-        levels=inputs.trees.depth,
+        levels=trees.depth,
     )
+    template = inputs.template.to("cpu")
+    filled = reference.fill(*learnt, **given, max_depths=depths + template.depth, tree=template)
+    _compare("grow", inputs.drafts, inputs.worths, grown)
+    _compare("fill", inputs.filled, inputs.filled_worths, filled)
     pairs = (
-        (inputs.drafts, growth.token_ids),
-        (inputs.worth, worth),
-        (inputs.trees.parents[idx_mapping], growth.trees.parents.int()),
-        (inputs.trees.ancestor_bits[idx_mapping], ancestor_bits(growth.trees.ancestor_mask)),
+        (trees.parents[idx_mapping], grown.trees.parents.int()),
+        (trees.ancestor_bits[idx_mapping], ancestor_bits(grown.trees.ancestor_mask)),
     )
     if not all(one.cpu().equal(other) for one, other in pairs):
-        sys.exit("wrong: grow: the kernel's trees are not those of its reference")
-    twin = copy.deepcopy(inputs)
+        sys.exit("wrong: grow: the kernel's trees are not those of the core")
+    table, counts = matrix.table.cpu(), inputs.counts.counts.cpu().clone()
+    walked = inputs.walked
+    reference.learn(
+        table,
+        counts,
+        **given,
+        parents=trees.parents[idx_mapping].long().cpu(),
+        row_token_ids=inputs.row_token_ids.cpu(),
+        cu_num_logits=inputs.cu_num_logits.cpu(),
+        successors=inputs.successors.cpu(),
+        walked=WalkResult(*(getattr(walked, name).cpu() for name in walked.__slots__)),
+    )
     inputs.learn()
-    twin.learn(torch_twins_dynamic.learn)
-    if not inputs.rows.table.equal(twin.rows.table):
-        sys.exit("wrong: learn: the kernel's rows are not those of its reference")
-    if not inputs.counts.counts.equal(twin.counts.counts):
-        sys.exit("wrong: learn: the kernel's counts are not those of its reference")
+    if not matrix.table.cpu().equal(table):
+        sys.exit("wrong: learn: the kernel's entries are not those of the core")
+    if not inputs.counts.counts.cpu().equal(counts):
+        sys.exit("wrong: learn: the kernel's counts are not those of the core")
+
+
+def _compare(name: str, drafts: torch.Tensor, worths: torch.Tensor, growth: Growth) -> None:
+    if not (drafts.cpu().equal(growth.token_ids) and worths.cpu().equal(growth.worths)):
+        sys.exit(f"wrong: {name}: the kernel's drafts are not those of the core")
 
 
 def measure_grown(case: GrownCase, peaks: Peaks) -> dict[str, Any]:
     inputs = GrownInputs(case)
     check_grown(inputs)
     calls: dict[str, Call] = {
-        "tails": inputs.read_tails,
         "top_k": partial(top_k, inputs.logits, case.k),
         "walk": inputs.walk,
         "learn": inputs.learn,
         "grow": inputs.grow,
+        "fill": inputs.fill,
     }
     calls["together"] = partial(in_turn, *calls.values())
     return {
