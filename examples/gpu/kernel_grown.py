@@ -169,7 +169,7 @@ def check_grown(inputs: GrownInputs) -> None:
     )
     if not all(one.cpu().equal(other) for one, other in pairs):
         sys.exit("wrong: grow: the kernel's trees are not those of the core")
-    table, counts = matrix.table.cpu(), inputs.counts.counts.cpu().clone()
+    table, counts = matrix.table.cpu().clone(), inputs.counts.counts.cpu().clone()
     walked = inputs.walked
     reference.learn(
         table,
