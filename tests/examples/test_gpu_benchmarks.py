@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import subprocess
@@ -12,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
-OPERATIONS = {"place", "update", "walk", "compact", "fill", "together"}
+HARNESS = Path(__file__).resolve().parents[2] / "examples" / "gpu"
+OPERATIONS = {"place", "walk", "compact", "together"}
 
 
 def run(name, *arguments):
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    command = [sys.executable, str(HARNESS / name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def load(name, monkeypatch):
     """A module of the benchmarks; the environment and the path are as before after the test."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(HARNESS)
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return importlib.import_module(name)
@@ -44,7 +43,7 @@ def test_kernels_are_checked_and_measured(tmp_path):
         assert step["moved_rows"] > 0
     assert [step["batch"] for step in report["grown"]] == [1, 2]
     for step in report["grown"]:
-        assert set(step["times"]) == {"tails", "top_k", "walk", "learn", "grow", "together"}
+        assert set(step["times"]) == {"top_k", "walk", "learn", "grow", "fill", "together"}
         assert min(step["nodes"], step["accepted"]) > 0
     assert report["conditions"]["times"].startswith("mean nothing")
     assert done.stdout.count("not judged: ") == len(report["marks"]) == 3
@@ -52,29 +51,29 @@ def test_kernels_are_checked_and_measured(tmp_path):
 
 def test_a_kernel_that_is_wrong_ends_the_run(monkeypatch):
     module = load("kernel_step", monkeypatch)
-    case = module.StepCase(batch=2, rows=13, vocab=48, k=2, max_num_reqs=4, layers=2, kv_heads=2)
+    case = module.StepCase(batch=2, rows=13, vocab=48, max_num_reqs=4, layers=2, kv_heads=2)
     inputs = module.StepInputs(case)
     module.check_step(inputs)
-    walk = module.OPERATIONS.walk
+    walk = module.walk
 
     def never_accepting(sampled, *arguments, **keywords):
         return walk(sampled - case.vocab, *arguments, **keywords)
 
-    wrong = dataclasses.replace(module.OPERATIONS, walk=never_accepting)
-    monkeypatch.setattr(module, "OPERATIONS", wrong)
+    monkeypatch.setattr(module, "walk", never_accepting)
     with pytest.raises(SystemExit, match="wrong: walk: the kernel's result is not"):
         module.check_step(inputs)
 
 
-@pytest.mark.parametrize("broken", ["grow", "learn"])
+@pytest.mark.parametrize("broken", ["grow", "fill", "learn"])
 def test_growing_or_learning_that_is_wrong_ends_the_run(broken, monkeypatch):
     module = load("kernel_grown", monkeypatch)
     sizes = {"vocab": 48, "k": 2, "max_num_reqs": 4, "slots": 256, "text": 40, "words": 4}
     inputs = module.GrownInputs(module.GrownCase(batch=2, rows=13, **sizes))
-    if broken == "grow":
-        inputs.worth += 1
+    if broken == "learn":
+        monkeypatch.setattr(module.reference, "learn", lambda *args, **kwargs: None)
     else:
-        monkeypatch.setattr(module.torch_twins_dynamic, "learn", lambda *args, **kwargs: None)
+        worths = {"grow": inputs.worths, "fill": inputs.filled_worths}
+        worths[broken] += 1
     with pytest.raises(SystemExit, match=f"wrong: {broken}: "):
         module.check_grown(inputs)
 

@@ -1,8 +1,8 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up by the number of requests that a step has. The object here is asked in the
-place of its table, and goes by those of them that draft. What it knows comes with the output of
-earlier steps, from the first rank.
+vLLM looks the number up by the number of requests that a step has. `DraftSizes` is asked in place
+of its table, and goes by those requests that draft. What it knows comes with the output of earlier
+steps, from the first rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.size_chooser import SizeChooser, promised_gains
-from vllm_recycle.core.step_seconds import StepSeconds
+from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds, promised_gains
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
 from vllm_recycle.integration.options import chooses_sizes, options_of
 
@@ -68,6 +67,16 @@ def _max_rows(vllm_config: Any) -> int:
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
 
 
+class SizeTable:
+    """Stands in the place of vLLM's table of sizes by batch, which is asked once a step."""
+
+    def __init__(self, sizes: DraftSizes) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, num_reqs: int) -> int:
+        return self.sizes.choose(num_reqs)
+
+
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
@@ -89,7 +98,7 @@ class DraftSizes:
         self.chooser = SizeChooser(
             None if options.is_dynamic else promised_gains(options.load_tree().prefix_depths)
         )
-        self.times: StepSeconds | None = None
+        self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
         self.drafting, self.context = 0, 0
@@ -98,26 +107,29 @@ class DraftSizes:
         self._seconds: dict[int, float] = {}
         self._given: dict[str, int] = {}
 
-    def __getitem__(self, num_reqs: int) -> int:
-        """How many nodes the trees have that are drafted in a step of so many requests."""
+    def choose(self, num_reqs: int) -> int:
+        """How many nodes the trees have that are drafted in a step of so many requests.
+
+        Where nothing is known of steps like the next one, since they have no graph or none was
+        timed, the size stays what it was.
+        """
         self._count_requests()
         # Those that came since the look may all draft, and must not have as large trees as few.
         came = max(0, len(self.scheduler.running) - self.num_running)
         drafting = min(self.drafting + came, num_reqs)
         if not drafting:
             return 0
-        if self.times is None or self.chooser.gains is None:
+        if self.chooser.gains is None or not self.times.graphs:
             return self.table[num_reqs]
-        given = {
-            "requests": num_reqs,
-            "drafting": drafting,
-            "context": self.context,
-            # One prompt that comes in between is no reason to draft otherwise.
-            "other_rows": min(self.prompt_rows),
-        }
+        given = {"requests": num_reqs, "drafting": drafting, "context": self.context}
         if given != self._given:
             self._given, sizes = given, self._sizes(num_reqs, drafting)
-            self._seconds = {nodes: self.times.at(nodes, **given) for nodes in sizes}
+            seconds = {nodes: self.times.at(nodes, **given) for nodes in sizes}
+            self._seconds = {n: known for n, known in seconds.items() if known is not None}
+        # A step with a prompt has no graph. One prompt that comes in between changes nothing.
+        if min(self.prompt_rows) or 0 not in self._seconds:
+            size = self.table[num_reqs] if self.chooser.size is None else self.chooser.size
+            return max(n for n in self._sizes(num_reqs, drafting) if n <= size)
         return self.chooser.choose(self._seconds, num_reqs=num_reqs, num_drafting=drafting)
 
     def _sizes(self, num_reqs: int, drafting: int) -> list[int]:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import Proposer
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, options_of
@@ -33,13 +32,11 @@ class Drafter(ABC):
 
     Attributes:
         vllm_config: of the engine.
-        proposer: what drafts.
         state: what it learns.
 
     """
 
     vllm_config: Any
-    proposer: Proposer
     state: SavedState
 
     def __init__(self, vllm_config: Any) -> None:

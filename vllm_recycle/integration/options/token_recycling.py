@@ -8,7 +8,12 @@ from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
-from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, Schedule, halving_schedule
+from vllm_recycle.integration.draft_limits import (
+    MAX_TREE_ROWS,
+    UNLIMITED,
+    Schedule,
+    halving_schedule,
+)
 from vllm_recycle.integration.options.base import (
     MethodOptions,
     expect,
@@ -151,4 +156,4 @@ class TokenRecyclingOptions(MethodOptions):
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
         # pads a request that just came in to a full draft of -1, and keeps it waiting where that
         # does not fit.
-        return [(1, 1 << 20, num_nodes)]
+        return [(1, UNLIMITED, num_nodes)]

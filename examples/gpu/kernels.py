@@ -1,6 +1,6 @@
 """Device time of the Triton kernels of a tree step, beside references and the machine's limits.
 
-    python examples/benchmarks/kernels.py --json kernels.json
+    python examples/gpu/kernels.py --json kernels.json
 
 Needs a GPU with 24 GB, torch, Triton, NumPy and safetensors; neither vLLM nor an installation of
 this package. First each kernel is compared with its torch twin on the inputs that it is timed with,
@@ -51,8 +51,7 @@ DEFINITIONS = {
     "of the matrix product; for the other kernels bytes alone",
     "reference": "the torch twin, in a graph like the kernel",
     "host_us": "median wall time to enqueue the launches, outside graphs; the device is idle",
-    "together": "place, update, walk, compact, fill in one graph, as in a step; of grown trees "
-    "tails, top_k, walk, learn, grow",
+    "together": "place, walk, compact in one graph; of what drafts and learns, all in one graph",
 }
 
 
@@ -93,7 +92,6 @@ def measurements(peaks: Peaks, *, smoke: bool) -> Iterator[tuple[str, dict[str, 
         # The last of 13 rows is the first of the tree that moves when it is accepted.
         sizes = {
             "vocab": 48,
-            "k": 2,
             "max_num_reqs": 4,
             "layers": 2,
             "kv_heads": 2,
@@ -156,8 +154,8 @@ def reached(report: dict[str, Any]) -> list[tuple[str, float, float]]:
     full = [row for row in report["attention"] if row["rows"] == rows]
     context = max(row["context"] for row in full)
     single = [row for row in full if row["context"] == context and row["batch"] == 1]
-    first = report["steps"][0]["times"]
-    names = ("fill", "walk", "update", "compact")
+    first = report["steps"][0]["times"] | report["grown"][0]["times"]
+    names = ("fill", "walk", "top_k", "learn", "compact")
     return [
         (
             f"attention / chain, {rows} rows, worst",
