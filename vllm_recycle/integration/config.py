@@ -134,9 +134,9 @@ def rewrite(engine_args: Any) -> Any | None:
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
     rewritten.worker_cls = platform.worker
-    # A table of the user's wins over what is chosen step by step, which goes by the worth of the
-    # drafts of all requests.
-    is_measured = (options.is_dynamic and not options.isolates) or method == OUROBOROS
+    # A table or a price of the user's wins over what is chosen step by step, which goes by the
+    # worth of the drafts of all requests.
+    is_measured = options.row_cost is None and (method == OUROBOROS or not options.isolates)
     chooses = is_measured and platform.use_v2_model_runner and not table
     values = {"method": method, CHOOSES_SIZES: chooses, **dataclasses.asdict(options)}
     rewritten.additional_config = {**additional, ADDITIONAL_CONFIG_KEY: values}

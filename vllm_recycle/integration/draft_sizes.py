@@ -22,6 +22,7 @@ from vllm_recycle.integration.config import (
     get_options,
 )
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
+from vllm_recycle.integration.options import OuroborosOptions
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -61,7 +62,9 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
         max_num_reqs,
         num_nodes,
     )
-    if not (chooses_sizes(vllm_config) and get_options(vllm_config).is_dynamic):
+    # A draft model is asked for whole drafts, whose shapes the table knows.
+    is_drafted_by_model = isinstance(get_options(vllm_config), OuroborosOptions)
+    if is_drafted_by_model or not chooses_sizes(vllm_config):
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
@@ -105,7 +108,9 @@ class DraftSizes:
         self.max_draft_tokens = scheduler.max_draft_tokens
         options = get_options(vllm_config)
         self.chooser = SizeChooser(
-            None if options.is_dynamic else promised_gains(options.load_tree().prefix_depths)
+            promised_gains(options.load_tree().prefix_depths)
+            if isinstance(options, OuroborosOptions)
+            else None
         )
         self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps
