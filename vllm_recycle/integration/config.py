@@ -114,9 +114,9 @@ def rewrite(engine_args: Any) -> Any | None:
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     rewritten.worker_cls = platform.worker
-    # A table of the user's wins over what is chosen step by step, which goes by the worth of the
-    # drafts of all requests.
-    is_measured = (options.is_dynamic and not options.isolates) or method == OUROBOROS
+    # A table or a price of the user's wins over what is chosen step by step, which goes by the
+    # worth of the drafts of all requests.
+    is_measured = options.row_cost is None and (method == OUROBOROS or not options.isolates)
     rewritten.additional_config = put(
         engine_args.additional_config or {},
         options,

@@ -17,7 +17,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds, promised_gains
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
-from vllm_recycle.integration.options import chooses_sizes, options_of
+from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -52,7 +52,9 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
         max_num_reqs,
         num_nodes,
     )
-    if not (chooses_sizes(vllm_config) and options_of(vllm_config).is_dynamic):
+    # A draft model is asked for whole drafts, whose shapes the table knows.
+    is_drafted_by_model = isinstance(options_of(vllm_config), OuroborosOptions)
+    if is_drafted_by_model or not chooses_sizes(vllm_config):
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
@@ -96,7 +98,9 @@ class DraftSizes:
         self.max_draft_tokens = scheduler.max_draft_tokens
         options = options_of(vllm_config)
         self.chooser = SizeChooser(
-            None if options.is_dynamic else promised_gains(options.load_tree().prefix_depths)
+            promised_gains(options.load_tree().prefix_depths)
+            if isinstance(options, OuroborosOptions)
+            else None
         )
         self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps

@@ -66,7 +66,8 @@ def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
         ({}, True),
         ({"scope": "isolated"}, False),
         ({TABLE: [(1, 4, 16), (5, 1024, 0)]}, False),
-        ({"tree": "default"}, False),
+        ({"tree": "default"}, True),
+        ({"preset": "paper"}, False),
     ):
         made = rewrite(given)
         assert made.additional_config["vllm_recycle"]["chooses_sizes"] == chooses
@@ -90,7 +91,7 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
     ("method", "chooses"),
     [
         (TOKEN_RECYCLING, True),
-        (TOKEN_RECYCLING | {"tree": "default"}, False),
+        (TOKEN_RECYCLING | {"tree": "default"}, True),
         (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
         (OUROBOROS, True),
         (OUROBOROS | {TABLE: [(1, 1024, 8)]}, False),
