@@ -1,6 +1,6 @@
-"""The proposer of an engine, made from its configuration, and its life within a worker.
+"""What drafts within a worker, whatever the runner: it holds a proposer, and what that learns.
 
-A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it for drafts.
+Runners (`cpu.runner`, `cuda.runner`) ask a drafter for drafts, and know of no method.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Drafter(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the model, which a state file has."""
+        """Of the model; a state file has it too."""
         return fingerprint(self.vllm_config.model_config)
 
     def reset(self) -> None:
@@ -84,7 +84,7 @@ class Drafter(ABC):
         )
 
     def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:
-        """Of a data-parallel rank, this one unless told: a file of its own, or a folder of all."""
+        """Where a data-parallel rank keeps its state: this one's file or folder, unless told."""
         if data_parallel_index is None:
             data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
         path = rank_file(path, data_parallel_index)
