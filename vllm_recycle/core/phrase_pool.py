@@ -1,9 +1,9 @@
 """The phrase pool: for each token the phrases that followed it, the newest last.
 
 Ouroboros (arXiv 2402.13720), sections 3.1, 3.3 and 3.4. One tensor holds all phrases: a token
-has `per_token` places, filled from the last one backwards; a place without a phrase holds -1. A phrase
-seen again becomes the newest, and the oldest goes when a token's places are full. Behind the places
-of the tokens are some for what belongs to none: what they hold is of no account.
+has `per_token` places, filled from the last one backwards; a place without a phrase holds -1. A
+phrase seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
+places of the tokens are some for what belongs to none: what they hold is of no account.
 
 `insert_phrases` and `newest_phrases` are pure tensor functions over a whole batch, and the
 references for their kernels: no shape depends on a value. `PhrasePool` owns the tensor.

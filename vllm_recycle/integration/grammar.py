@@ -33,7 +33,7 @@ class GrammarMasks:
         self.masks: torch.Tensor | None = None
 
     def is_constrained(self, request: Any) -> bool:
-        """Whether the next token of a request follows its grammar, as it does once it has reasoned."""
+        """Whether the next token of a request follows its grammar; it may reason first."""
         return self.manager._get_constraint_bounds(request, ()).constraint_start == 0
 
     def allowed_rows(self, request: Any) -> list[int]:
