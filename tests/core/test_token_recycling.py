@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,28 +42,28 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
         TokenRecyclingState(make_matrix(**options)),
         max_nodes=max_nodes,
         tree=tree,
-        max_num_reqs=3,
         operations=operations,
     )
     proposer.price = StepTimes.linear(row_cost, 40).at(1, 0)
     return proposer
 
 
-def propose(proposer, idx_mapping, texts, max_depths=50) -> torch.Tensor:
+def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, Trees]:
     max_depths = torch.tensor(max_depths).expand(len(texts))
-    return proposer.propose(
+    drafts, parents = proposer.propose(
         idx_mapping,
         tails_of(texts, proposer.layout.reach),
         max_depths=max_depths,
         times=proposer.price,
         num_other_rows=0,
     )
+    return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
 
 
 def step(proposer, idx_mapping, texts) -> int:
     """Draft and verify; returns how many tokens were emitted."""
-    drafts = propose(proposer, idx_mapping, texts)
-    trees, counts = proposer.trees_of(idx_mapping), (drafts >= 0).sum(1).tolist()
+    drafts, trees = propose(proposer, idx_mapping, texts)
+    counts = (drafts >= 0).sum(1).tolist()
     walked = verify(proposer, idx_mapping, texts, fibonacci, trees, drafts, counts)
     return int(walked.lengths.sum())
 
@@ -146,50 +145,21 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
         proposer.begin(req_state_idx, torch.tensor(text))
     for _ in range(6):
         max_depths = [chance.choice([0, 1, 2, 50]) for _ in texts]
-        drafts, trees = propose(proposer, idx_mapping, texts, max_depths), None
+        drafts, trees = propose(proposer, idx_mapping, texts, max_depths)
         # Up to the last node that is filled.
         counts = torch.arange(1, nodes + 1).where(drafts >= 0, 0).max(1).values.tolist()
-        assert bool((proposer.trees_of(idx_mapping).depths <= nodes).all())
+        assert bool((trees.depths <= nodes).all())
         if chance.random() < 0.3:  # drafts of another kind: often right, at times one text twice
             trees = data.draw(any_trees(batch, nodes))
             drafts = torch.tensor([[chance.randrange(VOCAB) for _ in range(nodes)] for _ in texts])
             counts = [nodes] * batch
         counts = [chance.randint(0, count) for count in counts]
         lengths = [len(text) for text in texts]
-        trees = trees or proposer.trees_of(idx_mapping)
         walked = verify(proposer, idx_mapping, texts, fibonacci, trees, drafts, counts)
         emitted = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
         assert walked.lengths.tolist() == emitted
         assert all(1 <= length <= 1 + count for length, count in zip(emitted, counts, strict=True))
     assert texts == [greedy(p, len(text)) for p, text in zip(prompts, texts, strict=True)]
-
-
-def test_trees_are_kept_by_request_until_the_next_ones():
-    made = []
-
-    def grow(*arguments, **options):
-        made.append(reference.grow(*arguments, **options))
-        return made[-1]
-
-    proposer = make_proposer(operations=SimpleNamespace(**{**vars(reference), "grow": grow}))
-    counts = proposer.state.acceptance.counts[:, :, 0]
-    counts[..., 0] = counts[..., 1]  # the first successor was always right: trees are deep
-    for req_state_idx, length in ((0, 20), (1, 25), (2, 30)):
-        proposer.begin(req_state_idx, torch.tensor(greedy([1, 1], length)))
-    assert not proposer.trees_of(torch.arange(3)).parents.any()
-    texts = [greedy([1, 1], length) for length in (20, 25, 30)]
-    both = propose(proposer, torch.tensor([2, 0]), [texts[2], texts[0]], [50, 2])
-    assert both.equal(made[0].token_ids)
-    propose(proposer, torch.tensor([1]), [texts[1]])
-    kept = proposer.trees_of(torch.tensor([0, 1, 2]))
-    for name in ("parents", "depths", "ancestor_mask"):
-        first, second = (getattr(growth.trees, name) for growth in made)
-        assert getattr(kept, name).equal(torch.stack([first[1], second[0], first[0]]))
-    assert int(kept.depths[0].max()) == 2 < int(kept.depths[2].max())
-    # What was asked for stays as it was when the next trees are grown.
-    propose(proposer, torch.tensor([2]), [texts[2]], 1)
-    assert int(kept.depths[2].max()) > 2
-    assert int(proposer.trees_of(torch.tensor([2])).depths.max()) == 1
 
 
 def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays():
@@ -201,7 +171,7 @@ def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays(
             successors = [(token + 1 + rank) % VOCAB for rank in range(K)]
             arguments = (proposer.state.matrix.table, [token], 1, successors, proposer.layout)
             write_entries(*arguments, own=False, shared=True)
-        drafts = propose(proposer, torch.tensor([1]), [[3]])[0].tolist()
+        drafts = propose(proposer, torch.tensor([1]), [[3]])[0][0].tolist()
         filled = [4, 5, 5, 6, 6]
         sizes.append(sum(token >= 0 for token in drafts))
         assert drafts == filled[: sizes[-1]] + [-1] * (5 - sizes[-1])

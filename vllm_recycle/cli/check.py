@@ -97,10 +97,10 @@ def _describe(config: Any) -> Iterator[str]:
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_recycle.integration.config import get_options
+    from vllm_recycle.integration.options import options_of
     from vllm_recycle.integration.saved_state import describe_state
 
-    options = get_options(config)
+    options = options_of(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
     facts = {

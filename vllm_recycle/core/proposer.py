@@ -21,65 +21,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from vllm_recycle.core.operations import PhraseOperations
-from vllm_recycle.core.tree import TreeTemplate
 
 
-class AnyProposer(Protocol):
-    """What all have, however their trees are made."""
+class Proposer(Protocol):
+    """What runners ask of every proposer; the rest is between a drafter and its own."""
 
-    operations: PhraseOperations
+    @property
+    def operations(self) -> PhraseOperations: ...
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended: finished, aborted or preempted. Their numbers may come again."""
-
-
-class Proposer(AnyProposer, Protocol):
-    """Drafts one tree for all, learns from every verified row, forgets requests that ended."""
-
-    tree: TreeTemplate
-
-    def propose(self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
-        """Draft below the last token of each request.
-
-        Args:
-            idx_mapping: int64 [batch].
-            last_token_ids: int64 [batch].
-
-        Returns:
-            int64 [batch, nodes], indexed by the nodes of `tree`, -1 where there is no draft.
-
-        """
-
-    def observe(
-        self,
-        expanded_idx_mapping: torch.Tensor,
-        token_ids: torch.Tensor,
-        logits: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-    ) -> None:
-        """Take in what the target computed, accepted or not.
-
-        Args:
-            expanded_idx_mapping: int64 [logit rows].
-            token_ids: int64 [logit rows], the token that each row was computed for, -1 to ignore a
-                row.
-            logits: [logit rows, vocab], raw: before penalties, temperature and grammar.
-            cu_num_logits: integer [batch + 1]; the rows of a request are the root, and then the
-                nodes of `tree` that were scheduled.
-
-        """
-
-    def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
-        """Some requests start.
-
-        Args:
-            expanded_idx_mapping: int64 [n], of each token; the tokens of a prompt lie together.
-            prompt_token_ids: int64 [n].
-
-        """
 
 
 class ReqStateIndices:

@@ -16,13 +16,8 @@ import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds, promised_gains
-from vllm_recycle.integration.config import (
-    ADDITIONAL_CONFIG_KEY,
-    CHOOSES_SIZES,
-    get_options,
-)
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -48,11 +43,6 @@ class DraftReport:
     num_drafted: int | None = None
 
 
-def chooses_sizes(vllm_config: Any) -> bool:
-    """Whether sizes are chosen step by step."""
-    return vllm_config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES]
-
-
 def sizes_of(vllm_config: Any) -> list[list[int]]:
     """The nodes that trees may have, by how many requests have one, largest first, without 0."""
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
@@ -63,7 +53,7 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
         num_nodes,
     )
     # A draft model is asked for whole drafts, whose shapes the table knows.
-    is_drafted_by_model = isinstance(get_options(vllm_config), OuroborosOptions)
+    is_drafted_by_model = isinstance(options_of(vllm_config), OuroborosOptions)
     if is_drafted_by_model or not chooses_sizes(vllm_config):
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
@@ -106,7 +96,7 @@ class DraftSizes:
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
-        options = get_options(vllm_config)
+        options = options_of(vllm_config)
         self.chooser = SizeChooser(
             promised_gains(options.load_tree().prefix_depths)
             if isinstance(options, OuroborosOptions)

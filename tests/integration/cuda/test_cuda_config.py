@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.integration import config as engine_config
+from vllm_recycle.integration import refusals
 from vllm_recycle.integration.draft_limits import (
     MAX_HALVED_DRAFT_ROWS,
     MAX_TREE_ROWS,
@@ -203,7 +204,7 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **giv
         ),
     )
     options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
-    engine_config._check_draft_model(config, options, engine_config.PLATFORMS["cuda"])
+    refusals.check_draft_model(config, options, on_v2=True)
 
 
 def test_draft_forwards_that_do_not_fit_are_refused():

@@ -17,10 +17,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
-from vllm_recycle.integration.config import ADDITIONAL_CONFIG_KEY, CHOOSES_SIZES
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
 from vllm_recycle.integration.draft_sizes import DraftReport
+from vllm_recycle.integration.options import CHOOSES_SIZES, KEY
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 
 NODES = 80
@@ -46,7 +46,7 @@ def schedulers(method: dict, table: list[tuple[int, int, int]]):
         config = engine_core.vllm_config
 
         def make(kind: type[TreeScheduler] = AsyncTreeScheduler, *, chooses: bool = True):
-            config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = chooses
+            config.additional_config[KEY][CHOOSES_SIZES] = chooses
             scheduler = kind(
                 config,
                 engine_core.scheduler.kv_cache_config,
@@ -57,7 +57,7 @@ def schedulers(method: dict, table: list[tuple[int, int, int]]):
             return scheduler
 
         yield make
-        config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = False
+        config.additional_config[KEY][CHOOSES_SIZES] = False
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def _bring_our_worker() -> None:
     from vllm_recycle.integration import config as engine_config
 
     engine_config.PLATFORMS["cpu"] = engine_config.Platform(
-        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].host_methods, True, None
+        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].hosts, True, None
     )
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cuda.drafter import V2Drafter
 from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
-from vllm_recycle.integration.options import OUROBOROS, TOKEN_RECYCLING
+from vllm_recycle.integration.options import OUROBOROS, TOKEN_RECYCLING, options_of
 
 DRAFTERS: dict[str, Callable[[Any, torch.device, Any], V2Drafter]] = {
     TOKEN_RECYCLING: TokenRecyclingV2Drafter,
@@ -28,4 +27,4 @@ def make_drafter(vllm_config: Any, device: torch.device, req_states: Any) -> V2D
         req_states: the runner's, whose texts are read.
 
     """
-    return DRAFTERS[get_options(vllm_config).method](vllm_config, device, req_states)
+    return DRAFTERS[options_of(vllm_config).method](vllm_config, device, req_states)

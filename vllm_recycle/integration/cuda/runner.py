@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import make_drafter
@@ -33,9 +32,9 @@ from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
-from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
-from vllm_recycle.integration.requests import opts_out
-from vllm_recycle.integration.scheduler import looks_back
+from vllm_recycle.integration.draft_sizes import sizes_of
+from vllm_recycle.integration.options import chooses_sizes, options_of
+from vllm_recycle.integration.requests import may_speculate
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -67,7 +66,7 @@ class TreeModelRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         # As many as the scheduler lets a step have.
-        share = get_options(self.vllm_config).budget_share
+        share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
 
@@ -129,8 +128,9 @@ class TreeModelRunner(GPUModelRunner):
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             lengths = [len(request.prefill_token_ids) for request in new]
             self.drafter.begin(indices, lengths)
-            may_speculate = [_may_speculate(request.sampling_params) for request in new]
-            self.may_speculate[indices] = may_speculate
+            self.may_speculate[indices] = [
+                may_speculate(request.sampling_params, on_v2=True) for request in new
+            ]
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
@@ -243,7 +243,3 @@ class TreeModelRunner(GPUModelRunner):
             num_rejected=num_rejected,
         )
         return output, result.path
-
-
-def _may_speculate(params: Any) -> bool:
-    return not (looks_back(params) or opts_out(params))

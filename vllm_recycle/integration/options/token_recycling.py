@@ -149,10 +149,6 @@ class TokenRecyclingOptions(MethodOptions):
         tree.check_ranks(self.k)
         return tree
 
-    def host_config(self) -> dict[str, Any]:
-        # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
-        return {"model": "vllm_recycle.integration.cpu.token_recycling.TokenRecyclingV1Drafter"}
-
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
         if on_gpu:

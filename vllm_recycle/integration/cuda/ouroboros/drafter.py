@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_recycle.integration.config import get_options
+from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.draft_limits import drafting_shapes
 from vllm_recycle.integration.options import OuroborosOptions
-from vllm_recycle.integration.ouroboros import OuroborosDrafter
+from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -22,7 +22,7 @@ from vllm_recycle.kernels.triton.trees import DeviceTrees
 MOST_TOKENS = 1 << 16
 
 
-class OuroborosV2Drafter(OuroborosDrafter, V2Drafter):
+class OuroborosV2Drafter(V2Drafter):
     """Holds the proposer.
 
     Args:
@@ -39,8 +39,9 @@ class OuroborosV2Drafter(OuroborosDrafter, V2Drafter):
     num_rounds = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        self.vllm_config, self.device, self.req_states = vllm_config, device, req_states
-        scheduler, options = vllm_config.scheduler_config, get_options(vllm_config)
+        super().__init__(vllm_config)
+        self.device, self.req_states = device, req_states
+        scheduler, options = vllm_config.scheduler_config, self.options
         assert isinstance(options, OuroborosOptions)
         self.shapes = drafting_shapes(
             options.shape(),
@@ -48,7 +49,10 @@ class OuroborosV2Drafter(OuroborosDrafter, V2Drafter):
             max_num_reqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-        self.make_proposer(operations, device, stops_early=False, smaller_shapes=self.shapes)
+        self.proposer: OuroborosProposer = make_proposer(
+            vllm_config, operations, device, stops_early=False, smaller_shapes=self.shapes
+        )
+        self.state = self.proposer.pool
         self.trees = DeviceTrees.of(self.proposer.tree, scheduler.max_num_seqs, device)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
@@ -76,6 +80,9 @@ class OuroborosV2Drafter(OuroborosDrafter, V2Drafter):
 
     def release(self, req_state_idx: int) -> None:
         self.proposer.release([req_state_idx])
+
+    def describe(self) -> str:
+        return describe(self.proposer, self.vllm_config)
 
     def statistics(self) -> dict[str, float]:
         forwards = self.num_rounds * self.proposer.max_forwards
