@@ -74,11 +74,10 @@ def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
         assert made.speculative_config[TABLE]
 
 
-@pytest.mark.parametrize("given", [{"row_cost": 0.1}, {"step_times_file": "times.json"}])
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
-def test_rows_have_no_price_of_the_user_s(method, given):
+def test_rows_have_no_price_of_the_user_s(method):
     with pytest.raises(NotImplementedError, match="expected none on a GPU"):
-        make(method | given)
+        make(method | {"row_cost": 0.1})
 
 
 def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():

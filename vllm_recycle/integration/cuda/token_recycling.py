@@ -23,7 +23,7 @@ from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
-from vllm_recycle.integration.options import TokenRecyclingOptions, chooses_sizes, options_of
+from vllm_recycle.integration.options import TokenRecyclingOptions, chooses_sizes
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill
@@ -58,8 +58,8 @@ class TokenRecyclingV2Drafter(V2Drafter):
     worths: torch.Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        self.vllm_config, self.req_states = vllm_config, req_states
-        options = options_of(vllm_config)
+        super().__init__(vllm_config)
+        self.req_states, options = req_states, self.options
         assert isinstance(options, TokenRecyclingOptions)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.seeds = options.seed_from_prompt

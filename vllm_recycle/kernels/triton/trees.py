@@ -35,7 +35,7 @@ class DeviceTrees:
         cls, template: TreeTemplate, max_num_reqs: int, device: torch.device | str
     ) -> DeviceTrees:
         """The same tree for each request."""
-        tables = (template.parents, template.depths, ancestor_bits(template.ancestor_mask.cpu()))
+        tables = (template.parents, template.depths, ancestor_bits(template.ancestor_mask))
         parents, depths, bits = (
             table.to(device, torch.int32).repeat(max_num_reqs, *[1] * table.ndim)
             for table in tables

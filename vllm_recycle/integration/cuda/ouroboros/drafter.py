@@ -13,7 +13,7 @@ from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.draft_limits import drafting_shapes
-from vllm_recycle.integration.options import OuroborosOptions, options_of
+from vllm_recycle.integration.options import OuroborosOptions
 from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -36,13 +36,12 @@ class OuroborosV2Drafter(V2Drafter):
 
     """
 
-    proposer: OuroborosProposer
     num_rounds = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config)
         self.device, self.req_states = device, req_states
-        scheduler, options = vllm_config.scheduler_config, options_of(vllm_config)
+        scheduler, options = vllm_config.scheduler_config, self.options
         assert isinstance(options, OuroborosOptions)
         self.shapes = drafting_shapes(
             options.shape(),
@@ -50,7 +49,7 @@ class OuroborosV2Drafter(V2Drafter):
             max_num_reqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-        self.proposer = make_proposer(
+        self.proposer: OuroborosProposer = make_proposer(
             vllm_config, operations, device, stops_early=False, smaller_shapes=self.shapes
         )
         self.state = self.proposer.pool
@@ -79,11 +78,11 @@ class OuroborosV2Drafter(V2Drafter):
             input_batch.expanded_idx_mapping, row_token_ids, logits, input_batch.cu_num_logits
         )
 
-    def describe(self) -> str:
-        return describe(self.proposer, self.vllm_config)
-
     def release(self, req_state_idx: int) -> None:
         self.proposer.release([req_state_idx])
+
+    def describe(self) -> str:
+        return describe(self.proposer, self.vllm_config)
 
     def statistics(self) -> dict[str, float]:
         forwards = self.num_rounds * self.proposer.max_forwards
