@@ -30,7 +30,9 @@ from vllm_recycle.core.tree import TreeTemplate
 class AnyProposer(Protocol):
     """What all have, however their trees are made."""
 
-    operations: PhraseOperations
+    @property
+    def operations(self) -> PhraseOperations:
+        """What walks, among others."""
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended: finished, aborted or preempted. Their numbers may come again."""

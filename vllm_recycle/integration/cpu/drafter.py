@@ -163,7 +163,8 @@ class PricedV1Drafter(V1Drafter):
         self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
 
     def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"row_cost": self.step_times.row_cost}
+        _, slopes = self.step_times.at(1, 0)
+        return super().statistics() | {"row_cost": float(slopes[1])}
 
     def judge(self, step_seconds: float) -> str:
         """What is to be said of drafting where a plain step takes so long, if anything."""

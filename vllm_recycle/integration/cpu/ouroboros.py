@@ -135,7 +135,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times = self.step_times.at(batch, float(num_computed_tokens.mean()))
+            times, _ = self.step_times.at(batch, float(num_computed_tokens.mean()))
             counts = native_operations().choose(
                 self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
@@ -152,7 +152,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
             self.model.compute_logits(self._run_model(rows, None))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times = self.step_times.at(1, 0)
+        times, _ = self.step_times.at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())

@@ -15,7 +15,7 @@ from vllm_recycle.core.adjacency import MAX_CONTEXT, MatrixLayout
 from vllm_recycle.core.grow import Growth
 from vllm_recycle.core.harvest import harvest
 from vllm_recycle.core.tree import Trees, TreeTemplate
-from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
 from vllm_recycle.kernels.cpu.build import load_library
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
@@ -116,8 +116,8 @@ def grow(
     batch, rows = len(tails), max_nodes + 1
     assert tails.shape[1] == layout.reach
     assert len(salts) == len(max_depths) == batch
-    token_ids = torch.full((batch, max_nodes), NO_TOKEN)
-    worths = torch.zeros(batch, max_nodes, dtype=torch.float64)
+    token_ids = torch.empty(batch, max_nodes, dtype=torch.int64)
+    worths = torch.empty(batch, max_nodes, dtype=torch.float64)
     parents, depths = torch.zeros(2, batch, rows, dtype=torch.int64)
     masks = torch.zeros(batch, rows, rows, dtype=torch.bool)
     _library().grow(

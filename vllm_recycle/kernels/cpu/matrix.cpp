@@ -159,12 +159,14 @@ struct Candidate {
 
 extern "C" {
 
-// Worths come filled with 0, token ids with -1, parents, depths and masks with 0.
+// Parents, depths and masks come filled with 0.
 void grow(const Matrix* of, const double* rates, const int64_t* salts, const int64_t* tails,
           const int64_t* max_depths, int64_t batch, int64_t max_nodes, double least_worth,
           int64_t* token_ids, double* worths, int64_t* parents, int64_t* depths, uint8_t* masks) {
   const Matrix& matrix = *of;
   const int64_t reach = matrix.reach(), width = max_nodes + 1;
+  std::fill(token_ids, token_ids + batch * max_nodes, -1);
+  std::fill(worths, worths + batch * max_nodes, 0.0);
   std::vector<Context> contexts(width);
   std::vector<Candidate> room;
   for (int64_t b = 0; b < batch; b++, parents += width, depths += width, masks += width * width) {
