@@ -26,6 +26,9 @@ from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 # rows of longer contexts.
 FORMAT = "vllm_recycle.adjacency_matrix/3"
 
+# Matrix products may work in tiles of as many rows.
+NEXT_ROWS = 32
+
 
 class TokenRecyclingState(SavedState):
     """What is learnt: the adjacency matrix, and how often its entries were right."""
@@ -235,11 +238,13 @@ def _grow_what_may_pay(
 
     """
     last = len(times) - 1
-    rate = num_reqs / float(times[min(num_reqs, last)])
-    slope = float(slopes[min(num_reqs, last)])
+    first = min(num_reqs, last)
+    rate = num_reqs / float(times[first])
+    # Where times rise in stairs, the slope by the next stairs too, so that once is mostly enough.
+    slope = float(slopes.numpy()[first : first + NEXT_ROWS].min())
     while True:
         growth = grow(least_worth=rate * slope)
-        num_rows = num_reqs + int(growth.num_nodes.sum())
+        num_rows = num_reqs + int(np.count_nonzero(growth.token_ids.numpy() != NO_TOKEN))
         behind = float(slopes[min(num_rows, last)])
         if behind >= slope:
             return growth
