@@ -10,6 +10,8 @@
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
+#   make wheel         dist/, a wheel of this package
+#   make help          this list
 #
 # Needs Python 3.11, make and g++ (vLLM compiles with it at run time). Every target sets up first.
 
@@ -18,19 +20,22 @@ PYTEST_ARGS ?=
 SOAK_ARGS ?=
 
 BIN := .venv/bin
-LOCK := patches/cpu/requirements.lock
-SUFFIX_LOCK := patches/cpu/suffix.lock
-RAY_LOCK := patches/cpu/ray.lock
-ALIAS := patches/cpu/vllm-alias
+LOCK := .ci/cpu/requirements.lock
+SUFFIX_LOCK := .ci/cpu/suffix.lock
+RAY_LOCK := .ci/cpu/ray.lock
+ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
 # Not on PyPI in its CPU build: where pip's own indexes lack it, PyTorch's index has it.
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix ray test test-slow soak lint format format-check types
+.PHONY: setup demo model suffix ray test test-slow soak lint format format-check types wheel help
 
 setup: $(STAMP)
+
+help:
+	@sed -n 's/^#   make /make /p' Makefile
 
 $(STAMP): $(LOCK) pyproject.toml $(ALIAS)/pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -79,3 +84,7 @@ format-check: setup
 
 types: setup
 	$(BIN)/mypy
+
+wheel: setup
+	rm -rf build  # what an earlier wheel had must not get into this one
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 from vllm_recycle.cli.tree import format_tree
 from vllm_recycle.core.tree import from_rank_paths
@@ -37,9 +38,12 @@ def main() -> None:
     tree.save(args.output)
     print(format_tree(tree))
 
+    method: dict[str, object] = {"method": "token_recycling", "tree": str(args.output)}
+    if current_platform.is_cpu():
+        method["row_cost"] = 0  # the whole tree in every step; without it, as much of it as pays
     llm = LLM(
         args.model,
-        speculative_config={"method": "token_recycling", "tree": str(args.output)},
+        speculative_config=method,
         max_num_seqs=1,
         kv_cache_memory_bytes=2**28,  # plenty for the small model; by default most of the memory
         disable_log_stats=False,  # for get_metrics()

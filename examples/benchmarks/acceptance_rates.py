@@ -1,7 +1,7 @@
 """The counts that new engines start from, made of a matrix file that an engine has written.
 
     python examples/benchmarks/acceptance_rates.py MATRIX.safetensors \
-        vllm_recycle/core/dynamic/acceptance.json --source "model, prompts"
+        vllm_recycle/core/acceptance.json --source "model, prompts"
 """
 
 from __future__ import annotations

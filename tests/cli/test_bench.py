@@ -14,7 +14,7 @@ import fake_worker
 import pytest
 
 from vllm_recycle.cli import RunError, main
-from vllm_recycle.cli.bench import ablation, driver, methods
+from vllm_recycle.cli.bench import driver, methods
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
 from vllm_recycle.cli.bench.prompts import Prompt
@@ -94,57 +94,6 @@ def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
     head = next(line for line in run.stdout.splitlines() if "tokens/s" in line)
     assert "draft forwards" in head
     assert "own %" not in head  # without a profile there is none
-
-
-def test_an_ablation_compares_each_line_with_the_one_before(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
-    file = tmp_path / "result.json"
-    arguments = ["--ablation", "--draft-model", str(DRAFT_MODEL), "--max-engines=4"]
-    assert main(bench(*arguments, "--num-prompts=8", "--json", str(file))) == 0
-    report = json.loads(file.read_text())
-    assert report["conditions"]["fresh_prompts"] is True
-    rows = {row["method"]: row for row in report["results"]}
-    assert {name: row["gain_over"] for name, row in rows.items()} == {
-        "none": None,
-        "draft_model": "none",
-        "with-phrases": "draft_model",
-        "with-lengthening": "with-phrases",
-        "with-verification": "with-lengthening",
-        "with-history": "with-verification",
-        "without-phrases": "with-history",
-        "without-lengthening": "with-history",
-        "without-trunk-harvest": "with-history",
-        "without-branch-harvest": "with-history",
-    }
-    # The stand-in is as fast in every pass, so that the median of ratios is that of medians.
-    for row in rows.values():
-        if row["gain_over"]:
-            gain = row["tokens_per_s"] / rows[row["gain_over"]]["tokens_per_s"]
-            assert row["gain"] == pytest.approx(gain)
-    assert rows["with-history"]["draft_forwards_per_round"] == 3
-    gamma = ablation.ouroboros_options({"model": str(DRAFT_MODEL)}).gamma
-    assert rows["draft_model"]["draft_forwards_per_round"] == gamma
-    titles, *lines = capsys.readouterr().out.splitlines()[4:-1]
-    assert titles.split()[-2:] == ["gain", "over"]
-    assert len(lines) == len(rows)
-
-
-def test_the_ablation_switches_one_component_on_or_off_a_line():
-    whole = {"method": "ouroboros", "model": "x/y", "gamma": 5, "pool_file": "pool.safetensors"}
-    found, gain_over = ablation.ablation(whole)
-    assert found["draft_model"]["num_speculative_tokens"] == 5
-    options = {
-        name: ablation.ouroboros_options(config)
-        for name, config in found.items()
-        if config and config["method"] == "ouroboros"
-    }
-    assert options["with-history"] == ablation.ouroboros_options(whole | {"pool_file": None})
-    assert list(options) == list(found)[2:]
-    for name, one in options.items():
-        before = options.get(gain_over[name])
-        if before is not None:
-            changed = {key for key, value in vars(one).items() if value != getattr(before, key)}
-            assert len(changed) == (2 if name == "with-verification" else 1), name
 
 
 def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():

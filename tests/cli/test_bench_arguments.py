@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/target"
 DRAFT_MODEL = ROOT / "examples/models/draft"
 PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
-NO_GAMMA = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 0}}'
 
 
 def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list[str]:
@@ -43,10 +42,6 @@ def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list
         (["--draft-tokens=4"], "--draft-tokens needs --draft-model"),
         (["--draft-model=/nowhere"], "--draft-model /nowhere: no config.json there"),
         (["--methods=none", f"--draft-model={DRAFT_MODEL}"], "of which none is run"),
-        (["--ablation"], "--ablation needs --draft-model DIR"),
-        (["--ablation", "--methods=none"], "--ablation does not go with --methods"),
-        (["--ablation", "--speculative-config=x={}"], "expected the name ouroboros"),
-        (["--ablation", "--speculative-config", NO_GAMMA], "gamma is 0"),
         (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),
         (["--methods=none", "--plot=x.txt"], "--plot x.txt: expected a name that ends in .svg"),
         (["--methods=none", "--by-category"], "gsm8k.jsonl has prompts without a category"),

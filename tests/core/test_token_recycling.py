@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,16 +44,15 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
         TokenRecyclingState(make_matrix(**options)),
         max_nodes=max_nodes,
         tree=tree,
-        max_num_reqs=3,
         operations=operations,
     )
     proposer.price = StepTimes.linear(row_cost, 40).at(1, 0)
     return proposer
 
 
-def propose(proposer, idx_mapping, texts, max_depths=50) -> torch.Tensor:
+def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, Trees]:
     max_depths = torch.tensor(max_depths).expand(len(texts))
-    return proposer.propose(
+    drafts, parents = proposer.propose(
         idx_mapping,
         tails_of(texts, proposer.layout.reach),
         max_depths=max_depths,
@@ -62,12 +60,13 @@ def propose(proposer, idx_mapping, texts, max_depths=50) -> torch.Tensor:
         slopes=proposer.price[1],
         num_other_rows=0,
     )
+    return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
 
 
 def step(proposer, idx_mapping, texts) -> int:
     """Draft and verify; returns how many tokens were emitted."""
-    drafts = propose(proposer, idx_mapping, texts)
-    trees, counts = proposer.trees_of(idx_mapping), (drafts >= 0).sum(1).tolist()
+    drafts, trees = propose(proposer, idx_mapping, texts)
+    counts = (drafts >= 0).sum(1).tolist()
     walked = verify(proposer, idx_mapping, texts, fibonacci, trees, drafts, counts)
     return int(walked.lengths.sum())
 
@@ -149,17 +148,16 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
         proposer.begin(req_state_idx, torch.tensor(text))
     for _ in range(6):
         max_depths = [chance.choice([0, 1, 2, 50]) for _ in texts]
-        drafts, trees = propose(proposer, idx_mapping, texts, max_depths), None
+        drafts, trees = propose(proposer, idx_mapping, texts, max_depths)
         # Up to the last node that is filled.
         counts = torch.arange(1, nodes + 1).where(drafts >= 0, 0).max(1).values.tolist()
-        assert bool((proposer.trees_of(idx_mapping).depths <= nodes).all())
+        assert bool((trees.depths <= nodes).all())
         if chance.random() < 0.3:  # drafts of another kind: often right, at times one text twice
             trees = data.draw(any_trees(batch, nodes))
             drafts = torch.tensor([[chance.randrange(VOCAB) for _ in range(nodes)] for _ in texts])
             counts = [nodes] * batch
         counts = [chance.randint(0, count) for count in counts]
         lengths = [len(text) for text in texts]
-        trees = trees or proposer.trees_of(idx_mapping)
         walked = verify(proposer, idx_mapping, texts, fibonacci, trees, drafts, counts)
         emitted = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
         assert walked.lengths.tolist() == emitted
@@ -167,45 +165,17 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
     assert texts == [greedy(p, len(text)) for p, text in zip(prompts, texts, strict=True)]
 
 
-def test_trees_are_kept_by_request_until_the_next_ones():
-    made = []
-
-    def grow(*arguments, **options):
-        made.append(reference.grow(*arguments, **options))
-        return made[-1]
-
-    proposer = make_proposer(operations=SimpleNamespace(**{**vars(reference), "grow": grow}))
-    counts = proposer.state.acceptance.counts[:, :, 0]
-    counts[..., 0] = counts[..., 1]  # the first successor was always right: trees are deep
-    for req_state_idx, length in ((0, 20), (1, 25), (2, 30)):
-        proposer.begin(req_state_idx, torch.tensor(greedy([1, 1], length)))
-    assert not proposer.trees_of(torch.arange(3)).parents.any()
-    texts = [greedy([1, 1], length) for length in (20, 25, 30)]
-    both = propose(proposer, torch.tensor([2, 0]), [texts[2], texts[0]], [50, 2])
-    assert both.equal(made[0].token_ids)
-    propose(proposer, torch.tensor([1]), [texts[1]])
-    kept = proposer.trees_of(torch.tensor([0, 1, 2]))
-    for name in ("parents", "depths", "ancestor_mask"):
-        first, second = (getattr(growth.trees, name) for growth in made)
-        assert getattr(kept, name).equal(torch.stack([first[1], second[0], first[0]]))
-    assert int(kept.depths[0].max()) == 2 < int(kept.depths[2].max())
-    # What was asked for stays as it was when the next trees are grown.
-    propose(proposer, torch.tensor([2]), [texts[2]], 1)
-    assert int(kept.depths[2].max()) > 2
-    assert int(proposer.trees_of(torch.tensor([2])).depths.max()) == 1
-
-
 @THOROUGH
 @given(setting=settings_of_growth(contexts=(1, 2)), times=step_times(), others=st.integers(0, 3))
 def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     state, batch = TokenRecyclingState(setting.matrix), len(setting.texts)
-    proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes, max_num_reqs=3)
+    proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes)
     state.acceptance.counts[..., 0] = state.acceptance.counts[..., 1] = 0.0
     state.acceptance.counts[..., :4, 0] = 8 * setting.rates
     state.acceptance.counts[..., :4, 1] = 4
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
     (values, slopes), growth = times.at(1, 0), setting.grow()
-    drafts = proposer.propose(
+    drafts, parents = proposer.propose(
         torch.arange(batch),
         setting.arguments["tails"],
         max_depths=setting.arguments["max_depths"],
@@ -216,9 +186,7 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     counts = reference.choose(growth.worths, values, num_other_rows=others)
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
-    trees = proposer.trees_of(torch.arange(batch))
-    for b, count in enumerate(counts.tolist()):
-        assert trees.parents[b, : count + 1].equal(growth.trees.parents[b, : count + 1])
+    assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])
 
 
 def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays():
@@ -230,7 +198,7 @@ def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays(
             successors = [(token + 1 + rank) % VOCAB for rank in range(K)]
             arguments = (proposer.state.matrix.table, [token], 1, successors, proposer.layout)
             write_entries(*arguments, own=False, shared=True)
-        drafts = propose(proposer, torch.tensor([1]), [[3]])[0].tolist()
+        drafts = propose(proposer, torch.tensor([1]), [[3]])[0][0].tolist()
         filled = [4, 5, 5, 6, 6]
         sizes.append(sum(token >= 0 for token in drafts))
         assert drafts == filled[: sizes[-1]] + [-1] * (5 - sizes[-1])

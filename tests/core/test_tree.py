@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, THOROUGH, batch_trees, trees
+from strategies import BRIEF, THOROUGH, trees
 
 from vllm_recycle.core import Trees, TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.tree import (
@@ -93,35 +93,33 @@ def test_a_prefix_is_a_tree_with_the_same_tables_restricted(tree, data):
 
 
 @THOROUGH
-@given(templates=st.lists(trees(max_nodes=12), min_size=1, max_size=3), data=st.data())
-def test_trees_of_which_some_nodes_are_kept_are_those_of_these_nodes(templates, data):
-    batch = batch_trees(templates)
-    parents, rows_of = batch.parents.clone(), {}
-    for index in data.draw(st.sets(st.integers(0, len(templates) - 1))):
-        nodes = templates[index].nodes
-        dropped = data.draw(st.sets(st.integers(1, len(nodes))))
-        kept = [0]
-        for row, (parent, _) in enumerate(nodes, start=1):
-            kept += [row] if row not in dropped and parent in kept else []
-        parents[index] = 0
-        for place, row in enumerate(kept):
-            parents[index, place] = kept.index(int(batch.parents[index, row]))
-        rows_of[index] = kept[1:]
-        left = parents_among([parent for parent, _ in nodes], kept[1:])
-        assert left == parents[index, 1 : len(kept)].tolist()
-    expected, got = Trees.from_parents(parents), batch.keep(rows_of)
-    assert (got is batch) == (not rows_of)
-    for name in ("parents", "depths", "ancestor_mask"):
-        assert torch.equal(getattr(got, name), getattr(expected, name))
-    # What was kept of is as it was.
-    assert torch.equal(batch.ancestor_mask, batch_trees(templates).ancestor_mask)
+@given(tree=trees(max_nodes=12), data=st.data())
+def test_parents_among_some_nodes_lead_to_the_same_nodes(tree, data):
+    dropped = data.draw(st.sets(st.integers(1, tree.num_nodes)))
+    kept = [0]
+    for row, (parent, _) in enumerate(tree.nodes, start=1):
+        kept += [row] if row not in dropped and parent in kept else []
+    parents = parents_among([parent for parent, _ in tree.nodes], kept[1:])
+    assert [kept[parent] for parent in parents] == [tree.nodes[row - 1][0] for row in kept[1:]]
 
 
-def test_a_template_is_kept_of_for_one_request_alone():
-    tree = TreeTemplate(((0, 0), (0, 1), (2, 0)))
-    got = tree.of_batch(2).keep({1: [2, 3]})
-    assert got.parents.tolist() == [[0, 0, 0, 2], [0, 0, 1, 0]]
-    assert got.depths.tolist() == [[0, 1, 1, 2], [0, 1, 2, 1]]
+@THOROUGH
+@given(templates=st.lists(trees(max_nodes=12), min_size=1, max_size=4))
+def test_trees_of_drafts_are_those_of_their_templates(templates):
+    got = Trees.from_drafts([[parent for parent, _ in tree.nodes] for tree in templates])
+    assert got.num_nodes == max(tree.num_nodes for tree in templates)
+    for index, tree in enumerate(templates):
+        rows = tree.num_nodes + 1
+        assert got.parents[index, :rows].equal(tree.parents)
+        assert got.depths[index, :rows].equal(tree.depths)
+        assert got.ancestor_mask[index, :rows, :rows].equal(tree.ancestor_mask)
+        # What is behind hangs below the root.
+        assert got.depths[index, rows:].tolist() == [1] * (got.num_nodes + 1 - rows)
+        assert not got.parents[index, rows:].any()
+
+
+def test_without_drafts_all_trees_are_roots():
+    assert Trees.from_drafts([[], []]).ancestor_mask.tolist() == [[[True]]] * 2
 
 
 def test_a_prefix_as_long_as_the_tree_is_the_tree_and_a_shorter_one_says_so_in_its_name():

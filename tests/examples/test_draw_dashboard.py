@@ -50,7 +50,7 @@ def address() -> Iterator[str]:
 
 def test_every_panel_is_drawn(address, tmp_path):
     picture = tmp_path / "dashboard.svg"
-    command = [sys.executable, str(EXAMPLES / "draw_dashboard.py"), "--model=target"]
+    command = [sys.executable, str(EXAMPLES / "benchmarks/draw_dashboard.py"), "--model=target"]
     command += [f"--prometheus={address}", f"--output={picture}"]
     subprocess.run(command, check=True, timeout=120)
     drawn = picture.read_text()

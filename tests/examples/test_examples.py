@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from vllm_recycle.core import load_tree
+from vllm_recycle.integration.options import OuroborosOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -47,8 +49,39 @@ def test_custom_tree_is_written_shown_and_used(tmp_path):
     assert mean_accepted(output) > 1
 
 
+def test_a_template_is_measured_best_first(tmp_path):
+    arguments = ["--num-prompts=2", "--max-tokens=24", "--dtype=float32", "--max-nodes=12"]
+    output = run_example("tune_tree.py", *arguments, cwd=tmp_path)
+    tree = load_tree(tmp_path / "tree.json")
+    expected = list(tree.provenance["mean accepted tokens by nodes"].values())
+    assert 1 < expected[0] < expected[-1]
+    assert expected == sorted(expected)
+    assert tree.provenance["trees"] > 0
+    assert tree.num_nodes == 12
+    assert f'"tree": "{tmp_path / "tree.json"}"' in output.splitlines()[-1]
+
+
+def test_the_ablation_switches_one_component_on_or_off_a_line(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    from ouroboros_ablation import LINES, arguments
+
+    def changed(one, other):
+        return {key for key in one | other if one.get(key) != other.get(key)}
+
+    added, missing = list(LINES.values())[:4], list(LINES.values())[4:]
+    assert [len(changed(*pair)) for pair in pairwise(added)] == [1, 2, 1]
+    assert added[-1] == {}
+    assert [len(off) for off in missing] == [1] * 4
+    for off in LINES.values():
+        OuroborosOptions.parse({"model": "DIR"} | off, on_gpu=False)
+    given = arguments("DIR", 5)
+    assert given[given.index("--draft-model=DIR") + 1] == "--draft-tokens=5"
+    assert sum(one == "--speculative-config" for one in given) == len(LINES)
+
+
 NAMES = (
     "offline_batch.py", "custom_tree.py", "server_and_client.py", "ray_batch.py", "ray_serve.py",
+    "tune_tree.py",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""examples/train_pair.py: a few steps on little text give two directories that load as one pair."""
+"""train_pair.py: a few steps on little text give two directories that load as one pair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPT = EXAMPLES / "train_pair.py"
+SCRIPT = EXAMPLES / "models/train_pair.py"
 MODELS = ("target", "draft")
 STEPS = (3, 2)
 # The loss of a uniform guess, plus what a random initialization and three steps may be off by.

@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from vllm_recycle.integration.plugin import register
-from vllm_recycle.integration.requests import opts_out
+from vllm_recycle.integration.requests import may_speculate
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,7 @@ def speculative_config():
     ("extra_args", "message"),
     [
         ({"speculate": "no"}, "'speculate' is 'no', expected true or false"),
-        ({"specualte": False}, "unknown key 'specualte', expected 'speculate'"),
-        ({"Speculate": False}, "unknown key 'Speculate', expected 'speculate'"),
-        ({"speculat": False}, "unknown key 'speculat', expected 'speculate'"),
-        ({"speculates": False}, "unknown key 'speculates', expected 'speculate'"),
-        ({"speculate": False, "speculative": False}, "unknown key 'speculative', expected"),
+        ({"speculate": 2}, "'speculate' is 2, expected true or false"),
     ],
 )
 def test_an_opt_out_that_is_none(extra_args, message, speculative_config):
@@ -36,16 +32,16 @@ def test_an_opt_out_that_is_none(extra_args, message, speculative_config):
 
 
 @pytest.mark.parametrize(
-    ("speculate", "expected"), [(True, False), (1, False), (None, False), (False, True), (0, True)]
+    ("speculate", "expected"), [(True, True), (1, True), (None, True), (False, False), (0, False)]
 )
 def test_what_opts_out(speculate, expected, speculative_config):
     params = SamplingParams(extra_args={"speculate": speculate})
     params._validate_spec_decode(speculative_config)
-    assert opts_out(params) == expected
+    assert may_speculate(params, on_v2=False) == expected
 
 
 @pytest.mark.parametrize(
-    "extra_args", [{"speculate": False}, {"circulate": 1, "spec": 2, "peculiar": 3, 4: 5}, {}, None]
+    "extra_args", [{"speculate": False}, {"circulate": 1, "specualte": 2, 4: 5}, {}, None]
 )
 def test_keys_of_others_are_left_alone(extra_args, speculative_config):
     params = SamplingParams(extra_args=extra_args, min_p=0.1)
@@ -56,5 +52,20 @@ def test_other_methods_are_left_alone():
     register()
     config = {"method": "ngram", "num_speculative_tokens": 3}
     made = EngineArgs(TARGET, speculative_config=config).create_engine_config()
-    params = SamplingParams(extra_args={"specualte": False})
+    params = SamplingParams(extra_args={"speculate": "no"})
     params._validate_spec_decode(made.speculative_config)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"bad_words": ["no"]},
+    ],
+)
+def test_what_looks_back_has_no_drafts_on_model_runner_v2(params):
+    assert may_speculate(SamplingParams(**params), on_v2=False)
+    assert not may_speculate(SamplingParams(**params), on_v2=True)
+    assert may_speculate(SamplingParams(min_p=0.1), on_v2=True)

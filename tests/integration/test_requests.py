@@ -18,6 +18,8 @@ from engines import (
 )
 from vllm import SamplingParams
 
+from vllm_recycle.core import Trees
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(
     "method", [pytest.param(GROWN, id="grown"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
@@ -162,10 +164,10 @@ def test_counters_count_nodes_and_depths(monkeypatch, method, most):
         schedule, count = scheduler.schedule, scheduler.make_spec_decoding_stats
 
         def watching_schedule(*args, **kwargs):
-            step, its = schedule(*args, **kwargs), runner(llm)
+            step = schedule(*args, **kwargs)
             for name, draft in step.scheduled_spec_decode_tokens.items():
-                index = torch.tensor([its.req_state_indices[name]])
-                trees.append(int(its.drafter.trees_of(index).depths[0, : 1 + len(draft)].max()))
+                assert len(step.draft_parents[name]) == len(draft)
+                trees.append(Trees.from_drafts([step.draft_parents[name]]).depth)
             return step
 
         def watching_count(*args, **kwargs):

@@ -12,8 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import versions
-from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.options import TokenRecyclingOptions
+from vllm_recycle.integration.options import TokenRecyclingOptions, options_of
 from vllm_recycle.integration.plugin import register
 
 
@@ -41,11 +40,11 @@ def test_dashes_and_num_speculative_tokens_are_accepted():
 
 
 def test_a_preset_stands_for_the_keys_that_are_not_given():
-    paper = get_options(make_config({"preset": "paper", "tree": None}))
+    paper = options_of(make_config({"preset": "paper", "tree": None}))
     assert isinstance(paper, TokenRecyclingOptions)
     assert (paper.tree, paper.num_nodes, paper.row_cost) == ("paper-80", 80, 0)
     assert (list(paper.contexts), paper.scope, paper.seed_from_prompt) == ([1], "shared", False)
-    other = get_options(make_config({"preset": "paper", "scope": "sequence", "tree": "dynamic"}))
+    other = options_of(make_config({"preset": "paper", "scope": "sequence", "tree": "dynamic"}))
     assert isinstance(other, TokenRecyclingOptions)
     assert (other.tree, other.num_nodes, other.scope) == ("dynamic", 80, "sequence")
     assert (list(other.contexts), other.row_cost) == ([1], 0)

@@ -14,8 +14,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.core.state_file import StateFileError
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
+from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.saved_state import describe_state, fingerprint
 
@@ -43,7 +43,7 @@ def make_config(method: dict, **flags):
 def write_state(method: dict, path: Path, **changed) -> None:
     """The file that an engine of this configuration would write, for a model if told."""
     config = make_config(method)
-    options = get_options(config)
+    options = options_of(config)
     model = changed.get("fingerprint") or fingerprint(config.model_config)
     state = describe_state(options, config, device="cpu")
     state.save(path, fingerprint=model)
@@ -108,7 +108,7 @@ def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
     def start(rank: int) -> TokenRecyclingV1Drafter:
         config = make_config(method, data_parallel_size=2)
         config.parallel_config.data_parallel_index = rank  # as vLLM does in a rank's process
-        drafter = TokenRecyclingV1Drafter(config)
+        drafter = TokenRecyclingV1Drafter(config, torch.device("cpu"), None)
         drafter.reset()
         return drafter
 

@@ -121,7 +121,7 @@ def test_what_a_grammar_forbids_has_no_rows(method, monkeypatch):
 
 
 def keep_all(scheduler: TreeScheduler, request: Any) -> None:
-    request.draft_rows = None
+    """The draft stays as it is."""
 
 
 def watched(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, int]:

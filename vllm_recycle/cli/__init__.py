@@ -1,4 +1,4 @@
-"""The `vllm-recycle` command: one module a subcommand, imported only when it is the one called.
+"""The `vllm-recycle` command: one module per subcommand. Only the one that is called is imported.
 
 A subcommand module exposes `add_parser(subparsers)`, which sets `func`, a function of the parsed
 arguments that returns an exit status. Its errors for bad input are `UsageError` (status 2), for a
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 COMMANDS = ("check", "bench", "tune", "tree", "demo")
-SIGPIPE_STATUS = 141  # what a shell reports of tools that end so
+SIGPIPE_STATUS = 141  # what a shell reports of tools whose reader has gone
 
 
 class UsageError(Exception):

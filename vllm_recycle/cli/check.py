@@ -3,9 +3,9 @@
     vllm-recycle check MODEL
     vllm-recycle check MODEL --max-num-seqs 64 --speculative-config '{"method": "ouroboros", ...}'
 
-What `vllm serve` with these arguments would refuse is found by what it would find it with, vLLM's
-own configuration and `vllm_recycle.integration.config`, and no weights are loaded. What
-only a running engine knows, such as the memory that is left, is not looked at.
+It makes the configuration that `vllm serve` would make, with `vllm_recycle.integration.config`, and
+reports what that refuses. It loads no weights, and does not look at what only a running engine
+knows, such as the memory that is left.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
 
 def _describe(config: Any) -> Iterator[str]:
-    """What is on, a line each."""
+    """What is supported, with which tables, a line per fact."""
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_recycle.integration.config import get_options
+    from vllm_recycle.integration.options import options_of
     from vllm_recycle.integration.saved_state import describe_state
 
-    options = get_options(config)
+    options = options_of(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
     facts = {
@@ -114,7 +114,7 @@ def _describe(config: Any) -> Iterator[str]:
 
 
 def _optional_parts() -> Iterator[str]:
-    """Which of them are here, a line each."""
+    """Which optional parts are installed, a line per part."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     without = "missing: CPU kernels run in torch, slower"
     yield f"{'g++':{NAME_WIDTH}}{compiler or without}"

@@ -39,7 +39,7 @@ PLAIN, RECYCLING = "none", "token_recycling"
 TITLES = {PLAIN: "plain decoding", RECYCLING: "token recycling"}
 NUM_PROMPTS = 6
 SHOWN_COLUMNS = 96
-COLOURS = (32, 33, 35, 36)  # of steps with several tokens, in turn; that of others is the text's
+COLOURS = (32, 33, 35, 36)  # steps with several tokens take these in turn
 COUNTED = ("tokens", "wall_s", "steps", "accepted_tokens")
 
 
@@ -131,7 +131,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
-    """The first turns of the prompts given, or of the repository's, of all kinds in turn."""
+    """The first turns of the given prompts, or of the repository's, the kinds in turn."""
     if given:
         return read_prompts(given)
     files = [EXAMPLES / path for path in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]

@@ -136,29 +136,29 @@ def columns(children: list[list[int]]) -> list[float]:
 
 def _lines(tree: TreeTemplate, children: list[list[int]], row: int, indent: str) -> Iterator[str]:
     ranks = tree.ranks.tolist()
-    entries = _entries(children, row)
-    for index, entry in enumerate(entries):
-        last = index == len(entries) - 1
-        is_chain = bool(children[entry[0]])
-        label = (" ─ " if is_chain else " ").join(str(ranks[node]) for node in entry)
+    groups = _groups(children, row)
+    for index, group in enumerate(groups):
+        last = index == len(groups) - 1
+        is_chain = bool(children[group[0]])
+        label = (" ─ " if is_chain else " ").join(str(ranks[node]) for node in group)
         yield f"{indent}{'└─ ' if last else '├─ '}{label}"
-        yield from _lines(tree, children, entry[-1], indent + ("   " if last else "│  "))
+        yield from _lines(tree, children, group[-1], indent + ("   " if last else "│  "))
 
 
-def _entries(children: list[list[int]], row: int) -> list[list[int]]:
+def _groups(children: list[list[int]], row: int) -> list[list[int]]:
     """What the lines below a row hold: neighbouring leaves, or a chain of only children."""
-    entries: list[list[int]] = []
+    groups: list[list[int]] = []
     for child in children[row]:
         if children[child]:
             chain = [child]
             while len(children[chain[-1]]) == 1:
                 chain += children[chain[-1]]
-            entries.append(chain)
-        elif entries and not children[entries[-1][0]]:
-            entries[-1].append(child)
+            groups.append(chain)
+        elif groups and not children[groups[-1][0]]:
+            groups[-1].append(child)
         else:
-            entries.append([child])
-    return entries
+            groups.append([child])
+    return groups
 
 
 def _count(number: int, noun: str) -> str:

@@ -65,7 +65,7 @@ def make_pool(
 
 
 class OuroborosProposer:
-    """See `vllm_recycle.core.proposer.Proposer`.
+    """Drafts by a draft model and the phrase pool, and learns phrases from what the target says.
 
     Args:
         shape: sizes of a draft.

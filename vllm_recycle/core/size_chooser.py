@@ -1,39 +1,127 @@
-"""How many nodes the trees of a step have: the size with the most tokens for the time, or none.
+"""How many nodes the trees of a step on a GPU have: the most tokens for the time, or none.
 
-What a size would give is known from trees that were grown and, at size 0, not verified; of a
-template it is a guess. That trees are worth what they say is checked where they are verified.
-
-Nobody can check it at size 0, so what was held against trees fades there, and they are tried again.
-An account of the time that they cost and gave bounds what that may lose.
+A step is one of captured graphs, each timed at start-up. What a size would give is known from trees
+that were grown, verified or not; of the drafts of a draft model it is a guess. Where drafts are
+verified, the chooser checks whether they are worth what they promise. At size 0 nobody can check,
+so what was held against the drafts fades, and they are tried again; an account of the time that
+they cost and gave bounds what that may lose.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
-# What is known of worth fades by this part in a step.
+# The part of what is known of worth that a step forgets; of trust it is half as much.
 FADE = 1 / 16
+# Of so many steps without drafts one grows trees, to see what they would be worth.
+LOOK_EVERY = 32
 # What another size must promise, in parts of a step's rate.
 MARGIN = 0.03
-# Of so many steps without trees one grows them, to see what they would be worth.
-LOOK_EVERY = 32
-# So does how far it is believed, by this part: what was expected and not accepted is not held
-# against trees for ever, since without them nothing speaks for them.
-TRUST_FADE = 1 / 64
-# Expected tokens that are taken to have been accepted as they were expected.
-PRIOR_EXPECTED = 8.0
-# Plain steps' time that trees may lose, and the part of a plain step by which each gives it back.
-CREDIT, EARNED = 8.0, 1 / 250
-# How often a draft of a template is taken to be right. Above the truth: below it nothing would be
-# drafted where that pays, and nothing be learnt, while from too much trust is soon withdrawn.
+# What drafts are trusted with before anything is known: so many tokens count as accepted as they
+# were expected, and so many plain steps' time may be lost.
+STAKE = 8.0
+# The part of a plain step's time that each plain step gives back to drafts.
+EARNED = 1 / 250
+# How often a draft of a draft model is taken to be right. Above the truth: below it nothing would
+# be drafted where that pays, and nothing be learnt, while from too much trust is soon withdrawn.
 RIGHT = 0.8
 
 
+class GraphShape(NamedTuple):
+    """What a step has, or what a graph has room for.
+
+    Attributes:
+        num_tokens: rows of all requests.
+        num_reqs: requests.
+        max_query_len: rows of the request that has most; 1 where nothing is drafted.
+
+    """
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+
+
+def by_preference(shapes: Iterable[GraphShape]) -> list[GraphShape]:
+    """Graphs in the order in which a step tries them: plain ones, then the smaller first."""
+    return sorted(
+        shapes,
+        key=lambda shape: (
+            shape.max_query_len > 1,
+            shape.num_tokens,
+            shape.max_query_len,
+            shape.num_reqs,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Times of steps, as they were measured.
+
+    Attributes:
+        graphs: of each graph, the seconds of its step behind no context, and the seconds more for
+            each token of context that its requests have.
+        drafting: seconds to draft, by how many requests that is for at most.
+
+    """
+
+    graphs: Mapping[GraphShape, tuple[float, float]] = field(default_factory=dict)
+    drafting: Mapping[int, float] = field(default_factory=dict)
+
+    def at(
+        self, nodes: int, *, requests: int, drafting: int | None = None, context: float = 0.0
+    ) -> float | None:
+        """Seconds of a step without a prompt; None where it has no graph: nothing is known then.
+
+        Args:
+            nodes: of each tree; 0 for a plain step, which nothing is drafted for.
+            requests: of the step.
+            drafting: of these, those that have a tree; None for all.
+            context: tokens before each request's rows, on average.
+
+        """
+        drafting = requests if drafting is None else drafting
+        timed = self._graph_of(GraphShape(requests + nodes * drafting, requests, nodes + 1))
+        if timed is None:
+            return None
+        seconds, per_token = timed
+        return seconds + per_token * context + (self._drafting(drafting) if nodes else 0.0)
+
+    def _graph_of(self, step: GraphShape) -> tuple[float, float] | None:
+        """The times of the graph that a step gets."""
+        for graphs in self._by_preference if step.max_query_len == 1 else self._by_preference[1:]:
+            # Mostly the first one that has room for the rows.
+            first = bisect_left(graphs, step.num_tokens, key=itemgetter(0))
+            for graph in graphs[first:]:
+                if all(room >= need for room, need in zip(graph, step, strict=True)):
+                    return self.graphs[graph]
+        return None
+
+    @cached_property
+    def _by_preference(self) -> tuple[list[GraphShape], ...]:
+        """The shapes of plain graphs, then those of trees."""
+        shapes = by_preference(self.graphs)
+        plain = [shape for shape in shapes if shape.max_query_len == 1]
+        return plain, shapes[len(plain) :]
+
+    def _drafting(self, requests: int) -> float:
+        """Seconds to draft for so many: as for the next more that were timed, or the most."""
+        timed = sorted(self.drafting)
+        at = next((batch for batch in timed if batch >= requests), timed[-1] if timed else None)
+        return 0.0 if at is None else self.drafting[at]
+
+
 def promised_gains(depths: Sequence[int]) -> np.ndarray:
-    """Tokens that the first nodes of a template are taken to give.
+    """Tokens that the first nodes of a draft model's tree are taken to give.
 
     Args:
         depths: of the first 1, 2, ... nodes.
@@ -54,22 +142,22 @@ class SizeChooser:
     Attributes:
         gains: float64 [nodes + 1], what the first 0, 1, ... nodes of a request's tree are said to
             give, in tokens; None before a tree was grown.
-        size: that was chosen last.
+        size: that was chosen last; None before the first choice.
         credit: plain steps' time that trees may lose; below 0 there are none.
 
     """
 
     def __init__(self, gains: np.ndarray | None = None) -> None:
         self.gains = gains
-        self.size = 0
-        self.credit = CREDIT
+        self.size: int | None = None
+        self.credit = STAKE
         self._weight = 0.0
         self._accepted = self._expected = 0.0
 
     @property
     def trust(self) -> float:
         """Accepted tokens for an expected one."""
-        return (self._accepted + PRIOR_EXPECTED) / (self._expected + PRIOR_EXPECTED)
+        return (self._accepted + STAKE) / (self._expected + STAKE)
 
     def learn(self, worth: np.ndarray, num_reqs: int) -> None:
         """Take in trees that were grown.
@@ -117,23 +205,25 @@ class SizeChooser:
         assert self.gains is not None, "no tree was grown"
         # So that what is seen after many steps without a look is believed at once.
         self._weight *= 1.0 - FADE
-        self._expected *= 1.0 - TRUST_FADE
-        self._accepted *= 1.0 - TRUST_FADE
+        self._expected *= 1.0 - FADE / 2
+        self._accepted *= 1.0 - FADE / 2
         tokens = num_drafting * self.trust
         rates = {
             size: (num_reqs + tokens * float(self.gains[size])) / time
             for size, time in seconds.items()
         }
+        size = self.size or 0
         best = max(rates, key=lambda size: (rates[size], -size))
-        held = rates.get(self.size, 0.0)
+        held = rates.get(size, 0.0)
         # Plain decoding has to promise nothing: no size stays that is worse.
         if rates[best] > held * (1.0 + MARGIN) or held < rates[0]:
-            self.size = best if rates[best] > rates[0] * (1.0 + MARGIN) else 0
+            size = best if rates[best] > rates[0] * (1.0 + MARGIN) else 0
         if self.credit < 0.0:
-            self.size = 0
-        self._earn(1.0 - seconds[self.size] / seconds[0] if self.size else EARNED)
-        return self.size
+            size = 0
+        self._earn(1.0 - seconds[size] / seconds[0] if size else EARNED)
+        self.size = size
+        return size
 
     def _earn(self, steps: float) -> None:
         """Enter plain steps' time into the account; below 0 it was lost."""
-        self.credit = min(CREDIT, self.credit + steps)
+        self.credit = min(STAKE, self.credit + steps)

@@ -76,12 +76,9 @@ class TokenRecyclingState(SavedState):
 class TokenRecyclingProposer:
     """Drafts a tree for each request, and learns from what the target computed.
 
-    Trees are kept by `req_state_idx` until they are verified; a prefix of a tree may be verified.
-
     Args:
         state: what it learns.
         max_nodes: the most nodes of a tree that is grown.
-        max_num_reqs: every `req_state_idx` is below this.
         tree: the template to fill, its ranks below k; None to grow trees.
         seed_from_prompt: whether the prompt's text enters the matrix before decoding.
         operations: what drafts, chooses, walks and learns.
@@ -93,7 +90,6 @@ class TokenRecyclingProposer:
         state: TokenRecyclingState,
         *,
         max_nodes: int,
-        max_num_reqs: int,
         tree: TreeTemplate | None = None,
         seed_from_prompt: bool = True,
         operations: Operations = reference,
@@ -106,17 +102,10 @@ class TokenRecyclingProposer:
         self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
         self.operations = operations
-        roots = torch.zeros(max_nodes + 1, dtype=torch.int64)
-        parents = roots if tree is None else tree.parents
-        self._trees = Trees.from_parents(parents.repeat(max_num_reqs, 1))
 
     @property
     def layout(self) -> MatrixLayout:
         return self.state.matrix.layout
-
-    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
-        """The trees that were drafted last for these requests, int64 [batch]."""
-        return self._trees.select(idx_mapping)
 
     def propose(
         self,
@@ -128,7 +117,7 @@ class TokenRecyclingProposer:
         slopes: torch.Tensor,
         num_other_rows: int,
         max_nodes: int | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft below the last token of each request, as many nodes as pay.
 
         Args:
@@ -142,7 +131,8 @@ class TokenRecyclingProposer:
             max_nodes: the most nodes of a tree; None for as many as there is room for.
 
         Returns:
-            int64 [batch, max_nodes], -1 where a node is not filled, and behind the last one.
+            Token ids, int64 [batch, max_nodes], -1 where a node is not filled, and behind the last
+            one; and the parent row of each node, int64 [batch, max_nodes].
 
         """
         max_nodes = self.num_nodes if max_nodes is None else max_nodes
@@ -158,16 +148,11 @@ class TokenRecyclingProposer:
         else:
             grow = partial(self.operations.grow, table, rates, **given, max_nodes=max_nodes)
             growth = _grow_what_may_pay(grow, times, slopes, num_other_rows + len(tails))
-            # What is behind the last row of a smaller tree is nobody's.
-            rows, trees = max_nodes + 1, growth.trees
-            self._trees.parents[idx_mapping, :rows] = trees.parents
-            self._trees.depths[idx_mapping, :rows] = trees.depths
-            self._trees.ancestor_mask[idx_mapping, :rows, :rows] = trees.ancestor_mask
         worths = growth.worths[:, :max_nodes]
         counts = self.operations.choose(worths, times, num_other_rows=num_other_rows)
         token_ids = growth.token_ids[:, :max_nodes]
         token_ids.numpy()[np.arange(max_nodes) >= counts.numpy()[:, None]] = NO_TOKEN
-        return token_ids
+        return token_ids, growth.parents[:, 1 : 1 + max_nodes]
 
     def learn(
         self,

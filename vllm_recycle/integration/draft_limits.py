@@ -12,6 +12,8 @@ from typing import Any
 from vllm_recycle.core.draft_shape import DraftShape
 
 Schedule = Sequence[tuple[int, int, int]]
+# More requests, or rows, than any step has.
+UNLIMITED = 1 << 20
 
 # Rows of all trees of a step together, on a GPU. Below some 300 rows the matrix products of an
 # H100 in 16 bits take as long as the reading of their weights (990 TFLOPS, 3.35 TB/s, two bytes a
@@ -27,14 +29,17 @@ MAX_DRAFT_ROWS = 1024
 MAX_HALVED_DRAFT_ROWS = 512
 
 
-def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]]:
+def halving_schedule(
+    num_nodes: int, max_rows: int, *, max_num_reqs: int = UNLIMITED - 1
+) -> list[tuple[int, int, int]]:
     """vLLM's `num_speculative_tokens_per_batch_size` for a tree, halved whenever it must shrink.
 
     Few sizes, since vLLM captures a set of CUDA graphs for each.
 
     Args:
-        num_nodes: of the template.
+        num_nodes: of the whole tree.
         max_rows: of all trees of a batch together, roots included.
+        max_num_reqs: of the largest batch that has drafts.
 
     Returns:
         (first batch size, last batch size, nodes), without gaps, from batch size 1; behind the
@@ -42,36 +47,33 @@ def halving_schedule(num_nodes: int, max_rows: int) -> list[tuple[int, int, int]
 
     """
     schedule, first = [], 1
-    while num_nodes:
-        last = max_rows // (num_nodes + 1)
+    for nodes in _halved(num_nodes):
+        last = min(max_rows // (nodes + 1), max_num_reqs)
         if last >= first:
-            schedule.append((first, last, num_nodes))
+            schedule.append((first, last, nodes))
             first = last + 1
-        num_nodes //= 2
-    return [*schedule, (first, 1 << 20, 0)]
+    return [*schedule, (first, UNLIMITED, 0)]
 
 
 def sizes_of_batches(num_nodes: int, max_rows: int, max_num_reqs: int) -> list[list[int]]:
-    """The sizes that trees may have, by the number of requests, largest first, without 0.
+    """As `halving_schedule`, all sizes that fit, by the number of requests, without 0.
 
-    Few sizes and batches, since each has CUDA graphs of its own.
-
-    Args:
-        num_nodes: of the largest tree.
-        max_rows: of all trees of a batch together, roots included.
-        max_num_reqs: of the largest batch.
-
+    Few batches, since each has CUDA graphs of its own.
     """
-    halved = [num_nodes >> shift for shift in range(num_nodes.bit_length())]
     return [
         [
             nodes
-            for nodes in halved
+            for nodes in _halved(num_nodes)
             if 0 < batch * (nodes + 1) <= max_rows
             and (nodes == num_nodes or batch * (nodes + 1) >= MIN_TREE_ROWS)
         ]
         for batch in range(max_num_reqs + 1)
     ]
+
+
+def _halved(num_nodes: int) -> list[int]:
+    """The sizes that a tree may have, the largest first."""
+    return [num_nodes >> shift for shift in range(num_nodes.bit_length())]
 
 
 def head_length(shape: DraftShape) -> int:
@@ -85,19 +87,6 @@ def head_length(shape: DraftShape) -> int:
 def draft_forward_rows(shape: DraftShape) -> int:
     """Rows of a request in a draft forward, at most."""
     return head_length(shape) + shape.lookahead().num_nodes
-
-
-def draft_model_schedule(num_nodes: int, rows: int, max_rows: int) -> list[tuple[int, int, int]]:
-    """As `halving_schedule`, for a draft model: whole trees, or none where it has too many rows.
-
-    Args:
-        num_nodes: of the template.
-        rows: of a request in a draft forward.
-        max_rows: of a batch in a draft forward; one request is drafted for even beyond it.
-
-    """
-    last = max(1, max_rows // rows)
-    return [(1, last, num_nodes), (last + 1, 1 << 20, 0)]
 
 
 def halved_shapes(shape: DraftShape, max_rows: int) -> list[DraftShape]:
@@ -129,14 +118,6 @@ def drafting_shapes(
 def most_draft_rows(shapes: Sequence[DraftShape]) -> int:
     """Rows of the largest draft forward, where these are the shapes for 1, 2, ... requests."""
     return max((batch * draft_forward_rows(one) for batch, one in enumerate(shapes, 1)), default=0)
-
-
-def halved_draft_schedule(shape: DraftShape, max_rows: int) -> list[tuple[int, int, int]]:
-    """As `halving_schedule`, for a draft model whose forwards have `halved_shapes`."""
-    most = len(halved_shapes(shape, max_rows))
-    halved = halving_schedule(shape.tree().num_nodes, MAX_TREE_ROWS)
-    sizes = [(first, min(last, most), nodes) for first, last, nodes in halved if first <= most]
-    return [*sizes, (most + 1, 1 << 20, 0)]
 
 
 def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:

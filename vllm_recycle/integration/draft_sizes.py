@@ -1,8 +1,8 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up by the number of requests that a step has. The object here is asked in the
-place of its table, and goes by those of them that draft. What it knows comes with the output of
-earlier steps, from the first rank.
+vLLM looks the number up by the number of requests that a step has. `DraftSizes` is asked in place
+of its table, and goes by those requests that draft. What it knows comes with the output of earlier
+steps, from the first rank.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.size_chooser import SizeChooser, promised_gains
-from vllm_recycle.core.step_seconds import StepSeconds
-from vllm_recycle.integration.config import (
-    ADDITIONAL_CONFIG_KEY,
-    CHOOSES_SIZES,
-    get_options,
-)
+from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds, promised_gains
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
+from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -48,11 +43,6 @@ class DraftReport:
     num_drafted: int | None = None
 
 
-def chooses_sizes(vllm_config: Any) -> bool:
-    """Whether sizes are chosen step by step."""
-    return vllm_config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES]
-
-
 def sizes_of(vllm_config: Any) -> list[list[int]]:
     """The nodes that trees may have, by how many requests have one, largest first, without 0."""
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
@@ -62,7 +52,9 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
         max_num_reqs,
         num_nodes,
     )
-    if not (chooses_sizes(vllm_config) and get_options(vllm_config).is_dynamic):
+    # A draft model is asked for whole drafts, whose shapes the table knows.
+    is_drafted_by_model = isinstance(options_of(vllm_config), OuroborosOptions)
+    if is_drafted_by_model or not chooses_sizes(vllm_config):
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
@@ -75,6 +67,16 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
 def _max_rows(vllm_config: Any) -> int:
     """Of a step with trees; one of more has no full graph."""
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
+
+
+class SizeTable:
+    """Stands in the place of vLLM's table of sizes by batch, which is asked once a step."""
+
+    def __init__(self, sizes: DraftSizes) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, num_reqs: int) -> int:
+        return self.sizes.choose(num_reqs)
 
 
 class DraftSizes:
@@ -94,11 +96,13 @@ class DraftSizes:
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
-        options = get_options(vllm_config)
+        options = options_of(vllm_config)
         self.chooser = SizeChooser(
-            None if options.is_dynamic else promised_gains(options.load_tree().prefix_depths)
+            promised_gains(options.load_tree().prefix_depths)
+            if isinstance(options, OuroborosOptions)
+            else None
         )
-        self.times: StepSeconds | None = None
+        self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
         self.drafting, self.context = 0, 0
@@ -107,26 +111,29 @@ class DraftSizes:
         self._seconds: dict[int, float] = {}
         self._given: dict[str, int] = {}
 
-    def __getitem__(self, num_reqs: int) -> int:
-        """How many nodes the trees have that are drafted in a step of so many requests."""
+    def choose(self, num_reqs: int) -> int:
+        """How many nodes the trees have that are drafted in a step of so many requests.
+
+        Where nothing is known of steps like the next one, since they have no graph or none was
+        timed, the size stays what it was.
+        """
         self._count_requests()
         # Those that came since the look may all draft, and must not have as large trees as few.
         came = max(0, len(self.scheduler.running) - self.num_running)
         drafting = min(self.drafting + came, num_reqs)
         if not drafting:
             return 0
-        if self.times is None or self.chooser.gains is None:
+        if self.chooser.gains is None or not self.times.graphs:
             return self.table[num_reqs]
-        given = {
-            "requests": num_reqs,
-            "drafting": drafting,
-            "context": self.context,
-            # One prompt that comes in between is no reason to draft otherwise.
-            "other_rows": min(self.prompt_rows),
-        }
+        given = {"requests": num_reqs, "drafting": drafting, "context": self.context}
         if given != self._given:
             self._given, sizes = given, self._sizes(num_reqs, drafting)
-            self._seconds = {nodes: self.times.at(nodes, **given) for nodes in sizes}
+            seconds = {nodes: self.times.at(nodes, **given) for nodes in sizes}
+            self._seconds = {n: known for n, known in seconds.items() if known is not None}
+        # A step with a prompt has no graph. One prompt that comes in between changes nothing.
+        if min(self.prompt_rows) or 0 not in self._seconds:
+            size = self.table[num_reqs] if self.chooser.size is None else self.chooser.size
+            return max(n for n in self._sizes(num_reqs, drafting) if n <= size)
         return self.chooser.choose(self._seconds, num_reqs=num_reqs, num_drafting=drafting)
 
     def _sizes(self, num_reqs: int, drafting: int) -> list[int]:

@@ -6,16 +6,16 @@ A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import AnyProposer
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.options import MethodOptions, options_of
 from vllm_recycle.integration.saved_state import (
     describe_state,
     fingerprint,
@@ -31,15 +31,25 @@ class Drafter(ABC):
     """Holds a proposer, and brings what it learns in and out of a file.
 
     Attributes:
-        vllm_config: of the engine, as `engine_config.rewrite` left it.
-        proposer: what drafts.
+        vllm_config: of the engine.
         state: what it learns.
 
     """
 
     vllm_config: Any
-    proposer: AnyProposer
     state: SavedState
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+    @cached_property
+    def options(self) -> MethodOptions:
+        return options_of(self.vllm_config)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model, which a state file has."""
+        return fingerprint(self.vllm_config.model_config)
 
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
@@ -49,7 +59,7 @@ class Drafter(ABC):
 
         """
         self.state.clear()
-        if (path := get_options(self.vllm_config).state_file) is not None:
+        if (path := self.options.state_file) is not None:
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
             if not parallel or get_tp_group().rank_in_group == 0:
                 # A data-parallel rank that has no file yet starts from that of the first.
@@ -61,14 +71,14 @@ class Drafter(ABC):
 
     def make_saver(self) -> StateSaver | None:
         """What writes the state file from now on; None where there is none."""
-        options = get_options(self.vllm_config)
+        options = self.options
         if options.state_file is None:
             return None
         return StateSaver(
             self.state,
             describe_state(options, self.vllm_config, "cpu"),
             self._place(options.state_file),
-            fingerprint=fingerprint(self.vllm_config.model_config),
+            fingerprint=self.fingerprint,
             kind=options.state_key,
             every=options.save_seconds,
         )
@@ -78,17 +88,16 @@ class Drafter(ABC):
         if data_parallel_index is None:
             data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
         path = rank_file(path, data_parallel_index)
-        facts = self.state.facts_of(fingerprint(self.vllm_config.model_config))
+        facts = self.state.facts_of(self.fingerprint)
         kind = repr((type(self.state).__name__, sorted(facts.items())))
-        method = get_options(self.vllm_config).method
-        return StatePlace(path, name=f"{method}-{sha256(kind.encode()).hexdigest()[:16]}")
+        return StatePlace(
+            path, name=f"{self.options.method}-{sha256(kind.encode()).hexdigest()[:16]}"
+        )
 
     def _load(self, place: StatePlace, otherwise: StatePlace) -> None:
-        model = fingerprint(self.vllm_config.model_config)
-        kind = get_options(self.vllm_config).state_key
         for path in place.candidates() or otherwise.candidates():
             try:
-                self.state.load(path, fingerprint=model, kind=kind)
+                self.state.load(path, fingerprint=self.fingerprint, kind=self.options.state_key)
             except ValueError as error:
                 if not place.is_folder:
                     raise

@@ -10,9 +10,7 @@ import torch
 from vllm_recycle.core import PhraseOperations
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.drafter import Drafter
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.options import OuroborosOptions, options_of
 
 
 def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
@@ -48,52 +46,48 @@ def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None
             )
 
 
-class OuroborosDrafter(Drafter):
-    """Holds the proposer; what makes its draft forwards is the runner's."""
+def make_proposer(
+    vllm_config: Any,
+    operations: PhraseOperations,
+    device: torch.device,
+    *,
+    stops_early: bool,
+    smaller_shapes: Iterable[DraftShape] = (),
+) -> OuroborosProposer:
+    """The proposer that an engine's options ask for.
 
-    proposer: OuroborosProposer
+    Args:
+        vllm_config: of the engine.
+        operations: what walks, and reads and writes the pool.
+        device: where the pool lives.
+        stops_early, smaller_shapes: see `OuroborosProposer`.
 
-    def make_proposer(
-        self,
-        operations: PhraseOperations,
-        device: torch.device,
-        *,
-        stops_early: bool,
-        smaller_shapes: Iterable[DraftShape] = (),
-    ) -> None:
-        """Set `proposer` and `state`, from `vllm_config`.
+    """
+    options = options_of(vllm_config)
+    assert isinstance(options, OuroborosOptions)
+    return OuroborosProposer(
+        options.shape(),
+        smaller_shapes=smaller_shapes,
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_forwards=options.max_forwards,
+        stops_early=stops_early,
+        harvest_trunk=options.harvest_trunk,
+        harvest_branches=options.harvest_branches,
+        shares_pool=options.shares_pool,
+        operations=operations,
+        device=device,
+    )
 
-        Args:
-            operations: what walks, and reads and writes the pool.
-            device: where the pool lives.
-            stops_early, smaller_shapes: see `OuroborosProposer`.
 
-        """
-        options = get_options(self.vllm_config)
-        assert isinstance(options, OuroborosOptions)
-        self.proposer = OuroborosProposer(
-            options.shape(),
-            smaller_shapes=smaller_shapes,
-            vocab_size=self.vllm_config.model_config.get_vocab_size(),
-            max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs,
-            max_forwards=options.max_forwards,
-            stops_early=stops_early,
-            harvest_trunk=options.harvest_trunk,
-            harvest_branches=options.harvest_branches,
-            shares_pool=options.shares_pool,
-            operations=operations,
-            device=device,
-        )
-        self.state = self.proposer.pool
-
-    def describe(self) -> str:
-        proposer = self.proposer
-        shape, pool = proposer.shape, proposer.pool
-        draft_model: Any = self.vllm_config.speculative_config.draft_model_config.model
-        return (
-            f"ouroboros: draft model {draft_model}, gamma {shape.gamma}, window {shape.window}, "
-            f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
-            f"{shape.branches}, early rows {shape.early_rows}, at most {proposer.max_forwards} "
-            f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "
-            f"in {proposer.operations.name}"
-        )
+def describe(proposer: OuroborosProposer, vllm_config: Any) -> str:
+    """One line: what is on."""
+    shape, pool = proposer.shape, proposer.pool
+    draft_model: Any = vllm_config.speculative_config.draft_model_config.model
+    return (
+        f"ouroboros: draft model {draft_model}, gamma {shape.gamma}, window {shape.window}, "
+        f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
+        f"{shape.branches}, early rows {shape.early_rows}, at most {proposer.max_forwards} "
+        f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "
+        f"in {proposer.operations.name}"
+    )

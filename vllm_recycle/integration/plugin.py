@@ -8,6 +8,7 @@ they bring it along.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 
 def register() -> None:
@@ -20,10 +21,16 @@ def register() -> None:
     from vllm_recycle.integration import config, draft_limits, requests, versions
 
     versions.check_vllm_version()
-    versions.wrap_create_engine_config(
-        config.rewrite, draft_limits.explain_missing_rows, config.finish
-    )
+    versions.wrap_create_engine_config(config.rewrite, draft_limits.explain_missing_rows, _finish)
     versions.wrap_validate_spec_decode(requests.validate_sampling_params)
+
+
+def _finish(vllm_config: Any) -> None:
+    from vllm_recycle.integration import config, requests
+
+    config.finish(vllm_config)
+    traces = vllm_config.observability_config.otlp_traces_endpoint is not None
+    setattr(vllm_config.speculative_config, requests.IS_OURS, Registered(traces))
 
 
 class Registered:

@@ -17,12 +17,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.draft_limits import even_limit
-from vllm_recycle.integration.draft_sizes import DraftSizes, chooses_sizes
+from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
 from vllm_recycle.integration.grammar import GrammarMasks
-from vllm_recycle.integration.options import OuroborosOptions
-from vllm_recycle.integration.requests import opts_out
+from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
+from vllm_recycle.integration.requests import may_speculate
 
 
 @dataclass
@@ -42,7 +41,7 @@ class TreeScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        options = get_options(vllm_config)
+        options = options_of(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
         self.isolates = options.isolates
         # Of the runner that does not say it with each draft: the depth of each prefix. Of trees
@@ -58,7 +57,7 @@ class TreeScheduler(Scheduler):
         self.sizes: DraftSizes | None = None
         if chooses_sizes(vllm_config):
             self.sizes = DraftSizes(self, vllm_config)
-            self.dynamic_sd_lookup = self.sizes
+            self.dynamic_sd_lookup = SizeTable(self.sizes)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         self.keeps_places = False
@@ -81,12 +80,11 @@ class TreeScheduler(Scheduler):
             # Not in place: an asynchronous scheduler's requests share one list.
             request.spec_token_ids = request.spec_token_ids[:limit]
         output = super().schedule(*args, **kwargs)
-        if not self.use_v2_model_runner:  # which knows its trees as they were drafted
-            rows = {
-                name: getattr(self.requests[name], "draft_rows", None)
-                for name in output.scheduled_spec_decode_tokens
+        if not self.use_v2_model_runner:  # whose trees are on the device
+            output.draft_parents = {
+                name: self.requests[name].draft_parents[: len(draft)]
+                for name, draft in output.scheduled_spec_decode_tokens.items()
             }
-            output.draft_rows = {name: kept for name, kept in rows.items() if kept is not None}
             # Streamed prompts that wait for more, or for room; each comes back as a new request.
             output.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
         if self.sizes is not None:
@@ -144,14 +142,11 @@ class TreeScheduler(Scheduler):
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.
 
-        Not while it reasons ahead of what follows a grammar. Nor, on Model Runner V2, where
-        sampling looks back on the output: its kernels for penalties and bad words take the rows
-        before a row for its ancestors.
+        It may not while the request reasons ahead of what follows a grammar.
         """
-        params = request.sampling_params
         if request.use_structured_output and not self.masks.is_constrained(request):
             return False
-        return not (opts_out(params) or (self.use_v2_model_runner and looks_back(params)))
+        return may_speculate(request.sampling_params, on_v2=self.use_v2_model_runner)
 
     def will_know_draft(self, request: Any) -> bool:
         """Whether the draft is here when masks are made of it, where that is needed."""
@@ -218,7 +213,6 @@ class TreeScheduler(Scheduler):
 
         On Model Runner V2 drafts are not here before their rows are on the device.
         """
-        request.draft_rows = None
         draft = request.spec_token_ids
         if not (draft and request.use_structured_output and self.masks.is_constrained(request)):
             return
@@ -227,7 +221,6 @@ class TreeScheduler(Scheduler):
             rows = list(range(1, 1 + max(rows, default=0)))
         request.spec_token_ids = [draft[row - 1] for row in rows]
         request.draft_parents = parents_among(request.draft_parents, rows)
-        request.draft_rows = rows
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
@@ -250,13 +243,3 @@ class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
             if request is not None and request_id in scheduled:
                 scheduled[request_id] = draft[: len(scheduled[request_id])]
                 request.draft_parents = draft_token_ids.parents[index]
-
-
-def looks_back(params: Any) -> bool:
-    """Whether sampling needs the output before a row."""
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-    )

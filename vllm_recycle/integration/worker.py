@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.state_saver import StateSaver
 
 logger = init_logger("vllm.recycle")
@@ -64,7 +64,7 @@ class TreeWorker(Worker):
             self.saver = self.drafter.make_saver()
             logger.info(self.drafter.describe())
             if found is not None:
-                logger.info("%s: %s", get_options(self.vllm_config).method, found)
+                logger.info("%s: %s", options_of(self.vllm_config).method, found)
         return times
 
     def warm_up(self) -> Any:

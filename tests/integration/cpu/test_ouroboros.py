@@ -26,7 +26,7 @@ from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
+from vllm_recycle.integration.cpu.ouroboros import Round
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
@@ -87,15 +87,15 @@ def run_engine(
         drafter = runner(llm).drafter
         proposer, draft = drafter.proposer, drafter.draft
 
-        def recorded(*args: Any) -> torch.Tensor:
+        def recorded(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             before = proposer.num_forwards
-            drafts = draft(*args)
+            drafts, parents = draft(*args)
             gamma, length = proposer.shape.gamma, proposer.shape.length
             trunk = [token for token in drafts[0, :gamma].tolist() if token >= 0]
             branches = drafts[0, gamma:].view(-1, length).tolist()
             there = [tuple(branch) for branch in branches if branch[0] >= 0]
             rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
-            return drafts
+            return drafts, parents
 
         monkeypatch.setattr(drafter, "draft", recorded)
         outputs = []
@@ -189,7 +189,7 @@ class TestDraftCache:
     def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
         """Between the cache and a fresh computation, over the tokens of a request's text."""
         drafter = runner(llm).drafter
-        known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
+        known = int(drafter.known.num_cached[runner(llm).req_state_indices[request.request_id]])
         text = list(request.all_token_ids)[:known]
         (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
         layers = runner(llm).compilation_config.static_forward_context
@@ -231,8 +231,8 @@ class TestDraftCache:
         assert max(found) < self.TOLERANCE
 
     def test_a_cache_that_lags_is_seen(self, monkeypatch):
-        def lag(self, idx_mapping, num_drafting):
-            self.num_cached[idx_mapping] = self.ends[idx_mapping]
+        def lag(self, num_drafting):
+            self.known.num_cached[self.idx_mapping] = self.ends[self.idx_mapping]
 
-        monkeypatch.setattr(OuroborosV1Drafter, "_catch_up", lag)
+        monkeypatch.setattr(Round, "catch_up", lag)
         assert max(self.differences(10)) > 10 * self.TOLERANCE

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.integration import config as engine_config
+from vllm_recycle.integration import refusals
 from vllm_recycle.integration.draft_limits import (
     MAX_HALVED_DRAFT_ROWS,
     MAX_TREE_ROWS,
@@ -65,7 +66,8 @@ def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
         ({}, True),
         ({"scope": "isolated"}, False),
         ({TABLE: [(1, 4, 16), (5, 1024, 0)]}, False),
-        ({"tree": "default"}, False),
+        ({"tree": "default"}, True),
+        ({"preset": "paper"}, False),
     ):
         made = rewrite(given)
         assert made.additional_config["vllm_recycle"]["chooses_sizes"] == chooses
@@ -89,7 +91,7 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
     ("method", "chooses"),
     [
         (TOKEN_RECYCLING, True),
-        (TOKEN_RECYCLING | {"tree": "default"}, False),
+        (TOKEN_RECYCLING | {"tree": "default"}, True),
         (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
         (OUROBOROS, True),
         (OUROBOROS | {TABLE: [(1, 1024, 8)]}, False),
@@ -202,7 +204,7 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **giv
         ),
     )
     options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
-    engine_config._check_draft_model(config, options, engine_config.PLATFORMS["cuda"])
+    refusals.check_draft_model(config, options, on_v2=True)
 
 
 def test_draft_forwards_that_do_not_fit_are_refused():

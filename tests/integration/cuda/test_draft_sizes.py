@@ -11,25 +11,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from device_costs import LLAMA_8B
 from engines import OUROBOROS, TOKEN_RECYCLING, core, engine
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_recycle.core.roofline import Device, device_of
-from vllm_recycle.core.step_seconds import GraphShape, StepSeconds
-from vllm_recycle.integration.config import ADDITIONAL_CONFIG_KEY, CHOOSES_SIZES
+from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
 from vllm_recycle.integration.draft_sizes import DraftReport
+from vllm_recycle.integration.options import CHOOSES_SIZES, KEY
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 
 NODES = 80
 BUDGET = 256
 TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
-FREE = StepSeconds(Device(flops=1e30, bandwidth=1e12), LLAMA_8B)
-DEAR = StepSeconds(Device(flops=1e12, bandwidth=1e30), LLAMA_8B)
+# Graphs of any number of rows: a row more costs nothing, or as much as the first.
+ROWS = range(1, 513)
+FREE = StepSeconds({GraphShape(rows, rows, rows): (1e-2, 0.0) for rows in ROWS})
+DEAR = StepSeconds({GraphShape(rows, rows, rows): (1e-2 * rows, 0.0) for rows in ROWS})
 PLAIN = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
 OPTED_OUT = {"extra_args": {"speculate": False}}
 WORTH = [0.9, 0.5, 0.3, *[0.01] * (NODES - 3)]
@@ -46,7 +46,7 @@ def schedulers(method: dict, table: list[tuple[int, int, int]]):
         config = engine_core.vllm_config
 
         def make(kind: type[TreeScheduler] = AsyncTreeScheduler, *, chooses: bool = True):
-            config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = chooses
+            config.additional_config[KEY][CHOOSES_SIZES] = chooses
             scheduler = kind(
                 config,
                 engine_core.scheduler.kv_cache_config,
@@ -57,7 +57,7 @@ def schedulers(method: dict, table: list[tuple[int, int, int]]):
             return scheduler
 
         yield make
-        config.additional_config[ADDITIONAL_CONFIG_KEY][CHOOSES_SIZES] = False
+        config.additional_config[KEY][CHOOSES_SIZES] = False
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,29 @@ def test_times_and_gains_decide(make_scheduler, kind):
     assert step(scheduler, accepted=2) == 20
     assert step(scheduler, report_of(DEAR, 4), accepted=2) == 20
     assert [step(scheduler) for _ in range(3)] == [0] * 3
-    scheduler.sizes.take_times(StepSeconds(device_of("H100"), LLAMA_8B))
+    scheduler.sizes.take_times(FREE)
     assert step(scheduler) > 0
+
+
+def test_without_graphs_the_table_is_followed(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4)
+    timed_drafting_alone = StepSeconds(drafting={64: 1.0})
+    assert [step(scheduler, report_of(timed_drafting_alone, 4)) for _ in range(3)] == [40] * 3
+
+
+def test_a_size_stays_what_it_was_where_steps_have_no_graph(make_scheduler):
+    scheduler = make_scheduler()
+    add(scheduler, 4)
+    step(scheduler, report_of(FREE, 4))
+    assert step(scheduler, accepted=2) == 20
+    # No plain graph has room for four.
+    times = StepSeconds({GraphShape(2, 2, 1): (1.0, 0.0)})
+    scheduler.sizes.take_times(times)
+    assert [step(scheduler, accepted=2) for _ in range(3)] == [20] * 3
+    # But what a batch has no room for does not stay.
+    add(scheduler, 4)
+    assert [step(scheduler, accepted=2) for _ in range(2)][-1] == 10
 
 
 def test_requests_without_drafts_are_not_counted_on(make_scheduler):
@@ -146,13 +167,12 @@ def test_trees_are_paid_for_by_the_rows_that_the_step_has(make_scheduler):
     add(scheduler, 3)
     add(scheduler, 30, **OPTED_OUT)
     graphs = {(33, 33, 1): 1.0, (64, 64, 41): 1.05, (256, 64, 41): 3.0}
-    measured = {GraphShape(*shape): seconds for shape, seconds in graphs.items()}
-    step(scheduler, report_of(replace(FREE, measured=measured), 3))
+    timed = {GraphShape(*shape): (seconds, 0.0) for shape, seconds in graphs.items()}
+    step(scheduler, report_of(StepSeconds(timed), 3))
     # 33 rows and 3 x 10 are in the second graph.
     assert [step(scheduler, accepted=2) for _ in range(3)] == [10] * 3
     # A size whose step has no graph is none, however cheap.
-    measured = {GraphShape(33, 33, 1): 1.0}
-    scheduler.sizes.take_times(replace(FREE, measured=measured))
+    scheduler.sizes.take_times(StepSeconds({GraphShape(33, 33, 1): (1.0, 0.0)}))
     assert [step(scheduler) for _ in range(3)] == [0] * 3
 
 
@@ -169,8 +189,8 @@ def test_rounds_of_a_draft_model_are_priced():
         assert [step(scheduler, accepted=3) for _ in range(3)] == [20] * 3
         scheduler.sizes.take_times(replace(FREE, drafting={4: 1.0}))
         assert [step(scheduler) for _ in range(3)] == [0] * 3
-        # Half a step, and then nothing is accepted.
-        scheduler.sizes.take_times(replace(FREE, drafting={4: 8e-3}))
+        # A fifth of a step, and then nothing is accepted.
+        scheduler.sizes.take_times(replace(FREE, drafting={4: 2e-3}))
         assert step(scheduler) == 20
         sizes = [step(scheduler, accepted=0) for _ in range(12)]
         assert sizes[-1] == 0
@@ -181,7 +201,7 @@ def test_a_plain_request_leaves_a_batch_its_graphs():
         scheduler = make()
         capture_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
         graphs = plan_full_graphs(scheduler.sizes.sizes_of_batch, capture_sizes, among_others=True)
-        times = replace(FREE, measured=dict.fromkeys(graphs, 1.0))
+        times = StepSeconds(dict.fromkeys(graphs, (1.0, 0.0)))
         add(scheduler, 4)
         add(scheduler, 1, **OPTED_OUT)
         step(scheduler, DraftReport(np.zeros(0, dtype=np.float32), 0, times))
@@ -222,17 +242,22 @@ def test_trees_that_are_not_accepted_are_believed_less(make_scheduler):
     assert trusted == sorted(trusted, reverse=True)
 
 
-def test_prompts_that_come_one_after_the_other_are_counted_on(make_scheduler):
+def test_a_size_stays_what_it_was_where_prompts_come_one_after_the_other(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 2)
     step(scheduler, report_of(FREE, 2))
+    assert step(scheduler, accepted=1) == 40
     counted_on = []
     for index in range(3):
         sampling = SamplingParams(**PLAIN)
         sampling.update_from_generation_config({}, 2)
         prompt = [5 + index, *range(400)]
         scheduler.add_request(Request(f"long {index}", prompt, sampling, None))
-        step(scheduler, accepted=1)
+        if min(scheduler.sizes.prompt_rows):
+            scheduler.sizes.take_times(DEAR)
+        size = step(scheduler, accepted=1)
         counted_on.append(min(scheduler.sizes.prompt_rows))
     assert counted_on[0] <= 4
     assert counted_on[-1] > BUDGET / 2
+    assert scheduler.sizes.times is DEAR
+    assert size > 0

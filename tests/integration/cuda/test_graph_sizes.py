@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-from device_costs import LLAMA_8B
 from engines import TARGET
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -18,8 +17,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from vllm_recycle.core.roofline import device_of
-from vllm_recycle.core.step_seconds import GraphShape, StepSeconds
+from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
 from vllm_recycle.integration.cuda.graphs import (
     FILLED,
     plan_full_graphs,
@@ -248,10 +246,9 @@ def test_adapters_have_graphs_of_their_own():
 
 def test_what_a_step_costs_is_what_its_graph_took(sizes_of_batch, manager):
     graphs = [shape_of(desc) for desc in manager._capture_descs[CUDAGraphMode.FULL]]
-    measured = {shape: float(shape.num_tokens) for shape in graphs}
-    times = StepSeconds(device_of("H100"), LLAMA_8B, measured)
+    times = StepSeconds({shape: (float(shape.num_tokens), 0.0) for shape in graphs})
     for num_reqs in range(1, 257):
         for nodes, drafting in product([0, *sizes_of_batch[num_reqs]], {1, num_reqs}):
             lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
             expected = dispatch(manager, lengths).num_tokens
-            assert times._measured(sum(lengths), num_reqs, nodes + 1) == expected
+            assert times.at(nodes, requests=num_reqs, drafting=drafting) == expected

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 TABLE = Path(__file__).with_name("v2_launches.json")
 SAMPLED = {**GREEDY, "temperature": 0.9, "seed": 7, "min_p": 0.02}
-NODES, MOST_ROWS = TREE.num_nodes, 4  # so that rows are chosen of so small a tree too
+NODES = TREE.num_nodes
 KINDS = {
     "vllm": "vLLM without speculation",
     "vllm, sampled": "the same with sampling parameters",
@@ -130,9 +130,8 @@ def main() -> dict[str, Any]:
     from vllm import LLM
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_recycle.integration.cuda import backend, row_sampling
+    from vllm_recycle.integration.cuda import backend
 
-    row_sampling.MOST_ROWS = MOST_ROWS
     launches = Launches()
     launches.count_kernels()
     GPUModelRunner.prepare_attn = launches.within(None, GPUModelRunner.prepare_attn)

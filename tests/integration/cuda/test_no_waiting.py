@@ -12,14 +12,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "vllm_recycle"
 MODULES = [
-    *sorted(PACKAGE.glob("kernels/triton/*.py")),
+    *sorted(PACKAGE.glob("kernels/triton/**/*.py")),
     PACKAGE / "integration" / "cuda" / "runner.py",
-    PACKAGE / "integration" / "cuda" / "draft_model.py",
-    PACKAGE / "integration" / "cuda" / "ouroboros_speculator.py",
-    PACKAGE / "integration" / "cuda" / "draft_rounds.py",
-    PACKAGE / "integration" / "cuda" / "draft_cache.py",
-    PACKAGE / "integration" / "cuda" / "all_rows.py",
-    PACKAGE / "integration" / "cuda" / "row_sampling.py",
+    *sorted(PACKAGE.glob("integration/cuda/ouroboros/*.py")),
+    PACKAGE / "integration" / "cuda" / "sampling.py",
     PACKAGE / "integration" / "cuda" / "backend.py",
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.

@@ -23,7 +23,7 @@ BATCH = [((0, 20), GREEDY), ((3, 24), SEEDED)]
 # Drafted for as three, where the table of batch sizes has nothing for four.
 FOUR = [*(((i, i + 12), GREEDY) for i in range(3)), ((5, 17), OPTED_OUT)]
 # What a round is then taken to last, in seconds, where it is not what was measured. The target's
-# steps are taken to last a minute.
+# steps have no graphs here, and are taken to last a minute.
 BATCHES = {"as measured": (BATCH, None), "dear": (BATCH, 1e9), "free": (FOUR, 0.0)}
 
 
@@ -57,10 +57,10 @@ def test_nothing_waits_for_the_device(result):
 
 def main() -> dict[str, Any]:
     """In the process with the engines: one without speculation, and one with it."""
-    from dataclasses import replace
-
     from engines import core, counter, runner
     from vllm import LLM
+
+    from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
 
     def tokens_of(llm: Any, batch: Any) -> list[list[int]]:
         return [output["token_ids"] for output in generate(llm, [batch])]
@@ -82,10 +82,10 @@ def main() -> dict[str, Any]:
             return propose(*args, **kwargs)
 
     speculator.propose = watched_propose
-    result["rounds timed for"] = speculator.times.drafting
+    result["rounds timed for"] = measured = speculator.times.drafting
     for name, (batch, seconds) in BATCHES.items():
-        if seconds is not None:
-            sizes.take_times(replace(sizes.times, drafting={1: seconds}))
+        drafting = measured if seconds is None else {1: seconds}
+        sizes.take_times(StepSeconds({GraphShape(64, 64, 64): (60.0, 0.0)}, drafting))
         rounds, accepted = drafter.num_rounds, counter(llm, "spec_decode_num_accepted_tokens")
         token_ids = tokens_of(llm, batch)
         result[name] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_recycle.integration.cuda.drafter import groups_of
+from vllm_recycle.integration.cuda.ouroboros.drafter import groups_of
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm_recycle.integration.plugin import register
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 INDICES = torch.zeros(8, dtype=torch.int64)
+TREES = DeviceTrees.of(load_tree("default").prefix(4), 8, "cpu")
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def builder() -> TreeTritonBuilder:
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
     builder = TreeTritonBuilder(spec, [], config, torch.device("cpu"))
-    builder.take_trees(load_tree("default").prefix(4), INDICES)
+    builder.take_trees(TREES, INDICES)
     return builder
 
 
@@ -48,38 +49,36 @@ def step(lengths: list[int], context: int = 20) -> CommonAttentionMetadata:
 
 
 def test_a_step_without_trees_is_vllms_alone(builder):
-    assert not hasattr(builder.build(0, step([1, 1, 7])), "tree_step")
+    assert not hasattr(builder.build(0, step([1, 1, 7])), "tree_queries")
 
 
 def test_a_step_of_trees_alone(builder):
     common = step([5, 5, 5])
     builder.num_trees = 3
-    tree_step = builder.build(0, common).tree_step
-    assert (tree_step.trees.max_rows, tree_step.trees.batch) == (5, 3)
-    assert (tree_step.num_tree_tokens, tree_step.others) == (15, None)
+    metadata = builder.build(0, common)
+    assert (metadata.tree_queries.max_rows, metadata.tree_queries.batch) == (5, 3)
+    assert (metadata.tree_queries.num_rows, metadata.others) == (15, None)
     # The buffers themselves, which a captured graph goes on reading.
     for name in ("query_start_loc", "seq_lens"):
-        assert getattr(tree_step.trees, name).data_ptr() == getattr(common, name).data_ptr()
-    assert tree_step.trees.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+        assert getattr(metadata.tree_queries, name).data_ptr() == getattr(common, name).data_ptr()
+    assert metadata.tree_queries.block_table.data_ptr() == common.block_table_tensor.data_ptr()
 
 
-def test_grown_trees_are_found_where_a_graph_looks_for_them(builder):
-    trees = DeviceTrees.make(8, 4, depth=2, device="cpu")
-    builder.take_trees(trees, INDICES)
+def test_trees_are_found_where_a_graph_looks_for_them(builder):
     builder.num_trees = 3
-    rows = builder.build(0, step([5, 5, 5])).tree_step.trees
+    rows = builder.build(0, step([5, 5, 5])).tree_queries
     assert rows.idx_mapping.shape == (3,)
     assert rows.idx_mapping.data_ptr() == INDICES.data_ptr()
-    assert rows.ancestor_bits is trees.ancestor_bits
+    assert rows.ancestor_bits is TREES.ancestor_bits
 
 
 def test_trees_of_several_sizes_before_a_prompt(builder):
     common = step([5, 3, 1, 9])
     builder.num_trees = 2
-    tree_step = builder.build(0, common).tree_step
-    assert (tree_step.trees.max_rows, tree_step.num_tree_tokens) == (5, 8)
-    assert tree_step.trees.query_start_loc.tolist() == [0, 5, 8]
-    others = tree_step.others
+    metadata = builder.build(0, common)
+    assert (metadata.tree_queries.max_rows, metadata.tree_queries.num_rows) == (5, 8)
+    assert metadata.tree_queries.query_start_loc.tolist() == [0, 5, 8]
+    others = metadata.others
     assert others.query_start_loc.tolist() == [0, 1, 10]
     assert (others.num_actual_tokens, others.max_query_len) == (10, 9)
     assert others.seq_lens.tolist() == [21, 29]
@@ -89,34 +88,34 @@ def test_trees_of_several_sizes_before_a_prompt(builder):
 
 def test_plain_requests_are_trees_of_their_roots(builder):
     builder.num_trees = 4
-    tree_step = builder.build(0, step([5, 3, 1, 1])).tree_step
-    assert tree_step.trees.query_start_loc.tolist() == [0, 5, 8, 9, 10]
-    assert (tree_step.trees.max_rows, tree_step.num_tree_tokens) == (5, 10)
-    assert tree_step.others is None
+    metadata = builder.build(0, step([5, 3, 1, 1]))
+    assert metadata.tree_queries.query_start_loc.tolist() == [0, 5, 8, 9, 10]
+    assert (metadata.tree_queries.max_rows, metadata.tree_queries.num_rows) == (5, 10)
+    assert metadata.others is None
 
 
 def test_a_graph_is_captured_for_the_rows_that_requests_may_have(builder):
     common = step([2, 2, 1])
     common.max_query_len = 5
-    trees = builder.build_for_cudagraph_capture(common).tree_step.trees
+    trees = builder.build_for_cudagraph_capture(common).tree_queries
     assert (trees.max_rows, trees.batch) == (5, 3)
 
 
 def test_the_next_step_has_no_trees_unless_told(builder):
     builder.num_trees = 1
     builder.build(0, step([5]))
-    assert not hasattr(builder.build(0, step([5])), "tree_step")
+    assert not hasattr(builder.build(0, step([5])), "tree_queries")
 
 
 def test_requests_that_fill_up_a_graph_have_no_rows(builder):
     builder.num_trees = 3
-    trees = builder.build(0, step([5, 5, 0])).tree_step.trees
+    trees = builder.build(0, step([5, 5, 0])).tree_queries
     assert trees.query_start_loc.tolist() == [0, 5, 10, 10]
     assert trees.seq_lens.tolist() == [25, 25, 0]
 
 
 def test_capture_is_of_trees_where_requests_have_several_rows(builder):
     captured = builder.build_for_cudagraph_capture(step([5, 5]))
-    assert captured.tree_step.trees.batch == 2
-    assert captured.tree_step.others is None
-    assert not hasattr(builder.build_for_cudagraph_capture(step([1, 1])), "tree_step")
+    assert captured.tree_queries.batch == 2
+    assert captured.others is None
+    assert not hasattr(builder.build_for_cudagraph_capture(step([1, 1])), "tree_queries")

@@ -1,4 +1,4 @@
-"""Watches what drafters of Model Runner V2 learn from; for tests alone."""
+"""Watches what Token Recycling on Model Runner V2 learns from; for tests alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from typing import Any
 
 import torch
 
+from vllm_recycle.integration.cuda import token_recycling
 
-def watch_tails(drafter: Any, seen: Counter) -> None:
-    """Count the texts that learning and growing are told of, and those that end elsewhere."""
-    accept, propose, read_tails = drafter.accept, drafter.propose, drafter._tails
-    tails: list[torch.Tensor] = []
+
+def watch_learning(drafter: Any, seen: Counter) -> None:
+    """Count the texts that end elsewhere than they should, and the rows that are learnt from.
+
+    A text ends with the root of the step where it is learnt from, and with the newest token where
+    drafts are made.
+    """
+    accept, propose, learn = drafter.accept, drafter.propose, token_recycling.learn
     told: list[tuple[torch.Tensor, torch.Tensor]] = []  # where texts end, and where they should
+    learns: list[torch.Tensor] = []
 
-    def seen_tails(*args: Any) -> torch.Tensor:
-        tails.append(read_tails(*args))
-        return tails[-1]
+    def ends(idx_mapping: torch.Tensor) -> torch.Tensor:
+        token_ids, lengths = drafter.texts
+        return token_ids[idx_mapping, lengths[idx_mapping].long() - 1]
+
+    def seen_learn(*args: Any, **given: Any) -> None:
+        learns.append(given["learns"])
+        learn(*args, **given)
 
     def compared_accept(input_batch: Any, row_token_ids: torch.Tensor, *args: Any) -> None:
         output, path = args
@@ -25,40 +35,27 @@ def watch_tails(drafter: Any, seen: Counter) -> None:
             seen["texts that end elsewhere"] += int((end != expected).sum())
         told.clear()
         seen["steps without trees"] += path is None
+        end = ends(input_batch.idx_mapping)
         accept(input_batch, row_token_ids, *args)
         # A prompt that goes on ends elsewhere.
         is_sampled = output.num_sampled > 0
         roots = row_token_ids[input_batch.cu_num_logits[:-1]]
-        told.append((tails[-1][is_sampled, 0], roots[is_sampled]))
+        told.append((end[is_sampled], roots[is_sampled]))
         drafter.is_sampled = bool(is_sampled.all())
-
-    def compared_propose(idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
-        drafts = propose(idx_mapping, last_sampled)
-        if drafter.is_sampled:  # else a prompt goes on behind what is told of it
-            told.append((tails[-1][:, 0], last_sampled[idx_mapping, 0]))
-        return drafts
-
-    drafter.is_sampled = False
-    drafter._tails, drafter.accept, drafter.propose = seen_tails, compared_accept, compared_propose
-
-
-def watch_prompts(drafter: Any, seen: Counter) -> None:
-    """Count the rows in the middle of prompts, and those of them that are learnt from."""
-    observe, learn = drafter.observe, drafter.proposer.observe
-    learnt: list[torch.Tensor] = []
-
-    def seen_observe(input_batch: Any, *args: Any) -> None:
-        observe(input_batch, *args)
-        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-        goes_on = torch.from_numpy(ends < input_batch.prefill_len_np)
-        goes_on = goes_on.repeat_interleave(input_batch.cu_num_logits.diff())
-        is_learnt = learnt.pop() >= 0
+        counts = input_batch.cu_num_logits.diff()
+        last = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        goes_on = torch.from_numpy(last < input_batch.prefill_len_np).repeat_interleave(counts)
+        is_learnt = (learns.pop() != 0).repeat_interleave(counts) & (row_token_ids >= 0)
         seen["rows within prompts"] += int(goes_on.sum())
         seen["rows within prompts learnt from"] += int((goes_on & is_learnt).sum())
         seen["rows learnt from"] += int(is_learnt.sum())
 
-    def seen_learn(idx_mapping: torch.Tensor, token_ids: torch.Tensor, *args: Any) -> None:
-        learnt.append(token_ids)
-        learn(idx_mapping, token_ids, *args)
+    def compared_propose(idx_mapping: torch.Tensor) -> torch.Tensor:
+        if drafter.is_sampled:  # else a prompt goes on behind what is told of it
+            newest = drafter.req_states.last_sampled_tokens[idx_mapping, 0]
+            told.append((ends(idx_mapping), newest))
+        return propose(idx_mapping)
 
-    drafter.observe, drafter.proposer.observe = seen_observe, seen_learn
+    drafter.is_sampled = False
+    drafter.accept, drafter.propose = compared_accept, compared_propose
+    token_recycling.learn = seen_learn  # type: ignore[assignment]

@@ -46,7 +46,6 @@ def install() -> None:
     _bring_our_worker()
     _attend_to_trees_in_few_programs()
     _sample_in_few_programs()
-    _know_this_device()
     spare_later_engines()
 
 
@@ -141,7 +140,7 @@ def _bring_our_worker() -> None:
     from vllm_recycle.integration import config as engine_config
 
     engine_config.PLATFORMS["cpu"] = engine_config.Platform(
-        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].host_methods, True, None
+        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].hosts, True, None
     )
 
 
@@ -162,13 +161,3 @@ def _sample_in_few_programs() -> None:
     assert code.co_consts.count(1024) == 1, "expected one block size"
     sizes = tuple(4096 if value == 1024 else value for value in code.co_consts)
     gumbel_sample.__code__ = code.replace(co_consts=sizes)
-
-
-def _know_this_device() -> None:
-    """Else its peaks are measured, with matrices of a GPU's size.
-
-    A device so slow that what the interpreter takes to draft is little beside a step.
-    """
-    from vllm_recycle.core import roofline
-
-    roofline.DEVICES[""] = roofline.Device(flops=1e9, bandwidth=1e5)

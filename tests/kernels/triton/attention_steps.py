@@ -12,7 +12,7 @@ from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tiles import Tile
 from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
-from vllm_recycle.kernels.triton.trees import ancestor_bits
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = -7.0
@@ -130,9 +130,11 @@ class Step:
             flat = slice(starts[index] + request.padding, starts[index + 1])
             own_keys[flat] = keys[-1][request.context :]
             own_values[flat] = values[-1][request.context :]
+        trees = DeviceTrees.of(tree, len(requests), DEVICE)
         rows = TreeQueries(
-            ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
-            depths=tree.depths.to(DEVICE),
+            ancestor_bits=trees.ancestor_bits,
+            depths=trees.depths,
+            idx_mapping=torch.arange(len(requests), device=DEVICE),
             query_start_loc=starts.to(DEVICE, torch.int32),
             seq_lens=torch.tensor(
                 [request.padding + request.length for request in requests],
@@ -141,6 +143,7 @@ class Step:
             ),
             block_table=block_table.to(DEVICE)[:, :-1],
             max_rows=int(lengths.max()),
+            num_rows=int(starts[-1]),
             num_padding=padding.to(DEVICE, torch.int32) if padding.any() else None,
         )
         # Two rows behind the last tree, and beside each query what a fused projection has there.

@@ -11,18 +11,17 @@ import triton  # noqa: TID253
 import triton.language as tl  # noqa: TID253
 from triton.backends.compiler import GPUTarget  # noqa: TID253
 from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
-from vllm_recycle.core.template_matrix import OVERLAY_ROWS
 
-from vllm_recycle.core import TemplateLayout, load_tree
+from vllm_recycle.core import load_tree
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.kernels.triton import inputs, kv_cache
-from vllm_recycle.kernels.triton import top_k as learning
-from vllm_recycle.kernels.triton import walk as nodes
+from vllm_recycle.kernels.triton import walk as walking
 from vllm_recycle.kernels.triton.attention import kernel as attention_kernel
 from vllm_recycle.kernels.triton.attention import splits as attention_splits
 from vllm_recycle.kernels.triton.attention.tiles import Tile, choose_tile
-from vllm_recycle.kernels.triton.matrix import find
+from vllm_recycle.kernels.triton.matrix import fill as filling
 from vllm_recycle.kernels.triton.matrix import grow as growing
+from vllm_recycle.kernels.triton.matrix.find import Layout
 
 
 @dataclass(frozen=True)
@@ -65,22 +64,20 @@ def cases() -> Iterator[tuple[Case, int]]:
     # Which take `Case` from here.
     from compile_cases_learning import learning_cases
     from compile_cases_ouroboros import ouroboros_cases
-    from compile_cases_sampling import visitable_rows_case
 
     yield from tree_attention_cases()
     for arch in (80, 90):
-        for case in (*matrix_cases("bf16", vocab=128_256), *matrix_cases("fp32", vocab=32_000)):
-            yield case, arch
-        for grown in (False, True):
-            yield walk_case(grown=grown), arch
-            yield place_case(grown=grown), arch
+        yield walk_case(), arch
+        yield place_case(), arch
         yield compact_case(), arch
-        yield visitable_rows_case(), arch
         for case in (*ouroboros_cases(), *learning_cases()):
             yield case, arch
     for arch in (80, 90, 100, 120):
         yield grow_case(), arch
     yield grow_case(beam=32), 90
+    for arch in (80, 90):
+        for name in ("default", "paper-80"):
+            yield fill_case(name), arch
 
 
 TREE_ROWS = 81
@@ -103,13 +100,10 @@ def tree_attention_cases() -> Iterator[tuple[Case, int]]:
             yield attend_case(arch, rows, 4, 128, split=False)
         yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
         yield attend_case(arch, TREE_ROWS, 4, 128, own=True)
-        yield attend_case(arch, TREE_ROWS, 4, 128, grown=True)
-        yield attend_case(arch, TREE_ROWS, 4, 128, grown=True, windowed=True)
+        yield attend_case(arch, TREE_ROWS, 4, 128, windowed=True)
         yield attend_case(arch, TREE_ROWS, 2, 256, windowed=True)
         # GPT-OSS.
-        yield attend_case(
-            arch, TREE_ROWS, 8, 64, grown=True, windowed=True, split=False, sinks=True
-        )
+        yield attend_case(arch, TREE_ROWS, 8, 64, windowed=True, split=False, sinks=True)
         yield combine_case(64, sinks=True), arch
         yield combine_case(128), arch
         yield combine_case(80), arch
@@ -127,7 +121,6 @@ def attend_case(
     dtype: str = "bf16",
     split: bool = True,
     own: bool = False,
-    grown: bool = False,
     windowed: bool = False,
     sinks: bool = False,
     tile: Tile | None = None,
@@ -141,12 +134,10 @@ def attend_case(
         **dict.fromkeys(("own_keys", "own_values"), f"*{dtype}:16"),
         **dict.fromkeys(("own_key_stride", "own_value_stride"), "i32:16"),
     }
-    of_grown = {"idx_mapping": "*i64", "tree_stride": "i32", "depths_stride": "i32"}
     case = Case(
         f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
         + ("" if split else "-unsplit")
         + ("-own" if own else "")
-        + ("-grown" if grown else "")
         + ("-windowed" if windowed else "")
         + ("-sinks" if sinks else ""),
         attention_kernel.attend_kernel,
@@ -154,16 +145,15 @@ def attend_case(
             **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
             **dict.fromkeys(("partial", "partial_lse"), "*fp32:16" if split else f"*{dtype}:16"),
             "ancestor_bits": "*i32:16",
-            "depths": "*i32:16" if grown else "*i64:16",
+            **{"depths": "*i32:16", "idx_mapping": "*i64"},
             **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
             "log2_scale": "fp32",
             **({"window": "i32"} if windowed else {}),
             **({"sinks": f"*{dtype}:16"} if sinks else {}),
             **dict.fromkeys(("max_rows", "num_splits", "num_queries"), "i32"),
-            **dict.fromkeys(("num_words", "table_stride"), "i32"),
+            **dict.fromkeys(("num_words", "table_stride", "tree_stride", "depths_stride"), "i32"),
             **{f"{stride}_stride": "i32:16" for stride in strides},
             **(of_own if own else {}),
-            **(of_grown if grown else {}),
         },
         {
             "GROUP": group,
@@ -176,7 +166,6 @@ def attend_case(
             "SPLIT": split,
             "UPCAST": False,
             **({} if own else dict.fromkeys(of_own)),
-            **({} if grown else dict.fromkeys(of_grown)),
             **({} if windowed else {"window": None}),
             **({} if sinks else {"sinks": None}),
         },
@@ -212,109 +201,84 @@ def combine_case(head_size: int, *, sinks: bool = False) -> Case:
     )
 
 
-def matrix_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
-    """Fill and update, as an engine with the default tree, k and scope launches them."""
-    tree, layout = load_tree("default"), TemplateLayout(vocab, 8, OVERLAY_ROWS, True, True)
-    name, lanes = f"{dtype}-vocab{vocab}", triton.next_power_of_2(tree.num_nodes)
-    shape = {"NODES": tree.num_nodes, "PATH": tree.depth + 1, "LANES": lanes}
-    table = {"FIRST_OVERLAY": layout.first_overlay, "OVERLAY_ROWS": layout.overlay_rows}
-    ids = dict.fromkeys(("expanded_idx_mapping", "token_ids"), "*i64:16")
-    yield Case(
-        f"fill-{name}",
-        nodes._fill_tree_kernel,
-        {
-            "table": "*i32:16",
-            **dict.fromkeys(("drafts", "idx_mapping", "last_token_ids"), "*i64:16"),
-            **dict.fromkeys(("paths", "ranks"), "*i64:16"),
-        },
-        {**shape, **table, "WIDTH": 1 + layout.k, "READS_SHARED": True},
-        {"num_warps": nodes._warps(lanes)},
-    )
-    group = learning.group_size(vocab, layout.k)
-    rows = {**ids, "maxima": "*fp32:16", "logits": f"*{dtype}:16", "row_stride": "i32:16"}
-    sizes = {"VOCAB": vocab, "GROUP": group, "LATER": learning.LATER}
-    yield Case(
-        f"maxima-{name}",
-        learning._group_maxima_kernel,
-        {**rows, "num_rows": "i32"},
-        {**sizes, "GROUPS": learning.CHUNK // group},
-        {"num_warps": 8},
-    )
-    yield Case(
-        f"write-{name}",
-        learning._write_rows_kernel,
-        {**rows, "num_rows": "i32", "table": "*i32:16"},
-        {
-            **{**sizes, **table, "K": layout.k, "KEPT": layout.k, "WRITES_SHARED": True},
-            "GROUPS": triton.next_power_of_2(-(-vocab // group)),
-        },
-        {"num_warps": 8},
-    )
+# Llama-3's vocabulary, eight successors, a quarter of a million entries that are hashed.
+LAYOUT = MatrixLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True, True)
+TEXTS = {"all_token_ids": "*i32:16", "all_token_ids_stride": "i32:16", "lengths": "*i32:16"}
 
 
 def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:
-    """Llama-3's vocabulary, eight successors, a quarter of a million rows that are hashed."""
-    layout = MatrixLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True, True)
     lanes, words = triton.next_power_of_2(num_nodes), -(-(num_nodes + 1) // 32)
-    expanded = max(beam, lanes // layout.k)
+    expanded = max(beam, lanes // LAYOUT.k)
     return Case(
         f"grow-nodes{num_nodes}-beam{beam}-levels{levels}",
         growing._grow_kernel,
         {
-            **dict.fromkeys(("drafts", "idx_mapping", "salts", "tails", "max_depths"), "*i64:16"),
-            **dict.fromkeys(("worth", "rates"), "*fp32:16"),
+            **dict.fromkeys(("drafts", "idx_mapping", "salts"), "*i64:16"),
+            **dict.fromkeys(("worths", "rates"), "*fp32:16"),
             **dict.fromkeys(("parents", "depths", "ancestor_bits", "scratch", "table"), "*i32:16"),
+            **TEXTS,
         },
         {
             **{"NODES": num_nodes, "LANES": lanes, "WORDS": words, "WORD_LANES": 4},
             **{"BEAM": beam, "EXPANDED": expanded, "CHILDREN": 8, "LEVELS": levels},
-            **{"REACH": 8, "PLACES": 8},
             "SIZE": levels * (2 * expanded * 8 + expanded) + 2 * expanded * 8,
-            **find.constants_of(layout),
+            "LAYOUT": Layout.of(LAYOUT),
         },
         {"num_warps": growing._warps(expanded * 8)},
     )
 
 
-def walk_case(*, grown: bool) -> Case:
-    """The default tree, or trees that are grown."""
-    tree = load_tree("default")
-    num_nodes, depth = (80, 8) if grown else (tree.num_nodes, tree.depth)
+def fill_case(name: str) -> Case:
+    tree = load_tree(name)
+    lanes = triton.next_power_of_2(tree.num_nodes + 1)
+    return Case(
+        f"fill-{name}",
+        filling._fill_kernel,
+        {
+            **dict.fromkeys(("drafts", "idx_mapping", "salts"), "*i64:16"),
+            **dict.fromkeys(("parents", "ranks", "depths"), "*i64:16"),
+            **dict.fromkeys(("worths", "rates"), "*fp32:16"),
+            **dict.fromkeys(("scratch", "table"), "*i32:16"),
+            **TEXTS,
+        },
+        {
+            **{"NODES": tree.num_nodes, "LANES": lanes, "LEVELS": tree.depth},
+            "LAYOUT": Layout.of(LAYOUT),
+        },
+        {"num_warps": walking.num_warps(lanes)},
+    )
+
+
+def walk_case() -> Case:
+    num_nodes, depth = TREE_ROWS - 1, 16
     lanes = triton.next_power_of_2(num_nodes + 1)
     return Case(
-        "walk" + ("-grown" if grown else ""),
-        nodes._walk_kernel,
+        "walk",
+        walking._walk_kernel,
         {
             **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
-            **{"lengths": "*i32:16", "cu_num_logits": "*i32"},
-            "parents": "*i32:16" if grown else "*i64:16",
-            **({"idx_mapping": "*i64:16"} if grown else {}),
+            **{"lengths": "*i32:16", "cu_num_logits": "*i32", "parents": "*i32:16"},
+            **{"parents_stride": "i32", "idx_mapping": "*i64:16"},
         },
         {
             **{"NODES": num_nodes, "PATH": depth + 1, "LANES": lanes},
             **{"PLACES": triton.next_power_of_2(depth + 1), "ROUNDS": depth.bit_length()},
-            **({} if grown else {"idx_mapping": None}),
         },
-        {"num_warps": nodes._warps(lanes)},
+        {"num_warps": walking.num_warps(lanes)},
     )
 
 
-def place_case(*, grown: bool) -> Case:
-    pointers = ("row_token_ids", "positions", "logits_indices")
+def place_case() -> Case:
+    pointers = ("row_token_ids", "positions", "logits_indices", "tree_indices")
     return Case(
-        "place" + ("-grown" if grown else ""),
+        "place",
         inputs._place_tree_rows_kernel,
         {
-            **dict.fromkeys(pointers, "*i64:16"),
-            **dict.fromkeys(("input_ids", "expanded_local_pos"), "*i32:16"),
-            "depths": "*i32:16" if grown else "*i64:16",
-            **({"expanded_idx_mapping": "*i64:16"} if grown else {}),
-            "num_rows": "i32",
+            **dict.fromkeys((*pointers, "idx_mapping", "expanded_idx_mapping"), "*i64:16"),
+            **dict.fromkeys(("input_ids", "expanded_local_pos", "depths"), "*i32:16"),
+            **dict.fromkeys(("batch", "num_rows"), "i32"),
         },
-        {
-            **{"ROWS": inputs.ROWS, "TREE_ROWS": TREE_ROWS},
-            **({} if grown else {"expanded_idx_mapping": None}),
-        },
+        {"ROWS": inputs.ROWS, "TREE_ROWS": TREE_ROWS},
         {"num_warps": 4},
     )
 

@@ -1,4 +1,4 @@
-"""What `compile_kernels` compiles of what learns context rows."""
+"""What `compile_kernels` compiles of what teaches the adjacency matrix."""
 
 from __future__ import annotations
 
@@ -6,62 +6,45 @@ from collections.abc import Iterator
 
 # Imported by a script of its own alone.
 import triton  # noqa: TID253
-from compile_cases import Case
+from compile_cases import TEXTS, Case
 
 from vllm_recycle.core.adjacency import MatrixLayout
-from vllm_recycle.kernels.triton import text_tails
-from vllm_recycle.kernels.triton import top_k as learning
-from vllm_recycle.kernels.triton.matrix import learn as context_learning
-from vllm_recycle.kernels.triton.matrix import seed as context_seeding
-from vllm_recycle.kernels.triton.matrix.find import constants_of
+from vllm_recycle.kernels.triton import top_k as choosing
+from vllm_recycle.kernels.triton.matrix import learn as learning
+from vllm_recycle.kernels.triton.matrix import seed as seeding
+from vllm_recycle.kernels.triton.matrix.find import Layout
 
 VOCAB, MAX_ROWS, PATH = 128_256, 81, 17
 
 
 def learning_cases() -> Iterator[Case]:
     """With the default k and contexts; and with the largest, of a sequence that shares nothing."""
-    yield from top_k_cases()
-    yield tails_case()
+    yield from top_k_cases("bf16", vocab=VOCAB)
+    yield from top_k_cases("fp32", vocab=32_000)
     for contexts, k, shares in (((1, 2, 4, 8), 8, True), (tuple(range(1, 9)), 64, False)):
         layout = MatrixLayout(VOCAB, k, contexts, 1 << 22, True, shares, shares)
         yield from step_cases(layout, counted=shares)
         yield from seed_cases(layout)
 
 
-def top_k_cases() -> Iterator[Case]:
+def top_k_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
     k = 8
-    group = learning.group_size(VOCAB, k)
-    rows = {"maxima": "*fp32:16", "logits": "*bf16:16", "row_stride": "i32:16"}
-    sizes = {"VOCAB": VOCAB, "GROUP": group}
+    group = choosing.group_size(vocab, k)
+    rows = {"maxima": "*fp32:16", "logits": f"*{dtype}:16", "row_stride": "i32:16"}
+    sizes = {"VOCAB": vocab, "GROUP": group}
     yield Case(
-        "maxima-of-all",
-        learning._group_maxima_kernel,
-        {**rows, "num_rows": "i32"},
-        {
-            **{**sizes, "GROUPS": learning.CHUNK // group, "LATER": learning.LATER},
-            **dict.fromkeys(("expanded_idx_mapping", "token_ids")),
-        },
+        f"maxima-{dtype}-vocab{vocab}",
+        choosing._group_maxima_kernel,
+        rows,
+        {**sizes, "GROUPS": choosing.CHUNK // group},
         {"num_warps": 8},
     )
     yield Case(
-        "top-k",
-        learning._top_k_kernel,
+        f"top-k-{dtype}-vocab{vocab}",
+        choosing._top_k_kernel,
         {**rows, "best": "*i32:16"},
-        {**sizes, "K": k, "KEPT": k, "GROUPS": triton.next_power_of_2(-(-VOCAB // group))},
+        {**sizes, "K": k, "KEPT": k, "GROUPS": triton.next_power_of_2(-(-vocab // group))},
         {"num_warps": 8},
-    )
-
-
-def tails_case() -> Case:
-    return Case(
-        "tails",
-        text_tails._read_tails_kernel,
-        {
-            **{"tails": "*i64:16", "all_token_ids": "*i32:16", "stride": "i32:16"},
-            **{"idx_mapping": "*i64", "total_len": "*i32:16", "batch": "i32"},
-        },
-        {"REACH": 8, "PLACES": 8, "LANES": text_tails.LANES},
-        {"num_warps": 1},
     )
 
 
@@ -75,18 +58,17 @@ def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
     }
     yield Case(
         f"learn-mark-{name}",
-        context_learning._mark_kernel,
+        learning._mark_step_kernel,
         {
             **rows,
-            **dict.fromkeys(("text", "tails", "row_token_ids", "path", "token_ids"), "*i64:16"),
-            **{"parents": "*i32:16", "parents_stride": "i32", "learns": "*i1"},
+            **dict.fromkeys(("text", "row_token_ids", "path", "token_ids"), "*i64:16"),
+            **{"parents": "*i32:16", "learns": "*i32", **TEXTS},
             **({"increments": "*i32:16"} if counted else {}),
         },
         {
-            **{"MAX_ROWS": MAX_ROWS, "PATH": PATH, "PATH_LANES": triton.next_power_of_2(PATH)},
-            **{"REACH": layout.reach, "REACH_LANES": triton.next_power_of_2(layout.reach)},
-            **{"LANES": context_learning.LANES, "WRITES_SHARED": layout.writes_shared},
-            **constants_of(layout),
+            **{"MAX_ROWS": MAX_ROWS, "TREE_ROWS": MAX_ROWS, "PATH": PATH},
+            **{"PATH_LANES": triton.next_power_of_2(PATH), "LANES": learning.LANES},
+            "LAYOUT": Layout.of(layout),
             **({} if counted else {"increments": None}),
         },
         {"num_warps": 1},
@@ -95,15 +77,15 @@ def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
     types = dict(zip(of_counts, ("*fp64:16", "*fp32:16", "*i32:16"), strict=True))
     yield Case(
         f"learn-write-{name}",
-        context_learning._write_kernel,
+        learning._write_step_kernel,
         {**rows, "successors": "*i32:16", "rows": "i32", **(types if counted else {})},
         {
             **{"MAX_ROWS": MAX_ROWS, "K": layout.k, "WIDTH": width},
-            **{"ROWS": max(1, context_learning.ELEMENTS // width), "PLACES": places},
+            **{"ROWS": max(1, learning.ELEMENTS // width), "PLACES": places},
             "WRITTEN": len(layout.contexts) * (1 + layout.writes_shared),
             **{"FIRST_PLACE": 1 - layout.writes_shared, "PLACE_STEP": 2 - layout.writes_shared},
-            **{"RANKS": ranks, "LANES": context_learning.LANES},
-            "FOLD_BLOCKS": -(-ranks // context_learning.LANES) if counted else 0,
+            **{"RANKS": ranks, "LANES": learning.LANES},
+            "FOLD_BLOCKS": -(-ranks // learning.LANES) if counted else 0,
             **({} if counted else dict.fromkeys(of_counts)),
         },
         {"num_warps": 1},
@@ -118,29 +100,29 @@ def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
     }
     found = dict.fromkeys(("seconds", "thirds", "runs"), "*i32:16")
     sizes = {"count": "i32", "size": "i32"}
-    shape = {"PLACES": len(layout.contexts), "K": layout.k, "LANES": context_seeding.LANES}
+    shape = {"PLACES": len(layout.contexts), "K": layout.k, "LANES": seeding.LANES}
     yield Case(
         f"seed-mark-{name}",
-        context_seeding._mark_kernel,
+        seeding._mark_prompt_kernel,
         {
             **{**rows, **found, **sizes, "rests": "*i64:16", "table": "*i32:16"},
             **{"all_token_ids": "*i32:16", "stride": "i32:16", "salts": "*i64:16"},
             **{"requests": "*i32:16", "num_requests": "i32", "first": "i32"},
         },
-        {"BITS": 5, "LANES": context_seeding.LANES, **constants_of(layout)},
+        {"BITS": 5, "LANES": seeding.LANES, "LAYOUT": Layout.of(layout)},
         {"num_warps": 1},
     )
     for last in (False, True):
         yield Case(
             f"seed-gather-{name}" + ("-last" if last else ""),
-            context_seeding._gather_kernel,
+            seeding._gather_kernel,
             {**rows, **found, **sizes},
             {**shape, "LAST": last},
             {"num_warps": 1},
         )
     yield Case(
         f"seed-merge-{name}",
-        context_seeding._merge_kernel,
+        seeding._merge_kernel,
         {
             **{**rows, **found, **sizes, "rests": "*i64:16"},
             **dict.fromkeys(("merged", "table"), "*i32:16"),
@@ -150,7 +132,7 @@ def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
     )
     yield Case(
         f"seed-write-{name}",
-        context_seeding._write_kernel,
+        seeding._write_prompt_kernel,
         {
             **{**sizes, "addresses": "*i64:16"},
             **dict.fromkeys(("table", "stamps", "merged"), "*i32:16"),

@@ -28,7 +28,7 @@ def on_device(
 ) -> DeviceTrees:
     """The trees of a batch where requests have theirs; those of other requests have no node."""
     depth = trees.depth if depth is None else depth
-    placed = DeviceTrees.make(max_num_reqs, trees.num_nodes, depth=depth, device=device)
+    placed = DeviceTrees.empty(trees.num_nodes, max_num_reqs, depth=depth, device=device)
     index = torch.tensor(idx_mapping, device=device)
     placed.parents[index] = trees.parents.to(device, torch.int32)
     placed.depths[index] = trees.depths.to(device, torch.int32)

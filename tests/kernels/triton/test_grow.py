@@ -1,52 +1,87 @@
-"""Trees that the device grows, and where it looks for rows: the same as in Python, bit for bit."""
+"""Trees that the device grows and fills: the same as the core's, bit for bit."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from growth_settings import Setting, settings_of_growth
 from hypothesis import given, settings
-from recycling_steps import make_rows
+from recycling_steps import K, make_matrix
+from strategies import trees
 
+from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import MAX_SALT, write_entries
-from vllm_recycle.kernels.triton.matrix import grow as growing
+from vllm_recycle.kernels.triton.matrix.fill import fill
+from vllm_recycle.kernels.triton.matrix.find import Texts
+from vllm_recycle.kernels.triton.matrix.grow import grow
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_NUM_REQS = 5
+# The states of the requests of a batch, in another order.
+STATES = [4, 0, 3]
+
+
+def by_state(values: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+    """The values of a batch where those of requests lie."""
+    placed = torch.zeros(MAX_NUM_REQS, *values.shape[1:], dtype=values.dtype)
+    placed[idx_mapping] = values
+    return placed.to(DEVICE)
+
+
+def draft(function, setting: Setting, num_nodes: int, **given) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the device drafts for a setting: tokens and worths, of each node."""
+    idx_mapping = torch.tensor(STATES[: len(setting.texts)])
+    longest = max(map(len, setting.texts))
+    token_ids = torch.tensor([[*text, *[-9] * longest][:longest] for text in setting.texts])
+    lengths = torch.tensor([len(text) for text in setting.texts], dtype=torch.int32)
+    drafts = torch.full((len(idx_mapping), num_nodes), 99, device=DEVICE)
+    worths = torch.full((len(idx_mapping), num_nodes), 99.0, device=DEVICE)
+    function(
+        drafts,
+        worths,
+        setting.matrix.table.to(DEVICE),
+        setting.rates.float().contiguous().to(DEVICE),
+        idx_mapping.to(DEVICE),
+        layout=setting.matrix.layout,
+        salts=by_state(setting.arguments["salts"], idx_mapping),
+        texts=Texts(by_state(token_ids.int(), idx_mapping), by_state(lengths, idx_mapping)),
+        **given,
+    )
+    return drafts.cpu(), worths.cpu()
 
 
 def check(setting: Setting) -> None:
-    """Grow in Triton, for requests in another order than their states, and compare with Python."""
-    batch, nodes = len(setting.texts), setting.max_nodes
-    expected, expected_worth = setting.grow()
-    trees = DeviceTrees.make(MAX_NUM_REQS, nodes, depth=setting.levels, device=DEVICE)
+    """Grow in Triton, and compare with the core."""
+    assert setting.beam is not None
+    assert setting.levels is not None
+    idx_mapping = STATES[: len(setting.texts)]
+    # The device grows all trees to the same depth.
+    setting = replace(setting, max_depths=[setting.levels] * len(idx_mapping))
+    expected = setting.grow()
+    trees = DeviceTrees.empty(setting.max_nodes, MAX_NUM_REQS, depth=setting.levels, device=DEVICE)
     before = trees.parents.clone()
-    idx_mapping = torch.tensor([4, 0, 3])[:batch]
-    salts = torch.zeros(MAX_NUM_REQS, dtype=torch.int64)
-    salts[idx_mapping] = setting.arguments["salts"]
-    drafts = torch.full((batch, nodes), 99, device=DEVICE)
-    worth = torch.full((batch, nodes), 99.0, device=DEVICE)
-    growing.grow_by_levels(
-        drafts,
-        worth,
-        setting.rows.table.to(DEVICE),
-        setting.rates.contiguous().to(DEVICE),
-        idx_mapping.to(DEVICE),
-        layout=setting.rows.layout,
-        salts=salts.to(DEVICE),
-        tails=setting.arguments["tails"].to(DEVICE),
-        max_depths=setting.arguments["max_depths"].to(DEVICE),
-        trees=trees,
-        beam=setting.beam,
-    )
-    assert drafts.cpu().equal(expected.token_ids)
-    assert worth.cpu().equal(expected_worth)
+    drafts, worths = draft(grow, setting, setting.max_nodes, trees=trees, beam=setting.beam)
+    assert drafts.equal(expected.token_ids)
+    assert worths.equal(expected.worths.float())
     assert trees.parents[idx_mapping].cpu().long().equal(expected.trees.parents)
     assert trees.depths[idx_mapping].cpu().long().equal(expected.trees.depths)
     assert trees.ancestor_bits[idx_mapping].cpu().equal(ancestor_bits(expected.trees.ancestor_mask))
-    others = [row for row in range(MAX_NUM_REQS) if row not in idx_mapping.tolist()]
+    others = [row for row in range(MAX_NUM_REQS) if row not in idx_mapping]
     assert trees.parents[others].equal(before[others])
+
+
+def check_filled(setting: Setting, tree: TreeTemplate) -> None:
+    """Fill a template in Triton, and compare with the core."""
+    depths = torch.full((len(setting.texts),), tree.depth)
+    given = {**setting.arguments, "max_depths": depths, "tree": tree}
+    expected = core.fill(setting.matrix.table, setting.rates.float(), **given)
+    drafts, worths = draft(fill, setting, tree.num_nodes, tree=tree.to(DEVICE))
+    assert drafts.equal(expected.token_ids)
+    assert worths.equal(expected.worths)
 
 
 @settings(max_examples=30, deadline=None)
@@ -62,21 +97,27 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
     def random_tokens(count: int) -> list[int]:
         return (torch.randint(9, (count,), generator=generator) * 3571).tolist()
 
-    rows = make_rows(vocab_size=32_000, k=k, contexts=contexts, slots=1024)
-    rows.salts[:] = torch.tensor([MAX_SALT, 1, 2])
+    matrix = make_matrix(vocab_size=32_000, k=k, contexts=contexts, slots=1024)
+    matrix.salts[:] = torch.tensor([MAX_SALT, 1, 2])
     text = random_tokens(60)
     for end in range(1, len(text)):
-        context = text[:end][::-1][: rows.layout.reach]
+        context = text[:end][::-1][: matrix.layout.reach]
         successors = torch.randperm(32_000, generator=generator)[:k].tolist()
         if end % 4:
             # Else what follows is hardly known itself.
             successors = [text[end], *[token for token in successors if token != text[end]]][:k]
         write_entries(
-            rows.table, context, MAX_SALT, successors, rows.layout, own=end % 2 == 0, shared=True
+            matrix.table,
+            context,
+            MAX_SALT,
+            successors,
+            matrix.layout,
+            own=end % 2 == 0,
+            shared=True,
         )
     rates = torch.rand(len(contexts), 2, k, 4, generator=generator)
     texts = [text[:20], text[:5], random_tokens(3)]
-    return Setting(rows, rates, texts, [20, 20, 2], **options)
+    return Setting(matrix, rates, texts, [20, 20, 2], **options)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +133,46 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
 )
 def test_any_sizes_equal_python(k, contexts, max_nodes, beam, levels):
     setting = random_setting(k, contexts, max_nodes=max_nodes, beam=beam, levels=levels)
-    growth, _ = setting.grow()
+    growth = setting.grow()
     assert int(growth.num_nodes.max()) > min(max_nodes - 1, 3)
     check(setting)
 
 
 def test_a_request_of_which_nothing_is_known_has_a_tree_without_nodes():
     setting = random_setting(3, (1, 2), max_nodes=4, beam=2, levels=3)
-    setting.rows.clear()
-    assert not setting.grow()[0].num_nodes.any()
+    setting.matrix.clear()
+    assert not setting.grow().num_nodes.any()
     check(setting)
+
+
+# Templates.
+
+
+@settings(max_examples=30, deadline=None)
+@given(setting=settings_of_growth(), tree=trees(max_nodes=20, k=K))
+def test_what_is_filled_equals_python(setting, tree):
+    check_filled(setting, tree)
+
+
+@pytest.mark.parametrize("contexts", [(1,), (1, 2, 4, 8)])
+@pytest.mark.parametrize("name", ["paper-80", "default"])
+def test_shipped_templates_are_filled_from_any_contexts(name, contexts):
+    setting, tree = random_setting(8, contexts, max_nodes=80, beam=16, levels=8), load_tree(name)
+    check_filled(setting, tree)
+    drafts, _ = draft(fill, setting, tree.num_nodes, tree=tree.to(DEVICE))
+    assert int((drafts >= 0).sum()) > 20
+
+
+@pytest.mark.parametrize("depth", [1, 40, 256])
+def test_a_chain_of_any_depth_is_filled(depth):
+    matrix = make_matrix("shared", vocab_size=90, contexts=(1,))
+    matrix.begin(0)
+    for token in range(90):
+        successors = [(token + 7) % 90, *range(K - 1)]
+        write_entries(matrix.table, [token], 1, successors, matrix.layout, own=False, shared=True)
+    rates = torch.ones(1, 2, K, 4)
+    setting = Setting(matrix, rates, [[5]], [depth], depth)
+    tree = TreeTemplate(tuple((row, 0) for row in range(depth)))
+    drafts, worths = draft(fill, setting, depth, tree=tree.to(DEVICE))
+    assert drafts[0].tolist() == [(5 + 7 * step) % 90 for step in range(1, depth + 1)]
+    assert worths.eq(1.0).all()

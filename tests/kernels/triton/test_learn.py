@@ -1,77 +1,31 @@
-"""Learning in Triton does what its reference does, bit for bit."""
+"""Learning in Triton does what the core does, bit for bit."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-import pytest
 import torch
-import torch_twins_dynamic as twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
 
 from vllm_recycle.core import SCOPES
+from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
+from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.learn import learn
-from vllm_recycle.kernels.triton.text_tails import read_tails
-from vllm_recycle.kernels.triton.top_k import top_k
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INF, NAN = float("inf"), float("nan")
 
-# The most probable tokens.
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    shape=st.sampled_from([(1, 1, 1), (3, 9, 8), (2, 90, 3), (2, 257, 16), (1, 64, 64)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    values=st.integers(1, 40),
-)
-def test_top_k_has_of_equal_logits_the_lower_token_first(seed, shape, dtype, values):
-    num_rows, vocab_size, k = shape
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-values, values, (num_rows, vocab_size), generator=generator)
-    logits = logits.to(DEVICE, dtype)
-    best = top_k(logits, k)
-    assert best.dtype == torch.int32
-    assert best.equal(logits.sort(dim=1, descending=True, stable=True).indices[:, :k].int())
-
-
-def test_top_k_takes_nan_for_the_least_and_reads_logits_of_any_strides():
-    logits = torch.tensor([[NAN, 1.0, INF, -INF, 1.0], [-INF, NAN, -INF, NAN, 0.0]], device=DEVICE)
-    padded = torch.full((2, 40), INF, device=DEVICE)
-    padded[:, :5] = logits
-    for view in (logits, padded[:, :5], logits.T.contiguous().T):
-        assert top_k(view, 4).tolist() == [[2, 1, 4, 0], [4, 0, 1, 2]]
-
-
-# The ends of texts.
-
-
-@pytest.mark.parametrize("length_type", [torch.int32, torch.int64])
-def test_tails_go_back_from_the_last_token_to_the_first(length_type):
-    all_token_ids = torch.arange(24, dtype=torch.int32, device=DEVICE).reshape(3, 8)
-    idx_mapping = torch.tensor([2, 0, 1], device=DEVICE)
-    total_len = torch.tensor([2, 0, 5], dtype=length_type, device=DEVICE)
-    tails = read_tails(all_token_ids, idx_mapping, total_len, reach=3)
-    assert tails.dtype == torch.int64
-    assert tails.tolist() == [[20, 19, 18], [1, 0, -1], [-1, -1, -1]]
-
-
-# Rows and counts.
+# Entries and counts.
 
 MAX_NUM_REQS = 4
 
 
-def make_rows(scope: str, contexts: tuple[int, ...], k: int, *, vocab_size: int, slots: int):
-    rows = AdjacencyMatrix(
+def make_matrix(scope: str, contexts: tuple[int, ...], k: int, *, vocab_size: int, slots: int):
+    matrix = AdjacencyMatrix(
         vocab_size,
         k,
         contexts=contexts,
@@ -81,8 +35,8 @@ def make_rows(scope: str, contexts: tuple[int, ...], k: int, *, vocab_size: int,
         device=DEVICE,
     )
     for req_state_idx in (2, 0, 3, 1):
-        rows.begin(req_state_idx)
-    return rows
+        matrix.begin(req_state_idx)
+    return matrix
 
 
 def make_step(seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float = 0.1) -> dict:
@@ -124,13 +78,47 @@ def make_step(seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float
         "layout": layout,
         "idx_mapping": torch.tensor(batch, dtype=torch.int32).to(DEVICE),
         "tails": torch.tensor(tails).to(DEVICE),
-        "parents": parents.to(DEVICE),
+        "parents": parents.to(DEVICE, torch.int32),
         "row_token_ids": torch.tensor(tokens, dtype=torch.int64).to(DEVICE),
         "cu_num_logits": torch.tensor(starts, dtype=torch.int32).to(DEVICE),
         "successors": torch.tensor(successors, dtype=torch.int32).to(DEVICE),
         "walked": WalkResult(*(getattr(walked, name).to(DEVICE) for name in walked.__slots__)),
         "max_rows": max_rows,
     }
+
+
+def texts_of(step: dict) -> Texts:
+    """Where the device reads the ends of the step's texts."""
+    texts = [[token for token in tail if token >= 0][::-1] for tail in step["tails"].tolist()]
+    token_ids = torch.full((MAX_NUM_REQS, 20), -9, dtype=torch.int32)
+    lengths = torch.zeros(MAX_NUM_REQS, dtype=torch.int32)
+    for state, text in zip(step["idx_mapping"].tolist(), texts, strict=True):
+        token_ids[state, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        lengths[state] = len(text)
+    return Texts(token_ids.to(DEVICE), lengths.to(DEVICE))
+
+
+def learn_in_core(
+    table: torch.Tensor, counts: torch.Tensor | None, step: dict, salts: torch.Tensor, learns: list
+) -> None:
+    """The requests of a step of which it is said that they teach."""
+    starts, walked = step["cu_num_logits"].tolist(), step["walked"]
+    rows = [row for b in learns for row in range(starts[b], starts[b + 1])]
+    cu_num_logits = torch.tensor([0, *(starts[b + 1] - starts[b] for b in learns)]).cumsum(0)
+    of_walk = (getattr(walked, name)[learns] for name in walked.__slots__)
+    states = step["idx_mapping"][learns].long()
+    core.learn(
+        table,
+        counts,
+        layout=step["layout"],
+        salts=salts[states],
+        tails=step["tails"][learns],
+        parents=step["parents"][states].long(),
+        row_token_ids=step["row_token_ids"][rows],
+        cu_num_logits=cu_num_logits,
+        successors=step["successors"][rows],
+        walked=WalkResult(*of_walk),
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -143,59 +131,42 @@ def make_step(seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float
     counted=st.booleans(),
     some_learn=st.booleans(),
 )
-def test_a_step_is_learnt_at_once(seed, scope, contexts, slots, max_rows, counted, some_learn):
-    k = 3
-    rows = make_rows(scope, contexts, k, vocab_size=5, slots=slots)
-    tables = [rows.table, rows.table.clone()]
-    stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
-    counts = [DeviceCounts.of(AcceptanceTable(rows.layout, device=DEVICE)) for _ in range(2)]
+def test_a_step_teaches_what_it_teaches_the_core(
+    seed, scope, contexts, slots, max_rows, counted, some_learn
+):
+    matrix = make_matrix(scope, contexts, 3, vocab_size=5, slots=slots)
+    expected = matrix.table.clone()
+    stamps = torch.zeros(len(expected), dtype=torch.int32, device=DEVICE)
+    acceptance, theirs = (AcceptanceTable(matrix.layout, device=DEVICE) for _ in range(2))
     # One more and these are halved.
-    for each in counts:
-        each.counts[0, ..., 1] = 1999.5
+    for table in (acceptance, theirs):
+        table.counts[0, ..., 1] = 1999.5
+    counts = DeviceCounts.of(acceptance) if counted else None
     for index in range(3):
-        step = make_step(seed + index, rows.layout, max_rows=max_rows)
-        step["salts"] = rows.salts
+        step = make_step(seed + index, matrix.layout, max_rows=max_rows)
+        batch = len(step["idx_mapping"])
+        learns = [b for b in range(batch) if not some_learn or b % 2 == seed % 2]
+        given = {**step, "texts": texts_of(step), "salts": matrix.salts}
+        del given["tails"]
         if some_learn:
-            batch = len(step["idx_mapping"])
-            step["learns"] = torch.arange(batch, device=DEVICE) % 2 == seed % 2
-        for table, each, function in zip(tables, counts, (learn, twins.learn), strict=True):
-            function(table, stamps, each if counted else None, **step)
-        assert tables[0].equal(tables[1])
+            given["learns"] = torch.arange(batch, device=DEVICE) % 2 == seed % 2
+        learn(matrix.table, stamps, counts, **given)
+        their_counts = theirs.counts if counted else None
+        learn_in_core(expected, their_counts, step, matrix.salts, learns)
+        assert matrix.table.equal(expected)
         assert not stamps.any()
-        for name in ("counts", "rates", "increments"):
-            assert getattr(counts[0], name).equal(getattr(counts[1], name)), name
+        assert acceptance.counts.equal(theirs.counts)
+        if counts is not None:
+            assert counts.rates.equal(theirs.rates().float())
+            assert not counts.increments.any()
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_where_no_two_rows_have_one_address_it_is_what_rows_learn_one_by_one(scope):
-    layouts = make_rows(scope, (1, 2, 4), 8, vocab_size=50_000, slots=1 << 22)
-    tables = [layouts.table, layouts.table.clone()]
-    stamps = torch.zeros(len(layouts.table), dtype=torch.int32, device=DEVICE)
-    acceptance = AcceptanceTable(layouts.layout)
-    counts = DeviceCounts.of(AcceptanceTable(layouts.layout, device=DEVICE))
-    seeds = [0, 1, 2, 0, 1, 0, 2]  # what came before comes again: rows are found and steady
-    for seed in seeds:
-        step = make_step(seed, layouts.layout, max_rows=20, unfilled=0.0)
-        learn(tables[0], stamps, counts, salts=layouts.salts, **step)
-        step["salts"] = layouts.salts[step["idx_mapping"]]
-        step["parents"] = step["parents"][step.pop("idx_mapping")]
-        del step["max_rows"]
-        REFERENCE_DYNAMIC.learn(tables[1], acceptance.counts, **step)
-        assert tables[0].equal(tables[1])
-        assert counts.counts.equal(acceptance.counts.to(DEVICE))
-        assert counts.rates.equal(acceptance.rates().float().to(DEVICE))
-    assert int((tables[0][:, 0] & 3).max()) == 3
-
-
-def test_one_tree_for_all_has_a_stride_of_zero():
-    rows = make_rows("sequence", (1, 2), 3, vocab_size=5, slots=64)
-    step = make_step(7, rows.layout, max_rows=6)
-    step["salts"] = rows.salts
-    tables = [rows.table, rows.table.clone()]
-    stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
-    one = step["parents"][:1]
-    step["walked"] = replace(step["walked"], path=torch.full_like(step["walked"].path, -1))
-    learn(tables[0], stamps, None, **{**step, "parents": one.int().expand(MAX_NUM_REQS, -1)})
-    twins.learn(tables[1], stamps, None, **{**step, "parents": one.repeat(MAX_NUM_REQS, 1)})
-    assert tables[0].equal(tables[1])
-    assert int((tables[0][:, 0] >= 0).sum()) > 3
+def test_entries_become_steady():
+    matrix = make_matrix("sequence", (1, 2, 4), 8, vocab_size=50_000, slots=1 << 22)
+    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
+    for seed in [0, 1, 2, 0, 1, 0, 2, 0]:  # what came before comes again
+        step = make_step(seed, matrix.layout, max_rows=20, unfilled=0.0)
+        texts = texts_of(step)
+        del step["tails"]
+        learn(matrix.table, stamps, None, salts=matrix.salts, texts=texts, **step)
+    assert int((matrix.table[:, 0] & 3).max()) == 3

@@ -1,4 +1,4 @@
-"""The rows of prompts in Triton are those of its reference, bit for bit."""
+"""The entries of prompts in Triton are those of its reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-import torch_twins_dynamic as twins
+import torch_twin_of_seed as twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_learn import DEVICE, MAX_NUM_REQS, make_rows
-from vllm_recycle.core.dynamic_operations import REFERENCE_DYNAMIC
+from test_learn import DEVICE, MAX_NUM_REQS, make_matrix
 
 from vllm_recycle.core import SCOPES
+from vllm_recycle.core import learn as core
 from vllm_recycle.kernels.triton.matrix.seed import seed
 
 
@@ -37,20 +37,20 @@ def make_texts(rng: random.Random, vocab_size: int, length: int) -> torch.Tensor
 )
 def test_texts_are_seeded_a_slice_at_a_time(seeding, scope, contexts, slots, slice_size, k):
     rng = random.Random(seeding)
-    rows = make_rows(scope, contexts, k, vocab_size=7, slots=slots)
-    tables = [rows.table, rows.table.clone()]
-    stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
+    matrix = make_matrix(scope, contexts, k, vocab_size=7, slots=slots)
+    tables = [matrix.table, matrix.table.clone()]
+    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     for _ in range(2):
         all_token_ids = make_texts(rng, 8, 30)  # one is no token of the vocabulary
         indices = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
         lengths = [rng.choice([0, 1, 2, rng.randint(3, 30), 30]) for _ in indices]
-        for table, function in zip(tables, (seed, twins.seed), strict=True):
+        for table, function in zip(tables, (seed, twin.seed), strict=True):
             function(
                 table,
                 stamps,
                 all_token_ids,
-                layout=rows.layout,
-                salts=rows.salts,
+                layout=matrix.layout,
+                salts=matrix.salts,
                 req_state_indices=indices,
                 lengths=lengths,
                 slice_size=slice_size,
@@ -63,9 +63,9 @@ def test_texts_are_seeded_a_slice_at_a_time(seeding, scope, contexts, slots, sli
 @pytest.mark.parametrize(("contexts", "slice_size"), [((1, 2, 4), 1), ((1,), 7)])
 def test_where_nothing_is_lost_it_is_what_is_seeded_one_by_one(scope, contexts, slice_size):
     """A position at a time; or contexts that have no more than three followers."""
-    rows = make_rows(scope, contexts, 4, vocab_size=40, slots=1 << 20)
-    tables = [rows.table, rows.table.clone()]
-    stamps = torch.zeros(len(rows.table), dtype=torch.int32, device=DEVICE)
+    matrix = make_matrix(scope, contexts, 4, vocab_size=40, slots=1 << 20)
+    tables = [matrix.table, matrix.table.clone()]
+    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     rng = random.Random(1)
     texts = [[0], [5]]
     for text in texts:
@@ -76,15 +76,15 @@ def test_where_nothing_is_lost_it_is_what_is_seeded_one_by_one(scope, contexts, 
         tables[0],
         stamps,
         torch.tensor(texts, dtype=torch.int32, device=DEVICE),
-        layout=rows.layout,
-        salts=rows.salts,
+        layout=matrix.layout,
+        salts=matrix.salts,
         req_state_indices=[0, 1],
         lengths=lengths,
         slice_size=slice_size,
     )
     for req_state_idx, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        salt = int(rows.salts[req_state_idx])
+        salt = int(matrix.salts[req_state_idx])
         text = torch.tensor(text[:length])
-        REFERENCE_DYNAMIC.seed(tables[1], text, salt, layout=rows.layout)
+        core.seed(tables[1], text, salt, layout=matrix.layout)
     assert tables[0].equal(tables[1])
     assert int((tables[0][:, 0] >= 0).sum()) > 10

@@ -37,7 +37,7 @@ from vllm_recycle.kernels.triton.attention.tree_attention import (
     COMBINED_SPLITS,
     LEAST_SHARE,
 )
-from vllm_recycle.kernels.triton.trees import ancestor_bits
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
 
@@ -110,8 +110,8 @@ def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type, w
     several = replace(step, rows=rows).attend(num_splits=num_splits, window=window)
     assert_close(several, replace(step, rows=rows).attend_in_torch(window=window))
     for index, tree in ((0, star), (2, PAPER), (3, CHAIN)):
-        bits = ancestor_bits(tree.ancestor_mask).to(DEVICE)
-        alone = replace(step.rows, ancestor_bits=bits, depths=tree.depths.to(DEVICE))
+        same = DeviceTrees.of(tree, 5, DEVICE)
+        alone = replace(step.rows, ancestor_bits=same.ancestor_bits, depths=same.depths)
         flat = step.rows_of(index)
         output = replace(step, rows=alone).attend(num_splits=num_splits, window=window)
         assert several[flat].equal(output[flat])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.ouroboros.round_starts import NO_SLOT, RoundStart
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
@@ -21,13 +20,16 @@ def place_tree_rows(
     logits_indices: torch.Tensor,
     expanded_local_pos: torch.Tensor,
     *,
-    tree: TreeTemplate | DeviceTrees,
-    expanded_idx_mapping: torch.Tensor | None = None,
+    trees: DeviceTrees,
+    idx_mapping: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    tree_indices: torch.Tensor,
 ) -> torch.Tensor:
     """See `vllm_recycle.kernels.triton.inputs.place_tree_rows`."""
     token_ids = input_ids[logits_indices]
-    whose = () if expanded_idx_mapping is None else (expanded_idx_mapping,)
-    positions[logits_indices] += tree.depths[*whose, expanded_local_pos] - expanded_local_pos
+    depths = trees.depths[expanded_idx_mapping, expanded_local_pos]
+    positions[logits_indices] += depths - expanded_local_pos
+    tree_indices[: len(idx_mapping)] = idx_mapping
     input_ids[logits_indices] = token_ids.clamp(min=0)
     return token_ids.long()
 
@@ -108,9 +110,9 @@ def tree_attention(
                 torch.cat((context, side[flat].float()))
                 for context, side in zip((keys, values), own, strict=True)
             )
-        bits, depths = rows.ancestor_bits, rows.depths
-        if rows.idx_mapping is not None:
-            bits, depths = (table[rows.idx_mapping[request]] for table in (bits, depths))
+        bits, depths = (
+            table[rows.idx_mapping[request]] for table in (rows.ancestor_bits, rows.depths)
+        )
         visible = _visible(bits, padding, num_rows, length)
         if window is not None:
             depths = depths[padding : padding + num_rows] - padding

@@ -5,12 +5,12 @@
 
 Every method runs in a process of its own, all of them alive at once and one at work at a time;
 repeats are interleaved, so that a machine that slows down slows every method. With a draft model
-the methods that need one are there too, and `--ablation` takes Ouroboros apart.
+the methods that need one are there too.
 
-`arguments`, `prompts`, `methods` and `ablation` check the command line, `plan` is what comes of it;
-`driver` leads the processes and `progress` says where it is, `worker` is such a process, `profile`
-says where a step's time goes, `walks` which nodes of a tree are accepted; `report` is the JSON,
-`table` and `plot` show it. Nothing but the worker imports vLLM: bad arguments are refused at once.
+`arguments`, `prompts` and `methods` check the command line and make a `plan` of it. `driver` leads
+the processes, `worker` is one of them, `progress` says how far they are, and `profile` says where
+the time of a step goes. `report` makes the JSON; `table` and `plot` show it. Nothing but the worker
+imports vLLM, so that bad arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,25 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "bench", help="measure methods side by side on one model and one prompt file"
     )
     add_workload(parser)
-    parser.add_argument("--ignore-eos", action="store_true", help="always emit --max-tokens tokens")
+    _add_methods(parser)
+    _add_passes(parser)
+    parser.add_argument(
+        "--by-category",
+        action="store_true",
+        help="report each `category` of the prompt file as well as all prompts",
+    )
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        help="draw speed-up over concurrency, with --by-category by category, to this file (SVG, "
+        "PNG or PDF)",
+    )
+    parser.set_defaults(func=run)
+
+
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    """Add what is compared."""
     parser.add_argument(
         "--methods",
         help=f"from {', '.join(METHODS)}, with --draft-model draft_model and ouroboros, and the "
@@ -49,12 +67,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="tokens that vLLM's draft_model drafts; several make the methods draft_model-N; "
         f"default: {DEFAULT_DRAFT_TOKENS}",
     )
-    parser.add_argument(
-        "--ablation",
-        action="store_true",
-        help="instead of --methods: Ouroboros component by component, as in its paper, and without "
-        "each; ten engines, --fresh-prompts and --no-profile",
-    )
     parser.add_argument("--tree", help="token_recycling: a tree's name or file")
     parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")
     parser.add_argument(
@@ -64,6 +76,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="NAME=JSON",
         help="add a method, or replace one, by its speculative_config; may be repeated",
     )
+
+
+def _add_passes(parser: argparse.ArgumentParser) -> None:
+    """Add how the prompts are run."""
+    parser.add_argument("--ignore-eos", action="store_true", help="always emit --max-tokens tokens")
     parser.add_argument(
         "--concurrency",
         type=positive_list,
@@ -85,19 +102,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--no-profile", action="store_true", help="leave out the passes that time parts of a step"
     )
-    parser.add_argument(
-        "--by-category",
-        action="store_true",
-        help="report each `category` of the prompt file as well as all prompts",
-    )
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        help="draw speed-up over concurrency, with --by-category by category, to this file (SVG, "
-        "PNG or PDF)",
-    )
-    parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -162,7 +162,7 @@ def _check_model(model: str, option: str) -> None:
 
 
 def _check_vocabularies(model: str, draft_model: str) -> None:
-    """Compare the two where both models are directories; of others vLLM finds out."""
+    """Compare the two where both models are directories; vLLM checks others."""
     expected, got = _vocab_size(model), _vocab_size(draft_model)
     if expected and got and got != expected:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""The driver: one child process a method, one of them at work at a time.
+"""The driver: one child process per method, one of them at work at a time.
 
 A child is asked over its stdin and answers over its stdout, one JSON line each (see `worker`). Its
-stderr goes to a temporary file, of which the end is shown when it dies.
+stderr goes to a temporary file; when the child dies the end of it is shown.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm_recycle.cli.bench.progress import Progress
 
 Reply = dict[str, Any]
 WORKER = ("-m", "vllm_recycle.cli.bench.worker")
-LOG_LINES = 20  # shown of a child that died
+LOG_LINES = 20  # how many are shown of a child that died
 KV_CACHE_BYTES = 2**30  # unless --engine-args says otherwise
-WARM_UP_TOKENS = 16  # a request, at each concurrency other than that of the first pass
+WARM_UP_TOKENS = 16  # per request, at each concurrency other than that of the first pass
 EXIT_SECONDS = 20.0
 PLUGIN_GROUPS = (  # those that vLLM loads without being asked
     "vllm.general_plugins",
@@ -45,7 +45,7 @@ class Measurement:
 
     engines: dict[str, Reply] = field(default_factory=dict)
     first_passes: dict[str, Reply] = field(default_factory=dict)
-    passes: dict[tuple[str, int], list[Reply]] = field(default_factory=dict)  # one a repeat
+    passes: dict[tuple[str, int], list[Reply]] = field(default_factory=dict)  # one per repeat
     profiles: dict[tuple[str, int], Reply] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class Child:
         assert self._process.stdout is not None
         self._requests = self._process.stdin
         self._replies = self._process.stdout
-        self._received = b""  # of a line that is not whole yet, and of those behind it
+        self._received = b""  # a line that is not whole yet, and what is behind it
 
     def ask(self, op: str, **arguments: Any) -> Reply:
         """Send one request and wait for its reply.

@@ -28,12 +28,7 @@ METHODS: Methods = {
     # The best of those tried, as for ngram: examples/benchmarks/README.md.
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.3},
     "token_recycling": {"method": "token_recycling"},
-    "paper-80": {  # Token Recycling as published
-        "method": "token_recycling",
-        "tree": "paper-80",
-        "scope": "shared",
-        "seed_from_prompt": False,
-    },
+    "paper-80": {"method": "token_recycling", "preset": "paper"},
 }
 DEFAULT_METHODS = "none,ngram,suffix,token_recycling"
 DEFAULT_METHODS_WITH_DRAFT_MODEL = "none,ngram,suffix,draft_model,token_recycling,ouroboros"

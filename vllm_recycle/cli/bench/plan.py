@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError
-from vllm_recycle.cli.bench.ablation import choose_ablation
 from vllm_recycle.cli.bench.arguments import check_writable, read_workload
 from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt
@@ -27,9 +26,8 @@ class Plan:
             engines run.
         prompts_path: where the prompts are from.
         chat: whether they are put into the model's chat template.
-        gain_over: of some methods the one that each is compared with.
         concurrency: requests in flight, each of these numbers in turn.
-        repeats: timed passes a method and number.
+        repeats: timed passes per method and number.
         fresh_prompts: whether each pass has prompts of its own; else all have all.
         max_engines: alive at once, None for all.
         profile: whether to find out where the time of a step goes.
@@ -45,7 +43,6 @@ class Plan:
     prompts_path: Path
     prompts: tuple[Prompt, ...]
     methods: Mapping[str, SpeculativeConfig]
-    gain_over: Mapping[str, str] = field(default_factory=dict)
     concurrency: tuple[int, ...] = (1,)
     chat: bool = False
     repeats: int = 1
@@ -109,17 +106,15 @@ def make_plan(args: argparse.Namespace) -> Plan:
         )
     if args.plot and not find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
-    methods, gain_over = choose_ablation(args) if args.ablation else (choose_methods(args), {})
     return Plan(
         **workload,
-        methods=methods,
-        gain_over=gain_over,
+        methods=choose_methods(args),
         concurrency=args.concurrency,
         repeats=args.repeats,
-        fresh_prompts=args.fresh_prompts or args.ablation,
+        fresh_prompts=args.fresh_prompts,
         ignore_eos=args.ignore_eos,
         temperature=args.temperature,
-        profile=not (args.no_profile or args.ablation),
+        profile=not args.no_profile,
         by_category=args.by_category,
         json_path=args.json,
         plot_path=args.plot,

@@ -17,7 +17,7 @@ from typing import Any
 OWN = "own"
 TREE_ATTENTION = "tree_attention"
 FORWARD = ("forward", "attention", TREE_ATTENTION, "logits")  # the target's forward pass
-REST = "engine"  # of a step, all that has no timer of its own
+REST = "engine"  # all of a step that has no timer of its own
 PACKAGE = "vllm_recycle"
 
 RUNNER_METHODS = {

@@ -20,7 +20,7 @@ from vllm_recycle.cli.bench.methods import DRAFT_MODEL, SpeculativeConfig, needs
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.profile import FORWARD, OWN, TREE_ATTENTION
 
-Row = dict[str, Any]
+Result = dict[str, Any]
 BASELINE = "none"
 THREAD_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LD_PRELOAD")
 DEFINITIONS = {
@@ -42,7 +42,6 @@ DEFINITIONS = {
     "one in flight all categories are slowed by each other; runs: prompts, in all repeats",
     "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
     "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
-    "gain": "as speedup, over the method gain_over",
     "fresh_prompts": "whether each pass has prompts of its own, so that nothing has seen them",
     "own_share": "of the time of these steps, in this package's runner, scheduler and worker, "
     "without attention; from a further pass with timers, as all shares",
@@ -63,23 +62,21 @@ DEFINITIONS = {
 
 
 def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
-    """The JSON object: conditions, then one result a concurrency and method."""
+    """The JSON object: conditions, then one result per concurrency and method."""
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
-    rows = {key: _row(plan, measurement, *key) for key in keys}
-    for (name, level), row in rows.items():
-        passes = measurement.passes[name, level]
-        for key, other in (("speedup", BASELINE), ("gain", row["gain_over"])):
-            if others := measurement.passes.get((other, level)):
-                pairs = zip(passes, others, strict=True)
-                row[key] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
-        for category, figures in row["categories"].items():
-            if base := rows.get((BASELINE, level)):
+    results = {key: _result(plan, measurement, *key) for key in keys}
+    for (name, level), result in results.items():
+        if others := measurement.passes.get((BASELINE, level)):
+            pairs = zip(measurement.passes[name, level], others, strict=True)
+            result["speedup"] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
+        for category, figures in result["categories"].items():
+            if base := results.get((BASELINE, level)):
                 other_speed = base["categories"][category]["tokens_per_s"]
                 figures["speedup"] = figures["tokens_per_s"] / other_speed
-    return {"conditions": _conditions(plan, measurement), "results": list(rows.values())}
+    return {"conditions": _conditions(plan, measurement), "results": list(results.values())}
 
 
-def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Row:
+def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Result:
     passes = measurement.passes[name, concurrency]
     first = measurement.first_passes[name]
     profile = measurement.profiles.get((name, concurrency), {})
@@ -90,8 +87,6 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(map(_speed, passes)),
         "speedup": None,
-        "gain": None,
-        "gain_over": plan.gain_over.get(name),
         "mean_accepted_tokens": _median(map(mean_accepted, passes)),
         "mean_accepted_tokens_first_pass": mean_accepted(first),
         "tokens": statistics.median_low(one["tokens"] for one in passes),
@@ -116,7 +111,7 @@ def _row(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> R
     }
 
 
-def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Row]:
+def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Result]:
     """The figures of each category over all passes, in the order of the prompts."""
     names: dict[str, None] = dict.fromkeys(str(prompt.category) for prompt in plan.prompts)
     sums: dict[str, Counter[str]] = {name: Counter() for name in names}

@@ -20,14 +20,12 @@ COLUMNS = (
     ("own %", "own_share", ".1f", 100),
     ("outside forward %", "outside_forward_share", ".1f", 100),
     ("equal %", "equal_share", ".1f", 100),
-    ("gain", "gain", ".2f", 1),
-    ("over", "gain_over", "s", 1),
 )
 
 
 def format_table(report: dict[str, Any]) -> str:
     """A few lines of conditions and the results, one line each; columns without any value go."""
-    conditions, rows = report["conditions"], report["results"]
+    conditions, results = report["conditions"], report["results"]
     lines = [
         f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}"
         + (", in the chat template" if conditions["chat"] else ", as plain text")
@@ -45,17 +43,17 @@ def format_table(report: dict[str, Any]) -> str:
         + f", {conditions['threads']['torch']} threads",
         "",
     ]
-    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
+    columns = [column for column in COLUMNS if any(one[column[1]] is not None for one in results)]
     cells = [[title for title, *_ in columns]]
-    for row in rows:
-        values = [(row[key], form, scale) for _, key, form, scale in columns]
+    for one in results:
+        values = [(one[key], form, scale) for _, key, form, scale in columns]
         cells.append(["-" if v is None else format(v * scale, form) for v, form, scale in values])
     lines += align(cells)
     for level in conditions["concurrency"]:
-        results = [row for row in rows if row["concurrency"] == level and row["categories"]]
-        lines += _category_lines(results, level) if results else ()
-    timed = max(max(row["others_cpu_share"]) for row in rows)
-    profiled = max(row["others_cpu_share_profile"] or 0.0 for row in rows)
+        with_kinds = [one for one in results if one["concurrency"] == level and one["categories"]]
+        lines += _category_lines(with_kinds, level) if with_kinds else ()
+    timed = max(max(one["others_cpu_share"]) for one in results)
+    profiled = max(one["others_cpu_share_profile"] or 0.0 for one in results)
     for share, what in ((timed, "timed passes"), (profiled, "passes behind the own and outside %")):
         if share > DISTURBED:
             lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the {what}")
@@ -75,12 +73,12 @@ def _category_lines(results: Sequence[dict[str, Any]], concurrency: int) -> Iter
     quantity = "speedup" if results[0]["speedup"] is not None else "tokens_per_s"
     yield ""
     yield f"{quantity.replace('_per_', '/')} (accepted) with {concurrency} in flight"
-    cells = [["", "runs", *(row["method"] for row in results)]]
+    cells = [["", "runs", *(one["method"] for one in results)]]
     for name, first in results[0]["categories"].items():
-        figures = [row["categories"].get(name) for row in results]
+        figures = [result["categories"].get(name) for result in results]
         cells.append([name, str(first["runs"]), *(_figure(one, quantity) for one in figures)])
     runs = sum(one["runs"] for one in results[0]["categories"].values())
-    cells.append(["all", str(runs), *(_figure(row, quantity) for row in results)])
+    cells.append(["all", str(runs), *(_figure(one, quantity) for one in results)])
     yield from align(cells)
 
 

@@ -7,7 +7,6 @@
                                             -> one pass over the prompts from I to J, J excluded
     {"op": "stream", ...the same...}     -> the same, and before it for each step of each request
                                     {"event": "text", "prompt": I, "text": "...", "tokens": N}
-    {"op": "acceptance", ...the same...}    -> the same, with how often each node was accepted
     {"op": "profile", ...the same...}    -> the same, with the time of a step by part; ask it last
 
 Each request and each reply is one JSON line; {"error": "..."} stands for a failure. The process
@@ -29,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_recycle.cli.bench import profile, walks
+from vllm_recycle.cli.bench import profile
 
 Events = Callable[[dict[str, Any]], None]
 
@@ -159,7 +158,7 @@ class Worker:
         }
 
     def stream(self, **arguments: Any) -> dict[str, Any]:
-        """A pass that tells of each step of a request as it comes."""
+        """A pass that reports each step of a request as it comes."""
         return self.run(**arguments, stream=True)
 
     def profile(self, **arguments: Any) -> dict[str, Any]:
@@ -173,14 +172,6 @@ class Worker:
                 return {"parts_ms": {}}
             self.timer = timer
         return self.run(**arguments)
-
-    def acceptance(self, **arguments: Any) -> dict[str, Any]:
-        """A pass that also counts the trees that were walked, and the walks through each row."""
-        with walks.counted(self.engine) as counts:
-            return self.run(**arguments) | {
-                "trees": counts.trees,
-                "passed": list(counts.passed.items()),
-            }
 
     def _generate(
         self, chosen: range, concurrency: int, params: Any, *, stream: bool
@@ -221,7 +212,7 @@ class Worker:
         flying[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
-        """With what a prompt has of its own."""
+        """The parameters of one prompt: with its seed and its schema."""
         from vllm.sampling_params import StructuredOutputsParams
 
         params = params.clone()
@@ -340,7 +331,7 @@ def main() -> None:
                 reply(worker.describe())
             else:
                 assert worker is not None
-                passes = (worker.run, worker.stream, worker.profile, worker.acceptance)
+                passes = (worker.run, worker.stream, worker.profile)
                 reply({one.__name__: one for one in passes}[op](**request))
         except Exception as error:  # reported to the driver, which ends this process
             traceback.print_exc()

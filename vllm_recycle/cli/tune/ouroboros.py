@@ -21,14 +21,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.ablation import ouroboros_options
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
 from vllm_recycle.cli.bench.report import mean_accepted
 from vllm_recycle.cli.bench.table import DISTURBED
 from vllm_recycle.cli.tune.state import State
+from vllm_recycle.integration.options import OuroborosOptions
 
 Config = dict[str, Any]
 Sizes = dict[str, int]
@@ -96,13 +98,14 @@ def _config(fixed: Config, sizes: Sizes) -> Config:
 
 
 def _legal(fixed: Config, candidates: Sequence[Sizes], key: str) -> dict[str, Sizes]:
-    """The candidates that the method accepts, by name; of those that mean the same one."""
+    """The candidates that the method accepts, by name; one of those that mean the same."""
     legal: dict[str, Sizes] = {}
     for sizes in candidates:
         config = _config(fixed, sizes)
         shown = {key: config[key]} | {name: config[name] for name in sizes}
         try:
-            ouroboros_options(config)
+            given = {name: value for name, value in config.items() if name != "method"}
+            OuroborosOptions.parse(given, on_gpu=torch.cuda.is_available())
         except ValueError as error:
             refusal = str(error)
             print(f"left out: {refusal}")
@@ -124,7 +127,7 @@ def _measure(plan: Plan, state: State, stage: str) -> None:
                 for name, child in running.items():
                     progress.begin(f"load {name}")
                     driver.load(plan, child, plan.methods[name])
-                    # Those of the passes that are done already too: the pool is to have seen them.
+                    # With the prompts of passes that are done: the pool must have seen them.
                     before = driver.pass_arguments(plan, 1, done[name])
                     child.ask("run", **before | {"start": 0})
                 for turn in range(plan.repeats):

@@ -1,11 +1,11 @@
-"""vLLM's CPU attention backend with trees: its own kernel for all rows that are none.
+"""vLLM's CPU attention backend with trees: its own kernel serves all rows that are no trees.
 
 It takes the place of `CPU_ATTN` (`attention_override`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,37 +24,20 @@ from vllm_recycle.kernels.cpu.calls import tree_attention
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 
-@dataclass(frozen=True, slots=True)
-class MixedRows:
-    """A step's rows, split by who attends.
-
-    Attributes:
-        trees: the rows of trees.
-        are_cached: whether their keys and values are in the cache.
-        other_rows: int64 [n], the flat rows that are no tree; None where all are.
-        other_metadata: vLLM's metadata for these alone.
-
-    """
-
-    trees: TreeQueries
-    are_cached: bool
-    other_rows: torch.Tensor | None
-    other_metadata: CPUAttentionMetadata | None
-
-
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's metadata, and `mixed_rows` for a step with trees.
+    """vLLM's metadata; those of a step with trees say which rows are trees, and which are not.
+
+    Such metadata have `trees`, the rows of trees, and `others`: the other rows, int64 [n], and
+    vLLM's metadata for these alone, or None where all rows are trees.
 
     Attributes:
-        trees: of the step that is built next, set by the runner (`tree_rows.prepare_trees`);
-            None for steps that no request is in.
-        trees_are_cached: whether the rows of trees have KV slots.
+        step: what is built next. vLLM's runner calls `build` with nothing of ours, so the step is
+            put here before (`hand_over`) and taken there; None for steps without requests.
         is_idle: whether no layer attends by what is built, so that nothing need be.
 
     """
 
-    trees: StepLayout | None = None
-    trees_are_cached: bool = True
+    step: StepLayout | None = None
     is_idle: bool = False
 
     def build(
@@ -65,56 +48,87 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata | None:
         if self.is_idle:
             return None
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        prepared, self.trees = self.trees, None
-        if prepared is not None and len(prepared.tree_rows):
-            metadata.mixed_rows = self._split_rows(common_attn_metadata, prepared)
-        return metadata
+        step, self.step = self.step, None
+        return self.build_step(common_attn_metadata, step)
 
-    def _split_rows(self, common: CommonAttentionMetadata, trees: StepLayout) -> MixedRows:
+    def build_step(
+        self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
+    ) -> CPUAttentionMetadata:
+        """Metadata of a step.
+
+        Args:
+            common: vLLM's, of all rows.
+            step: the trees among these, if any.
+            are_cached: whether the rows of trees have KV slots.
+
+        """
+        metadata = super().build(0, common)
+        if step is None or not len(step.tree_rows):
+            return metadata
         # On a few numbers, where numpy's calls cost a third of torch's.
-        nodes = trees.num_nodes.numpy()
+        nodes = step.num_nodes.numpy()
         has_tree = nodes > 0
         tree_lengths = np.where(has_tree, nodes + 1, 0)
         num_rows = torch.from_numpy(tree_lengths)
-        tree_rows = TreeQueries(
-            trees=trees.trees,
-            first=trees.first_token_row,
+        trees = TreeQueries(
+            trees=step.trees,
+            first=step.first_token_row,
             num_rows=num_rows,
             num_context=common.seq_lens - num_rows,
             block_table=common.block_table_tensor,
             block_size=self.block_size,
+            are_cached=are_cached,
         )
-        if not has_tree.all():
-            tree_rows = tree_rows.select(torch.from_numpy(has_tree))
+        metadata.trees = trees if has_tree.all() else trees.select(torch.from_numpy(has_tree))
         # Rows before a root are no tree's.
         other_lengths = np.diff(common.query_start_loc_cpu.numpy()) - tree_lengths
-        if not other_lengths.any():
-            return MixedRows(tree_rows, self.trees_are_cached, None, None)
-        lengths = torch.from_numpy(other_lengths)
-        others = lengths > 0
-        is_other = torch.ones(common.num_actual_tokens, dtype=torch.bool)
-        is_other[trees.tree_token_rows] = False
-        rows = is_other.nonzero().flatten()
-        lengths = lengths[others]
-        query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        seq_lens = (common.seq_lens - num_rows)[others].to(torch.int32)
-        alone = common.replace(
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=query_start_loc,
-            seq_lens=seq_lens,
-            num_reqs=len(lengths),
-            num_actual_tokens=len(rows),
-            max_query_len=int(lengths.max()),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=common.block_table_tensor[others],
-            slot_mapping=common.slot_mapping[rows],
-        )
-        return MixedRows(tree_rows, self.trees_are_cached, rows, super().build(0, alone))
+        metadata.others = None
+        if other_lengths.any():
+            is_other = torch.ones(common.num_actual_tokens, dtype=torch.bool)
+            is_other[step.tree_token_rows] = False
+            rows = is_other.nonzero().flatten()
+            alone = _without_trees(common, rows, torch.from_numpy(other_lengths))
+            metadata.others = (rows, super().build(0, alone))
+        return metadata
+
+
+def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
+    """Let the metadata that vLLM's runner builds next know of a step's trees.
+
+    Args:
+        step: that is prepared.
+        attn_groups: vLLM's, of each KV cache group.
+
+    """
+    for groups in attn_groups:
+        for group in groups:
+            group.get_metadata_builder().step = step
+
+
+def _without_trees(
+    common: CommonAttentionMetadata, rows: torch.Tensor, lengths: torch.Tensor
+) -> CommonAttentionMetadata:
+    """The metadata of these rows, int64 [n], of which each request has so many, int64 [batch]."""
+    query_lengths = common.query_start_loc_cpu.diff()
+    others = lengths > 0
+    seq_lens = (common.seq_lens - query_lengths + lengths)[others].to(torch.int32)
+    lengths = lengths[others]
+    query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return common.replace(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc,
+        seq_lens=seq_lens,
+        num_reqs=len(lengths),
+        num_actual_tokens=len(rows),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=common.block_table_tensor[others],
+        slot_mapping=common.slot_mapping[rows],
+    )
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Attention of a layer; the metadata of a step with trees carry `mixed_rows`.
+    """Attention of a layer: the rows of trees by our kernel, all others by vLLM's.
 
     Raises:
         NotImplementedError: a kind of layer whose masks or scores the tree path does not have.
@@ -137,32 +151,25 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        mixed: MixedRows | None = getattr(attn_metadata, "mixed_rows", None)
-        if mixed is None:
+        trees: TreeQueries | None = getattr(attn_metadata, "trees", None)
+        if trees is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         tree_attention(
             query,
             kv_cache,
             output,
-            trees=mixed.trees,
+            trees=trees,
             scale=self.scale,
             isa=layer.isa,
-            own=None if mixed.are_cached else (key, value),
+            own=None if trees.are_cached else (key, value),
             window=None if self.sliding_window == -1 else self.sliding_window,
             sinks=self.sinks,
         )
-        if mixed.other_rows is not None:
-            others = torch.empty_like(output[mixed.other_rows])
-            super().forward(
-                layer,
-                query[mixed.other_rows],
-                key,
-                value,
-                kv_cache,
-                mixed.other_metadata,
-                others,
-            )
-            output[mixed.other_rows] = others
+        if attn_metadata.others is not None:
+            rows, metadata = attn_metadata.others
+            others = torch.empty_like(output[rows])
+            super().forward(layer, query[rows], key, value, kv_cache, metadata, others)
+            output[rows] = others
         return output
 
 

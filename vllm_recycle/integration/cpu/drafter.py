@@ -1,23 +1,33 @@
-"""What the V1 runner asks a drafter for: drafts behind the texts of a step.
-
-vLLM creates a `custom_class` drafter by name, and loads it with the model.
-"""
+"""What the V1 runner asks of a drafter."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_recycle.core import Proposer, Trees, WalkResult
+from vllm_recycle.core import WalkResult
+from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.price import StepTimes
-from vllm_recycle.integration.config import get_options
+from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.cpu.time_steps import find_step_times
 from vllm_recycle.integration.drafter import Drafter
+
+
+class Placeholder:
+    """What vLLM's runner makes for `custom_class`, until ours puts a drafter in its place."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def propose(self) -> None:
+        """Without it vLLM takes this for no drafter."""
+        raise RuntimeError("expected a model runner of vllm_recycle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,28 @@ class Ends:
 
 
 class V1Drafter(Drafter):
-    """What the V1 runner asks for besides."""
+    """A drafter of the V1 runner, which drafts as many nodes as are worth their time.
+
+    Attributes:
+        proposer: what drafts and learns.
+        row_cost: what the user says of a row, in units of a step of one row; None to measure.
+        max_rows: most rows of a step that drafts may make.
+        step_times: what a step takes by its rows.
+
+    """
+
+    proposer: TokenRecyclingProposer | OuroborosProposer
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        scheduler = vllm_config.scheduler_config
+        self.row_cost = self.options.row_cost
+        drafts = int(self.options.budget_share * scheduler.max_num_batched_tokens)
+        self.max_rows = scheduler.max_num_seqs + drafts
+        self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Nothing; vLLM asks it of every drafter."""
 
     @property
     def attention_layers(self) -> Set[str]:
@@ -89,18 +120,14 @@ class V1Drafter(Drafter):
         """
 
     @abstractmethod
-    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
-        """The trees that were drafted last for these requests, int64 [batch]."""
-
-    @abstractmethod
     def observe(
-        self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
+        self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         """Take in a step, before its tokens are sampled.
 
         Args:
             idx_mapping: int64 [batch].
-            trees: the step.
+            step: that was computed.
             logits: [logit rows, vocab], raw.
 
         Returns:
@@ -109,25 +136,22 @@ class V1Drafter(Drafter):
 
         """
 
+    @abstractmethod
     def accept(
-        self,
-        idx_mapping: torch.Tensor,
-        trees: StepLayout,
-        walked: WalkResult,
-        ends: Ends,
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:
         """Take in what was accepted of the step that was observed.
 
         Args:
             idx_mapping: int64 [batch].
-            trees: the step.
+            step: that was computed.
             walked: what the walk accepted.
             ends: of the texts that end with the roots.
 
         """
 
     @abstractmethod
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft behind each text that wants it; to be called after each step.
 
         Args:
@@ -135,62 +159,30 @@ class V1Drafter(Drafter):
             block_tables: vLLM's, of all KV cache groups.
 
         Returns:
-            int64 [batch, nodes], -1 where there is no draft.
+            Token ids, int64 [batch, nodes], -1 where there is no draft, and the parent row of each
+            node, int64 [batch, nodes].
 
         """
 
-    def propose(self, *args: Any, **kwargs: Any) -> Any:
-        """What vLLM's own runner would ask of what it has created."""
-        raise RuntimeError(f"{type(self).__name__}: expected a model runner of vllm_recycle")
+    def price(self, runner: Any) -> str | None:
+        """Measure what rows cost, unless the user says it; to be called without requests.
 
+        Args:
+            runner: whose steps are timed.
 
-class PricedV1Drafter(V1Drafter):
-    """To be put before a drafter that drafts as many rows as are worth their time.
+        Returns:
+            What was found, if anything was measured.
 
-    Attributes:
-        step_times: what rows cost.
-        max_rows: most rows of a step that drafts may make.
-        row_cost: what the user says of a row, in units of a step of one row; None to measure.
-
-    """
-
-    def read_prices(self) -> None:
-        """Set these from `vllm_config`; what is measured comes later."""
-        options, scheduler = get_options(self.vllm_config), self.vllm_config.scheduler_config
-        self.row_cost = options.row_cost
-        drafts = int(options.budget_share * scheduler.max_num_batched_tokens)
-        self.max_rows = scheduler.max_num_seqs + drafts
-        self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
-
-    def statistics(self) -> dict[str, float]:
-        _, slopes = self.step_times.at(1, 0)
-        return super().statistics() | {"row_cost": float(slopes[1])}
+        """
+        if self.row_cost is not None:
+            return None
+        self.step_times, step_seconds, found = find_step_times(runner)
+        return found if step_seconds is None else found + self.judge(step_seconds)
 
     def judge(self, step_seconds: float) -> str:
         """What is to be said of drafting where a plain step takes so long, if anything."""
         return ""
 
-
-class TemplateV1Drafter(V1Drafter):
-    """Where one tree serves all requests."""
-
-    @property
-    def _proposer(self) -> Proposer:
-        return cast("Proposer", self.proposer)
-
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
-        self._proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
-
-    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
-        return self._proposer.tree.of_batch(len(idx_mapping))
-
-    def observe(
-        self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
-    ) -> torch.Tensor | None:
-        self._proposer.observe(
-            idx_mapping[trees.request_of_logit_row],
-            trees.row_token_ids,
-            logits,
-            trees.cu_num_logits,
-        )
-        return None
+    def statistics(self) -> dict[str, float]:
+        _, slopes = self.step_times.at(1, 0)
+        return super().statistics() | {"row_cost": float(slopes[1])}

@@ -1,17 +1,17 @@
 """Ouroboros on the V1 runner: vLLM's draft model, drafting by lookahead forwards.
 
-Its layers share the block table with the target's. A forward has, of each request, first the tokens
-that the draft's KV cache does not hold yet, which are written there, and behind the last of them
-the rows of lookahead decoding, a tree whose keys and values are never written. So the cache follows
-the text: each step takes in what the target has computed in it, before any block of that can be
-another request's prefix. Tokens that were drafted, taken in and then rejected are forgotten by
-counting back.
+The draft model's layers share the block table with the target's. Each request has in a forward
+first the tokens that the draft's KV cache lacks (its head), which are written there, and behind the
+last of them the rows of lookahead decoding, a tree whose keys and values are never written. So the
+cache follows the text: each step takes in what the target has computed in it, before any block of
+that can be another request's prefix. Tokens that were drafted, taken in and then rejected are
+forgotten by counting back (`DraftedTexts`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -23,125 +23,115 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.acceptance import NodeAcceptance
+from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
-from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, TemplateV1Drafter, Texts
+from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
-from vllm_recycle.integration.cpu.tree_rows import prepare_trees
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.ouroboros import (
-    OuroborosDrafter,
+    describe,
     group_of_draft_layers,
+    make_proposer,
     refuse_shared_caches,
 )
 from vllm_recycle.kernels.cpu import native_operations
 
+NOTHING = np.empty(0, dtype=np.int64)
 
-class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, DraftModelProposer):
-    """vLLM's draft model with its loading and KV cache; and Ouroboros, which drives it.
 
-    Of what is drafted the target verifies what is worth its rows.
+class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
+    """vLLM's draft model with its loading and KV cache, driven by Ouroboros.
+
+    The target verifies what is worth its rows of what is drafted.
 
     Attributes:
         acceptance: what the nodes of a draft are worth.
         drafted: int64 [max_num_reqs, nodes], the last draft of each request, whole.
-        num_cached: int64 [max_num_reqs], tokens of each text whose keys and values the draft has.
-        trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
-            `round_starts`, int64 [max_num_reqs], on; padded with -1.
-        index: int64 [max_num_reqs], place in the batch of the step.
-        ends: int64 [max_num_reqs], tokens of each text that were taken in or are in the runner's.
+        known: how much of each text the draft's KV cache holds.
 
     """
 
+    proposer: OuroborosProposer
+
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         DraftModelProposer.__init__(self, vllm_config, device, runner)
-        self.make_proposer(native_operations(), device, stops_early=True)
-        self.read_prices()
-        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        tree = self.proposer.tree
+        V1Drafter.__init__(self, vllm_config)
+        # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's, which
+        # was made before it, refuses this.
+        self.speculative_config.disable_padded_drafter_batch = True
+        self.proposer = make_proposer(vllm_config, native_operations(), device, stops_early=True)
+        self.state = self.proposer.pool
+        tree, max_num_reqs = self.proposer.tree, vllm_config.scheduler_config.max_num_seqs
         self.acceptance = NodeAcceptance(tree)
         self.drafted = torch.full((max_num_reqs, tree.num_nodes), NO_TOKEN)
-        self.num_cached, self.round_starts, self.index, self.ends = np.zeros(
-            (4, max_num_reqs), dtype=np.int64
-        )
-        self.trunks = np.full((max_num_reqs, self.proposer.shape.gamma), NO_TOKEN)
+        self.known = DraftedTexts(max_num_reqs, self.proposer.shape.gamma)
+
+    # What vLLM asks of a draft model.
 
     def load_model(self, target_model: Any) -> None:
         if supports_multimodal(target_model):
             # vLLM asks it for its token of an image, which not all have; here it is text alone.
             target_model = target_model.get_language_model()
-        super().load_model(target_model)
+        DraftModelProposer.load_model(self, target_model)
         refuse_shared_caches(self.attention_layers, self.compilation_config)
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
         group_of_draft_layers(kv_cache_config, self.attention_layers)
 
-    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_attn_backend(*args, **kwargs)
-        for group in self.draft_attn_groups:
-            group.get_metadata_builder().trees_are_cached = False
-
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """One forward; vLLM's makes one for every draft token."""
-        self._run_model(num_tokens, None)
+        self.run(num_tokens)
+
+    # What our runner asks of a drafter.
 
     @property
     def attention_layers(self) -> Set[str]:
         return self._draft_attn_layer_names
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
-        super().begin(req_state_idx, token_ids, num_computed_tokens)
-        self.num_cached[req_state_idx] = num_computed_tokens
-        self.trunks[req_state_idx] = NO_TOKEN
+        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
+        self.known.begin(req_state_idx, num_computed_tokens)
         self.drafted[req_state_idx] = NO_TOKEN
 
-    def statistics(self) -> dict[str, float]:
-        counted = {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
-        return super().statistics() | counted
-
-    def reset(self) -> None:
-        super().reset()
-        self.acceptance.clear()
+    def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
+        owners = idx_mapping[step.request_of_logit_row]
+        self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
 
     def accept(
-        self, idx_mapping: torch.Tensor, trees: StepLayout, walked: WalkResult, ends: Ends
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:
         self.acceptance.count(self.drafted[idx_mapping], walked)
         self.drafted[idx_mapping] = NO_TOKEN
 
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
-        """As for all; and take in what the target has computed of every text, drafted for or not.
-
-        The step's requests are kept for `forward`, which the proposer calls back.
-        """
-        idx_mapping, num_computed_tokens = texts.idx_mapping.numpy(), texts.num_computed_tokens
-        batch = len(idx_mapping)
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft, and take in what the target has computed of every text, drafted for or not."""
+        batch, last = len(texts.wants_draft), texts.num_computed_tokens
         table = block_tables[self.kv_cache_gid]
-        self.block_table, self.texts = table.get_device_tensor(batch), texts
-        self.index[idx_mapping], self.ends[idx_mapping] = np.arange(batch), num_computed_tokens
         slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
         # The width is the context's, which vLLM may shorten to what fits the KV cache.
-        room = np.minimum(slots, texts.token_ids.shape[1]) - num_computed_tokens - 1
+        room = np.minimum(slots, texts.token_ids.shape[1]) - last - 1
         chosen = np.nonzero(texts.wants_draft & (room >= 0))[0]
-        self._forget_rejected(idx_mapping, num_computed_tokens)
-        self._catch_up(idx_mapping, len(chosen))
-        self.round_starts[idx_mapping], self.trunks[idx_mapping] = num_computed_tokens + 1, NO_TOKEN
-        drafts = torch.full((batch, self.proposer.tree.num_nodes), NO_TOKEN)
+        self.known.follow(texts)
+        drafting = Round(self, texts, table.get_device_tensor(batch))
+        drafting.catch_up(len(chosen))
+        tree = self.proposer.tree
+        drafts = torch.full((batch, tree.num_nodes), NO_TOKEN)
         if len(chosen):
             drafted = self.proposer.propose(
                 texts.idx_mapping[chosen],
                 texts.last_token_ids(chosen),
-                draft_model=self,
+                draft_model=drafting,
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times, _ = self.step_times.at(batch, float(num_computed_tokens.mean()))
+            times, _ = self.step_times.at(batch, float(last.mean()))
             counts = native_operations().choose(
                 self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
             is_behind = torch.arange(drafted.shape[1]) >= counts[:, None]
             drafts[chosen] = drafted.masked_fill(is_behind, NO_TOKEN)
-        return drafts
+        return drafts, tree.parents[1:].expand(batch, -1)
 
     @torch.inference_mode()
     def judge(self, step_seconds: float) -> str:
@@ -149,7 +139,7 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
         seconds = []
         for _ in range(ROUNDS):
             started = time.perf_counter()
-            self.model.compute_logits(self._run_model(rows, None))
+            self.model.compute_logits(self.run(rows))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
         times, _ = self.step_times.at(1, 0)
@@ -162,148 +152,39 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
             + ("" if pays else ", more than any draft can give: leave the method out")
         )
 
-    def _forget_rejected(self, idx_mapping: np.ndarray, num_computed_tokens: np.ndarray) -> None:
-        """Count each cache back to where the text is no more what was drafted."""
-        trunks = self.trunks[idx_mapping]
-        place = self.round_starts[idx_mapping][:, None] + np.arange(trunks.shape[1])
-        index = np.arange(len(idx_mapping))[:, None]
-        text = self.texts.token_ids[index, place.clip(max=self.texts.token_ids.shape[1] - 1)]
-        agrees = (text == trunks) & (place < num_computed_tokens[:, None])
-        kept = self.round_starts[idx_mapping] + np.cumprod(agrees, axis=1).sum(axis=1)
-        was_drafted = trunks[:, 0] != NO_TOKEN
-        cached = np.where(was_drafted, kept, self.num_cached[idx_mapping])
-        self.num_cached[idx_mapping] = np.minimum(cached, num_computed_tokens)
+    def reset(self) -> None:
+        super().reset()
+        self.acceptance.clear()
 
-    def _catch_up(self, idx_mapping: np.ndarray, num_drafting: int) -> None:
-        """Take in what cannot wait for the first draft forward, or does not fit into it.
+    def describe(self) -> str:
+        return describe(self.proposer, self.vllm_config)
 
-        In one forward, since a request may already read what another one writes in this step.
-        """
-        behind = self.ends[idx_mapping] - self.num_cached[idx_mapping]
-        rows = behind.sum() + num_drafting * (1 + self.proposer.lookahead.num_nodes)
-        if num_drafting < len(idx_mapping) or rows > self.max_num_tokens:
-            chosen = idx_mapping[behind > 0]
-            if len(chosen):
-                self._run(chosen, [self._unseen(req_state_idx) for req_state_idx in chosen])
+    def statistics(self) -> dict[str, float]:
+        counted = {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
+        return super().statistics() | counted
 
-    def _unseen(self, req_state_idx: int) -> np.ndarray:
-        """What the draft's cache lacks of a text."""
-        unseen = slice(self.num_cached[req_state_idx], self.ends[req_state_idx])
-        return self.texts.token_ids[self.index[req_state_idx], unseen]
-
-    def forward(
-        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """See `vllm_recycle.core.ouroboros.DraftModel`."""
-        rows = row_token_ids.numpy()
-        # Rows behind the last one that is filled would be computed for nothing.
-        num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1)
-        heads = []
-        for req_state_idx, new in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
-            new = new[new >= 0]
-            heads.append(np.concatenate((self._unseen(req_state_idx), new)))
-            start = self.ends[req_state_idx] - self.round_starts[req_state_idx]
-            if start >= 0:
-                self.trunks[req_state_idx, start : start + len(new)] = new
-            self.ends[req_state_idx] += len(new)
-        outputs = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.int64)
-        num_tokens = num_rows + [len(head) for head in heads]
-        first = 0
-        while first < len(rows):
-            fitting = np.searchsorted(num_tokens[first:].cumsum(), self.max_num_tokens, "right")
-            chunk = slice(first, first + max(1, int(fitting)))
-            found = self._run(
-                idx_mapping[chunk].numpy(),
-                heads[chunk],
-                [row[:count] for row, count in zip(rows[chunk], num_rows[chunk], strict=True)],
-            )
-            assert found is not None
-            there = torch.arange(outputs.shape[1]) <= torch.from_numpy(num_rows[chunk])[:, None]
-            outputs[chunk][there] = found
-            first = chunk.stop
-        return outputs
-
-    def _run(
+    def run(
         self,
-        idx_mapping: np.ndarray,
-        heads: list[np.ndarray],
-        rows: list[np.ndarray] | None = None,
-    ) -> torch.Tensor | None:
-        """One forward of the model.
+        num_tokens: int,
+        common: CommonAttentionMetadata | None = None,
+        step: StepLayout | None = None,
+    ) -> torch.Tensor:
+        """One forward of the model, by the inputs that were put into its buffers.
 
         Args:
-            idx_mapping: int64 [batch].
-            heads: of each, the next tokens that its cache lacks, at least one.
-            rows: of each, those of `lookahead` below the last of these; None to take in alone.
-
-        Returns:
-            int64 [n], the most probable next token at the last token of each head and at its rows,
-            one request after the other; None without rows.
+            num_tokens: of the forward.
+            common: vLLM's metadata of it; None where there is no KV cache to attend to.
+            step: the trees among its rows, which have no KV slots.
 
         """
-        batch, looks_ahead = len(idx_mapping), rows is not None
-        rows = rows or [np.empty(0, dtype=np.int64)] * batch
-        num_heads, num_rows = np.array([[*map(len, heads)], [*map(len, rows)]])
-        lengths = num_heads + num_rows
-        starts = np.concatenate(([0], lengths.cumsum()))
-        owner = np.repeat(np.arange(batch), lengths)
-        offset = np.arange(starts[-1]) - starts[owner]
-        first = self.num_cached[idx_mapping]
-        position = first[owner] + offset
-        is_head = offset < num_heads[owner]
-        block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
-        block = (position // self.block_size).clip(max=block_table.shape[1] - 1)
-        slots = block_table.numpy()[owner, block] * self.block_size + position % self.block_size
-
-        n = len(owner)
-        pairs = zip(heads, rows, strict=True)
-        self.input_ids[:n] = torch.from_numpy(
-            np.concatenate([part for pair in pairs for part in pair])
-        )
-        self.positions[:n] = torch.from_numpy(position)
-        query_start_loc = torch.from_numpy(starts).to(torch.int32)
-        logit_rows = torch.from_numpy(np.nonzero(offset >= num_heads[owner] - 1)[0])
-        lookahead = self.proposer.lookahead
-        trees = StepLayout.make(
-            trees=lookahead.of_batch(batch),
-            num_nodes=torch.from_numpy(num_rows),
-            last_token_row=query_start_loc[1:].long() - 1,
-            row_token_ids=self.input_ids[logit_rows].long(),
-        )
-        prepare_trees(
-            trees,
-            positions=[self.positions],
-            input_ids=self.input_ids[:n],
-            attn_groups=[self.draft_attn_groups],
-        )
-        self.positions[:n].clamp_(max=self.max_model_len - 1)
-        common = CommonAttentionMetadata(
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=query_start_loc,
-            seq_lens=torch.from_numpy(first + lengths).to(torch.int32),
-            num_reqs=batch,
-            num_actual_tokens=n,
-            max_query_len=int(lengths.max()),
-            max_seq_len=int((first + lengths).max()),
-            block_table_tensor=block_table,
-            slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
-        )
-        hidden = self._run_model(n, common)
-        self.num_cached[idx_mapping] += num_heads
-        if not looks_ahead:
-            return None
-        return self.model.compute_logits(hidden[logit_rows]).max(dim=1).indices
-
-    def _run_model(self, num_tokens: int, common: CommonAttentionMetadata | None) -> torch.Tensor:
-        metadata, slot_mapping = None, {}
+        metadata: dict[str, Any] | None = None
+        slot_mapping: dict[str, torch.Tensor] = {}
         if common is not None:
-            groups = self.draft_attn_groups
-            metadata = {
-                name: built
-                for group in groups
-                for built in (group.get_metadata_builder().build(0, common),)
-                for name in group.layer_names
-            }
+            metadata = {}
+            for group in self.draft_attn_groups:
+                builder = group.get_metadata_builder()
+                built = builder.build_step(common, step, are_cached=False)
+                metadata |= dict.fromkeys(group.layer_names, built)
             slot_mapping = dict.fromkeys(metadata, common.slot_mapping)
         with set_forward_context(
             metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
@@ -313,3 +194,194 @@ class OuroborosV1Drafter(OuroborosDrafter, PricedV1Drafter, TemplateV1Drafter, D
                 positions=self._get_positions(num_tokens),
                 inputs_embeds=None,
             )
+
+
+class DraftedTexts:
+    """How much of each text the draft's KV cache holds.
+
+    Attributes:
+        num_cached: int64 [max_num_reqs], tokens of each text.
+        trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
+            the token at `starts`, int64 [max_num_reqs], on; padded with -1.
+
+    """
+
+    def __init__(self, max_num_reqs: int, gamma: int) -> None:
+        self.num_cached, self.starts = np.zeros((2, max_num_reqs), dtype=np.int64)
+        self.trunks = np.full((max_num_reqs, gamma), NO_TOKEN)
+
+    def begin(self, req_state_idx: int, num_computed_tokens: int) -> None:
+        """A request starts, of which so many tokens are in the cache."""
+        self.num_cached[req_state_idx] = num_computed_tokens
+        self.trunks[req_state_idx] = NO_TOKEN
+
+    def follow(self, texts: Texts) -> None:
+        """Count each cache back to where the text is no more what was drafted; a round begins."""
+        idx_mapping, computed = texts.idx_mapping.numpy(), texts.num_computed_tokens
+        trunks, starts = self.trunks[idx_mapping], self.starts[idx_mapping]
+        place = starts[:, None] + np.arange(trunks.shape[1])
+        index = np.arange(len(idx_mapping))[:, None]
+        text = texts.token_ids[index, place.clip(max=texts.token_ids.shape[1] - 1)]
+        agrees = (text == trunks) & (place < computed[:, None])
+        kept = starts + np.cumprod(agrees, axis=1).sum(axis=1)
+        was_drafted = trunks[:, 0] != NO_TOKEN
+        cached = np.where(was_drafted, kept, self.num_cached[idx_mapping])
+        self.num_cached[idx_mapping] = np.minimum(cached, computed)
+        self.starts[idx_mapping], self.trunks[idx_mapping] = computed + 1, NO_TOKEN
+
+    def note(self, req_state_idx: int, end: int, new: np.ndarray) -> None:
+        """Tokens that were drafted are taken in, behind the first `end` of a text."""
+        start = end - self.starts[req_state_idx]
+        if start >= 0:
+            self.trunks[req_state_idx, start : start + len(new)] = new
+
+
+class Round:
+    """The draft forwards behind a step; see `vllm_recycle.core.ouroboros.DraftModel`.
+
+    Args:
+        drafter: whose model is run.
+        texts: of the step.
+        block_table: int32 [batch, blocks], of the draft's layers.
+
+    """
+
+    def __init__(
+        self, drafter: OuroborosV1Drafter, texts: Texts, block_table: torch.Tensor
+    ) -> None:
+        self.drafter, self.known, self.block_table = drafter, drafter.known, block_table
+        self.token_ids, self.idx_mapping = texts.token_ids, texts.idx_mapping.numpy()
+        # By req_state_idx: the place in the batch, and how many tokens of the text were taken in or
+        # are in the runner's.
+        self.index, self.ends = np.zeros((2, len(self.known.num_cached)), dtype=np.int64)
+        self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
+        self.ends[self.idx_mapping] = texts.num_computed_tokens
+
+    def catch_up(self, num_drafting: int) -> None:
+        """Take in what cannot wait for the first draft forward, or does not fit into it.
+
+        In one forward, since a request may already read what another one writes in this step.
+        """
+        idx_mapping = self.idx_mapping
+        behind = self.ends[idx_mapping] - self.known.num_cached[idx_mapping]
+        rows = behind.sum() + num_drafting * (1 + self.drafter.proposer.lookahead.num_nodes)
+        if num_drafting < len(idx_mapping) or rows > self.drafter.max_num_tokens:
+            chosen = idx_mapping[behind > 0]
+            if len(chosen):
+                heads = [self._unseen(req_state_idx) for req_state_idx in chosen]
+                self._run(chosen, heads, [NOTHING] * len(chosen))
+
+    def forward(
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """int64 [batch, nodes + 1]; in as many forwards as the rows need."""
+        rows = row_token_ids.numpy()
+        # Rows behind the last one that is filled would be computed for nothing.
+        num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1)
+        heads = []
+        for req_state_idx, new in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
+            new = new[new >= 0]
+            heads.append(np.concatenate((self._unseen(req_state_idx), new)))
+            self.known.note(req_state_idx, self.ends[req_state_idx], new)
+            self.ends[req_state_idx] += len(new)
+        outputs = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.int64)
+        num_tokens = num_rows + [len(head) for head in heads]
+        first, most = 0, self.drafter.max_num_tokens
+        while first < len(rows):
+            fitting = np.searchsorted(num_tokens[first:].cumsum(), most, "right")
+            chunk = slice(first, first + max(1, int(fitting)))
+            counts = num_rows[chunk]
+            tries = [row[:count] for row, count in zip(rows[chunk], counts, strict=True)]
+            hidden = self._run(idx_mapping[chunk].numpy(), heads[chunk], tries)
+            found = self.drafter.model.compute_logits(hidden).max(dim=1).indices
+            there = torch.arange(outputs.shape[1]) <= torch.from_numpy(counts)[:, None]
+            outputs[chunk][there] = found
+            first = chunk.stop
+        return outputs
+
+    def _unseen(self, req_state_idx: int) -> np.ndarray:
+        """What the draft's cache lacks of a text."""
+        unseen = slice(self.known.num_cached[req_state_idx], self.ends[req_state_idx])
+        return self.token_ids[self.index[req_state_idx], unseen]
+
+    def _run(
+        self, idx_mapping: np.ndarray, heads: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+    ) -> torch.Tensor:
+        """One forward of the model.
+
+        Args:
+            idx_mapping: int64 [batch].
+            heads: of each, the next tokens that its cache lacks, at least one.
+            rows: of each, those of `lookahead` below the last of these.
+
+        Returns:
+            [n, hidden size], at the last token of each head and at its rows, one request after the
+            other.
+
+        """
+        drafter = self.drafter
+        num_heads, num_rows = np.array([[*map(len, heads)], [*map(len, rows)]])
+        lengths = num_heads + num_rows
+        starts = np.concatenate(([0], lengths.cumsum()))
+        owner = np.repeat(np.arange(len(idx_mapping)), lengths)
+        offset = np.arange(starts[-1]) - starts[owner]
+        position = self.known.num_cached[idx_mapping][owner] + offset
+        logit_rows = torch.from_numpy(np.nonzero(offset >= num_heads[owner] - 1)[0])
+        pairs = zip(heads, rows, strict=True)
+        token_ids = np.concatenate([part for pair in pairs for part in pair])
+
+        input_ids, positions = (
+            buffer[: len(owner)] for buffer in (drafter.input_ids, drafter.positions)
+        )
+        input_ids.copy_(torch.from_numpy(token_ids))
+        positions.copy_(torch.from_numpy(position))
+        step = StepLayout.make(
+            trees=drafter.proposer.lookahead.of_batch(len(idx_mapping)),
+            num_nodes=torch.from_numpy(num_rows),
+            last_token_row=torch.from_numpy(starts[1:] - 1),
+            row_token_ids=input_ids[logit_rows].long(),
+        )
+        step.place([positions], input_ids)
+        positions.clamp_(max=drafter.max_model_len - 1)
+        is_head = offset < num_heads[owner]
+        common = self._metadata(idx_mapping, lengths, owner, position, is_head)
+        hidden = drafter.run(len(owner), common, step)
+        self.known.num_cached[idx_mapping] += num_heads
+        return hidden[logit_rows]
+
+    def _metadata(
+        self,
+        idx_mapping: np.ndarray,
+        lengths: np.ndarray,
+        owner: np.ndarray,
+        position: np.ndarray,
+        is_head: np.ndarray,
+    ) -> CommonAttentionMetadata:
+        """vLLM's metadata of a forward.
+
+        Args:
+            idx_mapping: int64 [batch].
+            lengths: int64 [batch], tokens of each request.
+            owner: int64 [tokens], the request that each is of.
+            position: int64 [tokens], as if they were chains.
+            is_head: bool [tokens], those that have a slot.
+
+        """
+        block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
+        size = self.drafter.block_size
+        block = (position // size).clip(max=block_table.shape[1] - 1)
+        slots = block_table.numpy()[owner, block] * size + position % size
+        starts = np.concatenate(([0], lengths.cumsum()))
+        query_start_loc = torch.from_numpy(starts).to(torch.int32)
+        seq_lens = self.known.num_cached[idx_mapping] + lengths
+        return CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=torch.from_numpy(seq_lens).to(torch.int32),
+            num_reqs=len(lengths),
+            num_actual_tokens=len(owner),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=block_table,
+            slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
+        )

@@ -1,9 +1,10 @@
 """Trees on vLLM's V1 model runner, which its CPU engine uses.
 
-A step with trees differs from vLLM's in four places, each a short override: the inputs (positions,
-while slots stay linear, and what attention must know), the walk in the place of rejection
-sampling, the KV moves after it, and drafting. What the walk and the proposer do is in `core`,
-where rows lie in `tree_batch`.
+A step with trees differs from vLLM's in the inputs (positions, while slots stay linear, and what
+attention must know), in the walk that takes the place of rejection sampling, in the KV moves after
+it, and in drafting. What is drafted is up to a drafter (`drafters`); where rows lie is in
+`step_layout`. How the nodes of a draft hang together goes to the scheduler with it, and comes back
+with the step that verifies it.
 """
 
 from __future__ import annotations
@@ -17,36 +18,41 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_recycle.core import ReqStateIndices
+from vllm_recycle.core import ReqStateIndices, Trees
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
+from vllm_recycle.integration.cpu.backend import hand_over
+from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafters import DRAFTERS
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
-from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.cpu.time_steps import find_step_times
-from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
-from vllm_recycle.integration.cpu.tree_rows import compact_kv_cache, prepare_trees
-from vllm_recycle.integration.options import OUROBOROS
-from vllm_recycle.integration.requests import opts_out
+from vllm_recycle.integration.options import options_of
+from vllm_recycle.integration.requests import may_speculate
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
+from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
 
 class TreeCPUModelRunner(CPUModelRunner):
-    """vLLM's CPU model runner, verifying trees instead of chains."""
+    """vLLM's CPU model runner, verifying trees instead of chains.
 
-    drafter: TokenRecyclingV1Drafter | OuroborosV1Drafter
+    Attributes:
+        drafter: what drafts.
+        idx_mapping: int64 [batch], of the step.
+        step: where its rows and trees lie.
+        argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
+        draft_parents: of each request of the step, the parent row of each node of its new draft.
+
+    """
+
+    drafter: V1Drafter
+    idx_mapping: torch.Tensor
+    step: StepLayout
+    argmax: torch.Tensor | None
     draft_parents: list[list[int]]
-    argmax: torch.Tensor | None  # of the raw logits, where they are what is sampled from
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        if get_options(vllm_config).method == OUROBOROS:
-            self.drafter = OuroborosV1Drafter(vllm_config, device, self)
-            # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's,
-            # which was made before it, refuses this.
-            self.speculative_config.disable_padded_drafter_batch = True
+        self.drafter = DRAFTERS[options_of(vllm_config).method](vllm_config, device, self)
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).
@@ -96,11 +102,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.idx_mapping = torch.tensor(
             [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
         )
-        # Of drafts that follow a grammar only what it allows was scheduled.
-        index_of, rows = self.input_batch.req_id_to_index, scheduler_output.draft_rows
-        kept = {index_of[name]: of_nodes for name, of_nodes in rows.items()}
-        trees = self.trees = StepLayout.make(
-            trees=self.drafter.trees_of(self.idx_mapping).keep(kept),
+        # As the scheduler has cut the drafts, by grammars and to what fits.
+        drafts = scheduler_output.draft_parents
+        self.step = StepLayout.make(
+            trees=Trees.from_drafts([drafts.get(name, ()) for name in self.input_batch.req_ids]),
             num_nodes=torch.tensor(metadata.num_draft_tokens),
             last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
             row_token_ids=self.input_ids.gpu[logits_indices].long(),
@@ -108,14 +113,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         # In the middle of a prompt, which goes on as it does: nothing is learnt there. Else where
         # others made a prompt be cut would be seen in what is drafted for it.
         discarded = torch.from_numpy(self.discard_request_mask.np[:num_reqs])
-        trees.row_token_ids[trees.cu_num_logits[:-1][discarded]] = NO_TOKEN
+        self.step.row_token_ids[self.step.cu_num_logits[:-1][discarded]] = NO_TOKEN
         mrope = [self.mrope_positions.gpu] if self.uses_mrope else []
-        prepare_trees(
-            trees,
-            positions=[self.positions, *mrope],
-            input_ids=self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens],
-            attn_groups=self.attn_groups,
-        )
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self.step.place([self.positions, *mrope], self.input_ids.gpu[:num_tokens])
+        hand_over(self.step, self.attn_groups)
         return prepared
 
     # After the forward: learn, walk, move, draft.
@@ -123,25 +125,25 @@ class TreeCPUModelRunner(CPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         if (state := self.execute_model_state) is not None:
             # Here the logits are raw; the grammar and the sampler change them in place.
-            best = self.drafter.observe(self.idx_mapping, self.trees, state.logits)
+            best = self.drafter.observe(self.idx_mapping, self.step, state.logits)
             self.argmax = None if grammar_output is not None else best
         return super().sample_tokens(grammar_output)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
-        sampling_metadata = self.input_batch.sampling_metadata
+        sampling_metadata, step = self.input_batch.sampling_metadata, self.step
         if rows_are_independent(sampling_metadata):
             sampled = self.argmax
             if sampled is None:
                 sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
             result = self.drafter.proposer.operations.walk(
-                sampled, self.trees.drafts, self.trees.cu_num_logits, tree=self.trees.trees
+                sampled, step.drafts, step.cu_num_logits, tree=step.trees
             )
             logprobs = None
         else:
             result, logprobs = walk_by_depth(
                 logits,
-                self.trees,
+                step,
                 sampler=self.sampler,
                 sampling_metadata=sampling_metadata,
                 discarded=self.discard_request_mask.np[: self.input_batch.num_reqs],
@@ -150,27 +152,38 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
-        self.drafter.accept(
-            self.idx_mapping,
-            self.trees,
-            result,
-            Ends(
-                self.input_batch.token_ids_cpu,
-                np.arange(len(self.trees.num_nodes)),
-                self.positions[self.trees.first_token_row].numpy(),
-            ),
+        ends = Ends(
+            self.input_batch.token_ids_cpu,
+            np.arange(len(step.num_nodes)),
+            self.positions[step.first_token_row].numpy(),
         )
-        compact_kv_cache(
-            self.trees,
-            result.path,
-            attn_groups=self.attn_groups,
-            slot_mappings=[
-                table.slot_mapping.gpu for table in self.input_batch.block_table.block_tables
-            ],
-            layers=self.compilation_config.static_forward_context,
-            others=self.drafter.attention_layers,
-        )
+        self.drafter.accept(self.idx_mapping, step, result, ends)
+        self._compact_kv_cache(result.path)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
+
+    def _compact_kv_cache(self, path: torch.Tensor) -> None:
+        """Move the KV of the accepted path to the first slots of the step, in every layer.
+
+        Args:
+            path: int64 [batch, path], the accepted rows of each tree, padded with -1.
+
+        """
+        source, target = self.step.moves(path)
+        if not len(source):
+            return
+        layers = self.compilation_config.static_forward_context
+        others = self.drafter.attention_layers  # a draft model's, which did not see the trees
+        tables = self.input_batch.block_table.block_tables
+        for groups, table in zip(self.attn_groups, tables, strict=True):
+            slots = table.slot_mapping.gpu
+            read, write = slots[source].long(), slots[target].long()
+            for group in groups:
+                names = [name for name in group.layer_names if name not in others]
+                if names:
+                    # Layers may share a cache: move it once.
+                    caches = [layers[name].kv_cache for name in names]
+                    caches = list({cache.data_ptr(): cache for cache in caches}.values())
+                    move_slots(caches, read, write, isa=layers[names[0]].isa)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw
@@ -191,11 +204,18 @@ class TreeCPUModelRunner(CPUModelRunner):
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
         batch = self.input_batch
-        scheduled = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+        names = batch.req_ids
+        requests = [self.requests[name] for name in names]
+        params = [request.sampling_params for request in requests]
+        scheduled = [scheduler_output.num_scheduled_tokens[name] for name in names]
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
         goes_on = np.array([bool(token_ids) for token_ids in sampled_token_ids])
         computed = batch.num_computed_tokens_cpu[: batch.num_reqs] + scheduled
+        # Tokens that a request may still have; one of them comes without a draft.
+        had = [len(request.output_token_ids) for request in requests]
+        left = np.array([one.max_tokens for one in params]) - had
+        may_draft = [num_nodes > 0 and may_speculate(one, on_v2=False) for one in params]
         texts = Texts(
             idx_mapping=self.idx_mapping,
             token_ids=batch.token_ids_cpu,
@@ -203,19 +223,18 @@ class TreeCPUModelRunner(CPUModelRunner):
             num_computed_tokens=np.where(
                 goes_on, batch.num_tokens_no_spec[: batch.num_reqs] - 1, computed
             ),
-            wants_draft=goes_on
-            & [num_nodes > 0 and self._may_speculate(name) for name in batch.req_ids],
-            max_depths=np.array([self._max_depth(name) for name in batch.req_ids]),
+            wants_draft=goes_on & (left > 0) & may_draft,
+            max_depths=np.maximum(left - 1, 0),
             num_nodes=num_nodes,
         )
-        drafts = self.drafter.draft(texts, batch.block_table)[:, :num_nodes].tolist()
+        token_ids, parents = self.drafter.draft(texts, batch.block_table)
+        drafts = token_ids[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.
             while draft and draft[-1] < 0:
                 draft.pop()
-        parents = self.drafter.trees_of(self.idx_mapping).parents[:, 1:].tolist()
         self.draft_parents = [
-            of_nodes[: len(draft)] for of_nodes, draft in zip(parents, drafts, strict=True)
+            of_nodes[: len(draft)] for of_nodes, draft in zip(parents.tolist(), drafts, strict=True)
         ]
         return drafts
 
@@ -226,26 +245,5 @@ class TreeCPUModelRunner(CPUModelRunner):
         return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, self.draft_parents)
 
     def price_rows(self) -> str | None:
-        """Measure what rows cost, where drafts depend on it; to be called without requests.
-
-        Returns:
-            What was found, if anything was measured.
-
-        """
-        drafter = self.drafter
-        if not isinstance(drafter, PricedV1Drafter) or drafter.row_cost is not None:
-            return None
-        drafter.step_times, step_seconds, found = find_step_times(self)
-        return found if step_seconds is None else found + drafter.judge(step_seconds)
-
-    def _max_depth(self, request_id: str) -> int:
-        """Tokens that a request may still have, but for the one that it gets without a draft."""
-        request = self.requests[request_id]
-        return max(0, request.sampling_params.max_tokens - len(request.output_token_ids) - 1)
-
-    def _may_speculate(self, request_id: str) -> bool:
-        """Whether the scheduler will take a draft for this request, as far as is known here."""
-        request = self.requests[request_id]
-        params = request.sampling_params
-        is_finished = len(request.output_token_ids) >= params.max_tokens
-        return not (is_finished or opts_out(params))
+        """See `V1Drafter.price`."""
+        return self.drafter.price(self)

@@ -51,7 +51,7 @@ def _is_active(processor: LogitsProcessor) -> bool:
 
 def walk_by_depth(
     logits: torch.Tensor,
-    trees: StepLayout,
+    step: StepLayout,
     *,
     sampler: Callable[..., Any],
     sampling_metadata: SamplingMetadata,
@@ -62,7 +62,7 @@ def walk_by_depth(
 
     Args:
         logits: [logit rows, vocab], not changed.
-        trees: of the step.
+        step: the rows and their trees.
         sampler: vLLM's.
         sampling_metadata: of the batch.
         discarded: bool [batch], requests in the middle of their prompt: nothing is drawn.
@@ -73,7 +73,7 @@ def walk_by_depth(
         The walk, and the logprobs of [batch * path] rows where they were asked for.
 
     """
-    reached = torch.zeros(len(discarded), trees.trees.num_nodes + 1, dtype=torch.bool)
+    reached = torch.zeros(len(discarded), step.trees.num_nodes + 1, dtype=torch.bool)
     reached[:, 0] = torch.from_numpy(~discarded)
     lengths = [len(token_ids) for token_ids in output_token_ids]
     path, tokens, logprobs = [], [], []
@@ -82,7 +82,7 @@ def walk_by_depth(
             row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
             visiting = (row >= 0).tolist()
             output = sampler(
-                logits=logits[trees.cu_num_logits[:-1] + row.clamp(min=0)],
+                logits=logits[step.cu_num_logits[:-1] + row.clamp(min=0)],
                 sampling_metadata=replace(
                     sampling_metadata,
                     generators={
@@ -94,7 +94,7 @@ def walk_by_depth(
             path.append(row)
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
-            reached = step_down(reached, sampled, trees.drafts, tree=trees.trees)
+            reached = step_down(reached, sampled, step.drafts, tree=step.trees)
             if not reached.any():
                 break
             for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):

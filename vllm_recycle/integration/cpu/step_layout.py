@@ -5,6 +5,7 @@ It is index arithmetic on a few dozen numbers, done in numpy, whose calls cost a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,23 @@ class StepLayout:
         }
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return cls(trees=trees, num_nodes=num_nodes, row_token_ids=row_token_ids, **tensors)
+
+    def place(self, positions: Sequence[torch.Tensor], input_ids: torch.Tensor) -> None:
+        """Turn the inputs that were prepared for chains into those of trees.
+
+        To be called after the slots were computed from the positions, since slots stay linear.
+
+        Args:
+            positions: each int64 [tokens], or [dimensions, tokens] of M-RoPE, corrected in place to
+                prefix + depth.
+            input_ids: integer [tokens]; nodes that were not filled get a token in place.
+
+        """
+        depths = self.trees.depths[self.tree_requests, self.tree_rows]
+        for of_rows in positions:
+            of_rows[..., self.tree_token_rows] += depths - self.tree_rows
+        # A node that was not filled still has a row; any token will do for it.
+        input_ids.clamp_(min=0)
 
     def moves(self, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token rows to move after a walk, so that the accepted KV lies in the first slots.

@@ -11,10 +11,11 @@ import torch
 
 from vllm_recycle.core import Trees
 from vllm_recycle.core.price import Load, StepTimes
-from vllm_recycle.integration.config import get_options
+from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.options import options_of
 
 Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
 
@@ -31,7 +32,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
     """Measure the times of steps.
 
     Args:
-        runner: a `TreeCPUModelRunner` with a `PricedV1Drafter`, whose KV cache is there, and which
+        runner: a `TreeCPUModelRunner` whose KV cache is there, and which
             has no requests.
 
     Returns:
@@ -60,7 +61,7 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
 
 def _most_rows(runner: Any, max_rows: int) -> int:
     """Rows of the largest step of one request that can be timed."""
-    nodes = get_options(runner.vllm_config).num_nodes
+    nodes = options_of(runner.vllm_config).num_nodes
     return min(max_rows, runner.max_num_tokens, 1 + nodes, runner.max_model_len - 1)
 
 
@@ -130,16 +131,14 @@ def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
     """Seconds of a forward, of an adapter with LoRA, its logits and what is done with these."""
     num_rows = requests * rows
     parents = torch.arange(-1, rows - 1).clamp(min=0)
-    trees = StepLayout.make(
+    step = StepLayout.make(
         trees=Trees.from_parents(parents.repeat(requests, 1)),
         num_nodes=torch.full((requests,), rows - 1),
         last_token_row=torch.arange(rows - 1, num_rows, rows),
         row_token_ids=torch.zeros(num_rows, dtype=torch.int64),
     )
     started = time.perf_counter()
-    for groups in runner.attn_groups:
-        for group in groups:
-            group.get_metadata_builder().trees = trees
+    hand_over(step, runner.attn_groups)
     query_len, runner.uniform_decode_query_len = runner.uniform_decode_query_len, rows
     try:
         hidden, _ = runner._dummy_run(
@@ -155,6 +154,6 @@ def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
         runner.uniform_decode_query_len = query_len
     with logits_of_an_adapter(runner, requests, rows):
         logits = runner.model.compute_logits(hidden[:num_rows])
-    runner.drafter.observe(torch.arange(requests), trees, logits)
+    runner.drafter.observe(torch.arange(requests), step, logits)
     logits.argmax(dim=-1)
     return time.perf_counter() - started

@@ -7,85 +7,75 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core import Trees, WalkResult
+from vllm_recycle.core import WalkResult
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.cpu.drafter import Ends, PricedV1Drafter, Texts
+from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.cpu import native_operations
 
 
-class TokenRecyclingV1Drafter(PricedV1Drafter):
+class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
 
-    def __init__(self, vllm_config: Any) -> None:
-        self.vllm_config = vllm_config
-        options = get_options(vllm_config)
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        super().__init__(vllm_config)
+        options = self.options
         assert isinstance(options, TokenRecyclingOptions)
-        self.read_prices()
         self.isolates = options.isolates
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
             max_nodes=options.num_nodes,
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
             tree=None if options.is_dynamic else options.load_tree(),
             seed_from_prompt=options.seed_from_prompt,
             operations=native_operations(),
         )
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """Nothing; vLLM asks it of every drafter."""
-
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
         self.proposer.begin(req_state_idx, token_ids)
 
-    def trees_of(self, idx_mapping: torch.Tensor) -> Trees:
-        return self.proposer.trees_of(idx_mapping)
-
     def observe(
-        self, idx_mapping: torch.Tensor, trees: StepLayout, logits: torch.Tensor
+        self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         proposer = self.proposer
         self.successors = proposer.operations.top_k(logits, proposer.layout.k)
         return self.successors[:, 0].long().clamp(min=0)  # where no logit is a number
 
     def accept(
-        self,
-        idx_mapping: torch.Tensor,
-        trees: StepLayout,
-        walked: WalkResult,
-        ends: Ends,
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:
         tails = ends.tails(self.proposer.layout.reach)
-        tails[trees.row_token_ids[trees.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
+        tails[step.row_token_ids[step.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
         self.proposer.learn(
             idx_mapping,
             tails,
-            trees.trees,
-            trees.row_token_ids,
-            trees.cu_num_logits,
+            step.trees,
+            step.row_token_ids,
+            step.cu_num_logits,
             self.successors,
             walked,
         )
 
-    def draft(self, texts: Texts, block_tables: Any) -> torch.Tensor:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
         max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
-        drafts = torch.full((len(texts.wants_draft), max_nodes), -1)
+        drafts = torch.full((len(texts.wants_draft), max_nodes), NO_TOKEN)
+        parents = torch.zeros_like(drafts)
         chosen = np.nonzero(texts.wants_draft)[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                drafts[group] = self._propose(texts, group, max_nodes)
-        return drafts
+                drafts[group], parents[group] = self._propose(texts, group, max_nodes)
+        return drafts, parents
 
-    def _propose(self, texts: Texts, chosen: np.ndarray, max_nodes: int) -> torch.Tensor:
-        """Drafts of some requests, int64 [n, nodes]: those that share the rows of the step.
+    def _propose(
+        self, texts: Texts, chosen: np.ndarray, max_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts and parents of some requests, those that share the rows of the step.
 
         Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
         that its size depends on its own text and on how many requests there are.

@@ -1,4 +1,4 @@
-"""Trees on a CUDA attention backend of vLLM: one launch of ours a layer for the tree rows.
+"""Trees on a CUDA attention backend of vLLM: one launch of ours per layer for the tree rows.
 
 A request that decodes without a draft is a tree of its root alone. Where prompts are among the
 requests of a step only those with a draft are trees: in V2's batch order they come first, so the
@@ -11,7 +11,6 @@ A draft forward has no metadata of vLLM's: its rows are trees whose keys and val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,60 +27,42 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
-from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for
 
 
-@dataclass(frozen=True, slots=True)
-class TreeStep:
-    """A step whose first requests are trees.
-
-    Attributes:
-        trees: their rows.
-        num_tree_tokens: how many token rows these are, the first ones.
-        others: vLLM's metadata of the requests behind them; None where there are none.
-
-    """
-
-    trees: TreeQueries
-    num_tree_tokens: int
-    others: Any | None
-
-
 class TreeMetadataBuilder(AttentionMetadataBuilder):
-    """To be put before a metadata builder of vLLM; sets `tree_step` on what it builds.
+    """To be put before a metadata builder of vLLM.
+
+    Of a step whose first requests are trees it sets two attributes on what it builds:
+    `tree_queries`, of their rows, and `others`, vLLM's metadata of the requests behind them, None
+    where there are none.
 
     Attributes:
         num_trees: how many requests of the step that is built next are trees, set by the runner.
-        ancestor_bits, depths, tree_indices: see `TreeQueries`; in the place of `idx_mapping` a
-            buffer for all requests.
+        trees: of all requests, by `req_state_idx`.
+        tree_indices: int64 [max_num_reqs], the `req_state_idx` of each request of a step; a buffer
+            that never moves.
 
     """
 
-    # A batch with a prompt has no graph. That others need not be uniform `graph_sizes` knows.
+    # A batch with a prompt has no graph. `graphs` knows that others need not be uniform.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     # It would give another group's metadata a block table that ours do not follow.
     supports_update_block_table: bool = False
 
     num_trees: int = 0
-    ancestor_bits: torch.Tensor
-    depths: torch.Tensor
-    tree_indices: torch.Tensor | None
+    trees: DeviceTrees
+    tree_indices: torch.Tensor
 
-    def take_trees(self, tree: TreeTemplate | DeviceTrees, tree_indices: torch.Tensor) -> None:
+    def take_trees(self, trees: DeviceTrees, tree_indices: torch.Tensor) -> None:
         """Set what the rows of trees see, and where each request of a step has its tree."""
-        self.depths = tree.depths.to(self.device)
-        if isinstance(tree, TreeTemplate):
-            bits = ancestor_bits(tree.ancestor_mask).to(self.device)
-            self.ancestor_bits, self.tree_indices = bits, None
-        else:
-            self.ancestor_bits, self.tree_indices = tree.ancestor_bits, tree_indices
+        self.trees, self.tree_indices = trees, tree_indices
 
     def build(
         self,
@@ -95,23 +76,23 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
         ends = common.query_start_loc_cpu[: num_trees + 1]
         is_all = num_trees == common.num_reqs
-        trees = TreeQueries(
-            ancestor_bits=self.ancestor_bits,
-            depths=self.depths,
+        queries = TreeQueries(
+            ancestor_bits=self.trees.ancestor_bits,
+            depths=self.trees.depths,
+            idx_mapping=self.tree_indices[:num_trees],
             query_start_loc=common.query_start_loc[: num_trees + 1],
             seq_lens=common.seq_lens[:num_trees],
             block_table=common.block_table_tensor[:num_trees],
             # Of a graph that is captured, more than the rows that it is captured with.
             max_rows=common.max_query_len if is_all else int(ends.diff().max()),
-            idx_mapping=None if self.tree_indices is None else self.tree_indices[:num_trees],
+            num_rows=int(ends[-1]),
         )
         # Without vLLM's schedule for its own kernel, which does not run on these rows.
         metadata = super().build(0, common, fast_build=True)
-        others = None
+        metadata.tree_queries, metadata.others = queries, None
         if not is_all:
             behind = _requests_from(common, num_trees)
-            others = super().build(0, behind, fast_build)
-        metadata.tree_step = TreeStep(trees, int(ends[-1]), others)
+            metadata.others = super().build(0, behind, fast_build)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -182,16 +163,16 @@ class TreeAttentionImpl(AttentionImpl):
         if isinstance(attn_metadata, TreeQueries):
             attend(rows=attn_metadata, own=(key, value))
             return output
-        step: TreeStep | None = getattr(attn_metadata, "tree_step", None)
+        queries: TreeQueries | None = getattr(attn_metadata, "tree_queries", None)
         forward = super().forward
         scales = (output_scale, output_block_scale)
-        if step is None:
+        if queries is None:
             return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        attend(rows=step.trees)
-        if step.others is not None:
-            rest = slice(step.num_tree_tokens, None)
+        attend(rows=queries)
+        if attn_metadata.others is not None:
+            rest = slice(queries.num_rows, None)
             rows = (query[rest], key[rest], value[rest])
-            forward(layer, *rows, kv_cache, step.others, output[rest], *scales)
+            forward(layer, *rows, kv_cache, attn_metadata.others, output[rest], *scales)
         return output
 
 

@@ -8,7 +8,6 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from vllm_recycle.core import TreeTemplate
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -18,22 +17,19 @@ class TreeDraftTokensHandler(DraftTokensHandler):
 
     Args:
         device: that they are on.
-        tree: where the topology is.
+        trees: of all requests, by `req_state_idx`.
 
     """
 
-    def __init__(self, device: torch.device, tree: TreeTemplate | DeviceTrees) -> None:
+    def __init__(self, device: torch.device, trees: DeviceTrees) -> None:
         super().__init__(device)
-        self.tree = tree
+        self.trees = trees
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """Take drafts, int64 [num_reqs, nodes]."""
-        num_reqs, num_nodes = draft_tokens.shape
+        num_nodes = draft_tokens.shape[1]
         if input_batch.has_structured_output_reqs:
-            parents = self.tree.parents
-            if isinstance(self.tree, DeviceTrees):
-                parents = parents[input_batch.idx_mapping]
-            parents = parents[..., 1 : 1 + num_nodes].expand(num_reqs, -1)
+            parents = self.trees.parents[input_batch.idx_mapping, 1 : 1 + num_nodes]
             draft_tokens = torch.cat((draft_tokens, parents), dim=1)
         super().set_draft_tokens(input_batch, draft_tokens)
         self.num_draft_tokens = num_nodes

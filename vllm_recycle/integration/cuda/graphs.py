@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_recycle.core.step_seconds import GraphShape, by_preference
+from vllm_recycle.core.size_chooser import GraphShape, by_preference
 
 # A graph has room for so many times the requests that would use up its rows if each had as many as
 # one may have. Grids are made for all: of a request that is not there programs end at once.

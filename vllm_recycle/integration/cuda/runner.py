@@ -1,11 +1,11 @@
 """Trees on vLLM's Model Runner V2, with nothing on the host that the device can do.
 
-A step differs from vLLM's in four places, each a short override: after the slots are known the rows
-of trees get the positions of their depths, and attention learns how many there are; the rows, of
-large trees only those that a walk can visit, are sampled by vLLM's sampler, and all enter the
-matrix; the walk takes the place of rejection sampling, and the accepted KV moves; drafts come from
-the matrix. V2 keys its noise by seed and position, so a row's token does not depend on what was
-drawn before it, and seeded output is that without speculation. No step waits for the device.
+A step differs from vLLM's in four places, each a short override: after the slots are known, the
+rows of trees get the positions of their depths, and attention learns how many trees there are;
+vLLM's sampler samples all rows, and the drafter learns from them; the walk takes the place of
+rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its noise by seed and
+position, so a row's token does not depend on what was drawn before it, and seeded output is that
+without speculation. No step waits for the device.
 
 Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
 such requests no drafts. Where a request follows a grammar, drafts go to the scheduler, as those of
@@ -19,73 +19,43 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_recycle.integration.config import get_options
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
-from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, TreeV2Drafter
+from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
+from vllm_recycle.integration.cuda.drafters import make_drafter
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
-from vllm_recycle.integration.cuda.row_sampling import pays, sample_visitable_rows
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
-from vllm_recycle.integration.cuda.speculator import SizedSpeculator, TreeSpeculator
-from vllm_recycle.integration.cuda.time_steps import find_step_seconds
-from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
-from vllm_recycle.integration.draft_sizes import chooses_sizes, sizes_of
-from vllm_recycle.integration.options import OUROBOROS
-from vllm_recycle.integration.requests import opts_out
-from vllm_recycle.integration.scheduler import looks_back
+from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
+from vllm_recycle.integration.draft_sizes import sizes_of
+from vllm_recycle.integration.options import chooses_sizes, options_of
+from vllm_recycle.integration.requests import may_speculate
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.trees import DeviceTrees
+from vllm_recycle.kernels.triton.walk import walk_trees
 
 
 class TreeModelRunner(GPUModelRunner):
     """vLLM's V2 runner, verifying trees instead of chains."""
 
-    drafter: TreeV2Drafter | TokenRecyclingV2Drafter | OuroborosV2Drafter
-    speculator: TreeSpeculator | OuroborosSpeculator
+    drafter: V2Drafter
+    speculator: V2Speculator
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.lora_state = TreeLoraState(self.max_num_reqs)
         # Whether the scheduler may take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
-        if get_options(vllm_config).method == OUROBOROS:
-            self.drafter = OuroborosV2Drafter(vllm_config, device)
-            self.speculator = OuroborosSpeculator(
-                self.drafter,
-                vllm_config,
-                device,
-                req_states=self.req_states,
-                may_speculate=self.may_speculate,
-            )
-        else:
-            if get_options(vllm_config).is_dynamic:
-                self.drafter = TokenRecyclingV2Drafter(vllm_config, device, self.req_states)
-            else:
-                self.drafter = TreeV2Drafter(vllm_config, device)
-            self.speculator = TreeSpeculator(self.drafter)
-            if isinstance(self.drafter, TokenRecyclingV2Drafter) and chooses_sizes(vllm_config):
-                self.speculator = SizedSpeculator(self.drafter, self.may_speculate)
-            # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes a
-            # token of `max_model_len` and a request. Ours reads each prompt once.
-            self.req_states.all_token_ids = StagedWriteTensor(
-                (self.max_num_reqs, self.max_model_len),
-                dtype=torch.int32,
-                device=device,
-                uva_instead_of_gpu=True,
-            )
-        self.tree = self.drafter.tree
-        self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree)
+        self.drafter = make_drafter(vllm_config, device, self.req_states)
+        self.speculator = self.drafter.make_speculator(self.may_speculate)
+        self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
         self.tree_indices = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # Nodes that trees may have by the number of requests, and most rows of all of a step.
@@ -96,7 +66,7 @@ class TreeModelRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         # As many as the scheduler lets a step have.
-        share = get_options(self.vllm_config).budget_share
+        share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
 
@@ -113,11 +83,11 @@ class TreeModelRunner(GPUModelRunner):
             replace_full_graphs(self.cudagraph_manager, shapes)
         for groups in self.attn_groups:
             for group in groups:
-                group.get_metadata_builder().take_trees(self.tree, self.tree_indices)
+                group.get_metadata_builder().take_trees(self.drafter.trees, self.tree_indices)
         if not is_profiling:
             layers = self.compilation_config.static_forward_context
             # A draft model's layers see no trees of the target's.
-            others: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
+            others = self.speculator.draft_attn_layer_names
             caches_of = {
                 index: [layers[name].kv_cache for name in group.layer_names if name not in others]
                 for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -131,11 +101,10 @@ class TreeModelRunner(GPUModelRunner):
         """Measure what steps cost, where the scheduler is to know; returns what was found."""
         if not chooses_sizes(self.vllm_config):
             return None
-        assert isinstance(self.speculator, SizedSpeculator | OuroborosSpeculator)
-        times, found = find_step_seconds(self)
+        times = find_step_seconds(self, self.speculator.drafting_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
-        return found
+        return describe_times(times)
 
     def shutdown(self) -> None:
         self.paged_layers = {}
@@ -158,20 +127,20 @@ class TreeModelRunner(GPUModelRunner):
         if new:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             lengths = [len(request.prefill_token_ids) for request in new]
-            self.drafter.begin(self.req_states.all_token_ids.gpu, indices, lengths)
-            may_speculate = [_may_speculate(request.sampling_params) for request in new]
-            self.may_speculate[indices] = may_speculate
+            self.drafter.begin(indices, lengths)
+            self.may_speculate[indices] = [
+                may_speculate(request.sampling_params, on_v2=True) for request in new
+            ]
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        if isinstance(self.speculator, OuroborosSpeculator):
-            self.speculator.update_requests(scheduler_output)
+        self.speculator.update_requests(scheduler_output)
 
     def _remove_request(self, req_id: str) -> bool:
         req_state_idx = self.req_states.req_id_to_index.get(req_id)
         removed = super()._remove_request(req_id)
         if removed:
-            self.drafter.proposer.release([req_state_idx])
+            self.drafter.release(req_state_idx)
         return removed
 
     # Before the forward: positions, and what attention needs to know.
@@ -185,11 +154,11 @@ class TreeModelRunner(GPUModelRunner):
             input_batch.positions,
             input_batch.logits_indices,
             input_batch.expanded_local_pos,
-            tree=self.tree,
-            expanded_idx_mapping=self._own(input_batch.expanded_idx_mapping),
+            trees=self.drafter.trees,
+            idx_mapping=input_batch.idx_mapping,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            tree_indices=self.tree_indices,
         )
-        if isinstance(self.tree, DeviceTrees) and input_batch.num_draft_tokens:
-            self.tree_indices[: input_batch.num_reqs] = input_batch.idx_mapping
         num_nodes, num_trees = input_batch.num_draft_tokens_per_req, 0
         if num_nodes is not None:
             # Without prompts all are trees, with those that only fill up a CUDA graph.
@@ -235,38 +204,19 @@ class TreeModelRunner(GPUModelRunner):
         self.drafter.accept(input_batch, self.row_token_ids, output, path)
         return output, output.num_sampled, output.num_rejected
 
-    def _own(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """Indices of requests where each has a tree of its own."""
-        return indices if isinstance(self.tree, DeviceTrees) else None
-
     def _sample_trees(
         self, logits: torch.Tensor, input_batch: Any
     ) -> tuple[SamplerOutput, torch.Tensor]:
         """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        drafts, scores = self.req_states.draft_tokens, logits
-        if isinstance(self.drafter, TokenRecyclingV2Drafter) and pays(
-            self.sampler, logits, input_batch
-        ):
-            sampled, drafts = sample_visitable_rows(
-                self.sampler,
-                logits,
-                input_batch,
-                self.row_token_ids,
-                successors=self.drafter.successors,
-                draft_token_ids=drafts,
-                trees=self.drafter.tree,
-            )
-        else:
-            sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
-            drafts = drafts[input_batch.idx_mapping]
+        sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
         cu_num_logits = input_batch.cu_num_logits
-        result = self.drafter.proposer.operations.walk(
+        result = walk_trees(
             sampled,
-            drafts,
+            self.req_states.draft_tokens,
             cu_num_logits,
-            tree=self.tree,
-            idx_mapping=self._own(input_batch.idx_mapping),
+            trees=self.drafter.trees,
+            idx_mapping=input_batch.idx_mapping,
         )
         for group, layers in self.paged_layers.items():
             compact_path(
@@ -293,7 +243,3 @@ class TreeModelRunner(GPUModelRunner):
             num_rejected=num_rejected,
         )
         return output, result.path
-
-
-def _may_speculate(params: Any) -> bool:
-    return not (looks_back(params) or opts_out(params))

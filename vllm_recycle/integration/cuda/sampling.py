@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks,
     get_max_chunk_logits,
 )
-
-from vllm_recycle.integration.cuda.row_sampling import wants_processed
 
 
 def sample_rows(
@@ -33,7 +32,10 @@ def sample_rows(
     starts = input_batch.cu_num_logits_np
     positions = input_batch.positions[input_batch.logits_indices]
     upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
-    processed_are_wanted = wants_processed(sampler, input_batch)
+    processed_are_wanted = (
+        sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        and sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
+    )
     sampled, processed = [], []
     for first, last in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
         rows = slice(int(starts[first]), int(starts[last]))

@@ -1,114 +1,114 @@
-"""Token Recycling with grown trees on Model Runner V2: all of it lives on the device.
+"""Token Recycling on Model Runner V2: all of it lives on the device.
 
 Each request's tree has as many nodes as the largest size. What a row costs is not looked at on the
-device: what each node is worth is told to the scheduler, which takes the first ones of each tree.
+device: the scheduler is told what each node is worth, and takes the first nodes of each tree.
 Topology is data, in buffers that never move, for the kernels of the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_recycle.core import WalkResult
-from vllm_recycle.core.beam import BEAM, LEVELS
+from vllm_recycle.core.grow import BEAM, LEVELS
+from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.integration.config import get_options
-from vllm_recycle.integration.cuda.drafter import V2Drafter
-from vllm_recycle.integration.options import TokenRecyclingOptions
+from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
+from vllm_recycle.integration.draft_sizes import DraftReport
+from vllm_recycle.integration.options import TokenRecyclingOptions, chooses_sizes, options_of
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
-from vllm_recycle.kernels.triton.matrix.grow import grow_by_levels
+from vllm_recycle.kernels.triton.matrix.fill import fill
+from vllm_recycle.kernels.triton.matrix.find import Texts
+from vllm_recycle.kernels.triton.matrix.grow import grow
 from vllm_recycle.kernels.triton.matrix.learn import learn
 from vllm_recycle.kernels.triton.matrix.seed import seed
-from vllm_recycle.kernels.triton.operations import OPERATIONS
-from vllm_recycle.kernels.triton.text_tails import read_tails
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
-class DeviceProposer:
-    """What grows on the device, for whom nobody but its drafter asks.
-
-    Attributes:
-        trees: of all requests, by `req_state_idx`.
-        counts: what the state's counts are on the device.
-        stamps: int32 [addresses], for learning; zero between steps.
-        roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
-
-    """
-
-    operations = OPERATIONS
-
-    def __init__(self, state: TokenRecyclingState, *, max_nodes: int, max_num_reqs: int) -> None:
-        table = state.rows.table
-        depth = min(LEVELS, max_nodes)
-        self.trees = DeviceTrees.make(max_num_reqs, max_nodes, depth=depth, device=table.device)
-        self.counts = DeviceCounts.of(state.acceptance)
-        self.stamps = torch.zeros(len(table), dtype=torch.int32, device=table.device)
-        self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=table.device)
-        self.max_depths = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=table.device)
-
-    def release(self, req_state_indices: Sequence[int]) -> None:
-        """These requests ended; what they wrote for themselves is found by nobody any more."""
-
-
 class TokenRecyclingV2Drafter(V2Drafter):
-    """Grows a tree for each request.
+    """Grows a tree for each request, or fills a template.
 
     Args:
         vllm_config: of the engine.
         device: where all of it lives.
         req_states: the runner's, whose texts are read.
 
+    Attributes:
+        template: that is filled; None where trees are grown.
+        counts: what the state's counts are on the device.
+        stamps: int32 [addresses], for learning; zero between steps.
+        roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
+        successors: int32 [logit rows, k], of the step.
+        worths: float32 [batch, nodes], of the trees that were drafted last.
+
     """
 
-    proposer: DeviceProposer
     state: TokenRecyclingState
-    successors: torch.Tensor  # int32 [logit rows, k], of the step
-    worth: torch.Tensor  # float32 [batch, nodes], of the trees that were grown last
+    successors: torch.Tensor
+    worths: torch.Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.vllm_config, self.req_states = vllm_config, req_states
-        options = get_options(vllm_config)
+        options = options_of(vllm_config)
         assert isinstance(options, TokenRecyclingOptions)
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.seeds = options.seed_from_prompt
         self.state = make_token_recycling_state(options, vllm_config, device)
-        self.proposer = DeviceProposer(
-            self.state,
-            max_nodes=options.num_nodes,
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        self.template = None if options.is_dynamic else options.load_tree().to(device)
+        if self.template is None:
+            nodes = options.num_nodes
+            depth = min(LEVELS, nodes)
+            self.trees = DeviceTrees.empty(nodes, max_num_reqs, depth=depth, device=device)
+        else:
+            self.trees = DeviceTrees.of(self.template, max_num_reqs, device)
+        self.counts = DeviceCounts.of(self.state.acceptance)
+        table = self.state.matrix.table
+        self.stamps = torch.zeros(len(table), dtype=torch.int32, device=device)
+        self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
+        # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes per
+        # token of `max_model_len` and request. We read each prompt once, and then the ends.
+        req_states.all_token_ids = StagedWriteTensor(
+            (max_num_reqs, vllm_config.model_config.max_model_len),
+            dtype=torch.int32,
+            device=device,
+            uva_instead_of_gpu=True,
         )
+        self.texts = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
 
-    @property
-    def tree(self) -> DeviceTrees:
-        return self.proposer.trees
+    def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
+        return TokenRecyclingSpeculator(self, may_speculate)
 
     def reset(self) -> None:
         super().reset()
-        self.proposer.counts.rates.copy_(self.state.acceptance.rates())
+        self.counts.rates.copy_(self.state.acceptance.rates())
 
-    def begin(
-        self, all_token_ids: torch.Tensor, req_state_indices: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        rows = self.state.rows
+    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
+        matrix = self.state.matrix
         for req_state_idx in req_state_indices:
-            rows.begin(req_state_idx)
+            matrix.begin(req_state_idx)
         if self.seeds:
             seed(
-                rows.table,
-                self.proposer.stamps,
-                all_token_ids,
-                layout=rows.layout,
-                salts=rows.salts,
+                matrix.table,
+                self.stamps,
+                self.texts.token_ids,
+                layout=matrix.layout,
+                salts=matrix.salts,
                 req_state_indices=req_state_indices,
                 lengths=lengths,
             )
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        self.successors = top_k(logits, self.state.rows.layout.k)
+        self.successors = top_k(logits, self.state.matrix.layout.k)
 
     def accept(
         self,
@@ -117,60 +117,134 @@ class TokenRecyclingV2Drafter(V2Drafter):
         output: Any,
         path: torch.Tensor | None,
     ) -> None:
-        rows, proposer = self.state.rows, self.proposer
+        matrix = self.state.matrix
         if path is None:
-            path = proposer.roots[: input_batch.num_reqs]
+            path = self.roots[: input_batch.num_reqs]
         learn(
-            rows.table,
-            proposer.stamps,
+            matrix.table,
+            self.stamps,
             # Under `isolated` nobody's counts reach another: what is shipped serves.
-            proposer.counts if rows.layout.writes_shared else None,
-            layout=rows.layout,
+            self.counts if matrix.layout.writes_shared else None,
+            layout=matrix.layout,
             idx_mapping=input_batch.idx_mapping,
-            salts=rows.salts,
-            tails=self._tails(input_batch.idx_mapping),
-            parents=proposer.trees.parents,
+            salts=matrix.salts,
+            texts=self.texts,
+            parents=self.trees.parents,
             row_token_ids=row_token_ids,
             cu_num_logits=input_batch.cu_num_logits,
             successors=self.successors,
             walked=WalkResult(path, output.sampled_token_ids.long(), output.num_sampled),
-            max_rows=1 + (proposer.trees.num_nodes if input_batch.num_draft_tokens else 0),
+            max_rows=1 + (self.trees.num_nodes if input_batch.num_draft_tokens else 0),
             learns=output.num_sampled,  # nothing in the middle of a prompt
         )
 
-    def propose(self, idx_mapping: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
+    def propose(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         """int64 [batch, nodes], -1 where there is no draft."""
-        rows, proposer = self.state.rows, self.proposer
-        batch, nodes = len(idx_mapping), proposer.trees.num_nodes
-        drafts = torch.empty(batch, nodes, dtype=torch.int64, device=idx_mapping.device)
-        self.worth = torch.empty(batch, nodes, device=idx_mapping.device)
-        grow_by_levels(
-            drafts,
-            self.worth,
-            rows.table,
-            proposer.counts.rates,
-            idx_mapping,
-            layout=rows.layout,
-            salts=rows.salts,
-            tails=self._tails(idx_mapping),
-            max_depths=proposer.max_depths[:batch],
-            trees=proposer.trees,
-            beam=BEAM,
-        )
+        matrix, shape = self.state.matrix, (len(idx_mapping), self.trees.num_nodes)
+        drafts = torch.empty(shape, dtype=torch.int64, device=idx_mapping.device)
+        self.worths = torch.empty(shape, device=idx_mapping.device)
+        written = (drafts, self.worths)
+        learnt = (matrix.table, self.counts.rates, idx_mapping)
+        given: dict[str, Any] = {
+            "layout": matrix.layout,
+            "salts": matrix.salts,
+            "texts": self.texts,
+        }
+        if self.template is None:
+            grow(*written, *learnt, **given, trees=self.trees, beam=BEAM)
+        else:
+            fill(*written, *learnt, **given, tree=self.template)
         return drafts
 
-    def _tails(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, reach], the ends of the texts, each with its root or newest token."""
-        texts, total_len = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        return read_tails(texts, idx_mapping, total_len, reach=self.state.rows.layout.reach)
-
     def describe(self) -> str:
-        rows = self.state.rows
-        num_bytes = rows.num_bytes + self.proposer.stamps.nbytes
+        matrix, trees = self.state.matrix, self.trees
+        name = "dynamic trees" if self.template is None else f"tree {self.template.name}"
+        num_bytes = matrix.num_bytes + self.stamps.nbytes
         return (
-            f"token_recycling: dynamic trees of at most {self.tree.num_nodes} nodes and "
-            f"{self.tree.depth} levels, k {rows.layout.k}, contexts {list(rows.layout.contexts)}, "
-            f"scope {rows.scope}, reads what others wrote {rows.layout.reads_shared}, "
-            f"{rows.num_written} of {len(rows.table)} rows known, {num_bytes:,} bytes, kernels in "
-            f"{self.proposer.operations.name}"
+            f"token_recycling: {name} of at most {trees.num_nodes} nodes and {trees.depth} levels, "
+            f"k {matrix.layout.k}, contexts {list(matrix.layout.contexts)}, scope {matrix.scope}, "
+            f"{matrix.num_written} of {len(matrix.table)} entries known, {num_bytes:,} bytes, "
+            "kernels in triton"
         )
+
+
+class TokenRecyclingSpeculator(V2Speculator):
+    """Drafts for all requests of a step, or for none.
+
+    Where sizes are chosen, it reports what the trees are worth.
+
+    Args:
+        drafter: that drafts.
+        may_speculate: bool [max_num_reqs], on the host, by `req_state_idx`.
+
+    Attributes:
+        plain_steps: how many steps have had no drafts, since the last one that had.
+        report: of the trees that were drafted last, on its way to the host.
+
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+    plain_steps = 0
+    report: DraftReport | None = None
+
+    def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
+        self.drafter, self.may_speculate = drafter, may_speculate
+        self.reports = chooses_sizes(drafter.vllm_config)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        pass
+
+    def capture(self) -> None:
+        pass
+
+    def take_report(self) -> DraftReport | None:
+        report, self.report = self.report, None
+        return report
+
+    def drafting_runs(self) -> dict[int, Callable[[], Any]]:
+        idx_mapping = self.drafter.roots[0]
+        # Trees of more requests grow at the same time.
+        return {len(self.may_speculate): partial(self.drafter.propose, idx_mapping)}
+
+    def propose(
+        self,
+        input_batch: Any,
+        *args: Any,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """int64 [batch, nodes], -1 where there is no draft.
+
+        A request in the middle of its prompt gets drafts too, which are never scheduled.
+        """
+        if num_speculative_tokens == 0 and not self._looks(input_batch):
+            shape = (input_batch.num_reqs, self.drafter.trees.num_nodes)
+            return self.drafter.roots.new_empty(shape)  # vLLM puts -1 behind the size
+        drafts = self.drafter.propose(input_batch.idx_mapping)
+        if self.reports:
+            self._report(input_batch, num_speculative_tokens)
+        return drafts
+
+    def _looks(self, input_batch: Any) -> bool:
+        """Whether trees are drafted that nobody verifies."""
+        if not self.reports or not self._counted(input_batch).any():
+            return False
+        self.plain_steps += 1
+        return self.plain_steps % LOOK_EVERY == 1
+
+    def _report(self, input_batch: Any, num_speculative_tokens: int | None) -> None:
+        """Send what the trees are worth on its way."""
+        if num_speculative_tokens:
+            self.plain_steps = 0
+        worths, counted = self.drafter.worths, self._counted(input_batch)
+        if not counted.all():
+            indices = async_tensor_h2d(np.flatnonzero(counted), device=worths.device)
+            worths = worths[indices]
+        # On the stream of the step, so that it is there with the tokens of the next one.
+        times, self.times = self.times, None
+        self.report = DraftReport(async_copy_to_np(worths.sum(0)), int(counted.sum()), times)
+
+    def _counted(self, input_batch: Any) -> np.ndarray:
+        """bool [num_reqs], whose trees may be verified in the next step."""
+        return has_text(input_batch) & self.may_speculate[input_batch.idx_mapping_np]

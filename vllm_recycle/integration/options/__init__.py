@@ -1,9 +1,13 @@
 """What a user may write in `--speculative-config` for our methods, and what it means.
 
-Options travel to every process of an engine in `additional_config`, as plain values.
+Options travel to every process of an engine in `additional_config`, as plain values: `put` writes
+them there, `options_of` and `chooses_sizes` read them.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 from vllm_recycle.integration.options.base import MethodOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
@@ -16,11 +20,47 @@ METHODS: dict[str, type[MethodOptions]] = {
     kind.method: kind for kind in (TokenRecyclingOptions, OuroborosOptions)
 }
 
+KEY = "vllm_recycle"  # in `additional_config`
+CHOOSES_SIZES = "chooses_sizes"
+
 __all__ = [
+    "CHOOSES_SIZES",
+    "KEY",
     "METHODS",
     "OUROBOROS",
     "TOKEN_RECYCLING",
     "MethodOptions",
     "OuroborosOptions",
     "TokenRecyclingOptions",
+    "chooses_sizes",
+    "options_of",
+    "put",
 ]
+
+
+def put(
+    additional_config: dict[str, Any], options: MethodOptions, *, chooses_sizes: bool
+) -> dict[str, Any]:
+    """vLLM's additional configuration, with options of ours.
+
+    Args:
+        additional_config: the user's, which is left as it is.
+        options: of the engine.
+        chooses_sizes: whether the sizes of drafts are chosen step by step.
+
+    """
+    values = {"method": options.method, **dataclasses.asdict(options)}
+    return {**additional_config, KEY: {**values, CHOOSES_SIZES: chooses_sizes}}
+
+
+def options_of(vllm_config: Any) -> MethodOptions:
+    """The options of an engine."""
+    values = {**vllm_config.additional_config[KEY]}
+    del values[CHOOSES_SIZES]
+    return METHODS[values.pop("method")](**values)
+
+
+def chooses_sizes(vllm_config: Any) -> bool:
+    """Whether the sizes of an engine's drafts are chosen step by step."""
+    chooses: bool = vllm_config.additional_config[KEY][CHOOSES_SIZES]
+    return chooses

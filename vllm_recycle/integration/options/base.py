@@ -134,9 +134,9 @@ class MethodOptions(ABC):
         """The most nodes that a draft has."""
         return self.load_tree().num_nodes
 
-    @abstractmethod
     def host_config(self) -> dict[str, Any]:
-        """The keys of vLLM's that its method in whose place ours runs needs."""
+        """What the user says of the method of vLLM that ours takes the place of."""
+        return {}
 
     @abstractmethod
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:

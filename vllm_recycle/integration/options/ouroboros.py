@@ -12,10 +12,12 @@ from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.integration.draft_limits import (
     MAX_DRAFT_ROWS,
     MAX_HALVED_DRAFT_ROWS,
+    MAX_TREE_ROWS,
+    UNLIMITED,
     Schedule,
     draft_forward_rows,
-    draft_model_schedule,
-    halved_draft_schedule,
+    halved_shapes,
+    halving_schedule,
 )
 from vllm_recycle.integration.options.base import (
     MethodOptions,
@@ -157,5 +159,8 @@ class OuroborosOptions(MethodOptions):
         shape, most = self.shape(), MAX_HALVED_DRAFT_ROWS if on_gpu else MAX_DRAFT_ROWS
         max_rows = min(most, max_num_batched_tokens or most)
         if on_gpu:
-            return halved_draft_schedule(shape, max_rows)
-        return draft_model_schedule(self.num_nodes, draft_forward_rows(shape), max_rows)
+            batch = len(halved_shapes(shape, max_rows))
+            return halving_schedule(self.num_nodes, MAX_TREE_ROWS, max_num_reqs=batch)
+        # Whole trees, or none; one request is drafted for even where its forwards have more rows.
+        batch = max(1, max_rows // draft_forward_rows(shape))
+        return [(1, batch, self.num_nodes), (batch + 1, UNLIMITED, 0)]

@@ -8,7 +8,12 @@ from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
-from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, Schedule, halving_schedule
+from vllm_recycle.integration.draft_limits import (
+    MAX_TREE_ROWS,
+    UNLIMITED,
+    Schedule,
+    halving_schedule,
+)
 from vllm_recycle.integration.options.base import (
     MethodOptions,
     expect,
@@ -144,10 +149,6 @@ class TokenRecyclingOptions(MethodOptions):
         tree.check_ranks(self.k)
         return tree
 
-    def host_config(self) -> dict[str, Any]:
-        # Of `custom_class`, on CPU; `ngram_gpu` has no use for it.
-        return {"model": "vllm_recycle.integration.cpu.token_recycling.TokenRecyclingV1Drafter"}
-
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
         if on_gpu:
@@ -155,4 +156,4 @@ class TokenRecyclingOptions(MethodOptions):
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
         # pads a request that just came in to a full draft of -1, and keeps it waiting where that
         # does not fit.
-        return [(1, 1 << 20, num_nodes)]
+        return [(1, UNLIMITED, num_nodes)]

@@ -33,6 +33,7 @@ class TreeQueries:
         block_table: int32 [batch, n], the blocks of each request, enough for context and rows; for
             the context, and anything behind it, where the rows' keys and values are given.
         block_size: tokens a block.
+        are_cached: whether the rows' keys and values are in the cache.
 
     """
 
@@ -42,6 +43,7 @@ class TreeQueries:
     num_context: torch.Tensor
     block_table: torch.Tensor
     block_size: int
+    are_cached: bool = True
 
     def select(self, chosen: torch.Tensor) -> TreeQueries:
         """Only the requests where `chosen`, bool [batch], is true."""

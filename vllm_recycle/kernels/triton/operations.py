@@ -1,4 +1,4 @@
-"""The operations of Ouroboros and the walk in Triton; see `core.operations.PhraseOperations`."""
+"""The operations of Ouroboros in Triton: a module that satisfies `PhraseOperations` of the core."""
 
 from __future__ import annotations
 

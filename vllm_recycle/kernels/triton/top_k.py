@@ -6,7 +6,7 @@ k greatest logits (of equal ones the first): each of these groups offers one log
 all of any other group. So the second launch looks for the k best among the maxima, and then among
 the logits of k groups: two thousand numbers a row, not a vocabulary.
 
-There is no word to the host, so that this can be part of a captured graph. Every rank computes the
+Nothing on the host waits for it, so that it can be captured into a graph. Every rank computes the
 same.
 """
 
@@ -20,8 +20,6 @@ import triton.language as tl
 
 # Logits that one program of the first launch looks at.
 CHUNK = 8192
-# Rows after a row that its program looks at at a time.
-LATER = 128
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -31,30 +29,6 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    best = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
-    maxima, sizes = _group_maxima(logits, k)
-    _top_k_kernel[(len(logits),)](best, maxima, logits, logits.stride(0), **sizes, num_warps=8)
-    return best
-
-
-def _group_maxima(
-    logits: torch.Tensor,
-    k: int,
-    expanded_idx_mapping: torch.Tensor | None = None,
-    token_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, int]]:
-    """The first launch.
-
-    Args:
-        logits: [rows, vocab], those of a row side by side.
-        k: how many of the best will be looked for.
-        expanded_idx_mapping: of the rows; None where all rows are asked for.
-        token_ids: of the rows; the maxima of a row whose token its request has again are left out.
-
-    Returns:
-        float32 [rows, groups], and what kernels that look for the best are compiled with.
-
-    """
     num_rows, vocab_size = logits.shape
     group = group_size(vocab_size, k)
     num_groups = triton.cdiv(vocab_size, group)
@@ -62,21 +36,29 @@ def _group_maxima(
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
     _group_maxima_kernel[(num_rows, triton.cdiv(vocab_size, chunk))](
         maxima,
-        expanded_idx_mapping,
-        token_ids,
         logits,
         logits.stride(0),
-        num_rows,
         VOCAB=vocab_size,
         GROUPS=chunk // group,
         GROUP=group,
-        LATER=LATER,
         num_warps=8,
     )
     # A power of two, and two at least: `tl.topk` of one is not to be had in every Triton.
     kept = max(2, triton.next_power_of_2(k))
-    groups = max(kept, triton.next_power_of_2(num_groups))
-    return maxima, {"VOCAB": vocab_size, "GROUPS": groups, "GROUP": group, "K": k, "KEPT": kept}
+    best = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
+    _top_k_kernel[(num_rows,)](
+        best,
+        maxima,
+        logits,
+        logits.stride(0),
+        VOCAB=vocab_size,
+        GROUPS=max(kept, triton.next_power_of_2(num_groups)),
+        GROUP=group,
+        K=k,
+        KEPT=kept,
+        num_warps=8,
+    )
+    return best
 
 
 def group_size(vocab_size: int, k: int) -> int:
@@ -87,34 +69,18 @@ def group_size(vocab_size: int, k: int) -> int:
     return 1 << max(3, round(math.log2(vocab_size / k) / 2))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _group_maxima_kernel(
     maxima: tl.tensor,
-    expanded_idx_mapping: tl.tensor,
-    token_ids: tl.tensor,
     logits: tl.tensor,
     row_stride: int,
-    num_rows: int,
     VOCAB: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    LATER: tl.constexpr,
 ) -> None:
-    """A program for a row and `GROUPS` of its groups, unless it is plain that nobody asks."""
+    """A program per row and `GROUPS` of its groups."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    if token_ids is not None:
-        token = tl.load(token_ids + row)
-        if token < 0:
-            return
-        # The rows of a request lie together, and a tree often has a token several times.
-        later = row + 1 + tl.arange(0, LATER)
-        same_token = tl.load(token_ids + later, mask=later < num_rows, other=-1) == token
-        same_request = tl.load(expanded_idx_mapping + later, mask=same_token, other=-1) == tl.load(
-            expanded_idx_mapping + row
-        )
-        if tl.max((same_token & same_request).to(tl.int32), axis=0) > 0:
-            return
     group = chunk * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = logits + row.to(tl.int64) * row_stride + column
@@ -141,36 +107,21 @@ def _top_k_kernel(
     K: tl.constexpr,
     KEPT: tl.constexpr,
 ) -> None:
-    """A program a row."""
-    row = tl.program_id(0)
-    rank = tl.arange(0, KEPT)
-    tokens = _best_of_row(maxima, logits, row, row_stride, VOCAB, GROUPS, GROUP, KEPT)
-    tl.store(best + row.to(tl.int64) * K + rank, tokens, mask=rank < K)
-
-
-@triton.jit
-def _best_of_row(
-    maxima: tl.tensor,
-    logits: tl.tensor,
-    row: tl.tensor,
-    row_stride: int,
-    VOCAB: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEPT: tl.constexpr,
-) -> tl.tensor:
-    """int32 [KEPT], the most probable tokens of a row, best first."""
+    """A program per row."""
+    row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     num_groups = (VOCAB + GROUP - 1) // GROUP
     real = group < num_groups
-    maximum = tl.load(maxima + row.to(tl.int64) * num_groups + group, mask=real, other=0.0)
+    maximum = tl.load(maxima + row * num_groups + group, mask=real, other=0.0)
     chosen = _best(maximum, group, real, KEPT)
     column = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     # Where there are fewer groups than k, the places left over have ids beyond the last.
     real = column < VOCAB
-    value = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=real, other=0.0)
+    value = tl.load(logits + row * row_stride + column, mask=real, other=0.0)
     N: tl.constexpr = KEPT * GROUP
-    return _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
+    tokens = _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
+    rank = tl.arange(0, KEPT)
+    tl.store(best + row * K + rank, tokens, mask=rank < K)
 
 
 @triton.jit

@@ -1,8 +1,4 @@
-"""Trees as data: the topology of each request's tree in buffers that never move.
-
-Kernels that know one template for all read the same tables without a request's index; those of a
-template are constants.
-"""
+"""The trees of requests on a device, in buffers that never move."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DeviceTrees:
-    """The trees of all requests, by `req_state_idx`; each is written anew when it is grown.
+    """`Trees` of all requests, by `req_state_idx`, with masks in bits, as attention reads them.
 
-    Rows behind the last node of a tree are children of its root, as in `Trees`.
+    A tree that is grown is written anew each time; those of a template stay as they are.
 
     Attributes:
         parents: int32 [max_num_reqs, rows]; the root has parent 0.
@@ -35,17 +31,25 @@ class DeviceTrees:
     depth: int
 
     @classmethod
-    def make(
-        cls, max_num_reqs: int, num_nodes: int, *, depth: int, device: torch.device | str
+    def of(
+        cls, template: TreeTemplate, max_num_reqs: int, device: torch.device | str
     ) -> DeviceTrees:
-        """Trees without a node, with room for some."""
-        template = TreeTemplate(tuple((0, rank) for rank in range(num_nodes)))
-        tables = (template.parents, template.depths, ancestor_bits(template.ancestor_mask))
+        """The same tree for each request."""
+        tables = (template.parents, template.depths, ancestor_bits(template.ancestor_mask.cpu()))
         parents, depths, bits = (
             table.to(device, torch.int32).repeat(max_num_reqs, *[1] * table.ndim)
             for table in tables
         )
-        return cls(parents, depths, bits, depth)
+        return cls(parents, depths, bits, template.depth)
+
+    @classmethod
+    def empty(
+        cls, num_nodes: int, max_num_reqs: int, *, depth: int, device: torch.device | str
+    ) -> DeviceTrees:
+        """Trees to be grown; before that all nodes are children of the root."""
+        star = TreeTemplate(tuple((0, rank) for rank in range(num_nodes)))
+        trees = cls.of(star, max_num_reqs, device)
+        return cls(trees.parents, trees.depths, trees.ancestor_bits, depth)
 
     @property
     def num_nodes(self) -> int:

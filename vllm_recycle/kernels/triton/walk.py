@@ -1,7 +1,7 @@
-"""Drafting and the walk, a lane a node.
+"""The walk, a lane per row: the twin of `core.verification.walk`, in one launch.
 
-Twins of `core.adjacency.fill_tree` and `core.verification.walk`, in one launch each, without a word
-to the host, so that they can be part of a captured graph. Every rank computes the same.
+Nothing on the host waits for it, so that it can be captured into a graph. Every rank computes the
+same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -23,17 +23,48 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate | DeviceTrees,
-    idx_mapping: torch.Tensor | None = None,
+    tree: TreeTemplate | Trees,
 ) -> WalkResult:
-    """See `vllm_recycle.core.verification.walk`; the tree's tables are on the same device.
+    """See `vllm_recycle.core.verification.walk`; the tree's tables are on the same device."""
+    batch = len(draft_token_ids)
+    parents = tree.of_batch(batch).parents
+    index = torch.arange(batch, device=sampled.device)
+    return _walk(sampled, draft_token_ids, cu_num_logits, parents, index, tree.depth)
 
-    With `DeviceTrees`, `idx_mapping`, integer [batch], says which are those of the batch.
+
+def walk_trees(
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    *,
+    trees: DeviceTrees,
+    idx_mapping: torch.Tensor,
+) -> WalkResult:
+    """As `walk`, where drafts and trees lie by `req_state_idx`.
+
+    Args:
+        sampled: int64 [logit rows].
+        draft_token_ids: int64 [max_num_reqs, nodes], -1 where a node was not filled.
+        cu_num_logits: integer [batch + 1].
+        trees: of all requests.
+        idx_mapping: integer [batch].
+
     """
-    batch, nodes = draft_token_ids.shape
-    assert nodes == tree.num_nodes
-    assert (idx_mapping is None) == isinstance(tree, TreeTemplate)
-    places = tree.depth + 1
+    return _walk(sampled, draft_token_ids, cu_num_logits, trees.parents, idx_mapping, trees.depth)
+
+
+def _walk(
+    sampled: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    parents: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    depth: int,
+) -> WalkResult:
+    batch, nodes = len(idx_mapping), draft_token_ids.shape[1]
+    assert nodes == parents.shape[1] - 1
+    assert parents.stride(1) == 1
+    places = depth + 1
     path = torch.empty(batch, places, dtype=torch.int64, device=sampled.device)
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32, device=sampled.device)
@@ -45,19 +76,20 @@ def walk(
         sampled.contiguous(),
         draft_token_ids.contiguous(),
         cu_num_logits.contiguous(),
-        tree.parents,
-        idx_mapping,
+        parents,
+        parents.stride(0),
+        idx_mapping.contiguous(),
         NODES=nodes,
         PATH=places,
         LANES=lanes,
         PLACES=triton.next_power_of_2(places),
-        ROUNDS=tree.depth.bit_length(),
-        num_warps=_warps(lanes),
+        ROUNDS=depth.bit_length(),
+        num_warps=num_warps(lanes),
     )
     return WalkResult(path, token_ids, lengths)
 
 
-def _warps(lanes: int) -> int:
+def num_warps(lanes: int) -> int:
     return min(8, max(1, lanes // 32))
 
 
@@ -70,17 +102,18 @@ def _walk_kernel(
     draft_token_ids: tl.tensor,
     cu_num_logits: tl.tensor,
     parents: tl.tensor,
-    idx_mapping: tl.tensor | None,
+    parents_stride: int,
+    idx_mapping: tl.tensor,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     LANES: tl.constexpr,
     PLACES: tl.constexpr,
     ROUNDS: tl.constexpr,
 ) -> None:
-    """A program a request and a lane a row: whether its whole path agrees, then the deepest."""
+    """A program per request, a lane per row: whether its whole path agrees, then the deepest."""
     index = tl.program_id(0).to(tl.int64)
-    if idx_mapping is not None:
-        parents += tl.load(idx_mapping + index).to(tl.int64) * (NODES + 1)
+    request = tl.load(idx_mapping + index).to(tl.int64)
+    parents += request * parents_stride
     start = tl.load(cu_num_logits + index).to(tl.int64)
     num_rows = tl.load(cu_num_logits + index + 1).to(tl.int64) - start
     produced = sampled + start
@@ -88,7 +121,7 @@ def _walk_kernel(
     # Parents come first: where a node is scheduled, so are its ancestors.
     scheduled = (row > 0) & (row <= NODES) & (row < num_rows)
     parent = tl.load(parents + row, mask=scheduled, other=0).to(tl.int32)
-    draft = tl.load(draft_token_ids + index * NODES + row - 1, mask=scheduled, other=-1)
+    draft = tl.load(draft_token_ids + request * NODES + row - 1, mask=scheduled, other=-1)
     agrees = (draft >= 0) & (tl.load(produced + parent, mask=scheduled, other=-1) == draft)
     # The depth where all of a path agrees, else far below 0. Each round sees twice as much of it.
     depth = tl.where(agrees, 1, tl.where(row == 0, 0, _FAR))

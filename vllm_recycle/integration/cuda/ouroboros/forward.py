@@ -1,8 +1,8 @@
 """The draft model of Ouroboros on Model Runner V2: a forward over the same rows of each request.
 
 First come the rows of a request's head, the tokens that the cache lacks, which end where those of
-lookahead decoding begin. The mask is one for all; of a request a forward is only told how many of
-the first rows are none. What has no slot is never written: keys and values of rows are the
+lookahead decoding begin. The mask is the same for all requests; a forward is only told how many of
+a request's first rows are none. What has no slot is never written: keys and values of rows are the
 forward's own.
 """
 
@@ -18,7 +18,7 @@ from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import head_length
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
-from vllm_recycle.kernels.triton.trees import ancestor_bits
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
 def draft_forward_template(shape: DraftShape) -> TreeTemplate:
@@ -47,7 +47,7 @@ class DraftForward:
         device = speculator.device
         self.head_length, self.num_rows = head_length(shape), len(template.depths)
         self.depths = template.depths.to(device)
-        self.ancestor_bits = ancestor_bits(template.ancestor_mask).to(device)
+        self.trees = DeviceTrees.of(template, speculator.max_num_reqs, device)
         self.layer_names = speculator.draft_attn_layer_names
         self.last_position = speculator.max_model_len - 1
         self.query_starts = speculator.arange_gpu
@@ -81,12 +81,14 @@ class DraftForward:
         batch, num_padding = len(heads), self.head_length - num_head
         positions = (num_cached - num_padding)[:, None] + self.depths
         rows = TreeQueries(
-            ancestor_bits=self.ancestor_bits,
-            depths=self.depths,
+            ancestor_bits=self.trees.ancestor_bits,
+            depths=self.trees.depths,
+            idx_mapping=self.query_starts[:batch],  # one tree is as the other
             query_start_loc=self.query_starts[: batch + 1] * self.num_rows,
             seq_lens=(num_cached + self.num_rows).to(torch.int32),
             block_table=block_table,
             max_rows=self.num_rows,
+            num_rows=batch * self.num_rows,
             num_padding=num_padding.to(torch.int32),
         )
         slot_mappings = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_recycle.core.step_seconds import StepSeconds
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cuda.drafter import OuroborosV2Drafter, has_text
+from vllm_recycle.integration.cuda.drafter import V2Speculator, has_text
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.rounds import DraftGraphs, Round
@@ -35,8 +34,11 @@ from vllm_recycle.integration.ouroboros import (
 )
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
 
+if TYPE_CHECKING:
+    from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
 
-class OuroborosSpeculator(StandaloneARSpeculator):
+
+class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
     """vLLM's draft model with its loading and KV cache, in rounds of Ouroboros.
 
     Args:
@@ -52,7 +54,6 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         start: where a round begins; its tensors are those that graphs were captured with.
         drafts: int64 [batch, nodes], what rounds end with.
         graphs: of rounds, where there are any.
-        times: of steps, to be reported once, where sizes are chosen.
         num_drafted: how many requests got a draft, where the step asked for drafts, to be reported.
 
     """
@@ -62,7 +63,6 @@ class OuroborosSpeculator(StandaloneARSpeculator):
     cache: DraftCache
     start: RoundStart
     graphs: DraftGraphs | None = None
-    times: StepSeconds | None = None
     num_drafted: int | None = None
 
     def __init__(
@@ -129,8 +129,8 @@ class OuroborosSpeculator(StandaloneARSpeculator):
             self.start.clear()  # of what steps that warmed up have left
             self.graphs.capture_rounds(self._run_round)
 
-    def empty_rounds(self) -> dict[int, Callable[[], None]]:
-        """Rounds of requests that are none, to be timed: of one, and of the most of each shape."""
+    def drafting_runs(self) -> dict[int, Callable[[], None]]:
+        """As for all; rounds for no request: of one, and of the most of each shape."""
         self.start.clear()
         shapes = pairwise([*self.forwards, None])
         largest = [batch for batch, (this, more) in enumerate(shapes, start=1) if this is not more]
@@ -139,7 +139,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
     # A step.
 
     def take_report(self) -> DraftReport | None:
-        """What the scheduler is to know and was not told yet: nobody says what drafts are worth."""
+        """As for all; nobody says what drafts are worth."""
         times, num_drafted = self.times, self.num_drafted
         self.times = self.num_drafted = None
         if times is None and num_drafted is None:
@@ -147,7 +147,6 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         return DraftReport(np.zeros(0, dtype=np.float32), 0, times, num_drafted)
 
     def update_requests(self, scheduler_output: Any) -> None:
-        """Take in which requests start, and which blocks are given out."""
         index_of = self.req_states.req_id_to_index
         self.cache.follow(scheduler_output, index_of, self.kv_cache_group)
 
@@ -213,7 +212,7 @@ class OuroborosSpeculator(StandaloneARSpeculator):
         rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
         if nodes is None:
             return rows
-        return rows - nodes + np.minimum(nodes, self.drafter.tree.depth)
+        return rows - nodes + np.minimum(nodes, self.drafter.trees.depth)
 
     def _least_computed(self, input_batch: Any) -> np.ndarray:
         """int [num_reqs], tokens of each text that the target has computed, at least.

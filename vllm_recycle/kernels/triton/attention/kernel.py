@@ -1,6 +1,6 @@
 """The kernel of tree attention: a tile of queries over a share of a request's tokens.
 
-`paged_rows` says what a row attends to, `tree_attention` launches it.
+`queries` says what a row attends to, `tree_attention` launches it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attend_kernel(
     seq_lens: tl.tensor,
     block_table: tl.tensor,
     num_padding: tl.tensor | None,
-    idx_mapping: tl.tensor | None,
+    idx_mapping: tl.tensor,
     own_keys: tl.tensor | None,
     own_values: tl.tensor | None,
     window: tl.tensor | None,
@@ -56,8 +56,8 @@ def attend_kernel(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     table_stride: tl.tensor,
-    tree_stride: tl.tensor | None,
-    depths_stride: tl.tensor | None,
+    tree_stride: tl.tensor,
+    depths_stride: tl.tensor,
     own_key_stride: tl.tensor | None,
     own_value_stride: tl.tensor | None,
     GROUP: tl.constexpr,
@@ -99,10 +99,9 @@ def attend_kernel(
             mask=inside,
             other=0.0,
         )
-        if idx_mapping is not None:
-            tree = tl.load(idx_mapping + request).to(tl.int64)
-            ancestor_bits += tree * tree_stride
-            depths += tree * depths_stride
+        tree = tl.load(idx_mapping + request).to(tl.int64)
+        ancestor_bits += tree * tree_stride
+        depths += tree * depths_stride
         bits = ancestor_bits + (row + padding) * num_words
         if window is not None:
             depths += padding

@@ -26,10 +26,11 @@ class TreeQueries:
     """The tree rows of a step; what all layers of a step share.
 
     Attributes:
-        ancestor_bits: int32 [rows, words] of one template for all, or [max_num_reqs, rows, words];
-            see `topology.ancestor_bits`; contiguous.
-        depths: integer [rows] of one template for all, or [max_num_reqs, rows]; contiguous. A layer
-            with a sliding window counts positions by them.
+        ancestor_bits: int32 [max_num_reqs, rows, words], see the function of that name; a tree's
+            are contiguous.
+        depths: integer [max_num_reqs, rows], of any first stride. A layer with a sliding window
+            counts positions by them.
+        idx_mapping: integer [batch], which of these trees is a request's.
         query_start_loc: int32 [batch + 1], the flat row of each request's root, and the end. A
             request without rows is passed over.
         seq_lens: int32 [batch], tokens of each request with rows and padding; any without rows.
@@ -37,21 +38,22 @@ class TreeQueries:
             are read, and with `own` those of its context.
         max_rows: at least the rows of any request, at most those of a tree. On the host, because
             grids are made from it.
+        num_rows: of all these requests, on the host.
         num_padding: int32 [batch], how many of a request's first rows are none; None where all are
             rows. They are neither seen nor written, and its context ends at the row behind them.
-            They may only be what a template begins with as a chain, above all other rows.
-        idx_mapping: integer [batch], which of these trees is a request's; None: one for all.
+            They may only be what a tree begins with as a chain, above all other rows.
 
     """
 
     ancestor_bits: torch.Tensor
     depths: torch.Tensor
+    idx_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     max_rows: int
+    num_rows: int
     num_padding: torch.Tensor | None = None
-    idx_mapping: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:

@@ -1,6 +1,6 @@
 """Tree attention over vLLM's paged KV cache on CUDA: split-KV flash attention under bit masks.
 
-`paged_rows` says what a row attends to, and names the dimensions. One program serves a tile of
+`queries` says what a row attends to, and names the dimensions. One program serves a tile of
 queries, the rows of a tree times the heads that share a key, so that keys and values are read once
 for all of them. Long contexts are split over programs, and a second kernel combines what these
 found.
@@ -75,9 +75,8 @@ def tree_attention(
     assert kv_cache.shape[3] == 2 * head_size
     assert query.stride(2) == kv_cache.stride(3) == output.stride(2) == 1
     assert rows.block_table.stride(1) == 1
-    assert rows.ancestor_bits.is_contiguous()
-    assert rows.depths.is_contiguous()
-    assert rows.ancestor_bits.ndim == (2 if rows.idx_mapping is None else 3)
+    assert rows.ancestor_bits[0].is_contiguous()
+    assert rows.depths.stride(1) == 1
     assert scale > 0
     assert sinks is None or (sinks.is_contiguous() and len(sinks) == heads)
     own_keys, own_values = own or (None, None)
@@ -144,8 +143,8 @@ def tree_attention(
         kv_cache.stride(1),
         kv_cache.stride(2),
         rows.block_table.stride(0),
-        rows.ancestor_bits.stride(0) if rows.idx_mapping is not None else None,
-        rows.depths.stride(0) if rows.idx_mapping is not None else None,
+        rows.ancestor_bits.stride(0),
+        rows.depths.stride(0),
         own_keys.stride(0) if own_keys is not None else None,
         own_values.stride(0) if own_values is not None else None,
         BLOCK_SIZE=block_size,

@@ -48,7 +48,7 @@ class DeviceCounts:
 def count_visits(
     increments: tl.tensor,
     text: tl.tensor,
-    tails: tl.tensor,
+    tail: tl.tensor,
     path: tl.tensor,
     token_ids: tl.tensor,
     visit: tl.tensor,
@@ -57,22 +57,14 @@ def count_visits(
     salt: tl.tensor,
     PATH: tl.constexpr,
     PATH_LANES: tl.constexpr,
-    REACH: tl.constexpr,
-    REACH_LANES: tl.constexpr,
-    VOCAB: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CONTEXTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    READS_SHARED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> None:
-    """Count at some places of one request's path, all ranks of the row that is drafted from there.
+    """Count at some places of one request's path: all ranks of the entry that drafts come from.
 
     Args:
         increments: int32 [contexts, 2, k, 4, 2].
         text: int64 [PATH + REACH], to work in.
-        tails: int64 [REACH], of the request.
+        tail: int32 [PLACES], of the request.
         path: int64 [PATH], the rows that it visited, padded with -1.
         token_ids: int64 [PATH], what the target said there.
         visit: int32 [lanes], the places.
@@ -85,30 +77,20 @@ def count_visits(
     place = tl.arange(0, PATH_LANES)
     emitted = tl.load(token_ids + place, mask=place < PATH, other=-1)
     tl.store(text + (PATH - 1) - place, emitted, mask=place < PATH)
-    place = tl.arange(0, REACH_LANES)
-    older = tl.load(tails + place, mask=place < REACH, other=-1)
-    tl.store(text + PATH + place, older, mask=place < REACH)
+    place = tl.arange(0, LAYOUT.PLACES)
+    tl.store(text + PATH + place, tail.to(tl.int64), mask=place < LAYOUT.REACH)
     tl.debug_barrier()
     visits = (visit < PATH) & (visit < num_rows)
     visits = visits & (tl.load(path + visit, mask=visits, other=-1) >= 0)
     address, length_index, own, head = find_entry(
-        table,
-        text + (PATH - visit),
-        1,
-        salt,
-        visits,
-        VOCAB,
-        K,
-        SLOTS,
-        PARTS,
-        CONTEXTS,
-        HAS_OWN,
-        READS_SHARED,
+        table, text + (PATH - visit), salt, visits, LAYOUT
     )
     token = tl.load(token_ids + visit, mask=visits, other=-1)
-    cell = (length_index * 2 + own) * K
-    for rank in range(K):
-        successor = tl.load(table + address * (2 + K) + 1 + rank, mask=address >= 0, other=-1)
+    cell = (length_index * 2 + own) * LAYOUT.K
+    for rank in range(LAYOUT.K):
+        successor = tl.load(
+            table + address * (2 + LAYOUT.K) + 1 + rank, mask=address >= 0, other=-1
+        )
         cells = increments + ((cell + rank) * _STEADINESSES + (head & 3)) * 2
         seen = successor >= 0
         tl.atomic_add(cells, 1, mask=seen & (successor == token), sem="relaxed")

@@ -1,13 +1,14 @@
-"""Where context rows are: device functions that growing and learning share, a lane a context.
+"""Where entries are: device functions that drafting and learning share, a lane per context.
 
-Twins of `core.adjacency`, number for number: a table, wherever it was written, is read
-the same. A context is eight tokens or fewer in memory, the newest first, -1 behind the last one.
+Twins of `core.adjacency`, number for number: a table is read the same wherever it was written. A
+context is eight tokens or fewer in memory, the newest first, -1 behind the last one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,17 +20,62 @@ _FINISH = tl.constexpr(adjacency._FINISH)
 _TAG_SHIFT = tl.constexpr(adjacency._TAG_SHIFT)
 
 
-def constants_of(layout: MatrixLayout) -> dict[str, Any]:
-    """What kernels that find rows are compiled with."""
-    return {
-        "VOCAB": layout.vocab_size,
-        "K": layout.k,
-        "SLOTS": layout.slots,
-        "PARTS": layout.parts,
-        "CONTEXTS": layout.contexts,
-        "HAS_OWN": layout.has_own,
-        "READS_SHARED": layout.reads_shared,
-    }
+class Layout(NamedTuple):
+    """A `MatrixLayout`, as kernels are compiled for it."""
+
+    VOCAB: int
+    K: int
+    SLOTS: int
+    PARTS: int
+    CONTEXTS: tuple[int, ...]
+    REACH: int
+    PLACES: int  # a power of two, at least REACH
+    HAS_OWN: bool
+    READS_SHARED: bool
+    WRITES_SHARED: bool
+
+    @classmethod
+    def of(cls, layout: MatrixLayout) -> Layout:
+        return cls(
+            layout.vocab_size,
+            layout.k,
+            layout.slots,
+            layout.parts,
+            layout.contexts,
+            layout.reach,
+            triton.next_power_of_2(layout.reach),
+            layout.has_own,
+            layout.reads_shared,
+            layout.writes_shared,
+        )
+
+
+class Texts(NamedTuple):
+    """The texts of all requests, of which kernels read the ends.
+
+    Attributes:
+        token_ids: int32 [max_num_reqs, max_model_len], of the device or mapped for it.
+        lengths: int32 [max_num_reqs], the tokens of each text.
+
+    """
+
+    token_ids: torch.Tensor
+    lengths: torch.Tensor
+
+
+@triton.jit
+def read_tail(
+    token_ids: tl.tensor,
+    stride: tl.tensor,
+    lengths: tl.tensor,
+    request: tl.tensor,
+    LAYOUT: tl.constexpr,
+) -> tl.tensor:
+    """int32 [PLACES], the end of a request's text, the newest token first, -1 before the first."""
+    place = tl.arange(0, LAYOUT.PLACES)
+    position = tl.load(lengths + request).to(tl.int64) - 1 - place
+    inside = (place < LAYOUT.REACH) & (position >= 0)
+    return tl.load(token_ids + request * stride + position, mask=inside, other=-1)
 
 
 @triton.jit
@@ -46,30 +92,28 @@ def place_of(
     salt: tl.tensor,
     LENGTH: tl.constexpr,
     OWN: tl.constexpr,
-    VOCAB: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Address, int64, and head without steadiness, int32, of the row of a context.
+    """Address, int64, and head without steadiness, int32, of the entry of a context.
 
     Args:
         hashed: uint64, of the tokens of the context.
         newest: the first of them.
-        salt: of the sequence, of any integer type; the row carries it if it is its own, else 0.
+        salt: of the sequence, of any integer type; the entry carries it if it is its own, else 0.
 
     """
     if LENGTH == 1 and not OWN:
         return newest.to(tl.int64), newest.to(tl.int32) << 3
     else:
         key = hashed + LENGTH
-        if OWN and PARTS == 1:
+        if OWN and LAYOUT.PARTS == 1:
             key += salt.to(tl.uint64) * _FINISH
         key = key * _FINISH
         key = (key ^ (key >> 29)) * _MIX
         head = ((key >> _TAG_SHIFT) << 3).to(tl.int32) | (OWN << 2)
-        address = VOCAB + (key & (SLOTS // PARTS - 1)).to(tl.int64)
-        if PARTS > 1:
-            address += (salt & (PARTS - 1)).to(tl.int64) * (SLOTS // PARTS)
+        address = LAYOUT.VOCAB + (key & (LAYOUT.SLOTS // LAYOUT.PARTS - 1)).to(tl.int64)
+        if LAYOUT.PARTS > 1:
+            address += (salt & (LAYOUT.PARTS - 1)).to(tl.int64) * (LAYOUT.SLOTS // LAYOUT.PARTS)
         return address, head
 
 
@@ -82,10 +126,10 @@ def is_written(
     real: tl.tensor,
     K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Whether the row there is the one of this head and salt; and the head that is there."""
-    row = table + address * (2 + K)
-    written = tl.load(row, mask=real, other=-1)
-    salted = tl.load(row + (1 + K), mask=real, other=-1)
+    """Whether the entry there has this head and salt; and the head that is there."""
+    entry = table + address * (2 + K)
+    written = tl.load(entry, mask=real, other=-1)
+    salted = tl.load(entry + (1 + K), mask=real, other=-1)
     return real & ((written >> 2) == (head >> 2)) & (salted == salt), written
 
 
@@ -93,32 +137,24 @@ def is_written(
 def find_entry(
     table: tl.tensor,
     context: tl.tensor,
-    stride: tl.tensor,
     salt: tl.tensor,
     real: tl.tensor,
-    VOCAB: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CONTEXTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    READS_SHARED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The row to draft from: that of the longest context that is known, an own one first.
+    """The entry to draft from: that of the longest context that is known, an own one first.
 
-    Tokens do not wait for each other, nor do rows: two latencies of memory in all.
+    No load of a token waits for another, nor of an entry: two latencies of memory in all.
 
     Args:
         table: int32 [addresses, 2 + k].
-        context: pointers [lanes] to the newest tokens, up to the longest of `CONTEXTS` of which
-            may be read.
-        stride: from a token to the next older one.
+        context: pointers [lanes] to the newest tokens, behind each of which the older ones lie, as
+            many as the longest of `CONTEXTS`.
         salt: of each lane's sequence.
         real: [lanes], whether a lane has a context; the others find nothing.
 
     Returns:
         Address, int64 [lanes], -1 where nothing is known; index of the length among `CONTEXTS`,
-        1 where it is an own row, and head with steadiness, each int32 [lanes].
+        1 where it is an own entry, and head with steadiness, each int32 [lanes].
 
     """
     hashed = tl.zeros(real.shape, tl.uint64)
@@ -129,18 +165,18 @@ def find_entry(
     newest = tl.load(context, mask=real, other=-1)
     salt = salt.to(tl.int64)
     known = real
-    for index in tl.static_range(len(CONTEXTS)):
-        for place in tl.static_range(CONTEXTS[index - 1] if index else 0, CONTEXTS[index]):
-            token = tl.load(context + place * stride, mask=real, other=-1)
-            known = known & (token >= 0) & (token < VOCAB)
+    for index in tl.static_range(len(LAYOUT.CONTEXTS)):
+        for place in tl.static_range(
+            LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
+        ):
+            token = tl.load(context + place, mask=real, other=-1)
+            known = known & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
-            if HAS_OWN if own else READS_SHARED:
-                address, head = place_of(
-                    hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS, PARTS
-                )
-                written, there = is_written(table, address, head, salt * own, known, K)
+            if LAYOUT.HAS_OWN if own else LAYOUT.READS_SHARED:
+                address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
+                written, there = is_written(table, address, head, salt * own, known, LAYOUT.K)
                 found = tl.where(written, address, found)
                 found_index = tl.where(written, index, found_index)
                 found_own = tl.where(written, own, found_own)

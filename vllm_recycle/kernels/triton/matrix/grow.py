@@ -1,9 +1,9 @@
-"""Growing trees on the device, in one launch: the twin of `core.beam.grow_by_levels`.
+"""Growing trees on the device, in one launch: the twin of `core.grow.grow` with a beam and levels.
 
-A program a request. Levels come one after another, each with one look-up that waits for memory;
-within a level a lane looks up a row, and its successors are sorted at once. The topology that comes
-out is data for the kernels of the next step: there is no word to the host, so that this can be part
-of a captured graph. Every rank computes the same.
+A program serves a request. Levels come one after another, each with one look-up that waits for
+memory; within a level a lane looks up an entry, and all successors are sorted at once. The topology
+that comes out is data for the kernels of the next step: nothing on the host waits for it, so that
+this can be part of a captured graph. Every rank computes the same.
 """
 
 from __future__ import annotations
@@ -13,60 +13,59 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import MatrixLayout
-from vllm_recycle.kernels.triton.matrix.find import constants_of, find_entry
+from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 _MOST = tl.constexpr(0x7FFFFFFF)
 
 
-def grow_by_levels(
+def grow(
     drafts: torch.Tensor,
-    worth: torch.Tensor,
+    worths: torch.Tensor,
     table: torch.Tensor,
     rates: torch.Tensor,
     idx_mapping: torch.Tensor,
     *,
     layout: MatrixLayout,
     salts: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
+    texts: Texts,
     trees: DeviceTrees,
     beam: int,
 ) -> None:
-    """Draft below the last token of each text; see `core.beam.grow_by_levels`.
+    """Draft below the last token of each text; see `core.grow.grow`.
 
     Args:
         drafts: int64 [batch, nodes], written: of each node, padded with -1.
-        worth: float32 [batch, nodes], written: of each node, 0 where there is none.
+        worths: float32 [batch, nodes], written: of each node, 0 where there is none.
         table: int32 [addresses, 2 + k].
         rates: float32 [contexts, 2, k, 4], each from 0 to 1.
         idx_mapping: integer [batch].
         layout: of the table.
         salts: int64 [max_num_reqs].
-        tails: int64 [batch, reach], each text, the newest token first.
-        max_depths: integer [batch], the most levels of each tree below its root.
+        texts: by `req_state_idx`.
         trees: written where the requests' are; has the most nodes and levels of a tree.
-        beam: the most rows of a level that are expanded.
+        beam: the most nodes of a level that are expanded.
 
     """
     batch, nodes = drafts.shape
     assert nodes == trees.num_nodes
     assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worth, table, rates, idx_mapping, salts, tails, max_depths):
+    for tensor in (drafts, worths, table, rates, idx_mapping, salts):
         assert tensor.is_contiguous()
-    # At least as many children as nodes of a tree; and a row that is not among the best of its
-    # level, as many as a tree has nodes, has no child that is chosen.
+    assert texts.token_ids.stride(1) == 1
+    # Lanes for at least as many children as a tree has nodes. No more nodes of a level than a tree
+    # has have a child that is chosen.
     beam = min(beam, nodes)
     lanes = max(2, triton.next_power_of_2(nodes))
     children = triton.next_power_of_2(layout.k)
     expanded = max(triton.next_power_of_2(beam), lanes // children)
-    places = triton.next_power_of_2(layout.reach)
-    size = trees.depth * (2 * expanded * children + expanded) + 2 * expanded * places
+    constants = Layout.of(layout)
+    size = trees.depth * (2 * expanded * children + expanded) + 2 * expanded * constants.PLACES
     scratch = torch.empty(batch, size, dtype=torch.int32, device=table.device)
     words = trees.ancestor_bits.shape[2]
     _grow_kernel[(batch,)](
         drafts,
-        worth,
+        worths,
         trees.parents,
         trees.depths,
         trees.ancestor_bits,
@@ -75,8 +74,9 @@ def grow_by_levels(
         rates,
         idx_mapping,
         salts,
-        tails,
-        max_depths,
+        texts.token_ids,
+        texts.token_ids.stride(0),
+        texts.lengths,
         NODES=nodes,
         LANES=lanes,
         WORDS=words,
@@ -85,11 +85,9 @@ def grow_by_levels(
         EXPANDED=expanded,
         CHILDREN=children,
         LEVELS=trees.depth,
-        REACH=layout.reach,
-        PLACES=places,
         SIZE=size,
+        LAYOUT=constants,
         num_warps=_warps(expanded * children),
-        **constants_of(layout),
     )
 
 
@@ -101,7 +99,7 @@ def _warps(children: int) -> int:
 @triton.jit
 def _grow_kernel(
     drafts: tl.tensor,
-    worth: tl.tensor,
+    worths: tl.tensor,
     parents: tl.tensor,
     depths: tl.tensor,
     ancestor_bits: tl.tensor,
@@ -110,8 +108,9 @@ def _grow_kernel(
     rates: tl.tensor,
     idx_mapping: tl.tensor,
     salts: tl.tensor,
-    tails: tl.tensor,
-    max_depths: tl.tensor,
+    all_token_ids: tl.tensor,
+    all_token_ids_stride: int,
+    lengths: tl.tensor,
     NODES: tl.constexpr,
     LANES: tl.constexpr,
     WORDS: tl.constexpr,
@@ -120,23 +119,17 @@ def _grow_kernel(
     EXPANDED: tl.constexpr,
     CHILDREN: tl.constexpr,
     LEVELS: tl.constexpr,
-    REACH: tl.constexpr,
-    PLACES: tl.constexpr,
     SIZE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CONTEXTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    READS_SHARED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> None:
-    """A program a request.
+    """A program per request.
 
-    Child `rank` of the row that lane `lane` of a level expands is candidate number
-    (level * EXPANDED + lane) * CHILDREN + rank, in the order in which they are made. What is worth
-    the most, and of equals the first, has the greatest key; that of none is 0.
+    Child `rank` of the node that lane `lane` of a level expands is candidate number
+    (level * EXPANDED + lane) * CHILDREN + rank, in the order in which they are made. The greatest
+    key has what is worth the most, and of equals the first; that of none is 0.
     """
+    K: tl.constexpr = LAYOUT.K
+    PLACES: tl.constexpr = LAYOUT.PLACES
     index = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping + index).to(tl.int64)
     salt = tl.load(salts + request)
@@ -148,26 +141,15 @@ def _grow_kernel(
     lane = tl.arange(0, EXPANDED)
     rank = tl.arange(0, CHILDREN)[None, :]
     place = tl.arange(0, PLACES)
-    tail = tl.load(tails + index * REACH + place, mask=place < REACH, other=-1)
-    tl.store(contexts + place, tail.to(tl.int32))
+    tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
+    tl.store(contexts + place, tail)
     value = tl.where(lane == 0, 1.0, 0.0)
     best = tl.zeros([LANES], tl.int64)
-    for level in range(tl.minimum(tl.load(max_depths + index), LEVELS)):
+    for level in range(LEVELS):
         tl.debug_barrier()  # The contexts were written by other threads.
         context = contexts + (level % 2) * (EXPANDED * PLACES)
         address, length, own, head = find_entry(
-            table,
-            context + lane * PLACES,
-            1,
-            salt,
-            value > 0,
-            VOCAB,
-            K,
-            SLOTS,
-            PARTS,
-            CONTEXTS,
-            HAS_OWN,
-            READS_SHARED,
+            table, context + lane * PLACES, salt, value > 0, LAYOUT
         )
         real = (address >= 0)[:, None] & (rank < K)
         first = table + address * (2 + K) + 1
@@ -220,7 +202,7 @@ def _grow_kernel(
     inside = node < NODES
     value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(drafts + index * NODES + node, token.to(tl.int64), mask=inside)
-    tl.store(worth + index * NODES + node, value, mask=inside)
+    tl.store(worths + index * NODES + node, value, mask=inside)
     below_root = request * (NODES + 1) + 1 + node
     tl.store(parents + below_root, parent, mask=inside)
     tl.store(depths + below_root, tl.where(real, candidate // WIDTH + 1, 1), mask=inside)

@@ -1,8 +1,8 @@
-"""What a step teaches of context rows, in two launches: see `core.learn.learn`.
+"""What a step teaches the adjacency matrix, in two launches: the twin of `core.learn.learn`.
 
-All rows of a step learn at once. So rows are counted, and told to be steady, by what the table had
-before the step, and of all that a step has for one address the last alone is written: of requests
-in order, and in a request the rows that were not visited before those that were.
+All rows of a step learn at once. What is counted, and whether an entry is steady, goes by what the
+table had before the step. Of all rows that write one entry the last alone does: requests count in
+order, and the visited rows of a request come after its others.
 
 The first launch counts at the visited rows, finds the addresses of all rows, and leaves in `stamps`
 the number of the last writer of each address. The second one lets the writers whose number is there
@@ -20,13 +20,13 @@ import triton.language as tl
 from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts, count_visits, fold_counts
-from vllm_recycle.kernels.triton.matrix.find import constants_of, is_written
+from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, is_written, read_tail
 from vllm_recycle.kernels.triton.matrix.mark import mark_entries
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
 LANES = 32  # rows, or places of a path, or ranks, of one program
-ELEMENTS = 512  # of the rows that one program writes
+ELEMENTS = 512  # of the entries that one program writes
 
 
 def learn(
@@ -37,7 +37,7 @@ def learn(
     layout: MatrixLayout,
     idx_mapping: torch.Tensor,
     salts: torch.Tensor,
-    tails: torch.Tensor,
+    texts: Texts,
     parents: torch.Tensor,
     row_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
@@ -46,7 +46,7 @@ def learn(
     max_rows: int,
     learns: torch.Tensor | None = None,
 ) -> None:
-    """Count what was right at the visited rows, and write the rows of all contexts.
+    """Count what was right at the visited rows, and write the entries of all rows' contexts.
 
     A row that was not filled writes nothing, nor does what hangs below one.
 
@@ -57,9 +57,8 @@ def learn(
         layout: of the table.
         idx_mapping: integer [batch], the `req_state_idx` of each request.
         salts: int64 [max_num_reqs], by `req_state_idx`.
-        tails: int64 [batch, reach], text before and with each root, the newest first.
-        parents: integer [max_num_reqs, rows], of the trees, by `req_state_idx`; expanded where
-            all have one tree.
+        texts: by `req_state_idx`; each ends with the root of the step.
+        parents: int32 [max_num_reqs, rows], of the trees, by `req_state_idx`.
         row_token_ids: int64 [logit rows], -1 where a row was not filled.
         cu_num_logits: integer [batch + 1]; a request may have no rows.
         successors: int32 [logit rows, k], best first.
@@ -69,13 +68,13 @@ def learn(
 
     """
     batch, path = walked.path.shape
-    for tensor in (table, stamps, salts, tails, row_token_ids, cu_num_logits, successors):
+    for tensor in (table, stamps, salts, parents, row_token_ids, cu_num_logits, successors):
         assert tensor.is_contiguous()
     assert walked.path.is_contiguous()
     assert walked.token_ids.is_contiguous()
-    assert parents.stride(1) == 1
+    assert texts.token_ids.stride(1) == 1
     shared = (idx_mapping.contiguous(), salts, cu_num_logits)
-    rows, constants = batch * max_rows, constants_of(layout)
+    rows = batch * max_rows
     places = 2 * len(layout.contexts)
     numbers = torch.empty(rows, dtype=torch.int32, device=table.device)
     heads = torch.empty(places, rows, dtype=torch.int32, device=table.device)
@@ -83,7 +82,7 @@ def learn(
     text = torch.empty(batch, path + layout.reach, dtype=torch.int64, device=table.device)
     row_blocks = triton.cdiv(max_rows, LANES)
     path_blocks = triton.cdiv(path, LANES) if counts is not None else 0
-    _mark_kernel[(batch, row_blocks + path_blocks)](
+    _mark_step_kernel[(batch, row_blocks + path_blocks)](
         numbers,
         heads,
         addresses,
@@ -93,29 +92,28 @@ def learn(
         table,
         *shared,
         learns,
-        tails,
+        texts.token_ids,
+        texts.token_ids.stride(0),
+        texts.lengths,
         parents,
-        parents.stride(0),
         row_token_ids,
         walked.path,
         walked.token_ids,
         MAX_ROWS=max_rows,
+        TREE_ROWS=parents.shape[1],
         PATH=path,
         PATH_LANES=triton.next_power_of_2(path),
-        REACH=layout.reach,
-        REACH_LANES=triton.next_power_of_2(layout.reach),
         LANES=LANES,
-        WRITES_SHARED=layout.writes_shared,
-        **constants,
+        LAYOUT=Layout.of(layout),
         num_warps=1,
     )
     width = triton.next_power_of_2(layout.width)
     block = max(1, ELEMENTS // width)
     ranks = places * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
-    # Of each length there is the place of the shared row, and then of the own one.
+    # Each length has the place of the shared entry, and then that of the own one.
     written = len(layout.contexts) * (layout.has_own + layout.writes_shared)
-    _write_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
+    _write_step_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
         table,
         stamps,
         counts.counts if counts is not None else None,
@@ -143,7 +141,7 @@ def learn(
 
 
 @triton.jit
-def _mark_kernel(
+def _mark_step_kernel(
     numbers: tl.tensor,
     heads: tl.tensor,
     addresses: tl.tensor,
@@ -155,38 +153,31 @@ def _mark_kernel(
     salts: tl.tensor,
     cu_num_logits: tl.tensor,
     learns: tl.tensor,
-    tails: tl.tensor,
+    all_token_ids: tl.tensor,
+    all_token_ids_stride: int,
+    lengths: tl.tensor,
     parents: tl.tensor,
-    parents_stride: int,
     row_token_ids: tl.tensor,
     path: tl.tensor,
     token_ids: tl.tensor,
     MAX_ROWS: tl.constexpr,
+    TREE_ROWS: tl.constexpr,
     PATH: tl.constexpr,
     PATH_LANES: tl.constexpr,
-    REACH: tl.constexpr,
-    REACH_LANES: tl.constexpr,
     LANES: tl.constexpr,
-    WRITES_SHARED: tl.constexpr,
-    VOCAB: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CONTEXTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    READS_SHARED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> None:
-    """A program a request and `LANES` of its rows, or so many places of its path to count at."""
+    """A program per request and `LANES` of its rows, or so many places of its path to count at."""
     ROW_BLOCKS: tl.constexpr = (MAX_ROWS + LANES - 1) // LANES
     index = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    req_state_idx = tl.load(idx_mapping + index).to(tl.int64)
-    salt = tl.load(salts + req_state_idx)
+    request = tl.load(idx_mapping + index).to(tl.int64)
+    salt = tl.load(salts + request)
     start = tl.load(cu_num_logits + index).to(tl.int64)
     num_rows = (tl.load(cu_num_logits + index + 1) - start).to(tl.int32)
     if learns is not None:
         num_rows = tl.where(tl.load(learns + index) != 0, num_rows, 0)
-    tails += index * REACH
+    tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
     path += index * PATH
     token_ids += index * PATH
 
@@ -197,28 +188,22 @@ def _mark_kernel(
             addresses,
             stamps,
             block * LANES + tl.arange(0, LANES),
-            index,
             salt,
             start,
             num_rows,
-            tails,
-            parents + req_state_idx * parents_stride,
+            tail,
+            parents + request * TREE_ROWS,
             row_token_ids + start,
             path,
             MAX_ROWS,
             PATH,
-            WRITES_SHARED,
-            VOCAB,
-            SLOTS,
-            PARTS,
-            CONTEXTS,
-            HAS_OWN,
+            LAYOUT,
         )
     elif increments is not None:
         count_visits(
             increments,
-            text + index * (PATH + REACH),
-            tails,
+            text + index * (PATH + LAYOUT.REACH),
+            tail,
             path,
             token_ids,
             (block - ROW_BLOCKS) * LANES + tl.arange(0, LANES),
@@ -227,20 +212,12 @@ def _mark_kernel(
             salt,
             PATH,
             PATH_LANES,
-            REACH,
-            REACH_LANES,
-            VOCAB,
-            K,
-            SLOTS,
-            PARTS,
-            CONTEXTS,
-            HAS_OWN,
-            READS_SHARED,
+            LAYOUT,
         )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _write_kernel(
+def _write_step_kernel(
     table: tl.tensor,
     stamps: tl.tensor,
     counts: tl.tensor,
@@ -266,7 +243,7 @@ def _write_kernel(
     FOLD_BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """A program for one place of `ROWS` rows, or for `LANES` ranks of the counts."""
+    """A program per place of `ROWS` rows, or per `LANES` ranks of the counts."""
     program = tl.program_id(0)
     if program >= FOLD_BLOCKS:
         program -= FOLD_BLOCKS

@@ -1,14 +1,14 @@
-"""The context rows of prompts, a slice of them at a time: see `core.learn.seed`.
+"""The entries of prompts, a slice of a prompt at a time: see `core.learn.seed`.
 
-All positions of a slice are taken in at once, in five launches. A position writes a row for each
-length of context that ends there, and of all rows of a slice at one address that of the last
-position is written. It has what the others of its context found as well: the followers that came
-last, up to three different ones, then what was known before the slice; and it is as steady as if
-they had been written one by one. What does not fit that is lost: a fourth follower within a slice,
-and for a new context what the slice itself tells of its last token.
+All positions of a slice are taken in at once, in five launches. A position writes an entry for each
+length of context that ends there; where several positions of a slice write one entry, that of the
+last one stays. It has what the others of its context found as well: the followers that came last,
+up to three different ones, then what was known before the slice; and it is as steady as if they had
+been written one by one. What does not fit that is lost: a fourth follower within a slice, and for a
+new context what the slice itself tells about its last token.
 
-As in `context_learning`, what is decided is decided by integers and by order: every rank computes
-the same. Memory is that of a slice. There is no word from the device to the host.
+As in `learn`, integers and their order decide, so every rank computes the same. It takes the memory
+of a slice. Nothing on the host waits for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
-from vllm_recycle.kernels.triton.matrix.find import absorb, constants_of, is_written, place_of
+from vllm_recycle.kernels.triton.matrix.find import Layout, absorb, is_written, place_of
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
@@ -42,9 +42,9 @@ def seed(
     lengths: Sequence[int],
     slice_size: int = SLICE,
 ) -> None:
-    """Write the rows of texts: what followed comes first, then what is known.
+    """Write the entries of texts: what followed comes first, then what is known.
 
-    Sequences that have rows of their own write these alone.
+    Sequences that have entries of their own write these alone.
 
     Args:
         table: int32 [addresses, 2 + k], written in place.
@@ -67,7 +67,7 @@ def seed(
         requests = requests.pin_memory().to(table.device, non_blocking=True)
     size, places = min(slice_size, num_positions), len(layout.contexts)
     empty = partial(torch.empty, dtype=torch.int32, device=table.device)
-    # Of each position, and of each row that it writes.
+    # Of each position, and of each entry that it writes.
     followers, of_salts = empty(2, size)
     heads, seconds, thirds, runs = empty(4, places, size)
     addresses, rests = empty(2, places, size, dtype=torch.int64)
@@ -78,7 +78,7 @@ def seed(
         count = min(size, num_positions - first)
         programs = (triton.cdiv(count, LANES), places)
         rows = (stamps, addresses, heads, of_salts, followers)
-        _mark_kernel[programs[:1]](
+        _mark_prompt_kernel[programs[:1]](
             *rows,
             rests,
             seconds,
@@ -95,14 +95,14 @@ def seed(
             size,
             BITS=len(lengths).bit_length(),
             LANES=LANES,
-            **constants_of(layout),
+            LAYOUT=Layout.of(layout),
             num_warps=1,
         )
         for last in (False, True):
             _gather_kernel[programs](*rows, seconds, thirds, runs, count, size, LAST=last, **shape)
         latest = (rests, seconds, thirds, runs)
         _merge_kernel[programs](merged, table, *rows, *latest, count, size, **shape)
-        _write_kernel[programs](
+        _write_prompt_kernel[programs](
             table,
             stamps,
             addresses,
@@ -115,7 +115,7 @@ def seed(
 
 
 @triton.jit(do_not_specialize=["num_requests", "first", "count", "size"])
-def _mark_kernel(
+def _mark_prompt_kernel(
     stamps: tl.tensor,
     addresses: tl.tensor,
     heads: tl.tensor,
@@ -136,16 +136,10 @@ def _mark_kernel(
     size: int,
     BITS: tl.constexpr,
     LANES: tl.constexpr,
-    VOCAB: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CONTEXTS: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    READS_SHARED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> None:
-    """A lane a position: where its rows are, who is the last at each, and what was known."""
-    PLACES: tl.constexpr = len(CONTEXTS)
+    """A lane per position: where its entries are, who writes each last, and what was known."""
+    PLACES: tl.constexpr = len(LAYOUT.CONTEXTS)
     entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
     real = entry < count
     position = first + entry
@@ -162,28 +156,28 @@ def _mark_kernel(
     text = all_token_ids + req_state_idx * stride + newest_place
     follower = tl.load(text + 1, mask=real, other=-1)
     tl.store(followers + entry, follower, mask=real)
-    tl.store(of_salts + entry, (salt * HAS_OWN).to(tl.int32), mask=real)
+    tl.store(of_salts + entry, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=real)
 
-    known = real & (follower >= 0) & (follower < VOCAB)
+    known = real & (follower >= 0) & (follower < LAYOUT.VOCAB)
     hashed = tl.zeros([LANES], tl.uint64)
     newest = tl.load(text, mask=real, other=-1).to(tl.int64)
     of_one = tl.full([LANES], -1, tl.int64)
     for index in tl.static_range(PLACES):
-        for place in tl.static_range(CONTEXTS[index - 1] if index else 0, CONTEXTS[index]):
+        for place in tl.static_range(
+            LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
+        ):
             token = tl.load(text - place, mask=known & (place <= newest_place), other=-1)
-            known = known & (token >= 0) & (token < VOCAB)
+            known = known & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
         rest = of_one
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
-            if HAS_OWN if own else (READS_SHARED or not HAS_OWN):
-                address, head = place_of(
-                    hashed, newest, salt, CONTEXTS[index], own, VOCAB, SLOTS, PARTS
-                )
-                if HAS_OWN if own else READS_SHARED:
-                    written, _there = is_written(table, address, head, salt * own, known, K)
+            if LAYOUT.HAS_OWN if own else (LAYOUT.READS_SHARED or not LAYOUT.HAS_OWN):
+                address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
+                if LAYOUT.HAS_OWN if own else LAYOUT.READS_SHARED:
+                    written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
                     rest = tl.where(written, address, rest)
-                if own == HAS_OWN:
+                if own == LAYOUT.HAS_OWN:
                     row = index * size + entry
                     tl.atomic_max(
                         stamps + address, entry * PLACES + index + 1, mask=known, sem="relaxed"
@@ -262,7 +256,7 @@ def _merge_kernel(
     K: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """The rows that are to be written, before any is, since they are made of others."""
+    """The entries that are to be written, before any is, since they are made of others."""
     entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
     place = tl.program_id(1)
     row = place * size + entry
@@ -299,7 +293,7 @@ def _merge_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "size"])
-def _write_kernel(
+def _write_prompt_kernel(
     table: tl.tensor,
     stamps: tl.tensor,
     addresses: tl.tensor,

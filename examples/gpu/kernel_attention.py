@@ -16,7 +16,7 @@ from torch_twins import tree_attention as torch_tree_attention
 from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
-from vllm_recycle.kernels.triton.trees import ancestor_bits
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 BLOCK_SIZE = 16
 # Of a row's output: keys, values and weights have 8 bits, and weights are summed over thousands.
@@ -63,13 +63,17 @@ class AttentionInputs:
         self.seq_lens = torch.full((case.batch,), case.length, dtype=torch.int32, device=DEVICE)
 
     def rows(self, tree: TreeTemplate) -> TreeQueries:
+        batch = self.case.batch
+        trees = DeviceTrees.of(tree, batch, DEVICE)
         return TreeQueries(
-            ancestor_bits=ancestor_bits(tree.ancestor_mask).to(DEVICE),
-            depths=tree.depths.to(DEVICE),
+            ancestor_bits=trees.ancestor_bits,
+            depths=trees.depths,
+            idx_mapping=count(batch),
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             block_table=self.block_table,
             max_rows=self.case.rows,
+            num_rows=batch * self.case.rows,
         )
 
 

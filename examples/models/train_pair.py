@@ -9,11 +9,11 @@ in examples/models/README.md.
 
 The whole training, about an hour on two CPU cores::
 
-    python examples/train_pair.py --gsm8k train.jsonl --output trained_pair
+    python examples/models/train_pair.py --gsm8k train.jsonl --output trained_pair
 
 A smoke run, one to two minutes on one core, too short to learn anything::
 
-    python examples/train_pair.py --minutes-target 0.5 --minutes-draft 0.2 \
+    python examples/models/train_pair.py --minutes-target 0.5 --minutes-draft 0.2 \
         --max-megabytes 2 --output trained_pair_smoke
 
 The last line on stdout is one JSON object: steps, loss and minutes of both models.

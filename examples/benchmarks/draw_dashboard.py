@@ -1,9 +1,10 @@
 """Draw the dashboard of grafana.json from what a Prometheus server has seen, where no Grafana is.
 
-    python examples/draw_dashboard.py --prometheus http://127.0.0.1:9090 --minutes 10
+    python examples/benchmarks/draw_dashboard.py --prometheus http://127.0.0.1:9090 --minutes 10
 
-Needs matplotlib, which the package's extra `plot` has. `dashboard.svg` shows GSM8K questions to the
-chat model of `make model` on two CPU cores, scraped every 3 s: 1, 8, 24 and 4 in flight by turns.
+Needs matplotlib, which the package's extra `plot` has. `results/dashboard.svg` shows GSM8K
+questions to the chat model of `make model` on two CPU cores, scraped every 3 s: 1, 8, 24 and 4 in
+flight by turns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-DASHBOARD = Path(__file__).with_name("grafana.json")
+DASHBOARD = Path(__file__).parents[1] / "grafana.json"
 UNITS = {"s": "seconds", "percentunit": "share"}
 RATE_INTERVAL = "30s"  # Grafana has four scrape intervals
 POINTS = 200

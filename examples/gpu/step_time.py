@@ -1,6 +1,6 @@
 """Time of vLLM's decode step over rows and batch size: without drafts, with a chain, with trees.
 
-    python examples/benchmarks/step_time.py --json step_time.json --profile
+    python examples/gpu/step_time.py --json step_time.json --profile
 
 Needs this package installed beside vLLM, and a GPU. The model has the shape of a real one and
 random weights, which take the same time; trees are filled with random tokens, of which next to none

@@ -1,0 +1,72 @@
+"""What seeding does to the adjacency matrix on the device: plain Python, and what is correct.
+
+There a slice of a prompt is taken in at once, see `vllm_recycle.kernels.triton.matrix.seed`;
+`core.learn.seed` goes position by position. Both are the same where nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout, is_written
+
+
+def seed(
+    table: torch.Tensor,
+    stamps: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    req_state_indices: Sequence[int],
+    lengths: Sequence[int],
+    slice_size: int,
+) -> None:
+    """See `vllm_recycle.kernels.triton.matrix.seed.seed`."""
+    assert not stamps.any()
+    positions = [
+        (req_state_idx, end)
+        for req_state_idx, length in zip(req_state_indices, lengths, strict=True)
+        for end in range(1, length)
+    ]
+    for first in range(0, len(positions), slice_size):
+        # By address, what was found of it in order: (head, salt), follower, rest.
+        found: dict[int, list[tuple[tuple[int, int], int, list[int]]]] = {}
+        for req_state_idx, end in positions[first : first + slice_size]:
+            text, salt = all_token_ids[req_state_idx].tolist(), int(salts[req_state_idx])
+            if not 0 <= text[end] < layout.vocab_size:
+                continue
+            context = text[max(0, end - layout.reach) : end][::-1]
+            known: dict[int, list[int]] = {}
+            for index, own, address, head in layout.addresses(context, salt):
+                reads = layout.has_own if own else layout.reads_shared
+                if reads and is_written(table, address, head, salt if own else 0):
+                    known[index] = table[address, 1:-1].tolist()
+            for index, own, address, head in layout.addresses(context, salt):
+                if bool(own) == layout.has_own:
+                    rest = known.get(index, known.get(0, []))
+                    one = ((head, salt if own else 0), text[end], rest)
+                    found.setdefault(address, []).append(one)
+        merged = {address: _merged(table, address, seen, layout) for address, seen in found.items()}
+        for address, entry in merged.items():
+            table[address] = torch.tensor(entry, dtype=torch.int32)
+
+
+def _merged(
+    table: torch.Tensor,
+    address: int,
+    seen: list[tuple[tuple[int, int], int, list[int]]],
+    layout: MatrixLayout,
+) -> list[int]:
+    (head, salt), _, rest = seen[-1]
+    followers = [follower for context, follower, _ in reversed(seen) if context == (head, salt)]
+    latest = list(dict.fromkeys(followers))[:3]
+    run = next((i for i, token in enumerate(followers) if token != latest[0]), len(followers))
+    old, first = table[address, :2].tolist()
+    stays = is_written(table, address, head, salt) and first == latest[0] and len(latest) == 1
+    steadiness = min(MAX_STEADINESS, (old & 3) + run if stays else run - 1)
+    successors = [*latest, *(token for token in rest if token >= 0 and token not in latest)]
+    successors = [*successors, *[-1] * layout.k][: layout.k]
+    return [head | steadiness, *successors, salt]

@@ -1,0 +1,50 @@
+"""The numbers of requests, and the names of vLLM that the package uses.
+
+A runner numbers the states of its running requests. When a request ends its number may become
+another's. Proposers know nothing else of a request.
+
+What is vLLM's has the names of its Model Runner V2 (`vllm.v1.worker.gpu`), throughout the package:
+
+    req_state_idx          the number of a request's state
+    idx_mapping            [batch], the req_state_idx of each request of a batch
+    expanded_idx_mapping   [n], the req_state_idx of each row, or of each token
+    cu_num_logits          [batch + 1], where the logit rows of each request begin, and the end
+    logits_indices         [logit rows], where each logit row is among the rows of the forward
+    expanded_local_pos     [logit rows], where each is among those of its request
+
+and so have `query_start_loc`, `seq_lens`, `block_table`, `slot_mapping`, `num_computed_tokens` and
+`max_num_reqs`. Rows, nodes, trees and paths are ours (`core.tree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ReqStateIndices:
+    """Gives each running request the lowest free one, for runners that have none."""
+
+    def __init__(self, capacity: int) -> None:
+        self._free = list(range(capacity - 1, -1, -1))
+        self._of: dict[str, int] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._of[request_id]
+
+    def assign(self, request_id: str) -> int:
+        """The number of a request that has none yet."""
+        assert request_id not in self._of
+        self._of[request_id] = self._free.pop()
+        return self._of[request_id]
+
+    def free(self, request_ids: Sequence[str]) -> list[int]:
+        """Take back the numbers of those requests that have one, and return them."""
+        freed = [self._of.pop(request_id) for request_id in request_ids if request_id in self._of]
+        self._free = sorted((*self._free, *freed), reverse=True)
+        return freed

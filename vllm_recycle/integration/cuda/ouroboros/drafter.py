@@ -1,0 +1,104 @@
+"""Ouroboros on Model Runner V2: the proposer; what runs its rounds is the speculator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
+from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
+from vllm_recycle.integration.draft_limits import drafting_shapes
+from vllm_recycle.integration.options import OuroborosOptions, options_of
+from vllm_recycle.integration.ouroboros import describe, make_proposer
+from vllm_recycle.kernels.triton import operations
+from vllm_recycle.kernels.triton.trees import DeviceTrees
+
+# Tokens of prompts that are taken in at once, but for one that is longer.
+MOST_TOKENS = 1 << 16
+
+
+class OuroborosV2Drafter(V2Drafter):
+    """Holds the proposer.
+
+    Args:
+        vllm_config: of the engine.
+        device: where the pool lives.
+        req_states: the runner's, whose texts are read.
+
+    Attributes:
+        shapes: of the drafts of rounds of 1, 2, ... requests.
+        num_rounds: counted once for each request; a round that is replayed counts nothing itself.
+
+    """
+
+    proposer: OuroborosProposer
+    num_rounds = 0
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        super().__init__(vllm_config)
+        self.device, self.req_states = device, req_states
+        scheduler, options = vllm_config.scheduler_config, options_of(vllm_config)
+        assert isinstance(options, OuroborosOptions)
+        self.shapes = drafting_shapes(
+            options.shape(),
+            vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
+        self.proposer = make_proposer(
+            vllm_config, operations, device, stops_early=False, smaller_shapes=self.shapes
+        )
+        self.state = self.proposer.pool
+        self.trees = DeviceTrees.of(self.proposer.tree, scheduler.max_num_seqs, device)
+
+    def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
+        return OuroborosSpeculator(
+            self,
+            self.vllm_config,
+            self.device,
+            req_states=self.req_states,
+            may_speculate=may_speculate,
+        )
+
+    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
+        all_token_ids = self.req_states.all_token_ids.gpu
+        for chosen in groups_of(lengths, MOST_TOKENS):
+            indices = [req_state_indices[i] for i in chosen]
+            counts = [lengths[i] for i in chosen]
+            texts = [all_token_ids[i, :count] for i, count in zip(indices, counts, strict=True)]
+            owners = async_tensor_h2d(np.repeat(indices, counts), device=self.device)
+            self.proposer.begin(owners, torch.cat(texts).to(torch.int64))
+
+    def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        self.proposer.observe(
+            input_batch.expanded_idx_mapping, row_token_ids, logits, input_batch.cu_num_logits
+        )
+
+    def describe(self) -> str:
+        return describe(self.proposer, self.vllm_config)
+
+    def release(self, req_state_idx: int) -> None:
+        self.proposer.release([req_state_idx])
+
+    def statistics(self) -> dict[str, float]:
+        forwards = self.num_rounds * self.proposer.max_forwards
+        return super().statistics() | {"rounds": self.num_rounds, "forwards": forwards}
+
+
+def groups_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Indices of some texts in order, in groups of at most so many tokens, or of one text."""
+    group: list[int] = []
+    tokens = 0
+    for index, length in enumerate(lengths):
+        if group and tokens + length > most:
+            yield group
+            group, tokens = [], 0
+        group.append(index)
+        tokens += length
+    if group:
+        yield group

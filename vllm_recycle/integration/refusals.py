@@ -1,0 +1,172 @@
+"""What our methods were not built and tested with, refused at start-up and by name."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from vllm import envs
+
+from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.integration.draft_limits import (
+    draft_forward_rows,
+    drafting_shapes,
+    most_draft_rows,
+)
+from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions
+
+
+def refuse(method: str, features: dict[str, bool]) -> None:
+    """Raise NotImplementedError for the first of these features that is there."""
+    for feature, present in features.items():
+        if present:
+            raise NotImplementedError(
+                f"{method} does not support {feature}; change it, or leave out --speculative-config"
+            )
+
+
+def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
+    """Refuse a configuration that the method does not support.
+
+    Args:
+        vllm_config: as vLLM made it.
+        options: of the engine.
+        on_v2: whether our runner is made of Model Runner V2.
+
+    Raises:
+        NotImplementedError: naming the flag to change.
+        ValueError: a tree that is deeper than the context, a budget that has no draft, a draft
+            model that does not fit.
+
+    """
+    _check_sizes(vllm_config, options)
+    if isinstance(options, OuroborosOptions):
+        check_draft_model(vllm_config, options, on_v2=on_v2)
+    refuse(options.method, unsupported(vllm_config, on_v2=on_v2))
+
+
+def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
+    """What the methods were not built or tested with, and whether the engine has it."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    return {
+        "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
+        "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
+        "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
+        "--data-parallel-size above 1 with a mixture-of-experts model": (
+            parallel.data_parallel_size > 1 and model.is_moe
+        ),
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--enable-dbo": parallel.enable_dbo,
+        "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--kv-offloading-size": cache.kv_offloading_size is not None,
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
+        "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
+        "--watermark-config": vllm_config.watermark_config is not None,
+        "--diffusion-config": vllm_config.diffusion_config is not None,
+        "--reasoning-config": vllm_config.reasoning_config is not None,
+        "--logits-processors": bool(model.logits_processors),
+        "an installed plugin of vllm.logits_processors": bool(
+            entry_points(group="vllm.logits_processors")
+        ),
+        # vLLM would start, and then refuse each request that it is for.
+        "--structured-outputs-config.backend lm-format-enforcer": (
+            vllm_config.structured_outputs_config.backend == "lm-format-enforcer"
+        ),
+        "--enable-sleep-mode": model.enable_sleep_mode,
+        "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+        "--return-sampling-mask": model.return_sampling_mask,
+        "--enable-trace-replay": model.enable_trace_replay,
+        f"--runner {model.runner_type}": model.runner_type != "generate",
+        "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
+        "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
+        **_features_of("model", model),
+        # Last: others of these lead to it.
+        f"Model Runner {runner}, which this configuration leads to": on_v2
+        != vllm_config.use_v2_model_runner,
+    }
+
+
+def _features_of(name: str, model: Any) -> dict[str, bool]:
+    """What a model has that the trees were not built for."""
+    return {
+        f"a {name} with reference sliding-window attention": model.rswa_window is not None,
+        f"a {name} with ALiBi": model.uses_alibi,
+        f"a {name} with MLA": model.use_mla,
+        f"a hybrid or Mamba {name}": model.is_hybrid or model.is_attention_free,
+        f"an encoder-decoder {name}": model.is_encoder_decoder,
+    }
+
+
+def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
+    """Refuse trees deeper than the context, and a budget without a token for drafts."""
+    max_model_len = vllm_config.model_config.max_model_len
+    if not options.is_dynamic:
+        tree = options.load_tree()
+        if tree.depth >= max_model_len:
+            raise ValueError(
+                f"tree {tree.name!r}: depth {tree.depth}, expected less than "
+                f"--max-model-len {max_model_len}"
+            )
+    max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    if int(options.budget_share * max_num_batched_tokens) < 1:
+        raise ValueError(
+            f"speculative_config: budget_share is {options.budget_share}, expected a token or more "
+            f"of --max-num-batched-tokens {max_num_batched_tokens} for drafts"
+        )
+
+
+def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: bool) -> None:
+    """Refuse a draft model, or sizes of drafts, that the engine has no room for."""
+    scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
+    draft = spec.draft_model_config
+    features = {
+        **_features_of("draft model", draft),
+        "a multimodal draft model": draft.is_multimodal_model,
+        "a draft model with M-RoPE": draft.uses_mrope,
+    }
+    refuse(OUROBOROS, features)
+    max_model_len = vllm_config.model_config.max_model_len
+    if draft.max_model_len < max_model_len:
+        raise ValueError(
+            f"--max-model-len: got {max_model_len}, expected at most the "
+            f"{draft.max_model_len} tokens of the draft model {options.model}"
+        )
+    if on_v2:
+        rows = _draft_rows_on_v2(vllm_config, options)
+    else:
+        rows = options.shape().lookahead().num_nodes + options.phrase_length
+    if scheduler.max_num_batched_tokens < rows:
+        raise ValueError(
+            f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
+            f"least the {rows} rows of a draft forward, or a smaller window or fewer guesses"
+        )
+
+
+def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
+    """Rows of the largest draft forward; refuses what one there cannot be."""
+    shape, scheduler = options.shape(), vllm_config.scheduler_config
+    rows = draft_forward_rows(shape)
+    if rows > 1 + MAX_NODES:
+        raise ValueError(
+            f"speculative_config: a draft forward has {rows} rows of a request, expected at "
+            f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
+        )
+    given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
+    if given not in (None, target.tensor_parallel_size):
+        raise NotImplementedError(
+            f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
+            f"{target.tensor_parallel_size}"
+        )
+    shapes = drafting_shapes(
+        shape,
+        vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+        max_num_reqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+    return most_draft_rows(shapes)

@@ -1,0 +1,137 @@
+"""Filling a template on the device, in one launch: the twin of `core.grow.fill`.
+
+A program serves a request, a lane a row of its tree. Levels come one after another: the rows of a
+level look up their entries, and the rows below take their successors from there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
+from vllm_recycle.kernels.triton.walk import num_warps
+
+
+def fill(
+    drafts: torch.Tensor,
+    worths: torch.Tensor,
+    table: torch.Tensor,
+    rates: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    *,
+    layout: MatrixLayout,
+    salts: torch.Tensor,
+    texts: Texts,
+    tree: TreeTemplate,
+) -> None:
+    """Draft below the last token of each text; see `core.grow.fill`.
+
+    Args:
+        drafts: int64 [batch, nodes], written: of each node, -1 where there is none.
+        worths: float32 [batch, nodes], written: of each node, 0 where there is none.
+        table: int32 [addresses, 2 + k].
+        rates: float32 [contexts, 2, k, 4], each from 0 to 1.
+        idx_mapping: integer [batch].
+        layout: of the table.
+        salts: int64 [max_num_reqs].
+        texts: by `req_state_idx`.
+        tree: the template, its tables on the device of the others.
+
+    """
+    batch, nodes = drafts.shape
+    assert nodes == tree.num_nodes
+    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
+    for tensor in (drafts, worths, table, rates, idx_mapping, salts):
+        assert tensor.is_contiguous()
+    assert texts.token_ids.stride(1) == 1
+    lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(layout)
+    scratch = torch.empty(batch, lanes, constants.PLACES, dtype=torch.int32, device=table.device)
+    _fill_kernel[(batch,)](
+        drafts,
+        worths,
+        scratch,
+        table,
+        rates,
+        idx_mapping,
+        salts,
+        texts.token_ids,
+        texts.token_ids.stride(0),
+        texts.lengths,
+        tree.parents,
+        tree.ranks,
+        tree.depths,
+        NODES=nodes,
+        LANES=lanes,
+        LEVELS=tree.depth,
+        LAYOUT=constants,
+        num_warps=num_warps(lanes),
+    )
+
+
+@triton.jit
+def _fill_kernel(
+    drafts: tl.tensor,
+    worths: tl.tensor,
+    scratch: tl.tensor,
+    table: tl.tensor,
+    rates: tl.tensor,
+    idx_mapping: tl.tensor,
+    salts: tl.tensor,
+    all_token_ids: tl.tensor,
+    all_token_ids_stride: int,
+    lengths: tl.tensor,
+    parents: tl.tensor,
+    ranks: tl.tensor,
+    depths: tl.tensor,
+    NODES: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+) -> None:
+    """A program per request."""
+    K: tl.constexpr = LAYOUT.K
+    PLACES: tl.constexpr = LAYOUT.PLACES
+    index = tl.program_id(0).to(tl.int64)
+    request = tl.load(idx_mapping + index).to(tl.int64)
+    salt = tl.load(salts + request)
+    row = tl.arange(0, LANES)
+    inside = row <= NODES
+    parent = tl.load(parents + row, mask=inside, other=0).to(tl.int32)
+    rank = tl.load(ranks + row, mask=inside, other=0).to(tl.int32)
+    depth = tl.load(depths + row, mask=inside, other=-1).to(tl.int32)
+    contexts = scratch + index * (LANES * PLACES)  # by row
+    place = tl.arange(0, PLACES)
+    tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
+    tl.store(contexts + place, tail)
+    is_known = row == 0
+    token = tl.full([LANES], -1, tl.int32)
+    worth = tl.where(row == 0, 1.0, 0.0)
+    for level in range(LEVELS):
+        tl.debug_barrier()  # The contexts were written by other threads.
+        expands = is_known & (depth == level)
+        address, length, own, head = find_entry(
+            table, contexts + row * PLACES, salt, expands, LAYOUT
+        )
+        cell = (length * 2 + own) * (4 * K) + (head & 3)
+        above = tl.gather(address, parent, 0)
+        real = (depth == level + 1) & (above >= 0)
+        child = tl.load(table + above * (2 + K) + 1 + rank, mask=real, other=-1)
+        rate = tl.load(rates + tl.gather(cell, parent, 0) + rank * 4, mask=real, other=0.0)
+        real = real & (child >= 0)
+        token = tl.where(real, child, token)
+        worth = tl.where(real, tl.gather(worth, parent, 0) * rate, worth)
+        is_known = is_known | real
+        older = tl.load(
+            contexts + parent[:, None] * PLACES + place[None, :] - 1,
+            mask=real[:, None] & (place > 0)[None, :],
+            other=-1,
+        )
+        context = tl.where((place == 0)[None, :], child[:, None], older)
+        tl.store(contexts + row[:, None] * PLACES + place[None, :], context, mask=real[:, None])
+    is_node = (row > 0) & inside
+    tl.store(drafts + index * NODES + row - 1, token.to(tl.int64), mask=is_node)
+    tl.store(worths + index * NODES + row - 1, worth, mask=is_node)
