@@ -184,4 +184,5 @@ class V1Drafter(Drafter):
         return ""
 
     def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"row_cost": self.step_times.row_cost}
+        _, slopes = self.step_times.at(1, 0)
+        return super().statistics() | {"row_cost": float(slopes[1])}
