@@ -23,12 +23,12 @@ from tree_steps import (
 from vllm_recycle.core import Trees, TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.kernels.cpu import build, tree_attention
+from vllm_recycle.kernels.cpu import build, calls, tree_attention
 
 
-@pytest.fixture(scope="module", params=[tree_attention, build], ids=["torch", "c++"])
+@pytest.fixture(scope="module", params=[tree_attention, calls], ids=["torch", "c++"])
 def attention(request) -> Attention:
-    if request.param is build and build.load_library() is None:
+    if request.param is calls and build.load_library() is None:
         pytest.skip("no C++ compiler")
     return request.param.tree_attention
 
