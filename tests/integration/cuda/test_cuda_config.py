@@ -74,7 +74,7 @@ def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
         assert made.speculative_config[TABLE]
 
 
-@pytest.mark.parametrize("given", [{"row_cost": 0.1}, {"step_times_file": "times.json"}])
+@pytest.mark.parametrize("given", [{"row_cost": 0.1}])
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
 def test_rows_have_no_price_of_the_user_s(method, given):
     with pytest.raises(NotImplementedError, match="expected none on a GPU"):
