@@ -11,7 +11,7 @@ from engines import OUROBOROS, TARGET
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import versions
+from vllm_recycle.integration import refusals, versions
 from vllm_recycle.integration.options import TokenRecyclingOptions, options_of
 from vllm_recycle.integration.plugin import register
 
@@ -315,7 +315,7 @@ def test_batch_invariance_is_refused(monkeypatch):
 
 
 def test_installed_logits_processors_are_refused(monkeypatch):
-    monkeypatch.setattr(engine_config, "entry_points", lambda group: [group])
+    monkeypatch.setattr(refusals, "entry_points", lambda group: [group])
     with pytest.raises(NotImplementedError, match=r"vllm\.logits_processors"):
         make_config()
 
