@@ -63,16 +63,17 @@ class AttentionInputs:
         self.seq_lens = torch.full((case.batch,), case.length, dtype=torch.int32, device=DEVICE)
 
     def rows(self, tree: TreeTemplate) -> TreeQueries:
-        trees = DeviceTrees.of(tree, self.case.batch, DEVICE)
+        batch = self.case.batch
+        trees = DeviceTrees.of(tree, batch, DEVICE)
         return TreeQueries(
             ancestor_bits=trees.ancestor_bits,
             depths=trees.depths,
-            idx_mapping=count(self.case.batch),
+            idx_mapping=count(batch),
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             block_table=self.block_table,
             max_rows=self.case.rows,
-            num_rows=self.case.batch * self.case.rows,
+            num_rows=batch * self.case.rows,
         )
 
 

@@ -3,7 +3,7 @@
     python examples/gpu/kernels.py --json kernels.json
 
 Needs a GPU with 24 GB, torch, Triton, NumPy and safetensors; neither vLLM nor an installation of
-this package. First each kernel is compared with its torch twin on the inputs that it is timed with,
+this package. First each kernel is compared with its reference on the inputs that it is timed with,
 random ones of one seed, and a mismatch ends the run; then it is timed (`kernel_timing`). `--smoke`
 runs all at tiny sizes, where there is no GPU in Triton's interpreter: then times mean nothing.
 """
@@ -25,12 +25,15 @@ from typing import Any
 import marks
 import torch
 from kernel_attention import BLOCK_SIZE, AttentionCase, Heads, measure_attention
-from kernel_grown import GrownCase, measure_grown
 from kernel_step import StepCase, measure_step
 from kernel_timing import DTYPE, HAS_GPU, L2_BYTES, ROUNDS, Peaks, measure_peaks
 
 HEADS = (Heads("Llama-3-8B", 32, 8, 128), Heads("Llama-3-70B, TP 4", 16, 2, 128))
 TINY = Heads("tiny", 4, 2, 16)
+TINY_STEP = {
+    **{"vocab": 48, "k": 2, "max_num_reqs": 4, "slots": 256, "text": 40, "words": 4},
+    **{"layers": 2, "kv_heads": 2, "head_size": 16},
+}
 ROWS = 81
 CONTEXTS = (512, 4096, 32768)
 BATCHES = (1, 8, 32)
@@ -49,9 +52,8 @@ DEFINITIONS = {
     "that half of it is to read them once",
     "floor_us": "the larger of bytes, each once, over the copy bandwidth, and flops over the rate "
     "of the matrix product; for the other kernels bytes alone",
-    "reference": "the torch twin, in a graph like the kernel",
     "host_us": "median wall time to enqueue the launches, outside graphs; the device is idle",
-    "together": "place, walk, compact in one graph; of what drafts and learns, all in one graph",
+    "together": "place, top_k, walk, compact, learn, grow in one graph, as in a step",
 }
 
 
@@ -68,7 +70,7 @@ def main() -> None:
     if not HAS_GPU and not args.smoke:
         parser.error("no GPU: --smoke runs without one, in Triton's interpreter")
     torch.manual_seed(0)
-    report = {"conditions": conditions(args), "attention": [], "steps": [], "grown": []}
+    report = {"conditions": conditions(args), "attention": [], "steps": []}
     with torch.inference_mode():
         peaks = measure_peaks()
         report["peaks"] = asdict(peaks)
@@ -89,29 +91,16 @@ def measurements(peaks: Peaks, *, smoke: bool) -> Iterator[tuple[str, dict[str, 
         attention = [
             AttentionCase(TINY, *sizes) for sizes in ((13, 20, 1), (13, 20, 2), (5, 20, 1))
         ]
-        # The last of 13 rows is the first of the tree that moves when it is accepted.
-        sizes = {
-            "vocab": 48,
-            "max_num_reqs": 4,
-            "layers": 2,
-            "kv_heads": 2,
-            "head_size": 16,
-        }
-        steps = [StepCase(batch, rows=13, **sizes) for batch in (1, 2)]
-        sizes = {"vocab": 48, "k": 2, "max_num_reqs": 4, "slots": 256, "text": 40, "words": 4}
-        grown = [GrownCase(batch, rows=13, **sizes) for batch in (1, 2)]
+        steps = [StepCase(batch, rows=13, **TINY_STEP) for batch in (1, 2)]
     else:
         fewer = [(rows, CONTEXTS[1], 1) for rows in FEWER_ROWS]
         sizes = [*itertools.product([ROWS], CONTEXTS, BATCHES), *fewer]
         attention = [AttentionCase(heads, *one) for heads in HEADS for one in sizes]
         steps = [StepCase(batch, ROWS) for batch in BATCHES]
-        grown = [GrownCase(batch, ROWS) for batch in BATCHES]
     for case in attention:
         yield "attention", measure_attention(case, peaks)
     for case in steps:
         yield "steps", measure_step(case, peaks)
-    for case in grown:
-        yield "grown", measure_grown(case, peaks)
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,7 +115,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "gpu_state": printed("nvidia-smi", f"--query-gpu={state}", "--format=csv"),
         "dtype": str(DTYPE),
         "kv_layout": f"[blocks, {BLOCK_SIZE}, kv_heads, 2 * head_size] in memory",
-        "tree": "default",
+        "tree": "default for attention, grown for steps",
         "scope": "sequence",
         "rounds": ROUNDS,
         "commit": args.commit,
@@ -154,8 +143,7 @@ def reached(report: dict[str, Any]) -> list[tuple[str, float, float]]:
     full = [row for row in report["attention"] if row["rows"] == rows]
     context = max(row["context"] for row in full)
     single = [row for row in full if row["context"] == context and row["batch"] == 1]
-    first = report["steps"][0]["times"] | report["grown"][0]["times"]
-    names = ("fill", "walk", "top_k", "learn", "compact")
+    first = report["steps"][0]["times"]
     return [
         (
             f"attention / chain, {rows} rows, worst",
@@ -167,7 +155,7 @@ def reached(report: dict[str, Any]) -> list[tuple[str, float, float]]:
             COPY_LIMIT,
             max(us(row, "tree") / us(row, "copy") for row in single),
         ),
-        (f"{' + '.join(names)}, batch 1, us", STEP_LIMIT_US, sum(first[n]["us"] for n in names)),
+        ("kernels of a step beside attention, batch 1, us", STEP_LIMIT_US, first["together"]["us"]),
     ]
 
 
@@ -192,11 +180,10 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             + " ".join(cell(time, 8) for time in times)
             + f" {times[0] / times[-1]:11.2f}"
         )
-    for step in (*report["steps"], *report["grown"]):
-        kind = "grown trees" if "nodes" in step else "a template"
-        yield f"\nstep of {kind}, batch {step['batch']}, us     twin    floor  to enqueue"
+    for step in report["steps"]:
+        yield f"\nstep, batch {step['batch']}     us    floor  to enqueue"
         for name, host in step["host_us"].items():
-            times = us(step, name), us(step, f"{name} reference"), step["floor_us"].get(name)
+            times = us(step, name), step["floor_us"].get(name)
             yield f"  {name:<9} " + " ".join(cell(time, 8) for time in times) + cell(host, 12)
     yield ""
     yield from marks.lines(report["marks"])

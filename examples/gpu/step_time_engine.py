@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from vllm_recycle.cli.bench.methods import needs_plugin
-from vllm_recycle.core.token_recycling import TokenRecyclingState
 
 HAS_GPU = torch.cuda.is_available()
 WARM_UP = 8  # steps after the last prompt
@@ -171,17 +170,14 @@ def randomize(model: torch.nn.Module) -> None:
 
 def fill_matrix(worker: Any) -> None:
     """Successors for every token, so that all nodes of all trees are filled; random ones."""
-    state = worker.drafter.state
-    layout = state.rows.layout if isinstance(state, TokenRecyclingState) else state.layout
+    matrix = worker.drafter.state.matrix
+    layout = matrix.layout
     tokens = torch.arange(layout.vocab_size, device=worker.device)
     successors = torch.randint_like(tokens, layout.vocab_size)[:, None] + tokens[: layout.k]
     successors %= layout.vocab_size
-    if isinstance(state, TokenRecyclingState):
-        # Rows of one token: a head, successors, and the salt of what is shared.
-        rows = torch.cat((tokens[:, None] << 3, successors, torch.zeros_like(tokens)[:, None]), 1)
-        state.rows.table[: layout.vocab_size] = rows.int()
-    else:
-        state.update(torch.zeros_like(tokens), tokens, successors)
+    # Entries of one token: a head, successors, and the salt of what is shared.
+    entries = torch.cat((tokens[:, None] << 3, successors, torch.zeros_like(tokens)[:, None]), 1)
+    matrix.table[: layout.vocab_size] = entries.int()
 
 
 def find_gaps(events: Sequence[dict[str, Any]]) -> dict[str, Any]:

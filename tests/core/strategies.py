@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_recycle.core import Trees, TreeTemplate
+from vllm_recycle.core.price import StepTimes
 
 K = 4
 
@@ -67,3 +68,13 @@ def samples(draw, tree: TreeTemplate, draft: list[int], *, vocab_size: int) -> l
         agree = offered and choice > 0
         sampled.append(offered[choice % len(offered)] if agree else any_token[row])
     return sampled
+
+
+@st.composite
+def step_times(draw) -> StepTimes:
+    """Never falling, of whole numbers: now a row costs much, and now nothing."""
+    rises = st.sampled_from([0, 0, 0, 1, 1, 2, 5])
+    times = [draw(st.integers(1, 6))]
+    for rise in draw(st.lists(rises, min_size=1, max_size=16)):
+        times.append(times[-1] + rise)
+    return StepTimes({(1, 0): times})

@@ -7,22 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from growth_settings import settings_of_growth
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, THOROUGH
+from strategies import BRIEF, THOROUGH, step_times
 
-from vllm_recycle.core.price import StepTimes, choose, least_worth
-
-
-@st.composite
-def step_times(draw) -> StepTimes:
-    """Never falling, of whole numbers: now a row costs much, and now nothing."""
-    rises = st.sampled_from([0, 0, 0, 1, 1, 2, 5])
-    times = [draw(st.integers(1, 6))]
-    for rise in draw(st.lists(rises, min_size=1, max_size=16)):
-        times.append(times[-1] + rise)
-    return StepTimes({(1, 0): times})
+from vllm_recycle.core.price import StepTimes, choose
 
 
 def rate_of(worths: list[list[float]], sizes: tuple[int, ...], others: int, times) -> float:
@@ -92,23 +81,25 @@ def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths,
 
 @pytest.mark.parametrize(("cost", "expected"), [(0.0, 4), (0.2, 2), (0.6, 0)])
 def test_the_dearer_a_row_the_fewer_nodes(cost, expected):
-    worths, times = torch.tensor([[0.5, 0.4, 0.1, 0.05]]), StepTimes.linear(cost, 20).at(1, 0)
+    worths = torch.tensor([[0.5, 0.4, 0.1, 0.05]])
+    times, _ = StepTimes.linear(cost, 20).at(1, 0)
     assert choose(worths, times, num_other_rows=0).tolist() == [expected]
 
 
 def test_a_hole_is_paid_for_where_a_better_node_lies_behind_it():
-    times = StepTimes.linear(0.2, 20).at(1, 0)
+    times, _ = StepTimes.linear(0.2, 20).at(1, 0)
     worths = torch.tensor([[0.5, 0.0, 0.9, 0.0]])
     assert choose(worths, times, num_other_rows=0).tolist() == [3]
     worths[0, 2] = 0.3
     assert choose(worths, times, num_other_rows=0).tolist() == [1]
     # Nobody computes rows behind the last node that is filled.
-    free = StepTimes.linear(0.0, 20).at(1, 0)
+    free, _ = StepTimes.linear(0.0, 20).at(1, 0)
     assert choose(worths, free, num_other_rows=0).tolist() == [3]
 
 
 def test_the_rows_of_a_step_are_shared_out_by_worth():
-    times, worths = StepTimes.linear(0.0, 6).at(1, 0), torch.tensor([[0.5, 0.25], [0.75, 0.5]])
+    worths = torch.tensor([[0.5, 0.25], [0.75, 0.5]])
+    times, _ = StepTimes.linear(0.0, 6).at(1, 0)
     assert choose(worths, times, num_other_rows=1).tolist() == [1, 2]
     assert choose(worths, times, num_other_rows=3).tolist() == [0, 1]
     assert choose(worths, times, num_other_rows=9).tolist() == [0, 0]
@@ -127,36 +118,17 @@ def test_of_equally_good_numbers_of_nodes_the_least_is_taken():
     assert choose(torch.tensor([[0.5, 0.25]]), times, num_other_rows=0).tolist() == [0]
 
 
-@THOROUGH
-@given(setting=settings_of_growth(), times=step_times(), others=st.integers(0, 3))
-def test_what_is_worth_too_little_to_be_chosen_need_not_be_grown(setting, times, others):
-    setting.rates.clamp_(max=0.875)
-    values = times.times[0]
-    least = least_worth(values, num_rows=others + len(setting.texts))
-    assert least >= 0
-    all_nodes, some = (setting.grow(beam=None, least_worth=worth).worths for worth in (0.0, least))
-    expected = choose(all_nodes, values, num_other_rows=others)
-    assert choose(some, values, num_other_rows=others).equal(expected)
-
-
-def test_the_least_worth_is_that_of_the_cheapest_row():
-    assert least_worth(StepTimes.linear(0.25, 8).at(4, 0), num_rows=4) == 4 / 1.75 * 0.25
-    # Of four requests a plain step takes 1: each row of a draft has a quarter of its rate to give.
-    times = StepTimes({(4, 0): [1, 1, 1, 1, 1, 1.25, 1.75, 2.25]}).at(4, 0)
-    assert least_worth(times, num_rows=4) == 1.0
-    assert least_worth(times, num_rows=5) == 2.0
-    assert least_worth(times, num_rows=8) == float("inf")  # no room for a draft
-
-
 # Times.
 
 
-@BRIEF
+@THOROUGH
 @given(times=step_times())
-def test_a_row_costs_what_the_cheapest_larger_step_says(times):
-    values = times.at(1, 0).tolist()
-    costs = [(values[rows] - values[1]) / (rows - 1) for rows in range(2, len(values))]
-    assert times.row_cost == min(costs, default=float("inf"))
+def test_a_slope_is_the_least_to_any_larger_number_of_rows(times):
+    values = times.times[0].tolist()
+    for rows, slope in enumerate(times.slopes[0].tolist()):
+        further = range(rows + 1, len(values))
+        least = min(((values[b] - values[rows]) / (b - rows) for b in further), default=torch.inf)
+        assert slope == least
 
 
 @BRIEF
@@ -170,7 +142,7 @@ def test_linear_times_are_in_units_of_one_row():
     times = StepTimes.linear(0.25, 4)
     assert times.max_rows == 4
     assert times.times.tolist() == [[1, 1, 1.25, 1.5, 1.75]]
-    assert times.row_cost == 0.25
+    assert times.slopes.tolist() == [[0, 0.25, 0.25, 0.25, torch.inf]]
 
 
 def test_between_and_beyond_what_was_measured_times_lie_on_lines():
@@ -191,29 +163,33 @@ def test_two_noisy_times_do_not_make_what_is_beyond_free():
 
 def test_the_nearest_context_is_taken():
     times = StepTimes({(1, 1000): [3, 3], (1, 0): [1, 2], (1, 100): [2, 4]})
-    first = [times.at(1, context).tolist()[0] for context in (0, 40, 50.5, 400, 600, 10**6)]
+    first = [times.at(1, context)[0].tolist()[0] for context in (0, 40, 50.5, 400, 600, 10**6)]
     assert first == [1, 1, 2, 2, 3, 3]
 
 
 def test_the_nearest_number_of_requests_comes_before_the_nearest_context():
     times = StepTimes({(1, 0): [1] * 20, (4, 1000): [2] * 20, (4, 50): [3] * 20, (16, 0): [4] * 20})
     loads = [(1, 9), (2, 9), (3, 9), (3, 900), (7, 0), (9, 0), (500, 999)]
-    assert [float(times.at(*load)[-1]) for load in loads] == [1, 1, 3, 2, 3, 4, 4]
+    assert [float(times.at(*load)[0][-1]) for load in loads] == [1, 1, 3, 2, 3, 4, 4]
 
 
 def test_a_row_costs_what_it_does_behind_as_many_rows_of_drafts():
     # Of four requests: a plain step takes 1, and each row of a draft a half.
     times = StepTimes({(4, 0): [1, 1, 1, 1, 1, 1.5, 2, 2.5, 3]})
     for num_reqs in (2, 3, 4, 5, 7):
-        assert times.at(num_reqs, 0)[num_reqs:].tolist() == [1, 1.5, 2, 2.5, 3]
+        of_drafts, slopes = (values[num_reqs:].tolist() for values in times.at(num_reqs, 0))
+        assert of_drafts == [1, 1.5, 2, 2.5, 3]
+        assert slopes == [0.5] * 4 + [torch.inf]
 
 
 def test_a_given_cost_is_of_any_number_of_requests():
-    times = StepTimes.linear(0.25, 6).at(3, 500)
+    times, _ = StepTimes.linear(0.25, 6).at(3, 500)
     assert times.tolist() == [1, 1, 1.25, 1.5, 1.75, 2, 2.25]
 
 
 def test_times_of_each_are_those_of_all_where_all_have_as_many_rows():
     step_times = StepTimes.linear(0.25, 12)
-    assert step_times.of_each(3, 0).tolist() == [1, 1.5, 2.25, 3, 3.75]
-    assert step_times.of_each(1, 0).tolist() == step_times.at(1, 0).tolist()
+    times, slopes = step_times.of_each(3, 0)
+    assert times.tolist() == [1, 1.5, 2.25, 3, 3.75]
+    assert slopes.tolist() == [0, 0.75, 0.75, 0.75, torch.inf]
+    assert step_times.of_each(1, 0)[0].tolist() == step_times.at(1, 0)[0].tolist()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from growth_settings import settings_of_growth
 from hypothesis import given
 from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, make_matrix, tails_of, verify
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strategies import BRIEF
+from strategies import BRIEF, THOROUGH, step_times
 from strategies import trees as templates
 
 from vllm_recycle.core import SCOPES, Trees, TreeTemplate, reference
@@ -54,7 +56,8 @@ def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, 
         idx_mapping,
         tails_of(texts, proposer.layout.reach),
         max_depths=max_depths,
-        times=proposer.price,
+        times=proposer.price[0],
+        slopes=proposer.price[1],
         num_other_rows=0,
     )
     return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
@@ -160,6 +163,30 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
         assert walked.lengths.tolist() == emitted
         assert all(1 <= length <= 1 + count for length, count in zip(emitted, counts, strict=True))
     assert texts == [greedy(p, len(text)) for p, text in zip(prompts, texts, strict=True)]
+
+
+@THOROUGH
+@given(setting=settings_of_growth(contexts=(1, 2)), times=step_times(), others=st.integers(0, 3))
+def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
+    state, batch = TokenRecyclingState(setting.matrix), len(setting.texts)
+    proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes)
+    state.acceptance.counts[..., 0] = state.acceptance.counts[..., 1] = 0.0
+    state.acceptance.counts[..., :4, 0] = 8 * setting.rates
+    state.acceptance.counts[..., :4, 1] = 4
+    setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
+    (values, slopes), growth = times.at(1, 0), setting.grow()
+    drafts, parents = proposer.propose(
+        torch.arange(batch),
+        setting.arguments["tails"],
+        max_depths=setting.arguments["max_depths"],
+        times=values,
+        slopes=slopes,
+        num_other_rows=others,
+    )
+    counts = reference.choose(growth.worths, values, num_other_rows=others)
+    is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
+    assert drafts.equal(growth.token_ids.where(is_chosen, -1))
+    assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])
 
 
 def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, MatrixLayout, Scope
 from vllm_recycle.core.operations import Operations, PhraseOperations
-from vllm_recycle.core.proposer import Proposer, ReqStateIndices
+from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.verification import WalkResult, step_down, walk
 
@@ -14,7 +14,6 @@ __all__ = [
     "MatrixLayout",
     "Operations",
     "PhraseOperations",
-    "Proposer",
     "ReqStateIndices",
     "Scope",
     "TreeTemplate",

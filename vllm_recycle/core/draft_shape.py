@@ -66,12 +66,12 @@ class DraftShape:
 
     @property
     def levels(self) -> int:
-        """Of the window."""
+        """Levels of the window."""
         return self.phrase_length - 2
 
     @property
     def num_nodes(self) -> int:
-        """Of `tree`."""
+        """Nodes of `tree`."""
         return self.gamma + len(self.branch_rows) * self.branches * self.length
 
     @property
@@ -81,7 +81,7 @@ class DraftShape:
 
     @property
     def branch_rows(self) -> list[int]:
-        """Of the last token and the trunk, those that have phrases below them."""
+        """Those rows of the last token and the trunk that have phrases below them."""
         return [*range(self.early_rows), self.gamma]
 
     def halved(self) -> DraftShape | None:

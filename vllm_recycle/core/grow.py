@@ -30,18 +30,23 @@ class Growth:
         token_ids: int64 [batch, nodes], -1 where there is no node.
         worths: floating [batch, nodes], of each node, 0 where there is none. The nodes of a grown
             tree are worth less and less; those of a template have its order.
-        trees: how the nodes hang together.
+        parents: int64 [batch, rows], the parent row of each node; the root is row 0.
 
     """
 
     token_ids: torch.Tensor
     worths: torch.Tensor
-    trees: Trees
+    parents: torch.Tensor
 
     @property
     def num_nodes(self) -> torch.Tensor:
         """int64 [batch], nodes of each tree that have a token."""
         return (self.token_ids != NO_TOKEN).sum(1)
+
+    @property
+    def trees(self) -> Trees:
+        """How the nodes hang together."""
+        return Trees.from_parents(self.parents)
 
 
 def grow(
@@ -104,7 +109,7 @@ def grow(
             contexts.append([token, *contexts[parent]][: layout.reach])
             depths.append(level)
             row_worths.append(-negative)
-    return Growth(token_ids, worths, Trees.from_parents(parents))
+    return Growth(token_ids, worths, parents)
 
 
 def fill(
@@ -150,7 +155,7 @@ def fill(
             if rank in known[parent]:
                 token_ids[b, node], worths[b, node] = token, _ = known[parent][rank]
                 contexts[node + 1] = [token, *contexts[parent]][: layout.reach]
-    return Growth(token_ids, worths, tree.of_batch(batch))
+    return Growth(token_ids, worths, tree.parents.expand(batch, -1))
 
 
 def _successors(

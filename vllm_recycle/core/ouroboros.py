@@ -65,7 +65,7 @@ def make_pool(
 
 
 class OuroborosProposer:
-    """See `vllm_recycle.core.proposer.Proposer`.
+    """Drafts by a draft model and the phrase pool, and learns phrases from what the target says.
 
     Args:
         shape: sizes of a draft.
@@ -274,7 +274,7 @@ class OuroborosProposer:
         return drafted, result.lengths.where(goes_on, 0).long()
 
     def _widen_windows(self, idx_mapping: torch.Tensor, columns: int) -> None:
-        """Columns that the last round of a request did without are filled anew, behind level 0."""
+        """Fill columns anew, behind level 0, that the last round of a request did without."""
         are_new = self.num_columns[idx_mapping] < columns
         self.num_filled[idx_mapping] = self.num_filled[idx_mapping].masked_fill(are_new, 1)
         self.num_columns[idx_mapping] = columns

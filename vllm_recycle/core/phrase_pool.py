@@ -1,9 +1,9 @@
 """The phrase pool: for each token the phrases that followed it, the newest last.
 
-Ouroboros (arXiv 2402.13720), sections 3.1, 3.3 and 3.4. One tensor holds all phrases: of each token
-`per_token` places, filled from the last one backwards; a place without a phrase holds -1. A phrase
-seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
-tokens' rows is one for what belongs to none: what it holds is of no account.
+Ouroboros (arXiv 2402.13720), sections 3.1, 3.3 and 3.4. One tensor holds all phrases: a token
+has `per_token` places, filled from the last one backwards; a place without a phrase holds -1. A
+phrase seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
+places of the tokens are some for what belongs to none: what they hold is of no account.
 
 `insert_phrases` and `newest_phrases` are pure tensor functions over a whole batch, and the
 references for their kernels: no shape depends on a value. `PhrasePool` owns the tensor.
@@ -117,7 +117,7 @@ def insert_phrases(
     *,
     replaced: torch.Tensor | None = None,
 ) -> None:
-    """Insert phrases as if one after the other; of a token's the last one given is the newest.
+    """Insert phrases as if one after the other; the last one given of a token is the newest.
 
     Args:
         rows: int32 [vocab + 1, per_token, length], changed in place; the last row is nobody's.
@@ -143,7 +143,7 @@ def insert_phrases(
     rows[owners] = NO_TOKEN
     owners = torch.cat((owners.repeat_interleave(per_token), owners))
     owners = owners.where(candidates[:, 0] >= 0, nobody)
-    # Of equal ones of a token the youngest stays.
+    # The youngest of equal ones of a token stays.
     order = _lexicographic_order(torch.cat((owners[:, None], candidates), dim=1))
     equal = torch.cat((owners[:, None], candidates), dim=1)[order]
     repeated = torch.zeros_like(order, dtype=torch.bool)

@@ -21,6 +21,7 @@ class StepTimes:
     Attributes:
         loads: that there are times for, ascending.
         times: float64 [loads, rows + 1], never falling.
+        slopes: float64 [loads, rows + 1], what each row more costs at least, from there on.
 
     """
 
@@ -34,6 +35,7 @@ class StepTimes:
         self.loads = tuple(sorted(times))
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
+        self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -65,15 +67,8 @@ class StepTimes:
     def max_rows(self) -> int:
         return self.times.shape[1] - 1
 
-    @property
-    def row_cost(self) -> float:
-        """What a row more than one costs at least, by the fewest requests that there is."""
-        times = self.at(1, 0)[1:]
-        costs = (times[1:] - times[0]) / torch.arange(1, len(times))
-        return float(costs.min()) if len(costs) else math.inf
-
-    def at(self, num_reqs: int, context: float) -> torch.Tensor:
-        """Times, float64 [rows + 1], for the nearest load.
+    def at(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Times and slopes, float64 [rows + 1] each, for the nearest load.
 
         That is the nearest number of requests by ratio, then the nearest length of context. A row
         costs what it does there behind as many rows of drafts.
@@ -84,13 +79,18 @@ class StepTimes:
             return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
 
         index = min(range(len(self.loads)), key=distance)
-        times, fewer = self.times[index], (self.loads[index][0] or num_reqs) - num_reqs
-        # Of more requests than were timed: the first rows take what the first one does.
-        return times[fewer:] if fewer >= 0 else torch.cat((times[:1].expand(-fewer), times))
+        fewer = (self.loads[index][0] or num_reqs) - num_reqs
+        return _moved(self.times[index], fewer), _moved(self.slopes[index], fewer)
 
-    def of_each(self, num_reqs: int, context: float) -> torch.Tensor:
+    def of_each(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As `at`, but by the rows of one request, where each of them has as many."""
-        return self.at(num_reqs, context)[::num_reqs].contiguous()
+        times, slopes = self.at(num_reqs, context)
+        return times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs
+
+
+def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """`values` of so many rows more; of fewer, if negative, with the first one before them."""
+    return values[rows:] if rows >= 0 else torch.cat((values[:1].expand(-rows), values))
 
 
 def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) -> torch.Tensor:
@@ -147,17 +147,6 @@ def _blocks(worths: list[float]) -> list[tuple[float, int]]:
     return blocks
 
 
-def least_worth(times: torch.Tensor, *, num_rows: int) -> float:
-    """What a node must be worth more than to be chosen in a step of so many rows without drafts.
-
-    The best step gives tokens at a rate g, at least that of the step without drafts. To leave out
-    its least worthy node saves at least the least rise of the times, r: a node that is worth no
-    more than g * r could go, and the rate would not fall.
-    """
-    rises = times[num_rows:].diff()
-    return float(num_rows / times[num_rows] * rises.min()) if len(rises) else math.inf
-
-
 def _rising(values: np.ndarray) -> np.ndarray:
     """The nearest values, by squares, that never fall: what falls is averaged (isotonic)."""
     blocks: list[list[float]] = []
@@ -166,3 +155,10 @@ def _rising(values: np.ndarray) -> np.ndarray:
         while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
     return np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
+
+
+def _least_slopes(times: np.ndarray) -> np.ndarray:
+    """For each number of rows, the least slope to any larger one; infinite for the largest."""
+    rows = np.arange(len(times))
+    slopes = [(times[row + 1 :] - times[row]) / (rows[row + 1 :] - row) for row in rows]
+    return np.array([some.min(initial=np.inf) for some in slopes])

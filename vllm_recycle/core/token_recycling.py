@@ -6,8 +6,11 @@ learns from every row that the target computes (arXiv 2408.08696, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_recycle.core import reference
@@ -15,7 +18,6 @@ from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.grow import Growth
 from vllm_recycle.core.operations import Operations
-from vllm_recycle.core.price import least_worth
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
@@ -23,6 +25,9 @@ from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
 # rows of longer contexts.
 FORMAT = "vllm_recycle.adjacency_matrix/3"
+
+# Matrix products may work in tiles of as many rows.
+NEXT_ROWS = 32
 
 
 class TokenRecyclingState(SavedState):
@@ -109,6 +114,7 @@ class TokenRecyclingProposer:
         *,
         max_depths: torch.Tensor,
         times: torch.Tensor,
+        slopes: torch.Tensor,
         num_other_rows: int,
         max_nodes: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +126,7 @@ class TokenRecyclingProposer:
                 with -1.
             max_depths: int64 [batch], the most tokens that a path of each may have.
             times: float64 [rows + 1], the time of a step by its rows.
+            slopes: float64 [rows + 1], what each row more costs at least.
             num_other_rows: requests of the step that is drafted for beside these.
             max_nodes: the most nodes of a tree; None for as many as there is room for.
 
@@ -129,45 +136,23 @@ class TokenRecyclingProposer:
 
         """
         max_nodes = self.num_nodes if max_nodes is None else max_nodes
-        least = least_worth(times, num_rows=num_other_rows + len(tails))
-        growth = self._draft(idx_mapping, tails, max_depths, max_nodes, least)
+        table, rates = self.state.matrix.table, self.state.acceptance.rates()
+        given: dict[str, Any] = {
+            "layout": self.layout,
+            "salts": self.state.matrix.salts[idx_mapping],
+            "tails": tails,
+            "max_depths": max_depths,
+        }
+        if self.tree is not None:
+            growth = self.operations.fill(table, rates, **given, tree=self.tree)
+        else:
+            grow = partial(self.operations.grow, table, rates, **given, max_nodes=max_nodes)
+            growth = _grow_what_may_pay(grow, times, slopes, num_other_rows + len(tails))
         worths = growth.worths[:, :max_nodes]
         counts = self.operations.choose(worths, times, num_other_rows=num_other_rows)
-        is_behind = torch.arange(max_nodes) >= counts[:, None]
-        token_ids = growth.token_ids[:, :max_nodes].masked_fill(is_behind, NO_TOKEN)
-        return token_ids, growth.trees.parents[:, 1 : 1 + max_nodes]
-
-    def _draft(
-        self,
-        idx_mapping: torch.Tensor,
-        tails: torch.Tensor,
-        max_depths: torch.Tensor,
-        max_nodes: int,
-        least: float,
-    ) -> Growth:
-        state, operations = self.state, self.operations
-        table, rates = state.matrix.table, state.acceptance.rates()
-        salts = state.matrix.salts[idx_mapping]
-        if self.tree is not None:
-            return operations.fill(
-                table,
-                rates,
-                layout=self.layout,
-                salts=salts,
-                tails=tails,
-                max_depths=max_depths,
-                tree=self.tree,
-            )
-        return operations.grow(
-            table,
-            rates,
-            layout=self.layout,
-            salts=salts,
-            tails=tails,
-            max_depths=max_depths,
-            max_nodes=max_nodes,
-            least_worth=least,
-        )
+        token_ids = growth.token_ids[:, :max_nodes]
+        token_ids.numpy()[np.arange(max_nodes) >= counts.numpy()[:, None]] = NO_TOKEN
+        return token_ids, growth.parents[:, 1 : 1 + max_nodes]
 
     def learn(
         self,
@@ -218,3 +203,34 @@ class TokenRecyclingProposer:
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended; what they wrote for themselves is found by nobody any more."""
+
+
+def _grow_what_may_pay(
+    grow: Callable[..., Growth], times: torch.Tensor, slopes: torch.Tensor, num_reqs: int
+) -> Growth:
+    """Grow trees without nodes that `choose` would never take, since most could be grown for long.
+
+    A step without drafts gives its tokens at some rate, and the best step at this rate or a better
+    one. Behind all nodes that were grown, each row more costs `slope` or more; a node that is worth
+    no more than the rate times `slope` cannot raise it there. So nothing that was left out would be
+    chosen, if the slope there is no less than the one by which it was left out.
+
+    Args:
+        grow: grows trees whose nodes are worth more than `least_worth`.
+        times: float64 [rows + 1], the time of a step by its rows.
+        slopes: float64 [rows + 1], what each row more costs at least.
+        num_reqs: rows of the step without drafts.
+
+    """
+    last = len(times) - 1
+    first = min(num_reqs, last)
+    rate = num_reqs / float(times[first])
+    # Where times rise in stairs, the slope by the next stairs too, so that once is mostly enough.
+    slope = float(slopes.numpy()[first : first + NEXT_ROWS].min())
+    while True:
+        growth = grow(least_worth=rate * slope)
+        num_rows = num_reqs + int(np.count_nonzero(growth.token_ids.numpy() != NO_TOKEN))
+        behind = float(slopes[min(num_rows, last)])
+        if behind >= slope:
+            return growth
+        slope = behind

@@ -1,6 +1,6 @@
-"""The proposer of an engine, made from its configuration, and its life within a worker.
+"""What drafts within a worker, whatever the runner: it holds a proposer, and what that learns.
 
-A drafter holds the proposer; the runner (`cpu.runner`, `cuda.runner`) asks it for drafts.
+Runners (`cpu.runner`, `cuda.runner`) ask a drafter for drafts, and know of no method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_recycle.core import Proposer
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, options_of
@@ -33,13 +32,11 @@ class Drafter(ABC):
 
     Attributes:
         vllm_config: of the engine.
-        proposer: what drafts.
         state: what it learns.
 
     """
 
     vllm_config: Any
-    proposer: Proposer
     state: SavedState
 
     def __init__(self, vllm_config: Any) -> None:
@@ -51,7 +48,7 @@ class Drafter(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the model, which a state file has."""
+        """Of the model; a state file has it too."""
         return fingerprint(self.vllm_config.model_config)
 
     def reset(self) -> None:
@@ -87,7 +84,7 @@ class Drafter(ABC):
         )
 
     def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:
-        """Of a data-parallel rank, this one unless told: a file of its own, or a folder of all."""
+        """Where a data-parallel rank keeps its state: this one's file or folder, unless told."""
         if data_parallel_index is None:
             data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
         path = rank_file(path, data_parallel_index)

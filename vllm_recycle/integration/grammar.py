@@ -33,7 +33,7 @@ class GrammarMasks:
         self.masks: torch.Tensor | None = None
 
     def is_constrained(self, request: Any) -> bool:
-        """Whether the next token of a request follows its grammar; not while it reasons first."""
+        """Whether the next token of a request follows its grammar; it may reason first."""
         return self.manager._get_constraint_bounds(request, ()).constraint_start == 0
 
     def allowed_rows(self, request: Any) -> list[int]:
@@ -47,7 +47,8 @@ class GrammarMasks:
         """The masks of the root and of each scheduled node of these requests, one after the other.
 
         Args:
-            requests: that follow a grammar; of those with a draft `draft_parents` has the parents.
+            requests: that follow a grammar; `draft_parents` of each that has a draft has the
+                parents of its nodes.
             drafts: scheduled draft tokens by the name of the request, -1 where not filled.
 
         Returns:

@@ -44,8 +44,8 @@ class TreeScheduler(Scheduler):
         options = options_of(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
         self.isolates = options.isolates
-        # Of the runner that does not say it with each draft: the depth of each prefix. Of trees
-        # that are grown on a device it is what it may be at most.
+        # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
+        # draft; the most that it may be where trees are grown on the device.
         self.depth_of_nodes: list[int] = []
         if self.use_v2_model_runner:
             nodes = range(1, options.num_nodes + 1)
@@ -69,8 +69,8 @@ class TreeScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""
         if self.isolates:
-            # vLLM would cut a draft to what the prompts before it leave of the step. Of what runs
-            # the last is preempted first: now prompts are.
+            # vLLM would cut a draft to what the prompts before it leave of the step. The last one
+            # of what runs is preempted first: now that is a prompt.
             self.running.sort(key=lambda request: request.is_prefill_chunk)
         drafting = [request for request in self.running if request.spec_token_ids]
         for request in drafting:
@@ -92,7 +92,7 @@ class TreeScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As for all; and learn what trees are worth."""
+        """Take in a step as vLLM does, and learn what trees are worth."""
         if self.sizes is not None:
             self.sizes.learn(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
@@ -101,7 +101,7 @@ class TreeScheduler(Scheduler):
         """The longest draft of each of these requests that harms no other."""
         if not drafting:
             return []
-        # Each running request needs a row beside its draft, and vLLM may ask for one more.
+        # Every running request needs a row beside its draft, and vLLM may ask for one more.
         rows = len(self.running) * (1 + self.draft_slots)
         budget = max(0, min(self.max_draft_tokens, self.max_num_scheduled_tokens - rows))
         # A draft is worth less than another request's KV cache: none may cost a preemption. So it
@@ -121,10 +121,10 @@ class TreeScheduler(Scheduler):
         return [min(limit, -slot % size + share * size) for slot in slots]
 
     def _unclaimed_blocks(self, sizes: list[int], ahead: int) -> int:
-        """KV blocks that are free when every request has those of its text, of each group."""
+        """KV blocks that are free when every request has those of its text, in each group."""
         claimed, before = 0, ahead - 1
         for request in self.running:
-            # Of a text all but the last token is computed; less of a prompt that is being read.
+            # All tokens of a text but the last are computed; fewer of a prompt that is being read.
             computed = request.num_computed_tokens + before
             known = request.num_tokens + request.num_output_placeholders + before
             for size in sizes:
@@ -132,7 +132,7 @@ class TreeScheduler(Scheduler):
         return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - claimed)
 
     def _guaranteed_blocks(self, sizes: list[int]) -> int:
-        """KV blocks of a group that a request has room for, whatever the others have; or none."""
+        """KV blocks of a group that each request is sure of, whatever others have; or none."""
         longest = [-(-self.max_model_len // size) for size in sizes]
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
         # Streamed prompts that wait for more have blocks too.
@@ -153,7 +153,7 @@ class TreeScheduler(Scheduler):
         return True
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> GrammarOutput | None:
-        """As vLLM's, for trees: of each request that follows a grammar a mask for each row."""
+        """As vLLM's, for trees: a mask for each row of each request that follows a grammar."""
         if not scheduler_output.has_structured_output_requests:
             return None
         scheduled = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]

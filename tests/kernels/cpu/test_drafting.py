@@ -82,7 +82,7 @@ def rates_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
 def assert_same_growths(got: Growth, expected: Growth) -> None:
     assert got.token_ids.equal(expected.token_ids)
     assert got.worths.equal(expected.worths)
-    assert_same_trees(got.trees, expected.trees)
+    assert got.parents.equal(expected.parents)
 
 
 @MANY
@@ -130,7 +130,7 @@ def test_choose_equals_the_reference(seed, shape, others, num_rows, eighths, row
     torch.manual_seed(seed)
     times = torch.rand(num_rows + 1).double().cumsum(0)
     if row_cost is not None:
-        times = StepTimes.linear(row_cost, num_rows).at(1, 0)
+        times, _ = StepTimes.linear(row_cost, num_rows).at(1, 0)
     worths = torch.randint(9, shape).double() / 8 if eighths else torch.rand(shape)
     expected, got = (
         twin.choose(worths, times, num_other_rows=others) for twin in (reference, calls)
@@ -224,7 +224,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
         )
         for operations in (reference, calls)
     ]
-    times = StepTimes.linear(row_cost, 60).at(3, 0)
+    times, slopes = StepTimes.linear(row_cost, 60).at(3, 0)
     texts = random_texts(first.state.matrix, 2, 30)
     idx_mapping = torch.tensor([2, 0])
     for proposer in proposers:
@@ -239,6 +239,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
                 tails,
                 max_depths=max_depths,
                 times=times,
+                slopes=slopes,
                 num_other_rows=1,
             )
             for proposer in proposers

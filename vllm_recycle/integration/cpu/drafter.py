@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from vllm_recycle.core import WalkResult
+from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import find_step_times
 from vllm_recycle.integration.drafter import Drafter
@@ -81,11 +83,14 @@ class V1Drafter(Drafter):
     """A drafter of the V1 runner, which drafts as many nodes as are worth their time.
 
     Attributes:
+        proposer: what drafts and learns.
         row_cost: what the user says of a row, in units of a step of one row; None to measure.
         max_rows: most rows of a step that drafts may make.
         step_times: what a step takes by its rows.
 
     """
+
+    proposer: TokenRecyclingProposer | OuroborosProposer
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -179,4 +184,5 @@ class V1Drafter(Drafter):
         return ""
 
     def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"row_cost": self.step_times.row_cost}
+        _, slopes = self.step_times.at(1, 0)
+        return super().statistics() | {"row_cost": float(slopes[1])}

@@ -40,7 +40,7 @@ def _with_zeros(stacked: torch.Tensor) -> torch.Tensor:
 def logits_of_an_adapter(runner: Any, requests: int, rows: int) -> Iterator[None]:
     """With LoRA, compute logits for all rows of a step as if its requests had an adapter.
 
-    vLLM's dummy steps have a logit row a request.
+    vLLM's dummy steps have one logit row per request.
     """
     num_rows = np.full(requests, rows, dtype=np.int32)
     with runner.maybe_select_dummy_loras(

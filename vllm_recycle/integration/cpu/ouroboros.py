@@ -125,10 +125,9 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
+            times, _ = self.step_times.at(batch, float(last.mean()))
             counts = native_operations().choose(
-                self.acceptance.worths(drafted),
-                self.step_times.at(batch, float(last.mean())),
-                num_other_rows=batch - len(chosen),
+                self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
             is_behind = torch.arange(drafted.shape[1]) >= counts[:, None]
             drafts[chosen] = drafted.masked_fill(is_behind, NO_TOKEN)
@@ -143,7 +142,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             self.model.compute_logits(self.run(rows))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times = self.step_times.at(1, 0)
+        times, _ = self.step_times.at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())

@@ -81,12 +81,14 @@ class TokenRecyclingV1Drafter(V1Drafter):
         that its size depends on its own text and on how many requests there are.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        times_of = self.step_times.of_each if self.isolates else self.step_times.at
+        prices = self.step_times.of_each if self.isolates else self.step_times.at
+        times, slopes = prices(batch, float(last.mean()))
         return self.proposer.propose(
             texts.idx_mapping[chosen],
             Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
-            times=times_of(batch, float(last.mean())),
+            times=times,
+            slopes=slopes,
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )

@@ -15,7 +15,7 @@ from vllm_recycle.core.adjacency import MAX_CONTEXT, MatrixLayout
 from vllm_recycle.core.grow import Growth
 from vllm_recycle.core.harvest import harvest
 from vllm_recycle.core.tree import Trees, TreeTemplate
-from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
 from vllm_recycle.kernels.cpu.build import load_library
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
@@ -113,13 +113,12 @@ def grow(
     least_worth: float = 0.0,
 ) -> Growth:
     """See `vllm_recycle.core.grow.grow`."""
-    batch, rows = len(tails), max_nodes + 1
+    batch = len(tails)
     assert tails.shape[1] == layout.reach
     assert len(salts) == len(max_depths) == batch
-    token_ids = torch.full((batch, max_nodes), NO_TOKEN)
-    worths = torch.zeros(batch, max_nodes, dtype=torch.float64)
-    parents, depths = torch.zeros(2, batch, rows, dtype=torch.int64)
-    masks = torch.zeros(batch, rows, rows, dtype=torch.bool)
+    token_ids = torch.empty(batch, max_nodes, dtype=torch.int64)
+    worths = torch.empty(batch, max_nodes, dtype=torch.float64)
+    parents = torch.empty(batch, max_nodes + 1, dtype=torch.int64)
     _library().grow(
         _matrix(table, layout),
         _pointer(rates, torch.float64),
@@ -132,10 +131,8 @@ def grow(
         _pointer(token_ids),
         _pointer(worths, torch.float64),
         _pointer(parents),
-        _pointer(depths),
-        _pointer(masks, torch.bool),
     )
-    return Growth(token_ids, worths, Trees(parents, depths, masks))
+    return Growth(token_ids, worths, parents)
 
 
 def fill(
@@ -168,7 +165,7 @@ def fill(
         _pointer(token_ids),
         _pointer(worths, torch.float64),
     )
-    return Growth(token_ids, worths, tree.of_batch(batch))
+    return Growth(token_ids, worths, tree.parents.expand(batch, -1))
 
 
 def learn(

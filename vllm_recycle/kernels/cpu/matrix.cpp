@@ -159,47 +159,45 @@ struct Candidate {
 
 extern "C" {
 
-// Worths come filled with 0, token ids with -1, parents, depths and masks with 0.
 void grow(const Matrix* of, const double* rates, const int64_t* salts, const int64_t* tails,
           const int64_t* max_depths, int64_t batch, int64_t max_nodes, double least_worth,
-          int64_t* token_ids, double* worths, int64_t* parents, int64_t* depths, uint8_t* masks) {
+          int64_t* token_ids, double* worths, int64_t* parents) {
+  struct Row {
+    Context context;
+    int64_t depth;
+  };
   const Matrix& matrix = *of;
-  const int64_t reach = matrix.reach(), width = max_nodes + 1;
-  std::vector<Context> contexts(width);
-  std::vector<Candidate> room;
-  for (int64_t b = 0; b < batch; b++, parents += width, depths += width, masks += width * width) {
-    room.clear();
-    std::priority_queue<Candidate> heap({}, std::move(room));
-    contexts[0] = tail_of(tails + b * reach, reach);
+  const int64_t reach = matrix.reach();
+  std::fill(token_ids, token_ids + batch * max_nodes, -1);
+  std::fill(worths, worths + batch * max_nodes, 0.0);
+  std::fill(parents, parents + batch * (max_nodes + 1), 0);
+  std::vector<Row> rows(max_nodes + 1);
+  for (int64_t b = 0; b < batch; b++, token_ids += max_nodes, worths += max_nodes) {
+    std::priority_queue<Candidate> heap;
+    rows[0] = {tail_of(tails + b * reach, reach), 0};
     double worth = 1.0;
     int64_t row = 0;
-    masks[0] = 1;
     while (true) {
-      if (depths[row] < max_depths[b]) {
-        const Place found = find_entry(matrix, contexts[row], salts[b]);
+      const Row& above = rows[row];
+      if (above.depth < max_depths[b]) {
+        const Place found = find_entry(matrix, above.context, salts[b]);
         const double* rate = found.entry ? rates_of(matrix, rates, found) : nullptr;
         for (int64_t rank = 0; found.entry && rank < matrix.k; rank++, rate += STEADINESSES) {
           const int64_t token = found.entry[1 + rank];
           const double below = worth * *rate;
           if (token >= 0 && below > least_worth) {
-            heap.push({below, depths[row] + 1, row, rank, token});
+            heap.push({below, above.depth + 1, row, rank, token});
           }
         }
       }
       if (heap.empty() || row == max_nodes) break;
       const Candidate top = heap.top();
       heap.pop();
-      worth = worths[b * max_nodes + row] = top.worth;
-      token_ids[b * max_nodes + row] = top.token;
+      worth = worths[row] = top.worth;
+      token_ids[row] = top.token;
       row++;
-      parents[row] = top.parent, depths[row] = top.depth;
-      contexts[row] = contexts[top.parent].below(top.token);
-      std::copy(masks + top.parent * width, masks + (top.parent + 1) * width, masks + row * width);
-      masks[row * width + row] = 1;
-    }
-    for (row++; row < width; row++) {  // no nodes: as any row below the root
-      depths[row] = 1;
-      masks[row * width] = masks[row * width + row] = 1;
+      parents[b * (max_nodes + 1) + row] = top.parent;
+      rows[row] = {rows[top.parent].context.below(top.token), top.depth};
     }
   }
 }

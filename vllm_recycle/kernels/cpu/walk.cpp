@@ -34,6 +34,7 @@ void choose(const double* worths, const double* times, int64_t num_times, int64_
       }
       blocks.push_back(block);
     }
+    while (blocks.size() > first && blocks.back().worth <= 0.0) blocks.pop_back();
   }
   std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) {
     return a.average() > b.average();

@@ -1,7 +1,7 @@
-"""What a runner asks of a drafting method, whatever the method and whatever the runner.
+"""The numbers of requests, and the names of vLLM that the package uses.
 
-A runner numbers the states of its running requests, and says when a request ends; the number may
-then be another's. A proposer knows nothing else of a request.
+A runner numbers the states of its running requests. When a request ends its number may become
+another's. Proposers know nothing else of a request.
 
 What is vLLM's has the names of its Model Runner V2 (`vllm.v1.worker.gpu`), throughout the package:
 
@@ -19,19 +19,6 @@ and so have `query_start_loc`, `seq_lens`, `block_table`, `slot_mapping`, `num_c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-from vllm_recycle.core.operations import PhraseOperations
-
-
-class Proposer(Protocol):
-    """What runners ask of every proposer; the rest is between a drafter and its own."""
-
-    @property
-    def operations(self) -> PhraseOperations: ...
-
-    def release(self, req_state_indices: Sequence[int]) -> None:
-        """These requests ended: finished, aborted or preempted. Their numbers may come again."""
 
 
 class ReqStateIndices:
