@@ -63,7 +63,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     def warm_up_as_on_a_gpu(worker: Any) -> Any:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
-        taught.append(worker.drafter.state.num_written)
+        taught.append(worker.drafter.state.matrix.num_written)
         return compile_or_warm_up(worker)
 
     CPUWorker.compile_or_warm_up_model = warm_up_as_on_a_gpu
@@ -80,16 +80,16 @@ def main(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, batch in (("first", FIRST), ("second", SECOND)):
         llm = LLM(**LLM_ARGUMENTS, speculative_config=method)
-        state = runner(llm).drafter.state
-        found = {"rows behind warm-up": taught.pop(), "rows at the start": state.num_written}
-        found["known at the start"] = digest(state.shared)
+        matrix = runner(llm).drafter.state.matrix
+        found = {"rows behind warm-up": taught.pop(), "rows at the start": matrix.num_written}
+        found["known at the start"] = digest(matrix.shared_entries())
         found["token ids"] = [output["token_ids"] for output in generate(llm, [batch])]
-        found["learnt"] = digest(state.shared)
+        found["learnt"] = digest(matrix.shared_entries())
         core(llm).model_executor.collective_rpc("save_draft_state")
         found["written"] = written()
         file.unlink()
         generate(llm, [batch])  # so that there is something to write at the end
-        found["learnt at the end"] = digest(state.shared)
+        found["learnt at the end"] = digest(matrix.shared_entries())
         llm.llm_engine.engine_core.shutdown()
         result[name] = found | {"written at the end": written()}
     return result

@@ -97,7 +97,7 @@ def main() -> dict[str, Any]:
     sizes: list[int] = []
     reports: list[int] = []
     grown_at_0: list[int] = []
-    schedule, see, propose = scheduler.schedule, speculator._see, speculator.propose
+    schedule, report, propose = scheduler.schedule, speculator._report, speculator.propose
     learn = scheduler.sizes.learn
 
     def watched_schedule(*args: Any) -> Any:
@@ -106,9 +106,9 @@ def main() -> dict[str, Any]:
             sizes.append(output.num_spec_tokens_to_schedule)
         return output
 
-    def watched_see(input_batch: Any, num_speculative_tokens: int | None) -> None:
+    def watched_report(input_batch: Any, num_speculative_tokens: int | None) -> None:
         grown_at_0.append(num_speculative_tokens == 0)
-        see(input_batch, num_speculative_tokens)
+        report(input_batch, num_speculative_tokens)
 
     def watched_propose(*args: Any, **kwargs: Any) -> Any:
         with waits:
@@ -120,7 +120,7 @@ def main() -> dict[str, Any]:
         learn(scheduler_output, model_runner_output)
 
     scheduler.schedule, scheduler.sizes.learn = watched_schedule, watched_learn
-    speculator._see, speculator.propose = watched_see, watched_propose
+    speculator._report, speculator.propose = watched_report, watched_propose
 
     def serve() -> dict[str, Any]:
         sizes.clear()
