@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 NUM_NEIGHBOURS = 3
-ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=430, ignore_eos=True)
 PROBE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
