@@ -16,7 +16,6 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 NUM_NEIGHBOURS = 3
-ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROBE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
@@ -29,6 +28,7 @@ class Attack:
         settings: of the engine.
         lengths: of the neighbours' prompts, of those that repeat themselves and the others.
         they_decode: whether they have their prompts behind them before the request comes.
+        their_tokens: how many tokens they may have, more than they get beside the request.
 
     """
 
@@ -36,6 +36,7 @@ class Attack:
     settings: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, int] = (60, 60)
     they_decode: bool = True
+    their_tokens: int = 400
 
 
 ATTACKS = {
@@ -52,7 +53,7 @@ ATTACKS = {
         lengths=(360, 60),
         they_decode=False,
     ),
-    "room in the table": Attack({**GROWN, "context_mib": 1, "k": 64}),
+    "room in the table": Attack({**GROWN, "context_mib": 1, "k": 64}, their_tokens=1000),
 }
 
 Trace = list[tuple[int, tuple[int, ...]]]
@@ -91,9 +92,10 @@ def trace(
 
     The others come before it, and stay until it has ended.
     """
+    endless = SamplingParams(temperature=0, max_tokens=how.their_tokens, ignore_eos=True)
     for number, token_ids in enumerate(neighbours):
         prompt = TokensPrompt(prompt_token_ids=token_ids)
-        llm.llm_engine.add_request(f"other-{number}", prompt, ENDLESS)
+        llm.llm_engine.add_request(f"other-{number}", prompt, endless)
     decoding: set[str] = set()
     while how.they_decode and len(decoding) < len(neighbours):
         decoding |= {output.request_id for output in llm.llm_engine.step()}

@@ -67,7 +67,7 @@ def time_graphs(runner: Any) -> dict[GraphShape, tuple[float, float]]:
 
 
 def _prepare_step(runner: Any, shape: GraphShape, context: int) -> None:
-    """Fill the buffers that a graph reads, as vLLM does before it captures."""
+    """Fill the buffers that a graph reads, as vLLM does before it replays one."""
     # Rows that fill up a batch meet no experts, and tokens that are all the same the same ones.
     batch = InputBatch.make_dummy(
         shape.num_reqs,
@@ -81,15 +81,8 @@ def _prepare_step(runner: Any, shape: GraphShape, context: int) -> None:
     block_tables = tables.get_dummy_block_tables(shape.num_reqs)
     slots = tables.get_dummy_slot_mappings(shape.num_tokens)
     set_dummy_context(batch, tables, context, config.num_blocks, runner.max_model_len)
-    runner.model_state.prepare_attn(
-        batch,
-        CUDAGraphMode.NONE,
-        block_tables,
-        slots,
-        runner.attn_groups,
-        config,
-        for_capture=True,
-    )
+    state, groups = runner.model_state, runner.attn_groups
+    state.prepare_attn(batch, CUDAGraphMode.FULL, block_tables, slots, groups, config)
 
 
 def _run_step(runner: Any, desc: Any) -> None:
