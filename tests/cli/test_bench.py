@@ -7,11 +7,11 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import fake_worker
 import pytest
+from commands import DRAFT_MODEL, FAKE_WORKER, PROMPTS, ROOT, bench
 
 from vllm_recycle.cli import RunError, main
 from vllm_recycle.cli.bench import driver, methods
@@ -20,11 +20,6 @@ from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
 from vllm_recycle.cli.bench.prompts import Prompt
 from vllm_recycle.cli.bench.report import make_report
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "examples/models/target"
-DRAFT_MODEL = ROOT / "examples/models/draft"
-PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
-FAKE_WORKER = (str(Path(__file__).with_name("fake_worker.py")),)
 EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
 OUROBOROS_OF_6 = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 6}}'
 RESULT_KEYS = {
@@ -40,10 +35,6 @@ RESULT_KEYS = {
     "outside_forward_share",
     "outputs_equal",
 }
-
-
-def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list[str]:
-    return ["bench", "--model", str(model), "--prompts", str(prompts), *arguments]
 
 
 def test_methods_are_measured_side_by_side(tmp_path):

@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-
-from vllm_recycle.cli import main
-
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "examples/models/target"
-DRAFT_MODEL = ROOT / "examples/models/draft"
-PROMPTS = ROOT / "examples/prompts/gsm8k.jsonl"
-
-
-def bench(*arguments: str, model: Path = MODEL, prompts: Path = PROMPTS) -> list[str]:
-    return ["bench", "--model", str(model), "--prompts", str(prompts), *arguments]
+from commands import DRAFT_MODEL, MODEL, bench, refused
 
 
 @pytest.mark.parametrize(
@@ -92,16 +80,3 @@ def test_a_missing_optional_package_is_named_with_its_command(package, monkeypat
         "matplotlib": ["--methods=none", "--plot=x.png"],
     }[package]
     assert "pip install " + package.replace("_", "-") in refused(bench(*arguments), capsys)
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a call that ends with status 2, before vLLM is imported."""
-    try:
-        status = main(arguments)
-    except SystemExit as error:
-        status = error.code
-    line = capsys.readouterr().err
-    assert status == 2
-    assert line.count("\n") == 1
-    assert line.startswith("vllm-recycle bench: error: ")
-    return line

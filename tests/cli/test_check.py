@@ -6,16 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import refused
 from derived_models import mistral, qwen2_audio
+from engines import OUROBOROS, TARGET
 
 from vllm_recycle.cli import main
 from vllm_recycle.integration import config as engine_config
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
-TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 VOCAB, FLAGS = 4096, ["--dtype", "float32", "--max-num-seqs", "2"]
 
 
@@ -44,7 +43,7 @@ def check(capsys, *flags: str, config: dict | None = None, model: str = TARGET) 
             4 * 10 * (VOCAB + 16384) + 8 * 2 * 8 * 5 * 2,
         ),
         (
-            {"method": "ouroboros", "model": DRAFT, "guesses": 5, "phrase_length": 4},
+            {**OUROBOROS, "guesses": 5, "phrase_length": 4},
             "tree ",
             4 * (VOCAB + 1) * 5 * 3,
         ),
@@ -125,8 +124,5 @@ def test_what_is_missing_says_how_to_get_it(tmp_path):
 
 
 def test_flags_that_vllm_does_not_have(capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["check", TARGET, "--no-such-flag"])
-    assert error.value.code == 2
-    line = capsys.readouterr().err
+    line = refused(["check", TARGET, "--no-such-flag"], capsys)
     assert line == "vllm-recycle check: error: unrecognized arguments: --no-such-flag\n"

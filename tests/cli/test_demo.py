@@ -10,16 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import MODEL, ROOT, refused
+from commands import PROMPTS as GSM8K
 
 from vllm_recycle.cli import demo, main
 from vllm_recycle.cli.bench.prompts import read_prompts
 
-ROOT = Path(__file__).parents[2]
-GSM8K = ROOT / "examples/prompts/gsm8k.jsonl"
 HUMANEVAL = ROOT / "examples/prompts/humaneval.jsonl"
 SPEC_BENCH = ROOT / "examples/prompts/spec_bench.jsonl"
-TARGET = ROOT / "examples/models/target"
-EMBEDDED = f"--model={TARGET}"
+EMBEDDED = f"--model={MODEL}"
 
 
 def totals(*outputs):
@@ -45,9 +44,7 @@ def test_answers_are_streamed_in_colour_and_compared(tmp_path):
     # What one step gave together has a colour; such steps are what the method is for.
     assert re.search(r"\x1b\[3[2356]m[^\x1b]+\x1b\[0m", shown)
     lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
-    assert lines[0] == (
-        f"{TARGET}, 2 prompts, 16 new tokens at most; greedy, one prompt at a time,"
-    )
+    assert lines[0] == (f"{MODEL}, 2 prompts, 16 new tokens at most; greedy, one prompt at a time,")
     assert [line[:5] for line in lines if line.startswith("[")] == ["[1/2]", "[2/2]"]
     plain_steps = [line.split()[2] for line in lines if line.startswith("  plain decoding ")]
     assert plain_steps == ["15", "15"]  # the prompt's step gives the first token
@@ -104,14 +101,14 @@ def test_without_the_chat_model_the_embedded_one_runs_on_what_it_knows(monkeypat
     monkeypatch.setattr(demo, "CHAT_MODEL", Path("models/missing"))
     plan = make_plan()
     assert "models/missing (`make model` fetches it): the small embedded" in capsys.readouterr().out
-    assert (plan.model, plan.chat, plan.dtype) == (str(TARGET), False, "float32")
+    assert (plan.model, plan.chat, plan.dtype) == (str(MODEL), False, "float32")
     gsm8k, humaneval = read_prompts(GSM8K), read_prompts(HUMANEVAL)
     assert plan.prompts[:3] == (gsm8k[0], humaneval[0], gsm8k[1])
     assert len(plan.prompts) == demo.NUM_PROMPTS
 
 
 def test_the_chat_model_is_asked_a_question_of_each_category(tmp_path, monkeypatch):
-    for file in TARGET.iterdir():
+    for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     monkeypatch.setattr(demo, "CHAT_MODEL", tmp_path)
@@ -128,11 +125,9 @@ def test_the_chat_model_is_asked_a_question_of_each_category(tmp_path, monkeypat
 )
 def test_an_installed_package_names_what_it_needs(arguments, option, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "EXAMPLES", tmp_path / "examples")
-    assert main(["demo", *arguments]) == 2
-    line = capsys.readouterr().err
+    line = refused(["demo", *arguments], capsys)
     assert line.startswith(f"vllm-recycle demo: error: no {tmp_path}/examples/")
     assert line.endswith(f"name your own with {option}\n")
-    assert line.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +139,4 @@ def test_an_installed_package_names_what_it_needs(arguments, option, monkeypatch
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
-    assert main(["demo", *arguments]) == 2
-    line = capsys.readouterr().err
-    assert message in line
-    assert line.count("\n") == 1
+    assert message in refused(["demo", *arguments], capsys)

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from commands import DRAFT_MODEL, FAKE_WORKER, MODEL, PROMPTS, refused
 
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
@@ -14,11 +15,6 @@ from vllm_recycle.cli.bench.arguments import number_range
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.integration.options import OuroborosOptions
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-MODEL = EXAMPLES / "models/target"
-DRAFT_MODEL = EXAMPLES / "models/draft"
-PROMPTS = EXAMPLES / "prompts/gsm8k.jsonl"
-FAKE_WORKER = (str(Path(__file__).with_name("fake_worker.py")),)
 SMALL = [
     "--dtype=float32",
     "--max-tokens=16",
@@ -213,16 +209,3 @@ def test_ranges_have_their_last_value():
     assert number_range(1)("2:14:4") == (2, 6, 10, 14)
     assert number_range(1)("5:7") == (5, 6, 7)
     assert number_range(0)("0,4,4") == (0, 4)
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a call that ends with status 2."""
-    try:
-        status = main(arguments)
-    except SystemExit as error:
-        status = error.code
-    line = capsys.readouterr().err
-    assert status == 2, line
-    assert line.count("\n") == 1
-    assert line.startswith("vllm-recycle tune: error: ")
-    return line

@@ -1,4 +1,4 @@
-"""The short examples, as a user runs them; tests/integration/test_server.py covers the server."""
+"""The short examples, as a user runs them; tests/integration/server covers the server."""
 
 from __future__ import annotations
 

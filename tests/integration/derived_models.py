@@ -176,7 +176,7 @@ def as_qwen2(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config | architecture, weights | biases
 
 
-def random_weights(config: Any, *, norms: float) -> dict[str, torch.Tensor]:
+def random_weights(config: Any, *, norms: float, std: float = 0.05) -> dict[str, torch.Tensor]:
     """Those of a model of `transformers`, of norms one number."""
     with torch.device("meta"):
         shapes = dict(AutoModelForCausalLM.from_config(config).named_parameters())
@@ -184,6 +184,6 @@ def random_weights(config: Any, *, norms: float) -> dict[str, torch.Tensor]:
     return {
         name: torch.full(weight.shape, norms)
         if "norm" in name
-        else torch.empty(weight.shape).normal_(std=0.05, generator=generator)
+        else torch.empty(weight.shape).normal_(std=std, generator=generator)
         for name, weight in shapes.items()
     }

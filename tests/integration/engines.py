@@ -31,6 +31,16 @@ SMALL_OUROBOROS = {
     "max_forwards": 5,
     "row_cost": 0,
 }
+# Less than two prompts, or two trees: prompts come in chunks, and trees are cut.
+SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+
+
+def mixed_params(count: int, *, max_tokens: int) -> list[Any]:
+    """Sampling parameters of as many prompts: greedy and seeded in turn."""
+    from vllm import SamplingParams
+
+    given = {"max_tokens": max_tokens, "ignore_eos": True}
+    return [SamplingParams(temperature=0.7 * (i % 2), seed=i, **given) for i in range(count)]
 
 
 def read_prompts(count: int, *, max_words: int = 120) -> list[str]:
@@ -95,6 +105,19 @@ def generate(llm: Any, prompts: list[Any], params: Any) -> list[list[tuple[int, 
 def counter(llm: Any, name: str) -> int:
     """A counter of vLLM's metrics, summed over its labels; it counts from the engine's start."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def watch_steps(llm: Any) -> list[Any]:
+    """The outputs of the scheduler, of all steps from now on."""
+    scheduler, steps = core(llm).scheduler, []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any) -> Any:
+        steps.append(schedule(*args))
+        return steps[-1]
+
+    scheduler.schedule = watched
+    return steps
 
 
 def core(llm: Any) -> Any:

@@ -17,6 +17,7 @@ from engines import (
     GROWN,
     OUROBOROS,
     PAPER,
+    SMALL_BUDGET,
     SMALL_OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
@@ -35,8 +36,6 @@ PROMPTS = read_prompts(40)
 # For what differs in little from the defaults; twice as many as are served at a time.
 FEW, MAX_NUM_SEQS = 16, 8
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
-
-SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from engines import (
     generate,
     read_prompts,
     runner,
+    watch_steps,
 )
 from vllm import SamplingParams
 
@@ -36,19 +37,6 @@ def learnt(llm) -> list[torch.Tensor]:
     return [state.matrix.shared_entries(), state.acceptance.counts.clone()]
 
 
-def schedules(llm, monkeypatch):
-    """Record every scheduler output of an engine."""
-    scheduler, seen = core(llm).scheduler, []
-    schedule = scheduler.schedule
-
-    def recording(*args, **kwargs):
-        seen.append(schedule(*args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(scheduler, "schedule", recording)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("method", "share"),
     [
@@ -57,14 +45,14 @@ def schedules(llm, monkeypatch):
         pytest.param(SMALL_OUROBOROS, 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_trees_starve_nobody_at_64_requests_and_a_small_budget(monkeypatch, share, method):
+def test_trees_starve_nobody_at_64_requests_and_a_small_budget(share, method):
     prompts = read_prompts(64 - 24, max_words=20) + read_prompts(24, max_words=10)
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}
     with engine(None, **settings) as llm:
         expected = generate(llm, prompts, GREEDY)
     with engine({**method, "budget_share": share}, **settings) as llm:
         generate(llm, prompts, GREEDY)  # a warm matrix or pool asks for full trees
-        steps = schedules(llm, monkeypatch)
+        steps = watch_steps(llm)
         assert generate(llm, prompts, GREEDY) == expected
         running_before = 0
         for step in steps:
@@ -110,11 +98,11 @@ def test_drafts_take_no_kv_cache_that_the_rest_of_a_prompt_needs(method):
 
 
 @both_methods
-def test_drafts_have_the_sizes_of_the_users_table(method, monkeypatch):
+def test_drafts_have_the_sizes_of_the_users_table(method):
     table = [[1, 2, 5], [3, 1024, 0]]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 8, 8, 40)]
     with engine({**method, "num_speculative_tokens_per_batch_size": table}) as llm:
-        steps = schedules(llm, monkeypatch)
+        steps = watch_steps(llm)
         generate(llm, read_prompts(4), params)
     sizes = [len(step.num_scheduled_tokens) for step in steps]
     drafts = [[*map(len, step.scheduled_spec_decode_tokens.values())] for step in steps]
@@ -159,7 +147,7 @@ def test_counters_count_nodes_and_depths(monkeypatch, method, most):
     with engine(method) as llm:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         before = [counter(llm, f"spec_decode_{name}") for name in names]
-        steps = schedules(llm, monkeypatch)
+        steps = watch_steps(llm)
         scheduler, trees, observed = core(llm).scheduler, [], []
         schedule, count = scheduler.schedule, scheduler.make_spec_decoding_stats
 

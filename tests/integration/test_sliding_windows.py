@@ -14,24 +14,21 @@ from derived_models import gemma3, mistral, with_windows
 from engines import (
     GROWN,
     PAPER,
+    SMALL_BUDGET,
     SMALL_OUROBOROS,
     TOKEN_RECYCLING,
     core,
     counter,
     engine,
     generate,
+    mixed_params,
     read_prompts,
 )
-from vllm import SamplingParams
 
 WINDOW = 40  # of blocks of 32
 PROMPTS = read_prompts(8, max_words=60)
-PARAMS = [
-    SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index, ignore_eos=True)
-    for index in range(len(PROMPTS))
-]
+PARAMS = mixed_params(len(PROMPTS), max_tokens=40)
 SETTINGS = {"max_num_seqs": len(PROMPTS), "max_model_len": 256, "block_size": 32}
-SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from engines import PAPER, TARGET, TOKEN_RECYCLING, core, counter, engine, generate, read_prompts
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from derived_models import random_weights, write_model
+from engines import (
+    PAPER,
+    SMALL_BUDGET,
+    TARGET,
+    TOKEN_RECYCLING,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+    watch_steps,
+)
+from transformers import AutoConfig
 from vllm import SamplingParams
 
 SHAPE = {
@@ -32,29 +40,15 @@ STANDARD_DEVIATION = 0.035
 PROMPTS = read_prompts(4, max_words=30)
 MAX_MODEL_LEN = 256
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-# Less than two prompts, or two trees.
-SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("chat_model")
     config = AutoConfig.from_pretrained(TARGET, **SHAPE)
-    config.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
-    with torch.device("meta"):
-        shapes = dict(AutoModelForCausalLM.from_config(config).named_parameters())
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.ones(weight.shape)
-        if weight.dim() == 1
-        else torch.empty(weight.shape).normal_(std=STANDARD_DEVIATION, generator=generator)
-        for name, weight in shapes.items()
-    }
+    weights = random_weights(config, norms=1.0, std=STANDARD_DEVIATION)
     weights = {name: weight.bfloat16() for name, weight in weights.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    yield str(folder)
+    folder = tmp_path_factory.mktemp("chat_model") / "model"
+    yield write_model(folder, config.to_dict(), weights=weights)
     shutil.rmtree(folder)
 
 
@@ -73,13 +67,9 @@ def test_output_equals_vllm(model, expected, method):
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
-def test_output_equals_vllm_with_prompts_in_chunks_and_trees_cut(model, expected, monkeypatch):
+def test_output_equals_vllm_with_prompts_in_chunks_and_trees_cut(model, expected):
     with engine(PAPER, model=model, max_model_len=MAX_MODEL_LEN, **SMALL_BUDGET) as llm:
-        scheduler, steps = core(llm).scheduler, []
-        schedule = scheduler.schedule
-        monkeypatch.setattr(
-            scheduler, "schedule", lambda *args: steps.append(schedule(*args)) or steps[-1]
-        )
+        steps = watch_steps(llm)
         assert generate(llm, PROMPTS, GREEDY) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
     begun = [(step, request) for step in steps for request in step.scheduled_new_reqs]

@@ -10,10 +10,9 @@ import random
 from collections import deque
 
 import pytest
-from engines import TOKEN_RECYCLING, core, engine
-from vllm import SamplingParams
+from engines import TOKEN_RECYCLING
+from schedulers import make_request, schedulers
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
@@ -21,34 +20,17 @@ from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 NODES = 80
 MAX_TOKENS = 40
 BUDGET = 1024
-PLAIN = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["table", "one size"])
+# How many nodes a request has, by the size of the batch.
+TABLES = {"table": halving_schedule(NODES, MAX_TREE_ROWS), "one size": [(1, 1 << 20, NODES)]}
+
+
+@pytest.fixture(scope="module", params=TABLES)
 def make_scheduler(request):
-    table = halving_schedule(NODES, MAX_TREE_ROWS)
-    method = {
-        **TOKEN_RECYCLING,
-        "max_nodes": NODES,
-        "num_speculative_tokens_per_batch_size": table
-        if request.param == "table"
-        else [(1, 1 << 20, NODES)],
-    }
-    settings = {"max_num_seqs": 256, "max_num_batched_tokens": BUDGET, "block_size": 32}
-    settings["kv_cache_memory_bytes"] = 256 << 20
-    with engine(method, **settings, max_model_len=256) as llm:
-        engine_core = core(llm)
-
-        def make(kind: type[TreeScheduler] = AsyncTreeScheduler) -> TreeScheduler:
-            scheduler = kind(
-                engine_core.vllm_config,
-                engine_core.scheduler.kv_cache_config,
-                engine_core.structured_output_manager,
-                engine_core.scheduler.block_size,
-            )
-            scheduler.use_v2_model_runner = True
-            return scheduler
-
+    method, table = {**TOKEN_RECYCLING, "max_nodes": NODES}, TABLES[request.param]
+    settings = {"max_num_seqs": 256, "max_num_batched_tokens": BUDGET, "max_model_len": 256}
+    with schedulers(method, table, **settings) as make:
         yield make
 
 
@@ -56,9 +38,8 @@ def run(scheduler: AsyncTreeScheduler, params: list[dict]) -> list[dict[str, int
     """Serve requests to their end; how many nodes each had in each step that it was in."""
     generator = random.Random(0)
     for index, given in enumerate(params):
-        sampling = SamplingParams(**PLAIN | given)
-        sampling.update_from_generation_config({}, 2)
-        scheduler.add_request(Request(str(index), [5, 6, 7], sampling, None))
+        request = make_request(str(index), [5, 6, 7], max_tokens=MAX_TOKENS, **given)
+        scheduler.add_request(request)
     in_flight: deque = deque()
     steps = []
     while scheduler.has_unfinished_requests() or in_flight:
@@ -121,9 +102,7 @@ def test_some_requests_get_no_drafts_and_the_others_do(make_scheduler, given):
 
 @pytest.mark.parametrize("kind", [TreeScheduler, AsyncTreeScheduler])
 def test_only_model_runner_v2_cannot_look_back_along_a_tree(make_scheduler, kind):
-    sampling = SamplingParams(repetition_penalty=1.2)
-    sampling.update_from_generation_config({}, 2)
-    request = Request("0", [5, 6, 7], sampling, None)
+    request = make_request("0", [5, 6, 7], repetition_penalty=1.2)
     scheduler = make_scheduler(kind)
     assert not scheduler.may_speculate(request)
     scheduler.use_v2_model_runner = False

@@ -61,19 +61,6 @@ def test_all_nodes_are_the_default():
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
 
-def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated():
-    for given, chooses in (
-        ({}, True),
-        ({"scope": "isolated"}, False),
-        ({TABLE: [(1, 4, 16), (5, 1024, 0)]}, False),
-        ({"tree": "default"}, True),
-        ({"preset": "paper"}, False),
-    ):
-        made = rewrite(given)
-        assert made.additional_config["vllm_recycle"]["chooses_sizes"] == chooses
-        assert made.speculative_config[TABLE]
-
-
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
 def test_rows_have_no_price_of_the_user_s(method):
     with pytest.raises(NotImplementedError, match="expected none on a GPU"):
@@ -91,13 +78,19 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
     [
         (TOKEN_RECYCLING, True),
         (TOKEN_RECYCLING | {"tree": "default"}, True),
+        (TOKEN_RECYCLING | {"scope": "isolated"}, False),
+        (TOKEN_RECYCLING | {"preset": "paper"}, False),
         (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
         (OUROBOROS, True),
         (OUROBOROS | {TABLE: [(1, 1024, 8)]}, False),
     ],
 )
-def test_sizes_are_chosen_by_what_drafts_give_unless_the_user_says_them(method, chooses):
-    assert make(method).additional_config["vllm_recycle"]["chooses_sizes"] is chooses
+def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated_or_the_user_says_them(
+    method, chooses
+):
+    made = make(method)
+    assert made.additional_config["vllm_recycle"]["chooses_sizes"] is chooses
+    assert made.speculative_config[TABLE]
 
 
 def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees():

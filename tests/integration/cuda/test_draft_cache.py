@@ -1,4 +1,4 @@
-"""Which blocks of the prefix cache a draft model's own cache has, and which tokens it lacks."""
+"""Which blocks of the prefix cache a draft model's own cache has, and how it takes in prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
+from vllm_recycle.integration.cuda.ouroboros.drafter import groups_of
 
 BLOCK_SIZE = 4
 
@@ -107,3 +108,17 @@ def test_as_much_is_counted_as_was_taken_in(cache):
     # The next ones; the last ones, two of them again; more than there are.
     assert first.tolist() == [5, 8, 0]
     assert cache.num_cached.tolist() == [12, 4, 8]
+
+
+# So that many long ones need no memory at once.
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([3, 5], [[0, 1]]),
+        ([3, 4, 9, 1, 1], [[0, 1], [2], [3, 4]]),
+        ([20], [[0]]),
+    ],
+)
+def test_groups_have_at_most_so_many_tokens_or_one_prompt(lengths, expected):
+    assert list(groups_of(lengths, 8)) == expected

@@ -6,21 +6,19 @@ report is made here.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from engines import OUROBOROS, TOKEN_RECYCLING, core, engine
-from vllm import SamplingParams
+from engines import OUROBOROS, TOKEN_RECYCLING
+from schedulers import make_request, schedulers
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
 from vllm_recycle.integration.draft_sizes import DraftReport
-from vllm_recycle.integration.options import CHOOSES_SIZES, KEY
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 
 NODES = 80
@@ -30,47 +28,21 @@ TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
 ROWS = range(1, 513)
 FREE = StepSeconds({GraphShape(rows, rows, rows): (1e-2, 0.0) for rows in ROWS})
 DEAR = StepSeconds({GraphShape(rows, rows, rows): (1e-2 * rows, 0.0) for rows in ROWS})
-PLAIN = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": BUDGET, "max_model_len": 512}
 OPTED_OUT = {"extra_args": {"speculate": False}}
 WORTH = [0.9, 0.5, 0.3, *[0.01] * (NODES - 3)]
 
 
-@contextmanager
-def schedulers(method: dict, table: list[tuple[int, int, int]]):
-    """Makes schedulers with the configuration of an engine."""
-    method = {**method, "num_speculative_tokens_per_batch_size": table}
-    settings = {"max_num_seqs": 64, "max_num_batched_tokens": BUDGET, "block_size": 32}
-    settings["kv_cache_memory_bytes"] = 256 << 20
-    with engine(method, **settings, max_model_len=512) as llm:
-        engine_core = core(llm)
-        config = engine_core.vllm_config
-
-        def make(kind: type[TreeScheduler] = AsyncTreeScheduler, *, chooses: bool = True):
-            config.additional_config[KEY][CHOOSES_SIZES] = chooses
-            scheduler = kind(
-                config,
-                engine_core.scheduler.kv_cache_config,
-                engine_core.structured_output_manager,
-                engine_core.scheduler.block_size,
-            )
-            scheduler.use_v2_model_runner = True
-            return scheduler
-
-        yield make
-        config.additional_config[KEY][CHOOSES_SIZES] = False
-
-
 @pytest.fixture(scope="module")
 def make_scheduler():
-    with schedulers({**TOKEN_RECYCLING, "max_nodes": NODES}, TABLE) as make:
-        yield make
+    with schedulers({**TOKEN_RECYCLING, "max_nodes": NODES}, TABLE, **SETTINGS) as make:
+        yield partial(make, chooses=True)
 
 
 def add(scheduler: TreeScheduler, count: int, **given) -> None:
     for index in range(count):
-        sampling = SamplingParams(**PLAIN | given)
-        sampling.update_from_generation_config({}, 2)
-        scheduler.add_request(Request(f"{len(scheduler.requests)}", [5, index], sampling, None))
+        name = f"{len(scheduler.requests)}"
+        scheduler.add_request(make_request(name, [5, index], max_tokens=60, **given))
 
 
 def step(scheduler: TreeScheduler, report: DraftReport | None = None, *, accepted: int = 0) -> int:
@@ -178,8 +150,8 @@ def test_trees_are_paid_for_by_the_rows_that_the_step_has(make_scheduler):
 
 def test_rounds_of_a_draft_model_are_priced():
     table = [(1, 4, 20), (5, 1 << 20, 0)]
-    with schedulers(OUROBOROS, table) as make:
-        scheduler = make()
+    with schedulers(OUROBOROS, table, **SETTINGS) as make:
+        scheduler = make(chooses=True)
         add(scheduler, 3)
         add(scheduler, 9, **OPTED_OUT)
         # The table knows of all requests alone.
@@ -197,8 +169,8 @@ def test_rounds_of_a_draft_model_are_priced():
 
 
 def test_a_plain_request_leaves_a_batch_its_graphs():
-    with schedulers(OUROBOROS, [(1, 4, 20), (5, 1 << 20, 0)]) as make:
-        scheduler = make()
+    with schedulers(OUROBOROS, [(1, 4, 20), (5, 1 << 20, 0)], **SETTINGS) as make:
+        scheduler = make(chooses=True)
         capture_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
         graphs = plan_full_graphs(scheduler.sizes.sizes_of_batch, capture_sizes, among_others=True)
         times = StepSeconds(dict.fromkeys(graphs, (1.0, 0.0)))
@@ -249,10 +221,8 @@ def test_a_size_stays_what_it_was_where_prompts_come_one_after_the_other(make_sc
     assert step(scheduler, accepted=1) == 40
     counted_on = []
     for index in range(3):
-        sampling = SamplingParams(**PLAIN)
-        sampling.update_from_generation_config({}, 2)
         prompt = [5 + index, *range(400)]
-        scheduler.add_request(Request(f"long {index}", prompt, sampling, None))
+        scheduler.add_request(make_request(f"long {index}", prompt, max_tokens=60))
         if min(scheduler.sizes.prompt_rows):
             scheduler.sizes.take_times(DEAR)
         size = step(scheduler, accepted=1)

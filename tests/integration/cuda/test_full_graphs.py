@@ -1,21 +1,23 @@
 """Steps on Model Runner V2 that are replayed from full graphs, whatever rows their requests have.
 
-As in `test_runner`, the engines are in a process of their own, under Triton's interpreter. The
-graphs are those of `v2_graphs`: what vLLM's manager captures and dispatches to is a recording of
-launches on the tensors of the capture. Plain steps are not captured: their attention is vLLM's.
+The graphs are those of `v2_graphs`: what vLLM's manager captures and dispatches to is a recording
+of launches on the tensors of the capture. Plain steps are not captured: their attention is vLLM's.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runner import GREEDY, LLM_ARGUMENTS, SCHEDULE, SEEDED, TREE, generate
-from v2_scripts import run_script
+import v2_graphs
+from engines import counter, engine, runner
+from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SCHEDULE, SEEDED, tokens_of, with_sizes
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +33,6 @@ BATCHES = [
     # One whose prompt takes several steps, while another decodes; its trees are cut at the end.
     [((0, 16), {**GREEDY, "max_tokens": 44}), ((0, 84), {**GREEDY, "max_tokens": 28})],
 ]
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict[str, Any]:
-    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 def test_tokens_equal_those_without_speculation(result):
@@ -55,11 +52,6 @@ def test_every_step_of_trees_without_a_prompt_is_replayed(result):
 
 def capture(runner: Any) -> None:
     """As the start of an engine does on a GPU, of the graphs for trees."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-
-    from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
-
     manager = runner.cudagraph_manager
     manager.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 1, 1, 1)
@@ -107,33 +99,15 @@ def watch(runner: Any, seen: Counter) -> None:
     runner.prepare_attn, manager.run_fullgraph = watched_prepare_attn, watched_run_fullgraph
 
 
-def main() -> dict[str, Any]:
+def main(_: Path) -> dict[str, Any]:
     """In the process with the engines: one without trees, and one that replays them."""
-    from engines import counter, runner
-    from vllm import LLM
-
-    def tokens_of(llm: Any) -> list[list[int]]:
-        return [output["token_ids"] for output in generate(llm, BATCHES)]
-
-    llm = LLM(**LLM_ARGUMENTS)
-    result: dict[str, Any] = {"plain": tokens_of(llm)}
-    llm.llm_engine.engine_core.shutdown()
-    method = {"method": "token_recycling", "max_nodes": TREE.num_nodes, "context_mib": 1}
-    method["num_speculative_tokens_per_batch_size"] = SCHEDULE
-    llm = LLM(**LLM_ARGUMENTS, speculative_config=method)
-    capture(runner(llm))
-    seen: Counter = Counter()
-    watch(runner(llm), seen)
-    result["replayed"] = tokens_of(llm)
-    seen["accepted tokens"] = counter(llm, "spec_decode_num_accepted_tokens")
-    llm.llm_engine.engine_core.shutdown()
-    return result | {"seen": seen}
-
-
-if __name__ == "__main__":
-    import v2_graphs
-    import v2_shim
-
-    v2_shim.install()
     v2_graphs.install()
-    Path(sys.argv[1]).write_text(json.dumps(main()))
+    seen: Counter = Counter()
+    with engine(**LLM_ARGUMENTS) as llm:
+        plain = tokens_of(llm, *BATCHES)
+    with engine(with_sizes(GROWN, SCHEDULE), **LLM_ARGUMENTS) as llm:
+        capture(runner(llm))
+        watch(runner(llm), seen)
+        replayed = tokens_of(llm, *BATCHES)
+        seen["accepted tokens"] = counter(llm, "spec_decode_num_accepted_tokens")
+    return {"plain": plain, "replayed": replayed, "seen": seen}

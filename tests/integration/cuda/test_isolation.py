@@ -2,23 +2,18 @@
 
 As in `test_isolation`: a request decodes beside one that repeats itself, whose drafts are long and
 accepted, and beside one that does not; their lengths are the same.
-
-In Triton's interpreter, in a process of its own that this file is the script of; `test_runner`
-says what that leaves out.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import TARGET
-from test_runner import GREEDY, LLM_ARGUMENTS, TEXT
-from v2_scripts import run_script
+from engines import TARGET, core, engine, runner
+from v2_engines import GREEDY, LLM_ARGUMENTS, TEXT, with_sizes
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +25,9 @@ ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "max_model_len": 192}
 ARGUMENTS |= {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 8}
 GROWN = {"method": "token_recycling", "max_nodes": 6, "context_mib": 1}
 SCOPES = {
-    "isolated": {"scope": "isolated"},
-    # Whose trees have the same sizes.
-    "sequence": {"num_speculative_tokens_per_batch_size": [(1, 4, 6)]},
+    "isolated": {**GROWN, "scope": "isolated"},
+    "sequence": with_sizes(GROWN, [(1, 4, 6)]),  # whose trees have the same sizes
 }
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict[str, Any]:
-    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 def test_what_is_drafted_and_accepted_says_nothing_of_the_neighbour(result):
@@ -59,8 +48,6 @@ class Watch:
     """In the process with the engines: what is drafted, verified and accepted, step by step."""
 
     def __init__(self, llm: Any) -> None:
-        from engines import core, runner
-
         self.scheduler, self.speculator = core(llm).scheduler, runner(llm).speculator
         self.schedule, self.scheduler.schedule = self.scheduler.schedule, self.watched_schedule
         self.update = self.scheduler.update_from_output
@@ -109,44 +96,32 @@ def is_probe(name: str) -> bool:
 
 def beside(llm: Any, watch: Watch, token_ids: list[int]) -> dict[str, Any]:
     """In the process with the engines: a request's steps, beside one of this prompt."""
-    from vllm import SamplingParams
-
-    engine, (at, params) = llm.llm_engine, PROBE
+    requests, (at, params) = llm.llm_engine, PROBE
     other = {"prompt_token_ids": token_ids}
-    engine.add_request("other", other, SamplingParams(**ENDLESS))
-    while not engine.step():
+    requests.add_request("other", other, SamplingParams(**ENDLESS))
+    while not requests.step():
         pass
     watch.clear()
     probe = {"prompt_token_ids": llm.get_tokenizer().encode(TEXT)[slice(*at)]}
-    engine.add_request("probe", probe, SamplingParams(**params))
-    while not any(is_probe(out.request_id) and out.finished for out in engine.step()):
+    requests.add_request("probe", probe, SamplingParams(**params))
+    while not any(is_probe(out.request_id) and out.finished for out in requests.step()):
         pass
     found = watch.found()
-    engine.abort_request(["other"])
-    while engine.has_unfinished_requests():
-        engine.step()
+    requests.abort_request(["other"])
+    while requests.has_unfinished_requests():
+        requests.step()
     return found
 
 
-def main() -> dict[str, Any]:
+def main(_: Path) -> dict[str, Any]:
     """In the process with the engines."""
-    from vllm import LLM
-
     choose, result = random.Random(0), {}
-    for scope, given in SCOPES.items():
+    for scope, method in SCOPES.items():
         result[scope] = []
         for repeats in (True, False):
-            llm = LLM(**ARGUMENTS, speculative_config={**GROWN, **given})
-            phrase = llm.get_tokenizer().encode(TEXT)[:PHRASE_LENGTH]
-            mixed = [choose.randrange(3, 4096) for _ in range(2 * PHRASE_LENGTH)]
-            token_ids = 2 * phrase if repeats else mixed
-            result[scope].append(beside(llm, Watch(llm), token_ids))
-            llm.llm_engine.engine_core.shutdown()
+            with engine(method, **ARGUMENTS) as llm:
+                phrase = llm.get_tokenizer().encode(TEXT)[:PHRASE_LENGTH]
+                mixed = [choose.randrange(3, 4096) for _ in range(2 * PHRASE_LENGTH)]
+                token_ids = 2 * phrase if repeats else mixed
+                result[scope].append(beside(llm, Watch(llm), token_ids))
     return result
-
-
-if __name__ == "__main__":
-    import v2_shim
-
-    v2_shim.install()
-    Path(sys.argv[1]).write_text(json.dumps(main()))

@@ -6,24 +6,25 @@ each layer to trees. Before it trees are placed; behind it tokens are sampled, w
 from; then drafts are made. Beside ours stand vLLM's own steps. The table has to be written anew
 where a step launches less, so that it can only go down:
 
-    python tests/integration/test_launches.py tests/integration/v2_launches.json
-
-In Triton's interpreter, in a process of its own that this file is the script of; `test_runner`
-says what that leaves out.
+    cd tests/integration/cuda
+    python v2_scripts.py test_launches.py v2_launches.json /tmp
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runner import GREEDY, LLM_ARGUMENTS, TREE, generate
-from v2_scripts import run_script
+from engines import core, engine, runner
+from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, TREE, tokens_of, with_sizes
+from v2_launches import Launches
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_recycle.integration.cuda import backend
 
 pytestmark = pytest.mark.slow
 
@@ -45,15 +46,10 @@ ATTENTION = "attention of a layer"
 LEAST_STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, Any]:
-    return run_script(__file__, tmp_path_factory.mktemp("v2") / "launches.json")
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_launches_what_the_table_says_whatever_the_batch(found, kind):
-    assert found[kind] == json.loads(TABLE.read_text())[kind]
-    assert len(found[kind]["batches"]) > 1
+def test_a_step_launches_what_the_table_says_whatever_the_batch(result, kind):
+    assert result[kind] == json.loads(TABLE.read_text())[kind]
+    assert len(result[kind]["batches"]) > 1
 
 
 @dataclass
@@ -121,17 +117,8 @@ class Steps:
         return {"what": KINDS[kind], "batches": sorted(batches), "total": total, **launched}
 
 
-def main() -> dict[str, Any]:
+def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines: one without speculation, grown trees, and a template."""
-    import tempfile
-
-    from engines import core, runner
-    from v2_launches import Launches
-    from vllm import LLM
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from vllm_recycle.integration.cuda import backend
-
     launches = Launches()
     launches.count_kernels()
     GPUModelRunner.prepare_attn = launches.within(None, GPUModelRunner.prepare_attn)
@@ -141,43 +128,27 @@ def main() -> dict[str, Any]:
     def serve(llm: Any, kind: str, params: dict[str, Any], *batches: int) -> None:
         steps.kind = kind
         for batch in batches:
-            generate(llm, [[((i, i + 12), params) for i in range(batch)]])
+            tokens_of(llm, [((i, i + 12), params) for i in range(batch)])
 
-    llm = LLM(**LLM_ARGUMENTS)
-    layers = runner(llm).model_config.hf_config.num_hidden_layers
-    steps.watch(runner(llm))
-    serve(llm, "vllm", GREEDY, 1, 2)
-    serve(llm, "vllm, sampled", SAMPLED, 1, 2)
-    llm.llm_engine.engine_core.shutdown()
-
-    method: dict[str, Any] = {"method": "token_recycling"}
-    grown = {**method, "max_nodes": NODES, "context_mib": 1}
-    llm = LLM(**LLM_ARGUMENTS, speculative_config=grown)
-    steps.watch(runner(llm))
-    for kind, params, nodes in (
-        ("grown", GREEDY, NODES),
-        ("grown, sampled", SAMPLED, NODES),
-        ("grown, size 0", GREEDY, 0),
-    ):
-        # In the place of what chooses by worth.
-        core(llm).scheduler.dynamic_sd_lookup = [nodes] * (1 + LLM_ARGUMENTS["max_num_seqs"])
-        serve(llm, kind, params, 1, 2)
-    llm.llm_engine.engine_core.shutdown()
-
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        TREE.save(file.name)
-        schedule = [(1, 2, NODES), (3, 4, 0)]
-        template = {**method, "tree": file.name, "num_speculative_tokens_per_batch_size": schedule}
-        llm = LLM(**LLM_ARGUMENTS, speculative_config=template)
+    with engine(**LLM_ARGUMENTS) as llm:
+        layers = runner(llm).model_config.hf_config.num_hidden_layers
+        steps.watch(runner(llm))
+        serve(llm, "vllm", GREEDY, 1, 2)
+        serve(llm, "vllm, sampled", SAMPLED, 1, 2)
+    with engine(GROWN, **LLM_ARGUMENTS) as llm:
+        steps.watch(runner(llm))
+        for kind, params, nodes in (
+            ("grown", GREEDY, NODES),
+            ("grown, sampled", SAMPLED, NODES),
+            ("grown, size 0", GREEDY, 0),
+        ):
+            # In the place of what chooses by worth.
+            core(llm).scheduler.dynamic_sd_lookup = [nodes] * (1 + LLM_ARGUMENTS["max_num_seqs"])
+            serve(llm, kind, params, 1, 2)
+    TREE.save(folder / "tree.json")
+    template = {"method": "token_recycling", "tree": str(folder / "tree.json")}
+    with engine(with_sizes(template, [(1, 2, NODES), (3, 4, 0)]), **LLM_ARGUMENTS) as llm:
         steps.watch(runner(llm))
         serve(llm, "template", GREEDY, 1, 2)
         serve(llm, "template, size 0", GREEDY, 3, 4)
-        llm.llm_engine.engine_core.shutdown()
     return {kind: steps.usual(kind, layers) for kind in KINDS}
-
-
-if __name__ == "__main__":
-    import v2_shim
-
-    v2_shim.install()
-    Path(sys.argv[1]).write_text(json.dumps(main(), indent=1) + "\n")

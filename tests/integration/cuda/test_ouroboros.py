@@ -2,15 +2,10 @@
 
 With steps scheduled ahead or one at a time, with a pool that requests share or one of each, with
 rounds that are launched or replayed, and with steps that draft nothing between those that do.
-
-In Triton's interpreter, in a process of its own that this file is the script of; `test_runner`
-says what that leaves out.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,18 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from test_runner import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, Waits, generate, watched
-from v2_scripts import run_script
+import v2_graphs
+from engines import OUROBOROS, TARGET, core, counter, engine, runner
+from v2_engines import (
+    GREEDY,
+    LLM_ARGUMENTS,
+    SEEDED,
+    TEXT,
+    Waits,
+    tokens_of,
+    watch_moves,
+    with_sizes,
+)
+from vllm.config.compilation import CUDAGraphMode
 
 pytestmark = pytest.mark.slow
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
-TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 # 20 rows of a request in a draft forward, or 13 with half the window and half the guesses: with the
 # engine's budget of 48 tokens, two requests are drafted for whole, a third one with less, and of
 # four none.
 SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2, "early_rows": 1}
 FORWARDS = 2
+METHOD = {**OUROBOROS, "max_forwards": FORWARDS, **SIZES}
 SCHEDULE = [(1, 3, 15), (4, 1024, 0)]
 ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 8}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
@@ -62,16 +67,11 @@ CACHE_TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict[str, Any]:
-    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
-
-
-@pytest.fixture(scope="module")
 def slow_rounds(result) -> list[list]:
     """Trunk and branches of the first rounds behind a prompt, and of those when it comes again."""
     from slow_ouroboros import SlowOuroboros
 
-    slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES, max_forwards=FORWARDS)
+    slow = SlowOuroboros(load(TARGET), load(OUROBOROS["model"]), **SIZES, max_forwards=FORWARDS)
     prompt = result["prompt"]
     with torch.no_grad():
         # The token that ends the prompt's own step.
@@ -85,38 +85,38 @@ def slow_rounds(result) -> list[list]:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ENGINES)
 class TestEveryEngine:
-    def test_tokens_equal_those_without_speculation(self, result, engine):
-        drafted = result[engine]["token ids"]
+    def test_tokens_equal_those_without_speculation(self, result, name):
+        drafted = result[name]["token ids"]
         assert drafted == {name: result["plain"][name] for name in drafted}
 
-    def test_drafts_were_accepted(self, result, engine):
-        assert result[engine]["seen"]["accepted tokens"] > 10
+    def test_drafts_were_accepted(self, result, name):
+        assert result[name]["seen"]["accepted tokens"] > 10
 
-    def test_the_draft_s_cache_has_the_text_that_it_is_said_to_have(self, result, engine):
-        assert result[engine]["seen"]["checked caches"] > 25
-        assert result[engine]["cache error"] < CACHE_TOLERANCE
+    def test_the_draft_s_cache_has_the_text_that_it_is_said_to_have(self, result, name):
+        assert result[name]["seen"]["checked caches"] > 25
+        assert result[name]["cache error"] < CACHE_TOLERANCE
 
-    def test_drafts_see_the_whole_text(self, result, engine):
-        assert result[engine]["seen"]["drafts behind a part of the text"] == 0
+    def test_drafts_see_the_whole_text(self, result, name):
+        assert result[name]["seen"]["drafts behind a part of the text"] == 0
 
-    def test_the_draft_model_is_not_run_in_vain(self, result, engine):
-        assert result[engine]["seen"]["draft forwards without drafts"] == 0
+    def test_the_draft_model_is_not_run_in_vain(self, result, name):
+        assert result[name]["seen"]["draft forwards without drafts"] == 0
 
-    def test_drafting_waits_for_no_device(self, result, engine):
-        assert result[engine]["waits"] == []
+    def test_drafting_waits_for_no_device(self, result, name):
+        assert result[name]["waits"] == []
 
 
-@pytest.mark.parametrize("engine", ["ahead", "step by step"])
-def test_steps_were_of_every_kind(result, engine):
-    seen = result[engine]["seen"]
+@pytest.mark.parametrize("name", ["ahead", "step by step"])
+def test_steps_were_of_every_kind(result, name):
+    seen = result[name]["seen"]
     kinds = ("only trees", "only plain rows", "both", "trees that are the last", "moved rows")
     assert all(seen[kind] > 0 for kind in kinds), seen
     assert min(seen["rounds of 1"], seen["rounds of 2"]) > 0
     assert seen["preemptions"] > 0
     assert seen["tokens from the prefix cache"] > 0
-    assert (seen["ahead"] > 0) == (engine == "ahead")
+    assert (seen["ahead"] > 0) == (name == "ahead")
 
 
 def test_the_draft_catches_up_where_nothing_was_drafted(result):
@@ -170,12 +170,8 @@ class Watch:
     """In the process with the engines: counts what the steps are like, and checks the cache."""
 
     def __init__(self, llm: Any) -> None:
-        from engines import core, runner
-
-        from vllm_recycle.integration.cuda import runner as v2_runner
-
         self.runner, self.scheduler = runner(llm), core(llm).scheduler
-        self.waits, self.seen, self.draft = Waits(), Counter(), load(DRAFT)
+        self.waits, self.seen, self.draft = Waits(), Counter(), load(OUROBOROS["model"])
         self.cache_error = 0.0
         # By the number of a request: what was drafted for it, and the index of its state.
         self.rounds, self.states = defaultdict(list), {}
@@ -191,17 +187,16 @@ class Watch:
             context[layer_name].kv_cache.fill_(torch.nan)
         self.drafts_now = True
         self.launches = defaultdict(list)
-        v2_runner.compact_path = self.watched_compact
-        for place, name in ((self.runner.drafter, "observe"), (self.runner, "add_requests")):
-            setattr(place, name, watched(getattr(place, name), self.waits))
+        self.moved = watch_moves()
+        self.waits.watch(self.runner.drafter, "observe")
+        self.waits.watch(self.runner, "add_requests")
 
     def counted(self, name: str, function: Any) -> Any:
         """The function, with its launches counted."""
-        from v2_graphs import Graph, record
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            graph = Graph()
-            with record(graph):
+            graph = v2_graphs.Graph()
+            with v2_graphs.record(graph):
                 result = function(*args, **kwargs)
             self.launches[name].append(graph.num_kernels)
             return result
@@ -229,12 +224,6 @@ class Watch:
     def watched_take_in(self, input_batch: Any, counts: Any) -> None:
         self.seen["catching up without a prompt"] += not input_batch.has_prefill
         self.take_in(input_batch, counts)
-
-    def watched_compact(self, layers: Any, slots: Any, rows: Any, starts: Any, path: Any) -> None:
-        from vllm_recycle.kernels.triton.kv_cache import compact_path
-
-        self.seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
-        compact_path(layers, slots, rows, starts, path)
 
     def watched_propose(self, input_batch: Any, *args: Any, **given: Any) -> torch.Tensor:
         num_nodes = input_batch.num_draft_tokens_per_req
@@ -286,16 +275,11 @@ class Watch:
 
 def token_ids(llm: Any, names: Iterable[str]) -> dict[str, list]:
     """In the process with the engines: what they say, by the name of a batch."""
-    return {
-        name: [output["token_ids"] for output in generate(llm, [BATCHES[name]])] for name in names
-    }
+    return {name: tokens_of(llm, BATCHES[name]) for name in names}
 
 
 def capture_rounds(watch: Watch) -> None:
     """As the start of an engine does on a GPU; and count what is launched beside them."""
-    from v2_graphs import unrecorded
-    from vllm.config.compilation import CUDAGraphMode
-
     runner, speculator = watch.runner, watch.speculator
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
     speculator.capture()
@@ -303,7 +287,7 @@ def capture_rounds(watch: Watch) -> None:
     replay = speculator.graphs.replay
 
     def replayed(batch: int) -> bool:
-        with unrecorded():
+        with v2_graphs.unrecorded():
             return replay(batch)
 
     speculator.graphs.replay = replayed
@@ -313,24 +297,19 @@ def capture_rounds(watch: Watch) -> None:
 
 def serve(name: str) -> dict[str, Any]:
     """In the process with the engines: one with speculation, and what it was like."""
-    from engines import counter
-    from vllm import LLM
-
     method, overrides, batches = ENGINES[name]
-    method = {"method": "ouroboros", "model": DRAFT, "max_forwards": FORWARDS, **SIZES, **method}
-    method["num_speculative_tokens_per_batch_size"] = SCHEDULE
-    llm = LLM(**ARGUMENTS | overrides, speculative_config=method)
-    watch = Watch(llm)
-    if name == REPLAYED:
-        capture_rounds(watch)
-    found = token_ids(llm, batches)
-    rounds = watch.runner.speculator.graphs
-    graphs = [] if rounds is None else rounds.graphs.values()
-    for counted in ("drafts", "accepted_tokens"):
-        watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
-    watch.seen["preemptions"] = counter(llm, "num_preemptions")
-    layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers.values()]
-    llm.llm_engine.engine_core.shutdown()
+    with engine(with_sizes(METHOD | method, SCHEDULE), **ARGUMENTS | overrides) as llm:
+        watch = Watch(llm)
+        if name == REPLAYED:
+            capture_rounds(watch)
+        found = token_ids(llm, batches)
+        rounds = watch.runner.speculator.graphs
+        graphs = [] if rounds is None else rounds.graphs.values()
+        for counted in ("drafts", "accepted_tokens"):
+            watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
+        watch.seen["preemptions"] = counter(llm, "num_preemptions")
+        watch.seen["moved rows"] = watch.moved.total()
+        layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers.values()]
     return {
         "token ids": found,
         "rounds": watch.rounds,
@@ -344,21 +323,10 @@ def serve(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> dict[str, Any]:
+def main(_: Path) -> dict[str, Any]:
     """In the process with the engines: one without speculation, and those with it."""
-    from vllm import LLM
-
-    llm = LLM(**ARGUMENTS)
-    prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0])]
-    result = {"plain": token_ids(llm, BATCHES), "prompt": prompt}
-    llm.llm_engine.engine_core.shutdown()
-    return result | {name: serve(name) for name in ENGINES}
-
-
-if __name__ == "__main__":
-    import v2_graphs
-    import v2_shim
-
-    v2_shim.install()
     v2_graphs.install()
-    Path(sys.argv[1]).write_text(json.dumps(main()))
+    with engine(**ARGUMENTS) as llm:
+        prompt = llm.get_tokenizer().encode(TEXT)[slice(*ALONE[0])]
+        result = {"plain": token_ids(llm, BATCHES), "prompt": prompt}
+    return result | {name: serve(name) for name in ENGINES}

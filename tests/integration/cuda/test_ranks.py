@@ -1,8 +1,7 @@
 """Two tensor-parallel ranks on Model Runner V2, with the drafts of either method.
 
-In Triton's interpreter; `test_runner` says what that leaves out, but for the ranks. Each is a
-process with an engine of its own, which this file is the script of; the environment tells them of
-each other, as torchrun would. Their schedulers agree as long as their tokens and drafts do.
+Each rank is a process with an engine of its own; the environment tells them of each other, as
+torchrun would. Their schedulers agree as long as their tokens and drafts do.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_ouroboros import FORWARDS, SIZES, TARGET
-from test_runner import GREEDY, LLM_ARGUMENTS, SEEDED, generate
-from v2_scripts import script_environment
+from engines import TARGET, counter, engine, runner
+from test_ouroboros import FORWARDS, SIZES
+from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
+from v2_scripts import command_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,32 +43,25 @@ BATCH = [((0, 33), GREEDY), ((3, 40), SEEDED)]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank has to say."""
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     folder = tmp_path_factory.mktemp("ranks")
-    shared = {
+    environment = os.environ | {
         "WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",  # a core each
     }
     logs = [folder / f"{rank}.log" for rank in range(NUM_RANKS)]
+    outputs = [folder / f"{rank}.json" for rank in range(NUM_RANKS)]
     processes = []
     try:
         for rank, log in enumerate(logs):
-            environment = {
-                **script_environment(),
-                **shared,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-            }
-            command = [sys.executable, __file__, folder]
-            with log.open("w") as output:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-                )
+            command = command_of(__file__, outputs[rank], folder / f"{rank}.safetensors")
+            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as said:
+                process = subprocess.Popen(command, env=of_rank, stdout=said, stderr=said)
+            processes.append(process)
         end = time.monotonic() + 550
         # Where one has died the other waits for it.
         while time.monotonic() < end and {process.poll() for process in processes} in WAITING:
@@ -80,7 +71,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
             process.kill()
     codes = [process.wait() for process in processes]
     assert codes == [0] * NUM_RANKS, "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    return [json.loads(output.read_text()) for output in outputs]
 
 
 def test_each_rank_has_its_share_of_the_heads(ranks):
@@ -110,39 +101,26 @@ def test_the_first_rank_alone_writes_the_state_file(ranks):
     assert [rank["has a file"] for rank in ranks] == [True, False]
 
 
-def serve(method: dict[str, Any] | None, batches: list) -> dict[str, Any]:
+def serve(method: dict[str, Any] | None, *batches: list) -> dict[str, Any]:
     """In a rank: an engine's tokens, and with a method what it was like."""
-    from engines import counter, runner
-    from vllm import LLM
-
-    llm = LLM(**ARGUMENTS, speculative_config=method)
-    result: dict[str, Any] = {
-        "token ids": [output["token_ids"] for output in generate(llm, batches)],
-        "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens"),
-    }
-    if method is not None:
-        tensors = list(runner(llm).drafter.state.tensors.values())
-        digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
-        result["known"] = {"entries": int((tensors[0] >= 0).sum()), "digest": digest}
-        result["KV heads"] = runner(llm).paged_layers[0].kv_caches[0].shape[1]
-    llm.llm_engine.engine_core.shutdown()
+    with engine(method, **ARGUMENTS) as llm:
+        result: dict[str, Any] = {
+            "token ids": tokens_of(llm, *batches),
+            "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens"),
+        }
+        if method is not None:
+            tensors = list(runner(llm).drafter.state.tensors.values())
+            digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+            result["known"] = {"entries": int((tensors[0] >= 0).sum()), "digest": digest}
+            result["KV heads"] = runner(llm).paged_layers[0].kv_caches[0].shape[1]
     return result
 
 
 def main(state_file: Path) -> dict[str, Any]:
     """In a rank: an engine without speculation, one with each method, and one of them again."""
-    result = {"plain": serve(None, [BATCH])}
+    result = {"plain": serve(None, BATCH)}
     methods = {name: {"method": name, **given} for name, given in METHODS.items()}
     methods["token_recycling"]["matrix_file"] = str(state_file)
-    result |= {name: serve(method, [BATCH]) for name, method in methods.items()}
-    result["started again"] = serve(methods["token_recycling"], [])
+    result |= {name: serve(method, BATCH) for name, method in methods.items()}
+    result["started again"] = serve(methods["token_recycling"])
     return result | {"has a file": state_file.exists()}
-
-
-if __name__ == "__main__":
-    import v2_shim
-
-    v2_shim.install()
-    place = Path(sys.argv[1]) / os.environ["RANK"]
-    found = main(place.with_suffix(".safetensors"))
-    place.with_suffix(".json").write_text(json.dumps(found))

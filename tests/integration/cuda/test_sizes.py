@@ -1,31 +1,31 @@
 """The scheduler of Model Runner V2 takes the size of trees that is worth its time, or none.
 
-As in `test_runner`, the engines are in a process of their own, under Triton's interpreter. What
-steps cost is replaced between batches of requests, so that rows are free, or dear.
+What steps cost is replaced between batches of requests, so that rows are free, or dear.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from v2_scripts import run_script
+from engines import core, counter, engine, runner
+from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TREE, Waits, tokens_of
+from v2_graphs import Graph
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
+from vllm_recycle.integration.cuda.graphs import replace_full_graphs
+from vllm_recycle.integration.cuda.time_steps import time_graphs
 
 pytestmark = pytest.mark.slow
 
-MODEL = Path(__file__).parents[3] / "examples" / "models" / "draft"
-NODES = 8
+NODES = TREE.num_nodes
+BATCH = [((0, 16), GREEDY | {"max_tokens": 24}), ((0, 20), SEEDED | {"max_tokens": 24})]
 # Seconds of a row more than the first, whose step takes a second.
 FREE, DEAR = 0.0, 1.0
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict[str, Any]:
-    return run_script(__file__, tmp_path_factory.mktemp("v2") / "result.json")
 
 
 def test_tokens_are_the_same_whatever_the_size(result):
@@ -69,106 +69,75 @@ def test_nothing_waits_for_the_device(result):
     assert result["waits"] == []
 
 
-def main() -> dict[str, Any]:
+def main(_: Path) -> dict[str, Any]:
     """In the process with the engines: one without trees, and one with them."""
-    import v2_graphs
-    from engines import core, counter, runner
-    from test_runner import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, generate
-    from vllm import LLM
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    with engine(**LLM_ARGUMENTS) as llm:
+        result: dict[str, Any] = {"plain": tokens_of(llm, BATCH)}
+    with engine(GROWN, **LLM_ARGUMENTS) as llm:
+        scheduler, speculator, waits = core(llm).scheduler, runner(llm).speculator, Waits()
+        sizes: list[int] = []
+        reports: list[int] = []
+        grown_at_0: list[int] = []
+        schedule, report = scheduler.schedule, speculator._report
+        learn = scheduler.sizes.learn
 
-    from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
-    from vllm_recycle.integration.cuda.graphs import replace_full_graphs
-    from vllm_recycle.integration.cuda.time_steps import time_graphs
+        def watched_schedule(*args: Any) -> Any:
+            output = schedule(*args)
+            if output.total_num_scheduled_tokens:
+                sizes.append(output.num_spec_tokens_to_schedule)
+            return output
 
-    batch = [((0, 16), GREEDY | {"max_tokens": 24}), ((0, 20), SEEDED | {"max_tokens": 24})]
-    arguments = LLM_ARGUMENTS | {"disable_log_stats": False}
+        def watched_report(input_batch: Any, num_speculative_tokens: int | None) -> None:
+            grown_at_0.append(num_speculative_tokens == 0)
+            report(input_batch, num_speculative_tokens)
 
-    def tokens_of(llm: Any) -> list[list[int]]:
-        return [output["token_ids"] for output in generate(llm, [batch])]
+        def watched_learn(scheduler_output: Any, model_runner_output: Any) -> None:
+            if hasattr(model_runner_output, "draft_report"):
+                reports.append(model_runner_output.draft_report.num_reqs)
+            learn(scheduler_output, model_runner_output)
 
-    llm = LLM(**arguments)
-    result: dict[str, Any] = {"plain": tokens_of(llm)}
-    llm.llm_engine.engine_core.shutdown()
-    method = {"method": "token_recycling", "max_nodes": NODES, "context_mib": 1}
-    llm = LLM(**arguments, speculative_config=method)
-    scheduler, speculator, waits = core(llm).scheduler, runner(llm).speculator, Waits()
-    sizes: list[int] = []
-    reports: list[int] = []
-    grown_at_0: list[int] = []
-    schedule, report, propose = scheduler.schedule, speculator._report, speculator.propose
-    learn = scheduler.sizes.learn
+        scheduler.schedule, scheduler.sizes.learn = watched_schedule, watched_learn
+        speculator._report = watched_report
+        waits.watch(speculator, "propose")
 
-    def watched_schedule(*args: Any) -> Any:
-        output = schedule(*args)
-        if output.total_num_scheduled_tokens:
-            sizes.append(output.num_spec_tokens_to_schedule)
-        return output
+        def serve() -> dict[str, Any]:
+            sizes.clear()
+            grown_at_0.clear()
+            before = counter(llm, "spec_decode_num_accepted_tokens")
+            token_ids = tokens_of(llm, BATCH)
+            return {
+                "token ids": token_ids,
+                "sizes": list(sizes),
+                "grown at 0": sum(grown_at_0),
+                "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens") - before,
+            }
 
-    def watched_report(input_batch: Any, num_speculative_tokens: int | None) -> None:
-        grown_at_0.append(num_speculative_tokens == 0)
-        report(input_batch, num_speculative_tokens)
-
-    def watched_propose(*args: Any, **kwargs: Any) -> Any:
-        with waits:
-            return propose(*args, **kwargs)
-
-    def watched_learn(scheduler_output: Any, model_runner_output: Any) -> None:
-        if hasattr(model_runner_output, "draft_report"):
-            reports.append(model_runner_output.draft_report.num_reqs)
-        learn(scheduler_output, model_runner_output)
-
-    scheduler.schedule, scheduler.sizes.learn = watched_schedule, watched_learn
-    speculator._report, speculator.propose = watched_report, watched_propose
-
-    def serve() -> dict[str, Any]:
-        sizes.clear()
-        grown_at_0.clear()
-        before = counter(llm, "spec_decode_num_accepted_tokens")
-        token_ids = tokens_of(llm)
-        accepted = counter(llm, "spec_decode_num_accepted_tokens") - before
-        return {
-            "token ids": token_ids,
-            "sizes": list(sizes),
-            "grown at 0": sum(grown_at_0),
-            "accepted tokens": accepted,
+        result["at first"] = serve()
+        times = scheduler.sizes.times
+        result["learnt"] = {
+            "nodes": len(scheduler.sizes.chooser.gains),
+            "gain": scheduler.sizes.chooser.gains[-1],
+            "drafting seconds": max(times.drafting.values()),
+            "reports": len(reports),
+            "requests of a report": sorted(set(reports)),
         }
-
-    result["at first"] = serve()
-    times = scheduler.sizes.times
-    result["learnt"] = {
-        "nodes": len(scheduler.sizes.chooser.gains),
-        "gain": scheduler.sizes.chooser.gains[-1],
-        "drafting seconds": max(times.drafting.values()),
-        "reports": len(reports),
-        "requests of a report": sorted(set(reports)),
-    }
-    for name, seconds in (("dear rows", DEAR), ("free rows", FREE)):
-        graphs = {GraphShape(n, n, n): (1.0 + seconds * (n - 1), 0.0) for n in range(1, 65)}
-        scheduler.sizes.take_times(StepSeconds(graphs))
-        result[name] = serve()
-    manager, plain = runner(llm).cudagraph_manager, (2, 2, 1)
-    full = BatchExecutionDescriptor(CUDAGraphMode.FULL, *plain)
-    manager._capture_descs = {CUDAGraphMode.FULL: [full]}
-    replace_full_graphs(manager, [GraphShape(*plain), GraphShape(NODES + 1, 1, NODES + 1)])
-    descs = sorted(manager._capture_descs[CUDAGraphMode.FULL], key=lambda desc: desc.num_tokens)
-    lengths: list[int] = []
-    seq_lens = runner(llm).input_buffers.seq_lens
-    manager.graphs = {desc: v2_graphs.Graph() for desc in descs}
-    for graph in manager.graphs.values():
-        graph.launches.append(lambda: lengths.append(int(seq_lens[0])))
-    manager.hidden_states = torch.zeros(NODES + 1, runner(llm).model_config.get_hidden_size())
-    with torch.inference_mode():
-        result["timed graphs"] = sorted(time_graphs(runner(llm)))
-    result["replays"] = [graph.num_replays for graph in manager.graphs.values()]
-    result["lengths"] = lengths
-    llm.llm_engine.engine_core.shutdown()
+        for name, seconds in (("dear rows", DEAR), ("free rows", FREE)):
+            graphs = {GraphShape(n, n, n): (1.0 + seconds * (n - 1), 0.0) for n in range(1, 65)}
+            scheduler.sizes.take_times(StepSeconds(graphs))
+            result[name] = serve()
+        manager, plain = runner(llm).cudagraph_manager, (2, 2, 1)
+        full = BatchExecutionDescriptor(CUDAGraphMode.FULL, *plain)
+        manager._capture_descs = {CUDAGraphMode.FULL: [full]}
+        replace_full_graphs(manager, [GraphShape(*plain), GraphShape(NODES + 1, 1, NODES + 1)])
+        descs = sorted(manager._capture_descs[CUDAGraphMode.FULL], key=lambda desc: desc.num_tokens)
+        lengths: list[int] = []
+        seq_lens = runner(llm).input_buffers.seq_lens
+        manager.graphs = {desc: Graph() for desc in descs}
+        for graph in manager.graphs.values():
+            graph.launches.append(lambda: lengths.append(int(seq_lens[0])))
+        manager.hidden_states = torch.zeros(NODES + 1, runner(llm).model_config.get_hidden_size())
+        with torch.inference_mode():
+            result["timed graphs"] = sorted(time_graphs(runner(llm)))
+        result["replays"] = [graph.num_replays for graph in manager.graphs.values()]
+        result["lengths"] = lengths
     return result | {"waits": waits.seen}
-
-
-if __name__ == "__main__":
-    import v2_shim
-
-    v2_shim.install()
-    Path(sys.argv[1]).write_text(json.dumps(main()))

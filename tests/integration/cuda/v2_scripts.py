@@ -1,37 +1,42 @@
-"""Test files of Model Runner V2 that are scripts too: the engines need a process of their own."""
+"""Runs what a test file does with engines of Model Runner V2, in a process of its own.
+
+    python tests/integration/cuda/v2_scripts.py FILE OUTPUT FOLDER
+
+installs `v2_shim`, which must come before vLLM, calls `main(FOLDER)` of the file, and writes what
+that returns as JSON.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 
-# What scripts import beside what is in their own folder.
-FOLDER = Path(__file__).parents[1]
-
-
-def script_environment() -> dict[str, str]:
-    """In which a test file finds, as a script, what it finds as a test."""
-    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+def command_of(file: Path | str, output: Path, argument: Path) -> list[str]:
+    return [sys.executable, __file__, *map(str, (file, output, argument))]
 
 
-def run_script(file: str, output: Path, *arguments: object) -> dict[str, Any]:
-    """What a file writes, as JSON, when it is run; it gets `arguments`, or else the output's path.
-
-    The test is skipped where there is no Triton, and fails where the script does.
-    """
-    if find_spec("triton") is None:
-        pytest.skip("Model Runner V2 needs triton, which is not installed")
-    command = [sys.executable, file, *map(str, arguments or (output,))]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=550, env=script_environment()
-    )
+def run_script(file: Path | str, folder: Path) -> dict[str, Any]:
+    """What `main` of a file returns; fails where the process does."""
+    output = folder / "result.json"
+    command = command_of(file, output, folder)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(output.read_text())
+
+
+def main(file: str, output: str, argument: str) -> None:
+    sys.path.insert(1, str(Path(__file__).parents[1]))
+    import v2_shim
+
+    v2_shim.install()
+    found = importlib.import_module(Path(file).stem).main(Path(argument))
+    Path(output).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -136,7 +136,7 @@ def _reduce_without_shared_memory() -> None:
 
 
 def _bring_our_worker() -> None:
-    """What `engine_config.PLATFORMS` says of CUDA, for this platform."""
+    """What `config.PLATFORMS` says of CUDA, for this platform."""
     from vllm_recycle.integration import config as engine_config
 
     engine_config.PLATFORMS["cpu"] = engine_config.Platform(

@@ -177,4 +177,7 @@ def test_bad_options_end_the_command_with_one_clear_error(tmp_path):
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode != 0
-    assert "unknown key 'branches', expected any of ['method', 'k'" in result.stdout + result.stderr
+    assert (
+        "unknown key 'branches', expected any of ['method', 'preset', 'k'"
+        in result.stdout + result.stderr
+    )

@@ -1,0 +1,158 @@
+"""Engines of Model Runner V2 in these tests: what they are, what they are asked and watched for.
+
+V2 runs under the Triton interpreter, which has to be set up before vllm is imported: the engines
+are in a process of their own, see `v2_scripts`. The shim makes what runs what a GPU runs: the
+runner, worker and scheduler of CUDA, asynchronous scheduling, all of our Triton kernels, a KV cache
+of the GPU's layout. What still differs from a GPU:
+
+    the rows that are no tree are attended to by vLLM's Triton kernel instead of FlashAttention
+    trees are attended to in larger tiles than float32 has, and no context is split
+    nothing is captured into CUDA graphs (but in `test_full_graphs`)
+    vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them
+    float32, so that outputs compare; the interpreter knows nothing of tensor cores
+    one process, one rank (but `test_ranks`)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_recycle.core import TreeTemplate
+from vllm_recycle.integration.cuda import runner as v2_runner
+from vllm_recycle.kernels.triton.kv_cache import compact_path
+
+MODEL = str(Path(__file__).parents[3] / "examples" / "models" / "draft")
+TEXT = """Question: A train travels 60 miles an hour. How many miles does it travel in 3 hours?
+Answer: It travels 60 * 3 = 180 miles. #### 180
+
+Question: A car travels 40 miles an hour. How many miles does it travel in 2 hours?
+Answer: It travels 40 * 2 = 80 miles. #### 80
+
+Question: A bus travels 30 miles an hour. How many miles does it travel in 5 hours?
+Answer: It travels"""
+BLOCK_SIZE = 32
+LLM_ARGUMENTS = {
+    "model": MODEL,
+    "max_model_len": 112,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "block_size": BLOCK_SIZE,
+    "num_gpu_blocks_override": 11,  # one of them is never used
+    "kv_cache_memory_bytes": 8 << 20,
+    "enable_prefix_caching": True,
+    "async_scheduling": True,
+}
+# Siblings first, so that no accepted path of two nodes lies where a chain's would.
+TREE = TreeTemplate(((0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (3, 0), (1, 1), (4, 0)), "siblings")
+# Three requests or four get a prefix of it.
+SCHEDULE = [(1, 2, 8), (3, 4, 5)]
+GROWN = {"method": "token_recycling", "max_nodes": TREE.num_nodes, "context_mib": 1}
+GREEDY = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
+SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 10, "ignore_eos": True, "logprobs": 1}
+# What waits for the device, as CUDA's synchronisation debug mode would say.
+SYNCHRONISING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_consecutive",
+)
+
+
+def with_sizes(method: dict[str, Any], sizes: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """The method, with the user's table of draft sizes."""
+    return {**method, "num_speculative_tokens_per_batch_size": sizes}
+
+
+def generate(llm: Any, batches: Any) -> list[dict[str, Any]]:
+    """Token ids and their logprobs of every request.
+
+    Args:
+        llm: the engine.
+        batches: of requests: which tokens of TEXT are the prompt, and the sampling parameters.
+
+    """
+    token_ids = llm.get_tokenizer().encode(TEXT)
+    outputs = []
+    for batch in batches:
+        prompts = [{"prompt_token_ids": token_ids[slice(*at)]} for at, _ in batch]
+        params = []
+        for _, given in batch:
+            grammar = given.get("structured_outputs")
+            more = {"structured_outputs": StructuredOutputsParams(**grammar)} if grammar else {}
+            params.append(SamplingParams(**{**given, **more}))
+        for request, given in zip(
+            llm.generate(prompts, params, use_tqdm=False), params, strict=True
+        ):
+            output = request.outputs[0]
+            found = {}
+            if given.logprobs is not None:
+                found["sampled"] = pick(output.token_ids, output.logprobs)
+            if given.logprob_token_ids:
+                chosen = [[step[token].logprob for token in (14, 15)] for step in output.logprobs]
+                found["chosen tokens"] = [value for values in chosen for value in values]
+            if given.prompt_logprobs is not None:
+                found["prompt"] = pick(request.prompt_token_ids[1:], request.prompt_logprobs[1:])
+            outputs.append({"token_ids": list(output.token_ids), "logprobs": found})
+    return outputs
+
+
+def pick(token_ids: Any, logprobs: Any) -> list[float]:
+    return [step[token_id].logprob for token_id, step in zip(token_ids, logprobs, strict=True)]
+
+
+def tokens_of(llm: Any, *batches: Any) -> list[list[int]]:
+    """The token ids alone."""
+    return [output["token_ids"] for output in generate(llm, batches)]
+
+
+class Waits(TorchDispatchMode):
+    """Records the operations that would wait for a device, while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        indices = args[1] if name.startswith(("aten.index.", "aten.index_put")) else ()
+        masks = [index for index in indices or () if getattr(index, "dtype", None) == torch.bool]
+        if masks or name.split(".")[1] in SYNCHRONISING:
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+    def watch(self, owner: Any, *names: str) -> None:
+        """Record those of functions of a module or an object, from now on."""
+        for name in names:
+            setattr(owner, name, watched(getattr(owner, name), self))
+
+
+def watched(function: Any, waits: Waits) -> Any:
+    """The function, with its waits recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with waits:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def watch_moves(waits: Waits | None = None) -> Counter[str]:
+    """Count the rows that are moved from now on, by the layers in whose cache they are."""
+    moved: Counter[str] = Counter()
+
+    def compact(layers: Any, slots: Any, rows: Any, starts: Any, path: Any) -> None:
+        moved[str(id(layers))] += int((path > torch.arange(path.shape[1])).sum())
+        with waits or nullcontext():
+            compact_path(layers, slots, rows, starts, path)
+
+    v2_runner.compact_path = compact
+    return moved
