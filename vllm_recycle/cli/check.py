@@ -62,7 +62,6 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
     Raises:
         ImportError, OSError, RuntimeError, ValueError: it would not.
-
     """
     from vllm_recycle.integration.versions import check_vllm_version
 

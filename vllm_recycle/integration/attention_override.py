@@ -40,7 +40,6 @@ def refuse_layer(impl: Any, **features: bool) -> None:
 
     Raises:
         NotImplementedError: naming the feature.
-
     """
     refused = {
         "ALiBi": impl.alibi_slopes is not None,

@@ -26,7 +26,6 @@ def largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
 
     Returns:
         The argument of the user where there are sizes of theirs.
-
     """
     names = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
     owners = (engine_args, engine_args.compilation_config)

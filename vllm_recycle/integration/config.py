@@ -40,7 +40,6 @@ class Platform:
         hosts: by method of ours, the keys of vLLM's method that it takes the place of.
         on_v2: whether our runner is made of Model Runner V2.
         attention_backend: the one that ours takes the place of; None where vLLM has but one.
-
     """
 
     worker: str
@@ -73,7 +72,6 @@ def get_platform(method: str) -> Platform:
 
     Raises:
         NotImplementedError: it does not.
-
     """
     name = "cuda" if current_platform.is_cuda() else current_platform.device_type
     if name not in PLATFORMS:
@@ -92,7 +90,6 @@ def rewrite(engine_args: Any) -> Any | None:
     Raises:
         ValueError: an option of the method, or a flag that it needs for itself.
         NotImplementedError: a platform that the method does not run on.
-
     """
     given = given_keys(engine_args, METHODS)
     if given is None:
@@ -174,7 +171,6 @@ def finish(vllm_config: Any) -> None:
     Raises:
         NotImplementedError: naming the flag to change.
         ValueError: sizes that do not fit together, a state file of another model.
-
     """
     options = options_of(vllm_config)
     platform = get_platform(options.method)

@@ -44,7 +44,6 @@ def halving_schedule(
     Returns:
         (first batch size, last batch size, nodes), without gaps, from batch size 1; behind the
         last size that has room for a node there are none.
-
     """
     schedule, first = [], 1
     for nodes in _halved(num_nodes):
@@ -95,7 +94,6 @@ def halved_shapes(shape: DraftShape, max_rows: int) -> list[DraftShape]:
     Args:
         shape: of a draft; one request has all of it, even beyond `max_rows`.
         max_rows: of a batch in a draft forward.
-
     """
     shapes: list[DraftShape] = []
     smaller: DraftShape | None = shape
@@ -136,7 +134,6 @@ def even_limit(lengths: Sequence[int], budget: int) -> int:
     Args:
         lengths: of the drafts.
         budget: tokens for all of them.
-
     """
     remaining = sorted(lengths)
     for index, length in enumerate(remaining):
@@ -155,7 +152,6 @@ def explain_missing_rows(engine_args: Any) -> None:
 
     Raises:
         ValueError: with LoRA, a step has no room for a whole draft of each request.
-
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     rows = 1 + engine_args.speculative_config["num_speculative_tokens"]

@@ -34,7 +34,6 @@ class DraftReport:
         num_reqs: how many these are.
         times: of steps, once.
         num_drafted: how many requests have the drafts that were asked for; None for all.
-
     """
 
     worth: np.ndarray
@@ -85,7 +84,6 @@ class DraftSizes:
     Args:
         scheduler: a `TreeScheduler`, as vLLM has made it.
         vllm_config: of the engine.
-
     """
 
     def __init__(self, scheduler: Any, vllm_config: Any) -> None:

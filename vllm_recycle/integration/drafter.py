@@ -16,11 +16,7 @@ from vllm.logger import init_logger
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, options_of
-from vllm_recycle.integration.saved_state import (
-    describe_state,
-    fingerprint,
-    rank_file,
-)
+from vllm_recycle.integration.saved_state import describe_state, fingerprint, rank_file
 from vllm_recycle.integration.state_saver import StateSaver
 
 logger = init_logger("vllm.recycle")
@@ -33,7 +29,6 @@ class Drafter(ABC):
     Attributes:
         vllm_config: of the engine.
         state: what it learns.
-
     """
 
     vllm_config: Any
@@ -56,7 +51,6 @@ class Drafter(ABC):
 
         Raises:
             ValueError: the file is not of this model, tokenizer and sizes.
-
         """
         self.state.clear()
         if (path := self.options.state_file) is not None:

@@ -25,7 +25,6 @@ class GrammarMasks:
 
     Args:
         manager: vLLM's `StructuredOutputManager`.
-
     """
 
     def __init__(self, manager: Any) -> None:
@@ -54,7 +53,6 @@ class GrammarMasks:
         Returns:
             int32 [rows of all, words]; token t is allowed where bit t % 32 of word t // 32 is set.
             Rows that cannot be reached allow all.
-
         """
         names = [request.request_id for request in requests]
         ends = np.cumsum([1 + len(drafts.get(name, ())) for name in names])
@@ -88,7 +86,6 @@ def fill_tree(
 
     Returns:
         The rows of the nodes that are allowed, ascending; what is below an end is not among them.
-
     """
     children, words = children_of(parents), masks.numpy()
     reached: list[int] = []

@@ -18,7 +18,6 @@ def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
 
     Raises:
         NotImplementedError: they do not share one block table.
-
     """
     groups = kv_cache_config.kv_cache_groups
     holding = [i for i, group in enumerate(groups) if not layer_names.isdisjoint(group.layer_names)]
@@ -35,7 +34,6 @@ def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None
 
     Raises:
         NotImplementedError: that names the layer.
-
     """
     for name in sorted(layer_names):
         layer = compilation_config.static_forward_context[name]
@@ -61,7 +59,6 @@ def make_proposer(
         operations: what walks, and reads and writes the pool.
         device: where the pool lives.
         stops_early, smaller_shapes: see `OuroborosProposer`.
-
     """
     options = options_of(vllm_config)
     assert isinstance(options, OuroborosOptions)

@@ -16,7 +16,6 @@ def register() -> None:
 
     Raises:
         RuntimeError: vLLM is not of a supported version.
-
     """
     from vllm_recycle.integration import config, draft_limits, requests, versions
 
@@ -38,7 +37,6 @@ class Registered:
 
     Args:
         traces: whether spans of requests are made; they then say what was drafted.
-
     """
 
     def __init__(self, traces: bool) -> None:

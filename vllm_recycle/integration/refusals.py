@@ -37,7 +37,6 @@ def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
         NotImplementedError: naming the flag to change.
         ValueError: a tree that is deeper than the context, a budget that has no draft, a draft
             model that does not fit.
-
     """
     _check_sizes(vllm_config, options)
     if isinstance(options, OuroborosOptions):

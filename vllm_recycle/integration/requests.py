@@ -24,7 +24,6 @@ def may_speculate(params: Any, *, on_v2: bool) -> bool:
     Args:
         params: vLLM's `SamplingParams` of the request.
         on_v2: whether the engine has Model Runner V2.
-
     """
     return bool(_says(params.extra_args or {})) and not (on_v2 and _looks_back(params))
 
@@ -47,7 +46,6 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
     Raises:
         VLLMValidationError: an opt-out that is neither true nor false; a budget of tokens to think
             with.
-
     """
     if not is_ours(speculative_config):
         return False

@@ -13,11 +13,7 @@ from vllm_recycle.core.ouroboros import make_pool
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_file import check_place
 from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.integration.options import (
-    MethodOptions,
-    OuroborosOptions,
-    TokenRecyclingOptions,
-)
+from vllm_recycle.integration.options import MethodOptions, OuroborosOptions, TokenRecyclingOptions
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -77,7 +73,6 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     Raises:
         ValueError: it is torn, or not of this model, tokenizer and sizes; or that of a rank could
             not be written.
-
     """
     ranks = range(vllm_config.parallel_config.data_parallel_size)
     for path in [rank_file(options.state_file, rank) for rank in ranks if options.state_file]:

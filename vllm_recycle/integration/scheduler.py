@@ -30,7 +30,6 @@ class TreeDraftTokenIds(DraftTokenIds):
 
     Attributes:
         parents: of each request, the parent row of each node of its draft; the root is row 0.
-
     """
 
     parents: list[list[int]]

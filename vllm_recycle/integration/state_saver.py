@@ -33,7 +33,6 @@ class StateSaver:
         fingerprint: of the model, which the file has.
         kind: what messages call the file.
         every: seconds between saves, 0 for none but those that are asked for.
-
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class StateSaver:
 
         Raises:
             StateFileError: it cannot be written.
-
         """
         with self._saving:
             try:
@@ -94,7 +92,6 @@ class StateSaver:
 
         Raises:
             StateFileError: it cannot be written.
-
         """
         self._ended.set()
         if self._thread.is_alive():

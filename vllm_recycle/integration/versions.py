@@ -52,7 +52,6 @@ def wrap_create_engine_config(
             methods do not support.
 
     Remove when vLLM has a registry of speculative methods.
-
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -86,7 +85,6 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
 
     What vLLM does not know of is judged here too: remove the lifting when its refusal asks the
     method (patches/0003).
-
     """
     from vllm.sampling_params import SamplingParams
 
@@ -111,7 +109,6 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
             beside what vLLM says.
 
     Remove when vLLM says what was drafted and accepted (patches/0007).
-
     """
     from vllm.v1.engine import output_processor
 
@@ -148,7 +145,6 @@ def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
         num_rows: requests and draft tokens that a step may have.
 
     Remove with vLLM 0.32.
-
     """
     packs_rows = hasattr(worker, "num_bonus_tokens")
     if packs_rows:

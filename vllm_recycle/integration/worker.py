@@ -29,7 +29,6 @@ class TreeWorker(Worker):
         replaced_backend: the attention backend of vLLM that ours takes the place of.
         tree_backend: ours.
         saver: of the first rank, once it is warm, where there is a state file.
-
     """
 
     saver: StateSaver | None = None
@@ -101,7 +100,6 @@ class TreeWorker(Worker):
             forwards, both counted once for each request that took part; 0 without a draft model.
             `table_fill`, the part of the matrix or pool that is written. Where rows are priced
             one by one, `row_cost`: what a row more costs a step of one at least, in units of it.
-
         """
         return self.drafter.statistics()
 

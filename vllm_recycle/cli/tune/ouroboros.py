@@ -67,12 +67,7 @@ def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequenc
 
 
 def _stage(
-    plan: Plan,
-    state: State,
-    fixed: Config,
-    key: str,
-    values: Sequence[int],
-    forms: Sequence[Sizes],
+    plan: Plan, state: State, fixed: Config, key: str, values: Sequence[int], forms: Sequence[Sizes]
 ) -> list[Sizes]:
     """Each form with its best value of a key, the fastest form first and none twice."""
     candidates = [_legal(fixed, [form | {key: value} for value in values], key) for form in forms]

@@ -11,10 +11,7 @@ from typing import Any
 
 from vllm_recycle.integration.options.base import MethodOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
-from vllm_recycle.integration.options.token_recycling import (
-    TOKEN_RECYCLING,
-    TokenRecyclingOptions,
-)
+from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
 
 METHODS: dict[str, type[MethodOptions]] = {
     kind.method: kind for kind in (TokenRecyclingOptions, OuroborosOptions)
@@ -47,7 +44,6 @@ def put(
         additional_config: the user's, which is left as it is.
         options: of the engine.
         chooses_sizes: whether the sizes of drafts are chosen step by step.
-
     """
     values = {"method": options.method, **dataclasses.asdict(options)}
     return {**additional_config, KEY: {**values, CHOOSES_SIZES: chooses_sizes}}

@@ -28,7 +28,6 @@ class MethodOptions(ABC):
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
         save_every: seconds between saves of what is learnt to its file, where anything was learnt;
             0 to save at shutdown and on request alone, None for the default.
-
     """
 
     method: ClassVar[str]
@@ -48,7 +47,6 @@ class MethodOptions(ABC):
 
         Raises:
             ValueError: naming the key, what was given and what is accepted.
-
         """
         if on_gpu and given.get("row_cost") is not None:
             raise NotImplementedError(

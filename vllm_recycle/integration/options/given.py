@@ -26,7 +26,6 @@ def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] |
 
     Raises:
         ValueError: what is no configuration, and keys that are no names or are given twice.
-
     """
     config = engine_args.speculative_config
     if config is not None and not isinstance(config, Mapping):
@@ -65,7 +64,6 @@ def check_table(table: Any, num_nodes: int) -> Schedule | None:
     Raises:
         ValueError: it has what vLLM would take for numbers, more nodes than a tree has, or no
             ranges that vLLM accepts.
-
     """
     if table is None:
         return None

@@ -86,7 +86,6 @@ class OuroborosOptions(MethodOptions):
         pool_file: safetensors file of the shared pool; read at start-up where it exists, written
             while serving and at shutdown, of each data-parallel rank its own. Or a folder of such
             files, one of each replica.
-
     """
 
     method = OUROBOROS

@@ -55,7 +55,6 @@ class TokenRecyclingOptions(MethodOptions):
             written while serving and at shutdown, of each data-parallel rank its own. Or a folder
             of such files, one of each replica.
         seed_from_prompt: whether the text of the prompt enters the matrix.
-
     """
 
     method = TOKEN_RECYCLING
@@ -136,7 +135,6 @@ class TokenRecyclingOptions(MethodOptions):
 
         Raises:
             ValueError: no such tree, or one that does not fit k.
-
         """
         tree = load_tree(self.tree)
         limit = self.max_nodes
