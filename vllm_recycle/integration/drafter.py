@@ -16,8 +16,8 @@ from vllm.logger import init_logger
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, options_of
-from vllm_recycle.integration.saved_state import describe_state, fingerprint, rank_file
-from vllm_recycle.integration.state_saver import StateSaver
+from vllm_recycle.integration.options.base import SAVE_EVERY
+from vllm_recycle.integration.saved_state import StateSaver, describe_state, fingerprint, rank_file
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
@@ -36,10 +36,7 @@ class Drafter(ABC):
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-
-    @cached_property
-    def options(self) -> MethodOptions:
-        return options_of(self.vllm_config)
+        self.options: MethodOptions = options_of(vllm_config)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,7 +71,7 @@ class Drafter(ABC):
             self._place(options.state_file),
             fingerprint=self.fingerprint,
             kind=options.state_key,
-            every=options.save_seconds,
+            every=SAVE_EVERY if options.save_every is None else options.save_every,
         )
 
     def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:

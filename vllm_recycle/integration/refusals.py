@@ -14,6 +14,7 @@ from vllm_recycle.integration.draft_limits import (
     most_draft_rows,
 )
 from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions
+from vllm_recycle.integration.options.base import expect
 
 
 def refuse(method: str, features: dict[str, bool]) -> None:
@@ -113,11 +114,9 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
                 f"--max-model-len {max_model_len}"
             )
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    if int(options.budget_share * max_num_batched_tokens) < 1:
-        raise ValueError(
-            f"speculative_config: budget_share is {options.budget_share}, expected a token or more "
-            f"of --max-num-batched-tokens {max_num_batched_tokens} for drafts"
-        )
+    share, has_room = options.budget_share, options.budget_share * max_num_batched_tokens >= 1
+    expected = f"a token or more of --max-num-batched-tokens {max_num_batched_tokens} for drafts"
+    expect("budget_share", share, has_room, expected)
 
 
 def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: bool) -> None:

@@ -25,17 +25,9 @@ def may_speculate(params: Any, *, on_v2: bool) -> bool:
         params: vLLM's `SamplingParams` of the request.
         on_v2: whether the engine has Model Runner V2.
     """
-    return bool(_says(params.extra_args or {})) and not (on_v2 and _looks_back(params))
-
-
-def _looks_back(params: Any) -> bool:
-    """Whether sampling needs the output before a row."""
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-    )
+    penalties = params.presence_penalty or params.frequency_penalty
+    looks_back = params.repetition_penalty != 1.0 or penalties or params.bad_words
+    return bool(_says(params.extra_args or {})) and not (on_v2 and looks_back)
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

@@ -39,6 +39,20 @@ def check_vllm_version() -> None:
     raise RuntimeError(message)
 
 
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of vLLM, once, by one that is given the original first."""
+    original = getattr(owner, name)
+    if hasattr(original, _SHIM):
+        return
+
+    @functools.wraps(original)
+    def shim(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(shim, _SHIM, True)
+    setattr(owner, name, shim)
+
+
 def wrap_create_engine_config(
     rewrite: Callable[[Any], Any], explain: Callable[[Any], None], finish: Callable[[Any], None]
 ) -> None:
@@ -55,12 +69,7 @@ def wrap_create_engine_config(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, _SHIM):
-        return
-
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         rewritten = rewrite(self)
         if rewritten is None:
             return original(self, *args, **kwargs)
@@ -72,8 +81,7 @@ def wrap_create_engine_config(
         finish(config)
         return config
 
-    setattr(create_engine_config, _SHIM, True)
-    EngineArgs.create_engine_config = create_engine_config
+    _replace(EngineArgs, "create_engine_config", create_engine_config)
 
 
 def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
@@ -88,17 +96,11 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     """
     from vllm.sampling_params import SamplingParams
 
-    original = SamplingParams._validate_spec_decode
-    if hasattr(original, _SHIM):
-        return
-
-    @functools.wraps(original)
-    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+    def validate_spec_decode(original: Any, self: Any, speculative_config: Any) -> None:
         if not validate(self, speculative_config):
             original(self, speculative_config)
 
-    setattr(_validate_spec_decode, _SHIM, True)
-    SamplingParams._validate_spec_decode = _validate_spec_decode
+    _replace(SamplingParams, "_validate_spec_decode", validate_spec_decode)
 
 
 def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
@@ -112,26 +114,20 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     """
     from vllm.v1.engine import output_processor
 
-    original = output_processor.OutputProcessor.do_tracing
-    if hasattr(original, _SHIM):
-        return
-    make_span = output_processor.instrument_manual
     added: dict[str, Any] = {}
 
-    def instrument_manual(*args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
-        return make_span(*args, attributes=attributes | added, **kwargs)
+    def make_span(original: Any, *args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
+        return original(*args, attributes=attributes | added, **kwargs)
 
-    @functools.wraps(original)
-    def do_tracing(self: Any, output: Any, req_state: Any, *args: Any) -> None:
+    def do_tracing(original: Any, self: Any, output: Any, req_state: Any, *args: Any) -> None:
         added.update(attributes_of(req_state))
         try:
             original(self, output, req_state, *args)
         finally:
             added.clear()
 
-    setattr(do_tracing, _SHIM, True)
-    output_processor.instrument_manual = instrument_manual
-    output_processor.OutputProcessor.do_tracing = do_tracing
+    _replace(output_processor, "instrument_manual", make_span)
+    _replace(output_processor.OutputProcessor, "do_tracing", do_tracing)
 
 
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
@@ -146,6 +142,5 @@ def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
 
     Remove with vLLM 0.32.
     """
-    packs_rows = hasattr(worker, "num_bonus_tokens")
-    if packs_rows:
+    if hasattr(worker, "num_bonus_tokens"):  # it packs rows
         worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()

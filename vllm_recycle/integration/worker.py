@@ -16,7 +16,7 @@ from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.options import options_of
-from vllm_recycle.integration.state_saver import StateSaver
+from vllm_recycle.integration.saved_state import StateSaver
 
 logger = init_logger("vllm.recycle")
 
@@ -56,7 +56,7 @@ class TreeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = self.warm_up()
-        found = self.price_rows()
+        found = self.model_runner.price_rows()  # what rows cost, where that is measured
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
         if self.rank == 0:
@@ -69,10 +69,6 @@ class TreeWorker(Worker):
     def warm_up(self) -> Any:
         """Compile, capture and warm up as vLLM does."""
         return super().compile_or_warm_up_model()
-
-    def price_rows(self) -> str | None:
-        """Measure what rows cost, where that is done; returns what was found."""
-        return self.model_runner.price_rows()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         with self._changing_state():

@@ -85,10 +85,8 @@ def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
         raise UsageError(
             f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
         )
-    category = row.get("category")
-    if category is not None and not isinstance(category, str):
-        raise UsageError(f"{where}: `category` must be a string, got {json.dumps(category)}")
-    schema = row.get("json_schema")
-    if schema is not None and not isinstance(schema, dict):
-        raise UsageError(f"{where}: `json_schema` must be an object, got {json.dumps(schema)}")
-    return Prompt(tuple(turns if chat else turns[:1]), category, schema)
+    for key, kind, expected in (("category", str, "a string"), ("json_schema", dict, "an object")):
+        if (value := row.get(key)) is not None and not isinstance(value, kind):
+            raise UsageError(f"{where}: `{key}` must be {expected}, got {json.dumps(value)}")
+    turns = turns if chat else turns[:1]
+    return Prompt(tuple(turns), row.get("category"), row.get("json_schema"))

@@ -51,16 +51,16 @@ class Conversation:
 
     index: int
     turns: Iterator[str]
+    counts: PromptCounts = dataclasses.field(default_factory=PromptCounts)
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answer: list[int] = dataclasses.field(default_factory=list)  # token ids
+    output: list[int] = dataclasses.field(default_factory=list)  # those of all answers before
 
 
 @dataclasses.dataclass(slots=True)
-class PassCounts:
-    """What one pass over the prompts counts."""
+class StepCounts:
+    """What is counted of the engine steps of one pass over the prompts."""
 
-    outputs: dict[int, list[int]]  # token ids by prompt, of all its turns
-    prompts: dict[int, PromptCounts]
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
     parts_ms: dict[str, float] = dataclasses.field(default_factory=dict)  # of these steps, summed
@@ -92,11 +92,7 @@ class Worker:
 
         config = self.engine.vllm_config
         return {
-            "versions": {
-                "vllm": vllm.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "versions": {one.__name__: one.__version__ for one in (vllm, torch, transformers)},
             "device": torch.cuda.get_device_name()
             if config.device_config.device_type == "cuda"
             else config.device_config.device_type,
@@ -112,34 +108,22 @@ class Worker:
         }
 
     def run(
-        self,
-        *,
-        start: int,
-        stop: int,
-        concurrency: int,
-        max_tokens: int,
-        ignore_eos: bool,
-        temperature: float,
-        stream: bool = False,
+        self, *, start: int, stop: int, concurrency: int, stream: bool = False, **sampling: Any
     ) -> dict[str, Any]:
         """One pass over these prompts in file order, `concurrency` of them in flight.
 
-        Where it is not greedy, the seed of a prompt is its number.
+        Sampled by parameters of vLLM. Where it is not greedy, the seed of a prompt is its number.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+        chosen = [Conversation(i, iter(self.prompts[i]["turns"])) for i in range(start, stop)]
         before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
-        counts = self._generate(range(start, stop), concurrency, params, stream=stream)
+        counts = self._generate(chosen, concurrency, params, stream=stream)
         wall = time.perf_counter() - begin
         after = self._draft_counts()
-        prompts = [dataclasses.asdict(one) for one in counts.prompts.values()]
+        prompts = [dataclasses.asdict(one.counts) for one in chosen]
         sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
         return {
             "wall_s": wall,
@@ -151,7 +135,7 @@ class Worker:
                 0.0, (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
             ),
             "prompts": prompts,
-            "outputs": list(counts.outputs.values()),
+            "outputs": [one.output for one in chosen],
             "parts_ms": {
                 name: value / len(counts.decode_ms) for name, value in counts.parts_ms.items()
             },
@@ -174,41 +158,31 @@ class Worker:
         return self.run(**arguments)
 
     def _generate(
-        self, chosen: range, concurrency: int, params: Any, *, stream: bool
-    ) -> PassCounts:
-        counts = PassCounts({i: [] for i in chosen}, {i: PromptCounts() for i in chosen})
-        waiting = (Conversation(index, iter(self.prompts[index]["turns"])) for index in chosen)
+        self, chosen: list[Conversation], concurrency: int, params: Any, *, stream: bool
+    ) -> StepCounts:
+        counts, waiting = StepCounts(), iter(chosen)
         flying: dict[str, Conversation] = {}
         while True:
             for conversation in itertools.islice(waiting, concurrency - len(flying)):
-                self._ask_next(conversation, flying, counts, params)
+                self._ask_next(conversation, flying, params)
             if not flying:
                 return counts
             for conversation in self._step(flying, counts, stream=stream):
-                self._ask_next(conversation, flying, counts, params)
+                self._ask_next(conversation, flying, params)
 
     def _ask_next(
-        self,
-        conversation: Conversation,
-        flying: dict[str, Conversation],
-        counts: PassCounts,
-        params: Any,
+        self, conversation: Conversation, flying: dict[str, Conversation], params: Any
     ) -> None:
         """Send the next turn of a conversation to the engine, if there is one."""
-        turn = next(conversation.turns, None)
+        index, turn = conversation.index, next(conversation.turns, None)
         if turn is None:
             return
-        is_first = not conversation.messages
-        conversation.messages.append(_said(turn))
-        rendered = (
-            self.first_turns[conversation.index]
-            if is_first
-            else self._render(conversation.messages, conversation.index)
-        )
-        request_id = next(self.request_ids)
-        params = self._params_of(conversation.index, params)
+        messages = [*conversation.messages, _said(turn)]
+        rendered = self._render(messages, index) if messages[1:] else self.first_turns[index]
+        conversation.messages, request_id = messages, next(self.request_ids)
+        params = self._params_of(index, params)
         self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
-        counts.prompts[conversation.index].requests += 1
+        conversation.counts.requests += 1
         flying[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
@@ -238,7 +212,7 @@ class Worker:
         return rendered
 
     def _step(
-        self, flying: dict[str, Conversation], counts: PassCounts, *, stream: bool
+        self, flying: dict[str, Conversation], counts: StepCounts, *, stream: bool
     ) -> list[Conversation]:
         """One step of the engine; the conversations that it brought an answer to."""
         decode_only = all(conversation.answer for conversation in flying.values())
@@ -251,7 +225,7 @@ class Worker:
             self.timer.leave()
         seconds = time.perf_counter() - start
         for conversation in flying.values():
-            counts.prompts[conversation.index].seconds += seconds / len(flying)
+            conversation.counts.seconds += seconds / len(flying)
         counts.engine_steps += 1
         if decode_only and results:
             counts.decode_ms.append(1000 * seconds)
@@ -260,30 +234,28 @@ class Worker:
         answered = []
         for result in results:
             conversation, (output,) = flying[result.request_id], result.outputs
-            count = counts.prompts[conversation.index]
-            count.steps += bool(conversation.answer and output.token_ids)
-            count.tokens += len(output.token_ids)
+            conversation.counts.steps += bool(conversation.answer and output.token_ids)
+            conversation.counts.tokens += len(output.token_ids)
             conversation.answer.extend(output.token_ids)
             if stream:
                 told = {"prompt": conversation.index, "tokens": len(output.token_ids)}
                 self.events({"event": "text", "text": output.text, **told})
             if result.finished:
-                self._finish(conversation, count, output.spec_decode_metrics)
-                counts.outputs[conversation.index].extend(conversation.answer)
-                conversation.answer = []
+                self._finish(conversation, output.spec_decode_metrics)
                 answered.append(flying.pop(result.request_id))
         return answered
 
-    def _finish(self, conversation: Conversation, count: PromptCounts, metrics: Any) -> None:
+    def _finish(self, conversation: Conversation, metrics: Any) -> None:
         """Count an answer, and put it into the conversation."""
         if self.method:
-            count.draft_tokens += metrics.num_draft_tokens
-            count.accepted_tokens += sum(
-                accepted * steps for accepted, steps in enumerate(metrics.histogram)
-            )
+            accepted = sum(tokens * steps for tokens, steps in enumerate(metrics.histogram))
+            conversation.counts.draft_tokens += metrics.num_draft_tokens
+            conversation.counts.accepted_tokens += accepted
         if self.chat:
             answer = self.llm.get_tokenizer().decode(conversation.answer, skip_special_tokens=True)
             conversation.messages.append({"role": "assistant", "content": answer})
+        conversation.output += conversation.answer
+        conversation.answer = []
 
     def _draft_counts(self) -> dict[str, int]:
         """Draft forwards and rounds since the start, where we count them.

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     state_path = args.state or args.output.with_suffix(".state.json")
     for path in (args.output, state_path):
         check_writable(path)
-    state = State(state_path, _conditions(args, plan, fixed))
+    state = State(state_path, _conditions(plan, fixed))
     try:
         config = search(plan, state, fixed, _ranges(args))
     except KeyboardInterrupt:
@@ -145,22 +145,18 @@ def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _conditions(args: argparse.Namespace, plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:
+def _conditions(plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:
     """What measurements must share to be compared."""
     from vllm_recycle.cli.bench.report import hardware
 
     prompts = [prompt.turns for prompt in plan.prompts]
+    names = ("model", "chat", "max_tokens", "dtype", "repeats", "engine_args")
     return {
-        "model": plan.model,
-        "speculative_config": fixed,
+        **{name: getattr(plan, name) for name in names},
         "prompts": str(plan.prompts_path),
         "num_prompts": len(plan.prompts),
-        "chat": plan.chat,
+        "speculative_config": fixed,
         "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        "max_tokens": plan.max_tokens,
-        "dtype": plan.dtype,
-        "repeats": plan.repeats,
-        "engine_args": dict(plan.engine_args),
         "versions": {"vllm_recycle": __version__, "vllm": version("vllm")},
         "hardware": hardware(),
     }

@@ -1,18 +1,14 @@
 """The sizes of Ouroboros by wall clock: Algorithm 1 of arXiv 2402.13720, and two options beyond it.
 
 The paper's search starts from the middle of each range and chooses the best gamma, then the best
-window, then the best phrase length. `max_forwards` and `early_rows` come before it, since they
-decide what gamma is worth: in the paper's form each part of a draft costs a forward and phrases are
-below its end alone, so that a draft that is seldom accepted whole wants a small gamma, which leaves
-neither of the two anything to save or any row to put phrases below. From then on the search goes on
-in two forms side by side, with the two as chosen and with the first of their ranges, which is the
-paper's form by default. The second is then the paper's whole search, and the faster of both in the
-last stage is the result.
+window, then the best phrase length. `max_forwards` and `early_rows` come before it: at the small
+gamma that the paper's form wants, neither has anything to save. From then on the search goes on in
+two forms side by side, with the two as chosen and with the first of their ranges, which is the
+paper's form by default. The faster of both in the last stage is the result.
 
-The candidates of a stage are measured side by side, each in a process of its own and a part of the
-prompts at a time; the first part is not timed, it fills the pool, and no timed part was seen
-before. K, the branches, stays at its default, the paper's 3, unless it is given, and there are as
-many guesses as the window has columns.
+The candidates of a stage are measured side by side, a part of the prompts at a time; the first part
+is not timed, it fills the pool. K, the branches, stays at its default unless it is given, and there
+are as many guesses as the window has columns.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
-from vllm_recycle.cli.bench.report import mean_accepted
+from vllm_recycle.cli.bench.report import ACCEPTED, per_step
 from vllm_recycle.cli.bench.table import DISTURBED
 from vllm_recycle.cli.tune.state import State
 from vllm_recycle.integration.options import OuroborosOptions
@@ -77,7 +73,10 @@ def _stage(
     if len(configs) == 1:  # nothing to choose
         return list(candidates[0].values())
     _measure(dataclasses.replace(plan, methods=configs), state, key)
-    found = {name: _totals(state.of(stage=key, config=configs[name])) for name in configs}
+    found = {
+        name: driver.add_up(state.of(stage=key, config=config), COUNTS)
+        for name, config in configs.items()
+    }
     names = sorted(configs, key=lambda name: _speed(found[name]), reverse=True)
     best = {next(name for name in names if name in one): one for one in candidates}
     for name, totals in found.items():
@@ -136,15 +135,11 @@ def _measure(plan: Plan, state: State, stage: str) -> None:
                         progress.finish()
 
 
-def _totals(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: sum(one[key] for one in measurements) for key in COUNTS}
-
-
 def _speed(totals: Mapping[str, float]) -> float:
     return totals["tokens"] / totals["wall_s"]
 
 
 def _describe(totals: Mapping[str, float]) -> str:
-    accepted = mean_accepted(totals) or 1.0
+    accepted = per_step(totals, ACCEPTED) or 1.0
     forwards = totals["draft_forwards"] / max(1, totals["draft_rounds"])
     return f"{_speed(totals):.1f} tokens/s, {accepted:.2f} accepted, {forwards:.2f} draft forwards"

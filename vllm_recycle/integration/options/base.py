@@ -89,23 +89,12 @@ class MethodOptions(ABC):
         cost = self.row_cost
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        self._check_save_every()
-
-    def _check_save_every(self) -> None:
         every = self.save_every
         is_time = is_number(every) and 0 <= every <= MOST_SECONDS
         expected = f"a number of seconds, 0 to {MOST_SECONDS:,}"
         expect("save_every", every, every is None or is_time, expected)
-        if every is not None and self.state_file is None:
-            raise ValueError(
-                f"speculative_config: save_every is {every}, expected none without a file for what "
-                "is learnt"
-            )
-
-    @property
-    def save_seconds(self) -> float:
-        """Seconds between saves, 0 for none."""
-        return SAVE_EVERY if self.save_every is None else self.save_every
+        is_used = every is None or self.state_file is not None
+        expect("save_every", every, is_used, "none without a file for what is learnt")
 
     @abstractmethod
     def load_tree(self) -> TreeTemplate:

@@ -77,13 +77,13 @@ class TokenRecyclingOptions(MethodOptions):
         preset = given.get("preset")
         is_preset = preset is None or (isinstance(preset, str) and preset in PRESETS)
         expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
-        values = dict(given)
-        limits = [values.pop(key, None) for key in ("max_nodes", "num_speculative_tokens")]
-        for key, limit in zip(("max_nodes", "num_speculative_tokens"), limits, strict=True):
-            if limit is not None:
+        values, limits = dict(given), []
+        for key in ("max_nodes", "num_speculative_tokens"):
+            if (limit := values.pop(key, None)) is not None:
                 expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
-        if any(limits):
-            values["max_nodes"] = min(limit for limit in limits if limit)
+                limits.append(limit)
+        if limits:
+            values["max_nodes"] = min(limits)
         return super().parse(values, on_gpu=on_gpu)
 
     @classmethod
