@@ -58,11 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_config(model: str, flags: list[str]) -> Any:
-    """The configuration that `vllm serve` would make.
-
-    Raises:
-        ImportError, OSError, RuntimeError, ValueError: it would not.
-    """
+    """The configuration that `vllm serve` would make, or the error with which it would not."""
     from vllm_recycle.integration.versions import check_vllm_version
 
     check_vllm_version()  # before what another version may not have

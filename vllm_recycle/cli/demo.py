@@ -4,10 +4,9 @@
     vllm-recycle demo --model DIR --prompts FILE --num-prompts 4
 
 Greedy, one prompt at a time, in float32: there the two outputs have to be equal token for token,
-and the command fails where they are not. Each prompt is answered with the method, whose text is
-shown as it comes, and without; on a terminal, tokens that one step gave together share a colour.
-By default it runs the chat model that `make model` fetches, else the embedded target. It shows what
-the method does; `vllm-recycle bench` measures, and lends its driver and worker.
+and the command fails where they are not. The text of the method is shown as it comes; on a
+terminal, tokens that one step gave together share a colour. By default it runs the chat model that
+`make model` fetches, else the embedded target. Driver and worker are those of `vllm-recycle bench`.
 """
 
 from __future__ import annotations
@@ -82,11 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Find model and prompts, and check them.
-
-    Raises:
-        UsageError: for what is missing or cannot be accepted.
-    """
+    """Find model and prompts; raises UsageError for what is missing or cannot be accepted."""
     model = args.model or EXAMPLES / CHAT_MODEL
     if not args.model and not (model / "config.json").is_file():
         missing, model = model, EXAMPLES / EMBEDDED_MODEL
@@ -147,10 +142,10 @@ def generate(plan: Plan) -> dict[str, list[driver.Reply]]:
             driver.load(plan, running[name], config)
             running[name].ask("run", **driver.warm_up_arguments(plan, 1))
         for index, prompt in enumerate(plan.prompts):
-            arguments |= {"start": index, "stop": index + 1}
+            arguments |= {"start": index, "stop": index + 1, "stream": True}
             print(f"\n[{index + 1}/{len(plan.prompts)}] {_line(prompt)}\n", flush=True)
-            recycled = show(running[RECYCLING].follow("stream", **arguments))
-            plain = running[PLAIN].ask("stream", **arguments)
+            recycled = show(running[RECYCLING].follow("run", **arguments))
+            plain = running[PLAIN].ask("run", **arguments)
             for name, reply in ((PLAIN, plain), (RECYCLING, recycled)):
                 replies[name].append(reply)
                 speed = reply["tokens"] / reply["wall_s"]

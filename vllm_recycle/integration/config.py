@@ -72,11 +72,7 @@ PLATFORMS = {
 
 
 def get_platform(method: str) -> Platform:
-    """How a method of ours runs here.
-
-    Raises:
-        NotImplementedError: it does not.
-    """
+    """How a method of ours runs here; raises NotImplementedError where it does not."""
     name = "cuda" if current_platform.is_cuda() else current_platform.device_type
     if name not in PLATFORMS:
         raise NotImplementedError(
@@ -87,9 +83,7 @@ def get_platform(method: str) -> Platform:
 
 
 def rewrite(engine_args: Any) -> Any | None:
-    """Engine arguments with our method in terms of vLLM's, or None where it is not asked for.
-
-    The arguments given are left as they are.
+    """A copy of engine arguments with our method in terms of vLLM's, None where it is not ours.
 
     Raises:
         ValueError: an option of the method, or a flag that it needs for itself.

@@ -71,11 +71,8 @@ def _max_rows(vllm_config: Any) -> int:
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
-    Stands in the place of vLLM's table of sizes by batch, which is asked once a step.
-
-    Args:
-        scheduler: a `TreeScheduler`, as vLLM has made it.
-        vllm_config: of the engine.
+    Stands in the place of vLLM's table of sizes by batch, which is asked once a step, in a
+    `TreeScheduler` that vLLM has made.
     """
 
     def __init__(self, scheduler: Any, vllm_config: Any) -> None:

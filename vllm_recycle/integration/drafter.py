@@ -24,14 +24,8 @@ T = TypeVar("T")
 
 
 class Drafter(ABC):
-    """Holds a proposer, and brings what it learns in and out of a file.
+    """Holds a proposer, and brings what it learns, its `state`, in and out of a file."""
 
-    Attributes:
-        vllm_config: of the engine.
-        state: what it learns.
-    """
-
-    vllm_config: Any
     state: SavedState
 
     def __init__(self, vllm_config: Any) -> None:
@@ -46,8 +40,7 @@ class Drafter(ABC):
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
 
-        Raises:
-            ValueError: the file is not of this model, tokenizer and sizes.
+        Raises ValueError if the file is not of this model, tokenizer and sizes.
         """
         self.state.clear()
         if (path := self.options.state_file) is not None:

@@ -20,11 +20,8 @@ ALL_ALLOWED = -1
 class GrammarMasks:
     """The masks of a step, in memory that is as large as steps have asked for.
 
-    vLLM's has a row for every node that all requests could have together: 1.3 GB for 1,024
-    requests, 80 nodes and a vocabulary of 128k.
-
-    Args:
-        manager: vLLM's `StructuredOutputManager`.
+    vLLM's, in its `StructuredOutputManager`, has a row for every node that all requests could have
+    together: 1.3 GB for 1,024 requests, 80 nodes and a vocabulary of 128k.
     """
 
     def __init__(self, manager: Any) -> None:

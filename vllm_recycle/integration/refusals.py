@@ -27,12 +27,7 @@ def refuse(method: str, features: dict[str, bool]) -> None:
 
 
 def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
-    """Refuse a configuration that the method does not support.
-
-    Args:
-        vllm_config: as vLLM made it.
-        options: of the engine.
-        on_v2: whether our runner is made of Model Runner V2.
+    """Refuse a configuration, as vLLM made it, that the method does not support.
 
     Raises:
         NotImplementedError: naming the flag to change.

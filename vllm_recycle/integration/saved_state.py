@@ -75,11 +75,8 @@ def rank_file(path: str, data_parallel_index: int) -> str:
 def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     """Refuse a state file that no engine of this configuration would read, by its header.
 
-    In a folder such a file is passed over.
-
-    Raises:
-        ValueError: it is torn, or not of this model, tokenizer and sizes; or that of a rank could
-            not be written.
+    In a folder such a file is passed over. Raises ValueError if it is torn, or not of this model,
+    tokenizer and sizes, or could not be written.
     """
     ranks = range(vllm_config.parallel_config.data_parallel_size)
     for path in [rank_file(options.state_file, rank) for rank in ranks if options.state_file]:
@@ -161,11 +158,7 @@ class StateSaver:
             yield
 
     def save(self) -> str:
-        """Write the state as it is; returns the path of its file.
-
-        Raises:
-            StateFileError: it cannot be written.
-        """
+        """Write the state as it is; returns its path, or raises StateFileError."""
         with self._saving:
             try:
                 self._take_copy()
@@ -180,11 +173,7 @@ class StateSaver:
         return str(path)
 
     def close(self) -> None:
-        """Write what was learnt since it was last written, and end.
-
-        Raises:
-            StateFileError: it cannot be written.
-        """
+        """Write what was learnt since it was last written, and end; raises what `save` does."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

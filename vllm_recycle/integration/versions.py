@@ -87,9 +87,8 @@ def wrap_create_engine_config(
 def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     """Lift vLLM's refusal of `min_p` and `logit_bias` under speculation, for our methods.
 
-    Args:
-        validate: given sampling parameters and the speculative configuration, true where it has
-            judged the parameters itself.
+    `validate`, given sampling parameters and the speculative configuration, is true where it has
+    judged the parameters itself.
 
     What vLLM does not know of is judged here too: remove the lifting when its refusal asks the
     method (patches/0003).
@@ -106,9 +105,7 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
 def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     """Let the span of a request say more.
 
-    Args:
-        attributes_of: given vLLM's state of a request that has ended, what its span is to say
-            beside what vLLM says.
+    `attributes_of` says what, given vLLM's state of a request that has ended.
 
     Remove when vLLM says what was drafted and accepted (patches/0007).
     """
@@ -135,12 +132,7 @@ def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
 
     It has one for every node that all requests could have together: 1.3 GB for 1,024 requests, 80
     nodes and a vocabulary of 128k. vLLM 0.33 sends that many, used or not, and needs it all.
-
-    Args:
-        worker: vLLM's `StructuredOutputsWorker`.
-        num_rows: requests and draft tokens that a step may have.
-
-    Remove with vLLM 0.32.
+    `worker` is vLLM's `StructuredOutputsWorker`. Remove with vLLM 0.32.
     """
     if hasattr(worker, "num_bonus_tokens"):  # it packs rows
         worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()

@@ -22,18 +22,11 @@ logger = init_logger("vllm.recycle")
 
 
 class TreeWorker(Worker):
-    """What is to be put before the worker of a device, which is one of these in vLLM too.
+    """What is to be put before the worker of a device, which is one of these in vLLM too."""
 
-    Attributes:
-        runner_class: our model runner.
-        replaced_backend: the attention backend of vLLM that ours takes the place of.
-        tree_backend: ours.
-        saver: of the first rank, once it is warm, where there is a state file.
-    """
-
-    saver: StateSaver | None = None
+    saver: StateSaver | None = None  # of the first rank, once it is warm, with a state file
     runner_class: ClassVar[type]
-    replaced_backend: ClassVar[AttentionBackendEnum]
+    replaced_backend: ClassVar[AttentionBackendEnum]  # vLLM's, which ours takes the place of
     tree_backend: ClassVar[type[AttentionBackend]]
 
     def _make_model_runner(self) -> Any:

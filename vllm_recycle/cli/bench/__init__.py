@@ -3,14 +3,11 @@
     vllm-recycle bench --model examples/models/target --prompts examples/prompts/gsm8k.jsonl \
         --num-prompts 20 --dtype float32 --methods none,ngram,token_recycling --json result.json
 
-Every method runs in a process of its own, all of them alive at once and one at work at a time;
-repeats are interleaved, so that a machine that slows down slows every method. With a draft model
-the methods that need one are there too.
-
-`arguments`, `prompts` and `methods` check the command line and make a `plan` of it. `driver` leads
-the processes, `worker` is one of them, `progress` says how far they are, and `profile` says where
-the time of a step goes. `report` makes the JSON; `table` and `plot` show it. Nothing but the worker
-imports vLLM, so that bad arguments are refused at once.
+Every method runs in a process of its own, one at work at a time; repeats are interleaved, so that a
+machine that slows down slows every method. `arguments`, `prompts` and `methods` check the command
+line and make a `plan` of it. `driver` leads the processes, `worker` is one of them. `report` makes
+the JSON; `table` and `plot` show it. Nothing but the worker imports vLLM, so that bad arguments are
+refused at once.
 """
 
 from __future__ import annotations

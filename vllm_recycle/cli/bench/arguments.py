@@ -57,11 +57,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def read_workload(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `Plan` that `add_workload` asks for.
-
-    Raises:
-        UsageError: for anything that cannot be accepted.
-    """
+    """The fields of a `Plan` that `add_workload` asks for; raises UsageError for bad ones."""
     _check_model(args.model, "--model")
     if args.draft_model is not None:
         _check_model(args.draft_model, "--draft-model")

@@ -70,19 +70,14 @@ class Child:
         self._received = b""  # a line that is not whole yet, and what is behind it
 
     def ask(self, op: str, **arguments: Any) -> Reply:
-        """Send one request and wait for its reply.
-
-        Raises:
-            RunError: when the child reports an error or dies.
-        """
+        """Send one request and wait for its reply; raises what `follow` does."""
         *_, reply = self.follow(op, **arguments)
         return reply
 
     def follow(self, op: str, **arguments: Any) -> Iterator[Reply]:
         """Send one request, yield what the child tells meanwhile, and last its reply.
 
-        Raises:
-            RunError: when the child reports an error or dies.
+        Raises RunError if the child reports an error or dies.
         """
         try:
             self._requests.write(json.dumps({"op": op, **arguments}).encode() + b"\n")

@@ -42,11 +42,7 @@ def needs_plugin(config: SpeculativeConfig) -> bool:
 
 
 def choose_methods(args: argparse.Namespace) -> Methods:
-    """The methods of a run.
-
-    Raises:
-        UsageError: for a method that is unknown, lacks something or is not used.
-    """
+    """The methods of a run; raises UsageError for one that is unknown or incomplete."""
     drafting, given = _drafting_methods(args), dict(map(_named_config, args.speculative_config))
     known = METHODS | {"token_recycling": {"method": "token_recycling", **_tree_options(args)}}
     known |= drafting | given

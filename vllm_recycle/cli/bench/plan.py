@@ -35,10 +35,6 @@ class Plan:
         profile: whether to find out where the time of a step goes.
         by_category: whether to report each category of the prompts too.
         json_path, plot_path: what to write.
-
-    Raises:
-        UsageError: there are fewer prompts than passes that need their own, or prompts without a
-            category where each is reported.
     """
 
     model: str

@@ -12,13 +12,7 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """Counts the parts of a run, as a context manager; writes to stderr.
-
-    Args:
-        total: parts of the run.
-        unit: what parts are called.
-        done: parts that an earlier run did.
-    """
+    """Counts the parts of a run, `done` of them by an earlier run; writes to stderr."""
 
     def __init__(self, total: int, *, unit: str, done: int = 0) -> None:
         self._bar = tqdm(total=total, initial=done, disable=None, unit=unit, leave=False)

@@ -1,17 +1,14 @@
 """A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
 
-    {"op": "load", "engine": {...}, "prompts": [{"turns": [...], ...}, ...], "chat": B}
-                                            -> what the engine runs with
-    {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B,
-     "temperature": T}
-                                            -> one pass over the prompts from I to J, J excluded
-    {"op": "stream", ...the same...}     -> the same, and before it for each step of each request
-                                    {"event": "text", "prompt": I, "text": "...", "tokens": N}
+Each request and each reply is one JSON line; {"error": "..."} stands for a failure:
+
+    {"op": "load", ...as `Worker`...}    -> what the engine runs with
+    {"op": "run", ...as `Worker.run`...} -> one pass over prompts; with "stream" before it, for each
+          step of each request, {"event": "text", "prompt": I, "text": "...", "tokens": N}
     {"op": "profile", ...the same...}    -> the same, with the time of a step by part; ask it last
 
-Each request and each reply is one JSON line; {"error": "..."} stands for a failure. The process
-ends when its stdin does. Requests are fed to the engine by hand, at most C in flight, which gives
-exact counts: a step of a request is a decode step unless it is the one that ends its prompt.
+Requests are fed to the engine by hand, which gives exact counts: a step of a request is a decode
+step unless it is the one that ends its prompt.
 """
 
 from __future__ import annotations
@@ -110,9 +107,9 @@ class Worker:
     def run(
         self, *, start: int, stop: int, concurrency: int, stream: bool = False, **sampling: Any
     ) -> dict[str, Any]:
-        """One pass over these prompts in file order, `concurrency` of them in flight.
+        """One pass over the prompts from `start` to `stop`, excluded, in file order.
 
-        Sampled by parameters of vLLM. Where it is not greedy, the seed of a prompt is its number.
+        `sampling` are parameters of vLLM. Where it is not greedy, a prompt's seed is its number.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -140,10 +137,6 @@ class Worker:
                 name: value / len(counts.decode_ms) for name, value in counts.parts_ms.items()
             },
         }
-
-    def stream(self, **arguments: Any) -> dict[str, Any]:
-        """A pass that reports each step of a request as it comes."""
-        return self.run(**arguments, stream=True)
 
     def profile(self, **arguments: Any) -> dict[str, Any]:
         """A pass with timers; they stay, so that no plain pass may follow."""
@@ -258,10 +251,7 @@ class Worker:
         conversation.answer = []
 
     def _draft_counts(self) -> dict[str, int]:
-        """Draft forwards and rounds since the start, where we count them.
-
-        All ranks draft together, so that the first one speaks for all.
-        """
+        """Draft forwards and rounds since the start, where we count them, of the first rank."""
         if self.method != "ouroboros":
             return {}
         statistics = self.llm.collective_rpc("draft_statistics")[0]
@@ -303,8 +293,7 @@ def main() -> None:
                 reply(worker.describe())
             else:
                 assert worker is not None
-                passes = (worker.run, worker.stream, worker.profile)
-                reply({one.__name__: one for one in passes}[op](**request))
+                reply({"run": worker.run, "profile": worker.profile}[op](**request))
         except Exception as error:  # reported to the driver, which ends this process
             traceback.print_exc()
             reply({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})

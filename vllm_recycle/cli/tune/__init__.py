@@ -4,10 +4,9 @@
         --draft-model examples/models/draft --prompts examples/prompts/humaneval.jsonl \
         --output ouroboros.json
 
-It searches the sizes of a draft by wall clock (`ouroboros`), writes a speculative configuration,
-and prints what to give to `--speculative-config`. Every measurement goes to the state file at once,
-so that the same command goes on where an earlier run was interrupted. Engines are those of
-`vllm-recycle bench`. A template for `token_recycling` is measured by `examples/tune_tree.py`.
+It searches the sizes of a draft by wall clock (`ouroboros`) and writes a speculative configuration.
+Every measurement goes to the state file at once, so that the same command goes on where an earlier
+run was interrupted. A template for `token_recycling` is measured by `examples/tune_tree.py`.
 """
 
 from __future__ import annotations

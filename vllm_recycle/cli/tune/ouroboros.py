@@ -35,16 +35,10 @@ COUNTS = ("tokens", "wall_s", "steps", "accepted_tokens", "draft_rounds", "draft
 
 
 def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequence[int]]) -> Config:
-    """The best configuration found.
+    """The best configuration found; raises UsageError if no candidate of a stage is legal.
 
-    Args:
-        plan: of the run, without methods.
-        state: what was measured before; gets what is measured now.
-        fixed: keys of every candidate.
-        ranges: the values of each key to choose, the paper's in the paper's order.
-
-    Raises:
-        UsageError: no candidate of a stage is legal.
+    `plan` has no methods; `state` has what was measured before, and gets what is measured now;
+    `fixed` are keys of every candidate; `ranges` has the paper's keys in the paper's order.
     """
     start = {key: values[(len(values) - 1) // 2] for key, values in ranges.items()}
     start |= {key: ranges[key][0] for key in BEYOND_PAPER}

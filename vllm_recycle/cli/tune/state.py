@@ -13,14 +13,9 @@ FORMAT = "vllm_recycle.tune/1"
 
 
 class State:
-    """Measurements, each written to their file as it is made.
+    """Measurements, each written to their file as it is made; read where the file exists.
 
-    Args:
-        path: of the file, read where it exists.
-        conditions: what the measurements are made under, as JSON values.
-
-    Raises:
-        UsageError: the file is no such file, or of other conditions.
+    Raises UsageError if it is no such file, or of other conditions, which are JSON values.
     """
 
     def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
@@ -37,17 +32,10 @@ class State:
         ]
 
     def add(self, **measurement: Any) -> None:
-        """Keep one more measurement, in the file too.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Keep one more measurement, in the file too; raises RunError if it cannot be written."""
         self.measurements.append(measurement)
-        content = {
-            "format": FORMAT,
-            "conditions": self.conditions,
-            "measurements": self.measurements,
-        }
+        content = {"format": FORMAT, "conditions": self.conditions}
+        content |= {"measurements": self.measurements}
         try:
             write_file(self.path, f"{json.dumps(content)}\n".encode(), kind="--state")
         except StateFileError as error:

@@ -38,12 +38,9 @@ __all__ = [
 def put(
     additional_config: dict[str, Any], options: MethodOptions, *, chooses_sizes: bool
 ) -> dict[str, Any]:
-    """vLLM's additional configuration, with options of ours.
+    """A copy of vLLM's additional configuration with options of ours.
 
-    Args:
-        additional_config: the user's, which is left as it is.
-        options: of the engine.
-        chooses_sizes: whether the sizes of drafts are chosen step by step.
+    `chooses_sizes` says whether the sizes of drafts are chosen step by step.
     """
     values = {"method": options.method, **dataclasses.asdict(options)}
     return {**additional_config, KEY: {**values, CHOOSES_SIZES: chooses_sizes}}

@@ -41,12 +41,8 @@ class MethodOptions(ABC):
     def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
         """Check the keys and values of a speculative configuration (without its `method`).
 
-        Args:
-            given: the keys and values.
-            on_gpu: whether what is not given, or null, is what is best on a GPU, or on a CPU.
-
-        Raises:
-            ValueError: naming the key, what was given and what is accepted.
+        What is not given, or null, is what is best on a GPU, or on a CPU. Raises ValueError naming
+        the key, what was given and what is accepted.
         """
         if on_gpu and given.get("row_cost") is not None:
             raise NotImplementedError(

@@ -49,8 +49,6 @@ CPU_SIZES = {
     "early_rows": 2,
     "max_forwards": 1,
 }
-
-
 POOL_SCOPES = ("shared", "request")
 # vLLM's keys that are about the draft model.
 DRAFT_MODEL_KEYS = (
@@ -67,11 +65,7 @@ class OuroborosOptions(MethodOptions):
     """The options of the method `ouroboros`.
 
     Attributes:
-        model: the draft model; it and the four below are vLLM's keys.
-        draft_tensor_parallel_size: see vLLM.
-        quantization: see vLLM.
-        revision: see vLLM.
-        code_revision: see vLLM.
+        model: the draft model; it and the four below (`DRAFT_MODEL_KEYS`) are vLLM's keys.
         gamma: tokens that the draft model drafts in a round.
         window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
         guesses: phrases kept for a token and tried in a draft forward, the paper's G; likewise.

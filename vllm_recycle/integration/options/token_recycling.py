@@ -131,11 +131,7 @@ class TokenRecyclingOptions(MethodOptions):
         return super().num_nodes
 
     def load_tree(self) -> TreeTemplate:
-        """The template that these options ask for.
-
-        Raises:
-            ValueError: no such tree, or one that does not fit k.
-        """
+        """The template; raises ValueError if there is no such tree, or it does not fit k."""
         tree = load_tree(self.tree)
         limit = self.max_nodes
         if limit is not None and limit > tree.num_nodes:
