@@ -11,7 +11,7 @@ import pytest
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.arguments import number_range
-from vllm_recycle.cli.tune.state import State
+from vllm_recycle.cli.tune.ouroboros import State
 from vllm_recycle.integration.options import OuroborosOptions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

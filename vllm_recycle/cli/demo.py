@@ -113,15 +113,13 @@ def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
     """The first turns of the given prompts, or of the repository's, the kinds in turn."""
     if given:
         return read_prompts(given)
-    files = [EXAMPLES / path for path in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]
-    for path in files:
+    kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
+    for path in [EXAMPLES / name for name in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]:
         if not path.exists():
             raise UsageError(
                 f"no {path}: the prompts come with the repository, not with an installed package; "
                 "name your own with --prompts"
             )
-    kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
-    for path in files:
         for prompt in read_prompts(path):
             kinds.setdefault((path, prompt.category), []).append(prompt)
     mixed = itertools.chain(*itertools.zip_longest(*kinds.values()))

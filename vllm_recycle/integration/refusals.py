@@ -8,11 +8,7 @@ from typing import Any
 from vllm import envs
 
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.integration.draft_limits import (
-    draft_forward_rows,
-    drafting_shapes,
-    most_draft_rows,
-)
+from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions
 from vllm_recycle.integration.options.base import expect
 
@@ -144,7 +140,7 @@ def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: boo
 def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
     """Rows of the largest draft forward; refuses what one there cannot be."""
     shape, scheduler = options.shape(), vllm_config.scheduler_config
-    rows = draft_forward_rows(shape)
+    rows = draft_limits.draft_forward_rows(shape)
     if rows > 1 + MAX_NODES:
         raise ValueError(
             f"speculative_config: a draft forward has {rows} rows of a request, expected at "
@@ -156,10 +152,10 @@ def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
             f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
             f"{target.tensor_parallel_size}"
         )
-    shapes = drafting_shapes(
+    shapes = draft_limits.drafting_shapes(
         shape,
         vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
         max_num_reqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
     )
-    return most_draft_rows(shapes)
+    return draft_limits.most_draft_rows(shapes)

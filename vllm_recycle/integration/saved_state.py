@@ -89,14 +89,9 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
 
 def fingerprint(model_config: Any) -> str:
     """What a state file must share with the engine: architecture and tokenizer."""
-    digest = hashlib.sha256()
-    hf_config = model_config.hf_text_config
-    for part in (
-        *(hf_config.architectures or ()),
-        hf_config.vocab_size,
-        hf_config.hidden_size,
-        hf_config.num_hidden_layers,
-    ):
+    digest, hf_config = hashlib.sha256(), model_config.hf_text_config
+    sizes = (hf_config.vocab_size, hf_config.hidden_size, hf_config.num_hidden_layers)
+    for part in (*(hf_config.architectures or ()), *sizes):
         digest.update(f"{part}\n".encode())
     files = [Path(model_config.tokenizer) / name for name in _TOKENIZER_FILES]
     present = [file for file in files if file.is_file()]

@@ -58,9 +58,8 @@ class TreeScheduler(Scheduler):
             self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
-        self.keeps_places = False
+        self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         if isinstance(options, OuroborosOptions):
-            self.keeps_places = True  # its nodes are what their place says
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
             self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
 

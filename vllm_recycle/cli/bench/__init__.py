@@ -16,13 +16,8 @@ import argparse
 import json
 from pathlib import Path
 
+from vllm_recycle.cli.bench import methods
 from vllm_recycle.cli.bench.arguments import add_workload, positive, positive_list, temperature
-from vllm_recycle.cli.bench.methods import (
-    DEFAULT_DRAFT_TOKENS,
-    DEFAULT_METHODS,
-    DEFAULT_METHODS_WITH_DRAFT_MODEL,
-    METHODS,
-)
 from vllm_recycle.cli.bench.plan import make_plan
 
 
@@ -53,16 +48,17 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     """Add what is compared."""
     parser.add_argument(
         "--methods",
-        help=f"from {', '.join(METHODS)}, with --draft-model draft_model and ouroboros, and the "
-        f"names given by --speculative-config; default: {DEFAULT_METHODS}, with --draft-model "
-        f"{DEFAULT_METHODS_WITH_DRAFT_MODEL}; suffix only where its package is installed",
+        help=f"from {', '.join(methods.METHODS)}, with --draft-model draft_model and ouroboros, "
+        f"and the names given by --speculative-config; default: {methods.DEFAULT_METHODS}, with "
+        f"--draft-model {methods.DEFAULT_METHODS_WITH_DRAFT_MODEL}; suffix only where its package "
+        "is installed",
     )
     parser.add_argument(
         "--draft-tokens",
         type=positive_list,
         metavar="N[,N...]",
         help="tokens that vLLM's draft_model drafts; several make the methods draft_model-N; "
-        f"default: {DEFAULT_DRAFT_TOKENS}",
+        f"default: {methods.DEFAULT_DRAFT_TOKENS}",
     )
     parser.add_argument("--tree", help="token_recycling: a tree's name or file")
     parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")

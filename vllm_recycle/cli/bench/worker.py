@@ -119,7 +119,8 @@ class Worker:
         before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
         counts = self._generate(chosen, concurrency, params, stream=stream)
         wall = time.perf_counter() - begin
-        after = self._draft_counts()
+        after, steps = self._draft_counts(), len(counts.decode_ms)
+        others = (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
         prompts = [dataclasses.asdict(one.counts) for one in chosen]
         sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
         return {
@@ -128,14 +129,10 @@ class Worker:
             "engine_steps": counts.engine_steps,
             "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
             **{name: count - before[name] for name, count in after.items()},
-            "others_cpu_share": max(
-                0.0, (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
-            ),
+            "others_cpu_share": max(0.0, others),
             "prompts": prompts,
             "outputs": [one.output for one in chosen],
-            "parts_ms": {
-                name: value / len(counts.decode_ms) for name, value in counts.parts_ms.items()
-            },
+            "parts_ms": {name: value / steps for name, value in counts.parts_ms.items()},
         }
 
     def profile(self, **arguments: Any) -> dict[str, Any]:

@@ -24,17 +24,10 @@ import torch
 
 from vllm_recycle import __version__
 from vllm_recycle.cli import UsageError
-from vllm_recycle.cli.bench.arguments import (
-    add_workload,
-    check_writable,
-    json_object,
-    number_range,
-    positive,
-    read_workload,
-)
+from vllm_recycle.cli.bench import arguments
 from vllm_recycle.cli.bench.methods import A_DRAFT_MODEL
 from vllm_recycle.cli.bench.plan import Plan
-from vllm_recycle.cli.tune.state import State
+from vllm_recycle.cli.tune.ouroboros import State, search
 from vllm_recycle.integration.options import METHODS, OUROBOROS, OuroborosOptions
 
 # The paper's, Table 10, for both kinds of tasks, and smaller ones for where rows are dear.
@@ -47,7 +40,6 @@ RANGES = {
 }
 # What is searched or has an option of its own, and a file that engines would share.
 REFUSED_KEYS = {"method", "model", "pool_file", *RANGES}
-REPEATS = 3
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -56,18 +48,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "tune", help="search the sizes of ouroboros for your models, prompts and machine"
     )
     parser.add_argument("--method", default=OUROBOROS, choices=METHODS)
-    add_workload(parser)
+    arguments.add_workload(parser)
     for name, (default, least, meaning) in RANGES.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=number_range(least),
+            type=arguments.number_range(least),
             metavar="RANGE",
             help=f"{meaning}; FIRST:LAST[:STEP] or N,N,...; default: {default}",
         )
     parser.add_argument(
         "--repeats",
-        type=positive,
-        default=REPEATS,
+        type=arguments.positive,
+        default=3,
         help="timed passes per candidate, each over an equal part of the prompts; default: "
         "%(default)s",
     )
@@ -90,19 +82,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure what the state file lacks, write the result."""
-    from vllm_recycle.cli.tune.ouroboros import search
-
     if args.method != OUROBOROS:
         raise UsageError(
             f"--method {args.method} has no sizes to search, expected {OUROBOROS}; "
             "examples/tune_tree.py of the repository measures a template"
         )
     fixed = _fixed_keys(args)
-    workload = read_workload(args)
+    workload = arguments.read_workload(args)
     plan = Plan(**workload, methods={}, repeats=args.repeats, fresh_prompts=True)
     state_path = args.state or args.output.with_suffix(".state.json")
     for path in (args.output, state_path):
-        check_writable(path)
+        arguments.check_writable(path)
     state = State(state_path, _conditions(plan, fixed))
     try:
         config = search(plan, state, fixed, _ranges(args))
@@ -118,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     """The keys of the speculative configuration that are given."""
-    given = json_object(args.speculative_config, "--speculative-config")
+    given = arguments.json_object(args.speculative_config, "--speculative-config")
     if refused := REFUSED_KEYS & given.keys():
         raise UsageError(
             f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
@@ -139,7 +129,7 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
 
 def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     return {
-        name: getattr(args, name) or number_range(least)(default)
+        name: getattr(args, name) or arguments.number_range(least)(default)
         for name, (default, least, _) in RANGES.items()
     }
 

@@ -14,24 +14,73 @@ are as many guesses as the window has columns.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_recycle.cli import UsageError
+from vllm_recycle.cli import RunError, UsageError
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
 from vllm_recycle.cli.bench.report import ACCEPTED, per_step
 from vllm_recycle.cli.bench.table import DISTURBED
-from vllm_recycle.cli.tune.state import State
+from vllm_recycle.core.state_file import StateFileError, write_file
 from vllm_recycle.integration.options import OuroborosOptions
 
 Config = dict[str, Any]
 Sizes = dict[str, int]
+FORMAT = "vllm_recycle.tune/1"  # of the state file
 BEYOND_PAPER = ("max_forwards", "early_rows")  # 0: as many as gamma, and none, as in the paper
 COUNTS = ("tokens", "wall_s", "steps", "accepted_tokens", "draft_rounds", "draft_forwards")
+
+
+class State:
+    """Measurements so far, each written to their file as it is made, which a later run reads.
+
+    Raises UsageError if it is no such file, or of other conditions, which are JSON values.
+    """
+
+    def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
+        self.path = path
+        self.conditions = conditions
+        self.measurements: list[dict[str, Any]] = self._read() if path.exists() else []
+
+    def of(self, **key: Any) -> list[dict[str, Any]]:
+        """The measurements with these values, in the order in which they were made."""
+        return [
+            one
+            for one in self.measurements
+            if all(one.get(name) == value for name, value in key.items())
+        ]
+
+    def add(self, **measurement: Any) -> None:
+        """Keep one more measurement, in the file too; raises RunError if it cannot be written."""
+        self.measurements.append(measurement)
+        content: dict[str, Any] = {"format": FORMAT, "conditions": self.conditions}
+        content["measurements"] = self.measurements
+        try:
+            write_file(self.path, f"{json.dumps(content)}\n".encode(), kind="--state")
+        except StateFileError as error:
+            raise RunError(str(error)) from error
+
+    def _read(self) -> list[dict[str, Any]]:
+        another = "name another with --state, or remove it"
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UsageError(f"--state {self.path} cannot be read ({error}): {another}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise UsageError(f"--state {self.path} is no state of vllm-recycle tune: {another}")
+        for key, expected in self.conditions.items():
+            got = content["conditions"].get(key)
+            if got != expected:
+                raise UsageError(
+                    f"--state {self.path} is of another run, {key} {got}, not {expected}: {another}"
+                )
+        return content["measurements"]
 
 
 def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequence[int]]) -> Config:

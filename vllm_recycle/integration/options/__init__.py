@@ -14,25 +14,12 @@ from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptio
 from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
 
 METHODS: dict[str, type[MethodOptions]] = {
-    kind.method: kind for kind in (TokenRecyclingOptions, OuroborosOptions)
+    TOKEN_RECYCLING: TokenRecyclingOptions,
+    OUROBOROS: OuroborosOptions,
 }
 
 KEY = "vllm_recycle"  # in `additional_config`
 CHOOSES_SIZES = "chooses_sizes"
-
-__all__ = [
-    "CHOOSES_SIZES",
-    "KEY",
-    "METHODS",
-    "OUROBOROS",
-    "TOKEN_RECYCLING",
-    "MethodOptions",
-    "OuroborosOptions",
-    "TokenRecyclingOptions",
-    "chooses_sizes",
-    "options_of",
-    "put",
-]
 
 
 def put(
@@ -55,5 +42,4 @@ def options_of(vllm_config: Any) -> MethodOptions:
 
 def chooses_sizes(vllm_config: Any) -> bool:
     """Whether the sizes of an engine's drafts are chosen step by step."""
-    chooses: bool = vllm_config.additional_config[KEY][CHOOSES_SIZES]
-    return chooses
+    return vllm_config.additional_config[KEY][CHOOSES_SIZES]

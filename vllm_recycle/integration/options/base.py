@@ -99,8 +99,7 @@ class MethodOptions(ABC):
     @property
     def state_file(self) -> str | None:
         """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
-        file: str | None = getattr(self, self.state_key)
-        return file
+        return getattr(self, self.state_key)
 
     @property
     def is_dynamic(self) -> bool:
@@ -137,10 +136,6 @@ def is_int(value: Any, low: int, high: int) -> bool:
 def expect(key: str, value: Any, valid: bool, expected: str) -> None:
     if not valid:
         raise ValueError(f"speculative_config: {key} is {shorten(value)}, expected {expected}")
-
-
-def expect_bool(key: str, value: Any) -> None:
-    expect(key, value, isinstance(value, bool), "true or false")
 
 
 def expect_file(key: str, value: Any, *, may_be_folder: bool = False) -> None:

@@ -8,19 +8,9 @@ from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
-from vllm_recycle.integration.draft_limits import (
-    MAX_TREE_ROWS,
-    UNLIMITED,
-    Schedule,
-    halving_schedule,
-)
-from vllm_recycle.integration.options.base import (
-    MethodOptions,
-    expect,
-    expect_bool,
-    expect_file,
-    is_int,
-)
+from vllm_recycle.integration import draft_limits
+from vllm_recycle.integration.draft_limits import Schedule
+from vllm_recycle.integration.options.base import MethodOptions, expect, expect_file, is_int
 
 TOKEN_RECYCLING = "token_recycling"
 DYNAMIC = "dynamic"
@@ -107,7 +97,8 @@ class TokenRecyclingOptions(MethodOptions):
             raise ValueError(f"speculative_config: {error}") from None
         is_size = is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
-        expect_bool("seed_from_prompt", self.seed_from_prompt)
+        seeds = self.seed_from_prompt
+        expect("seed_from_prompt", seeds, isinstance(seeds, bool), "true or false")
         expect_file("matrix_file", self.matrix_file, may_be_folder=True)
         if self.matrix_file is not None and self.isolates:
             raise ValueError(
@@ -146,8 +137,8 @@ class TokenRecyclingOptions(MethodOptions):
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
         if on_gpu:
-            return halving_schedule(num_nodes, MAX_TREE_ROWS)
+            return draft_limits.halving_schedule(num_nodes, draft_limits.MAX_TREE_ROWS)
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
         # pads a request that just came in to a full draft of -1, and keeps it waiting where that
         # does not fit.
-        return [(1, UNLIMITED, num_nodes)]
+        return [(1, draft_limits.UNLIMITED, num_nodes)]
