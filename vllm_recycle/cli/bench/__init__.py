@@ -106,11 +106,10 @@ def run(args: argparse.Namespace) -> int:
     from vllm_recycle.cli.bench.table import format_table
 
     report = make_report(plan, measure(plan))
-    line = json.dumps(report)
     if plan.json_path:
         plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
     print(format_table(report))
-    print(line)
+    print(json.dumps(report))
     if plan.plot_path:
         plot(report, plan.plot_path)
     return 0

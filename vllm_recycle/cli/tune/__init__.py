@@ -53,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=arguments.number_range(least),
+            default=default,
             metavar="RANGE",
             help=f"{meaning}; FIRST:LAST[:STEP] or N,N,...; default: {default}",
         )
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
             f"--method {args.method} has no sizes to search, expected {OUROBOROS}; "
             "examples/tune_tree.py of the repository measures a template"
         )
-    fixed = _fixed_keys(args)
+    ranges = {name: getattr(args, name) for name in RANGES}
+    fixed = _fixed_keys(args, ranges)
     workload = arguments.read_workload(args)
     plan = Plan(**workload, methods={}, repeats=args.repeats, fresh_prompts=True)
     state_path = args.state or args.output.with_suffix(".state.json")
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         arguments.check_writable(path)
     state = State(state_path, _conditions(plan, fixed))
     try:
-        config = search(plan, state, fixed, _ranges(args))
+        config = search(plan, state, fixed, ranges)
     except KeyboardInterrupt:
         if state_path.exists():
             print(f"{state_path} has what was measured: the same command goes on", file=sys.stderr)
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
+def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The keys of the speculative configuration that are given."""
     given = arguments.json_object(args.speculative_config, "--speculative-config")
     if refused := REFUSED_KEYS & given.keys():
@@ -118,20 +120,13 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     is_directory = Path(args.draft_model).is_dir()
     model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
     # The sizes with the fewest rows. Which candidates have too many is seen in the search.
-    sizes = {name: min(values) for name, values in _ranges(args).items()}
+    sizes = {name: min(values) for name, values in ranges.items()}
     sizes |= {"early_rows": 0, "max_forwards": 1}
     try:
         OuroborosOptions.parse({"model": model, **sizes, **given}, on_gpu=torch.cuda.is_available())
     except ValueError as error:
         raise UsageError(f"--speculative-config: {error}") from error
     return {"method": OUROBOROS, "model": model, **given}
-
-
-def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
-    return {
-        name: getattr(args, name) or arguments.number_range(least)(default)
-        for name, (default, least, _) in RANGES.items()
-    }
 
 
 def _conditions(plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:

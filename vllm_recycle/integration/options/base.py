@@ -85,11 +85,15 @@ class MethodOptions(ABC):
         cost = self.row_cost
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
+        key, file = self.state_key, self.state_file
+        expect(key, file, file is None or isinstance(file, str), "a path")
+        if file is not None:
+            check_place(file, kind=f"speculative_config: {key}", may_be_folder=True)
         every = self.save_every
         is_time = is_number(every) and 0 <= every <= MOST_SECONDS
         expected = f"a number of seconds, 0 to {MOST_SECONDS:,}"
         expect("save_every", every, every is None or is_time, expected)
-        is_used = every is None or self.state_file is not None
+        is_used = every is None or file is not None
         expect("save_every", every, is_used, "none without a file for what is learnt")
 
     @abstractmethod
@@ -136,9 +140,3 @@ def is_int(value: Any, low: int, high: int) -> bool:
 def expect(key: str, value: Any, valid: bool, expected: str) -> None:
     if not valid:
         raise ValueError(f"speculative_config: {key} is {shorten(value)}, expected {expected}")
-
-
-def expect_file(key: str, value: Any, *, may_be_folder: bool = False) -> None:
-    expect(key, value, value is None or isinstance(value, str), "a path")
-    if value is not None:
-        check_place(value, kind=f"speculative_config: {key}", may_be_folder=may_be_folder)

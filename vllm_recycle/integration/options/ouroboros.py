@@ -11,7 +11,7 @@ from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect, expect_file, is_int
+from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
 
 OUROBOROS = "ouroboros"
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
@@ -97,7 +97,6 @@ class OuroborosOptions(MethodOptions):
             value = getattr(self, name)
             expect(name, value, isinstance(value, bool), "true or false")
         expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
-        expect_file("pool_file", self.pool_file, may_be_folder=True)
         if self.pool_file is not None and not self.shares_pool:
             raise ValueError(
                 "speculative_config: pool_file is given with scope 'request', expected scope "

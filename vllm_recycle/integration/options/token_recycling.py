@@ -10,7 +10,7 @@ from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect, expect_file, is_int
+from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
 
 TOKEN_RECYCLING = "token_recycling"
 DYNAMIC = "dynamic"
@@ -99,7 +99,6 @@ class TokenRecyclingOptions(MethodOptions):
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
         seeds = self.seed_from_prompt
         expect("seed_from_prompt", seeds, isinstance(seeds, bool), "true or false")
-        expect_file("matrix_file", self.matrix_file, may_be_folder=True)
         if self.matrix_file is not None and self.isolates:
             raise ValueError(
                 "speculative_config: matrix_file is given with scope 'isolated', expected another "
