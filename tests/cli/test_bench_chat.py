@@ -65,7 +65,9 @@ def test_the_answers_go_into_the_next_turn(chat_model):
         together = running["none"].ask("run", **driver.pass_arguments(plan, 4, 0))
         warm = driver.pass_arguments(replace(plan, temperature=1.0), 1, 0)
         sampled = [running["none"].ask("run", **warm)["outputs"] for _ in range(2)]
-        *events, streamed = running["none"].follow("stream", **driver.pass_arguments(plan, 1, 0))
+        *events, streamed = running["none"].follow(
+            "run", stream=True, **driver.pass_arguments(plan, 1, 0)
+        )
     expected, texts = _chat(str(chat_model))
     assert reply["outputs"] == together["outputs"] == streamed["outputs"] == expected
     assert sampled[0] == sampled[1] != expected

@@ -21,12 +21,9 @@ SPEC_BENCH = ROOT / "examples/prompts/spec_bench.jsonl"
 EMBEDDED = f"--model={MODEL}"
 
 
-def totals(*outputs):
-    one = demo.Totals()
-    tokens = sum(map(len, outputs))
-    counts = {"tokens": tokens, "wall_s": 1.0, "steps": 2, "accepted_tokens": 1}
-    one.add(counts | {"others_cpu_share": 0.0, "outputs": list(outputs)})
-    return one
+def replies(*outputs):
+    counts = {"wall_s": 1.0, "steps": 2, "accepted_tokens": 1, "others_cpu_share": 0.0}
+    return [counts | {"tokens": len(output), "outputs": [output]} for output in outputs]
 
 
 @pytest.mark.slow
@@ -79,7 +76,7 @@ def test_no_terminal_has_no_colours(capsys):
 
 
 def test_outputs_that_differ_are_an_error(monkeypatch, capsys):
-    given = {demo.PLAIN: totals([5, 6, 7], [8]), demo.RECYCLING: totals([5, 6, 7], [9])}
+    given = {demo.PLAIN: replies([5, 6, 7], [8]), demo.RECYCLING: replies([5, 6, 7], [9])}
     monkeypatch.setattr(demo, "generate", lambda plan: given)
     assert main(["demo", EMBEDDED, "--num-prompts=2"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -90,7 +87,7 @@ def test_outputs_that_differ_are_an_error(monkeypatch, capsys):
 def make_plan(*arguments: str) -> demo.Plan:
     """The plan of a run that is not made."""
     plans = []
-    given = dict.fromkeys(demo.TITLES, totals([5]))
+    given = dict.fromkeys(demo.TITLES, replies([5]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "generate", lambda plan: plans.append(plan) or given)
         assert main(["demo", *arguments]) == 0

@@ -12,7 +12,7 @@ from commands import DRAFT_MODEL, FAKE_WORKER, MODEL, PROMPTS, refused
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.arguments import number_range
-from vllm_recycle.cli.tune.state import State
+from vllm_recycle.cli.tune.ouroboros import State
 from vllm_recycle.integration.options import OuroborosOptions
 
 SMALL = [

@@ -22,7 +22,7 @@ from vllm import SamplingParams
 from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.integration.state_saver import StateSaver
+from vllm_recycle.integration.saved_state import StateSaver
 
 # Of each kind of state: a method, the option that names its file, and the tensor in it.
 KINDS = {

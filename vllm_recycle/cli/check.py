@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,23 +46,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Say what is supported and what is there. The status is 1 where an engine would not start."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
-    refusal = None
     try:
-        lines = list(_describe(_make_config(args.model, args.flags)))
+        facts = _describe(_make_config(args.model, args.flags))
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        refusal = _reason(error)
-        lines = [f"{'refused':{NAME_WIDTH}}{refusal}"]
-    print("\n".join([*lines, *_optional_parts()]))
-    return 0 if refusal is None else 1
+        facts = {"refused": _reason(error)}
+    for name, fact in (facts | _optional_parts()).items():
+        print(f"{name:{NAME_WIDTH}}{fact}")
+    return 1 if "refused" in facts else 0
 
 
 def _make_config(model: str, flags: list[str]) -> Any:
-    """The configuration that `vllm serve` would make.
-
-    Raises:
-        ImportError, OSError, RuntimeError, ValueError: it would not.
-
-    """
+    """The configuration that `vllm serve` would make, or the error with which it would not."""
     from vllm_recycle.integration.versions import check_vllm_version
 
     check_vllm_version()  # before what another version may not have
@@ -92,8 +85,8 @@ def _make_config(model: str, flags: list[str]) -> Any:
     return config
 
 
-def _describe(config: Any) -> Iterator[str]:
-    """What is supported, with which tables, a line per fact."""
+def _describe(config: Any) -> dict[str, str]:
+    """What is supported, and with which tables."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -103,24 +96,22 @@ def _describe(config: Any) -> Iterator[str]:
     options = options_of(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
-    facts = {
+    return {
         "supported": f"{config.model_config.model} with {options.method}",
         "vllm": f"{vllm.__version__} on {current_platform.device_type}",
         "drafts": f"{trees}, at most {options.num_nodes} nodes",
         "tables": f"{num_bytes:,} bytes on each rank, beside weights and KV cache",
     }
-    for name, fact in facts.items():
-        yield f"{name:{NAME_WIDTH}}{fact}"
 
 
-def _optional_parts() -> Iterator[str]:
-    """Which optional parts are installed, a line per part."""
+def _optional_parts() -> dict[str, str]:
+    """Which optional parts are installed."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
-    without = "missing: CPU kernels run in torch, slower"
-    yield f"{'g++':{NAME_WIDTH}}{compiler or without}"
+    parts = {"g++": compiler or "missing: CPU kernels run in torch, slower"}
     for name, (use, command) in OPTIONAL_MODULES.items():
         found = "found" if find_spec(name) is not None else f"missing ({command})"
-        yield f"{name:{NAME_WIDTH}}{found}, for {use}"
+        parts[name] = f"{found}, for {use}"
+    return parts
 
 
 def _reason(error: Exception) -> str:

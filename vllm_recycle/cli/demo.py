@@ -4,10 +4,9 @@
     vllm-recycle demo --model DIR --prompts FILE --num-prompts 4
 
 Greedy, one prompt at a time, in float32: there the two outputs have to be equal token for token,
-and the command fails where they are not. Each prompt is answered with the method, whose text is
-shown as it comes, and without; on a terminal, tokens that one step gave together share a colour.
-By default it runs the chat model that `make model` fetches, else the embedded target. It shows what
-the method does; `vllm-recycle bench` measures, and lends its driver and worker.
+and the command fails where they are not. The text of the method is shown as it comes; on a
+terminal, tokens that one step gave together share a colour. By default it runs the chat model that
+`make model` fetches, else the embedded target. Driver and worker are those of `vllm-recycle bench`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import vllm_recycle
@@ -27,7 +24,7 @@ from vllm_recycle.cli.bench.arguments import positive
 from vllm_recycle.cli.bench.methods import METHODS
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
-from vllm_recycle.cli.bench.report import mean_accepted
+from vllm_recycle.cli.bench.report import ACCEPTED, per_step
 from vllm_recycle.cli.bench.table import DISTURBED, align
 
 EXAMPLES = Path(vllm_recycle.__file__).parents[1] / "examples"
@@ -41,20 +38,6 @@ NUM_PROMPTS = 6
 SHOWN_COLUMNS = 96
 COLOURS = (32, 33, 35, 36)  # steps with several tokens take these in turn
 COUNTED = ("tokens", "wall_s", "steps", "accepted_tokens")
-
-
-@dataclass(slots=True)
-class Totals:
-    """What a method gave over all prompts."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    others_cpu_share: float = 0.0
-    outputs: list[list[int]] = field(default_factory=list)
-
-    def add(self, reply: driver.Reply) -> None:
-        self.counts.update({name: reply[name] for name in COUNTED})
-        self.others_cpu_share = max(self.others_cpu_share, reply["others_cpu_share"])
-        self.outputs += reply["outputs"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -88,21 +71,17 @@ def run(args: argparse.Namespace) -> int:
         "one prompt at a time,\nnot compiled, float32, where outputs can be compared exactly",
         flush=True,
     )
-    totals = generate(plan)
-    pairs = zip(totals[PLAIN].outputs, totals[RECYCLING].outputs, strict=True)
-    differing = [number for number, (one, other) in enumerate(pairs, start=1) if one != other]
-    print("\n".join(format_table(totals, identical=not differing)))
+    replies = generate(plan)
+    pairs = enumerate(zip(replies[PLAIN], replies[RECYCLING], strict=True), start=1)
+    differing = [number for number, (one, two) in pairs if one["outputs"] != two["outputs"]]
+    print("\n".join(format_table(replies, identical=not differing)))
     if differing:
         print(f"outputs differ in prompts {', '.join(map(str, differing))}")
     return 1 if differing else 0
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Find model and prompts, and check them.
-
-    Raises:
-        UsageError: for what is missing or cannot be accepted.
-    """
+    """Find model and prompts; raises UsageError for what is missing or cannot be accepted."""
     model = args.model or EXAMPLES / CHAT_MODEL
     if not args.model and not (model / "config.json").is_file():
         missing, model = model, EXAMPLES / EMBEDDED_MODEL
@@ -134,46 +113,43 @@ def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
     """The first turns of the given prompts, or of the repository's, the kinds in turn."""
     if given:
         return read_prompts(given)
-    files = [EXAMPLES / path for path in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]
-    for path in files:
+    kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
+    for path in [EXAMPLES / name for name in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]:
         if not path.exists():
             raise UsageError(
                 f"no {path}: the prompts come with the repository, not with an installed package; "
                 "name your own with --prompts"
             )
-    kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
-    for path in files:
         for prompt in read_prompts(path):
             kinds.setdefault((path, prompt.category), []).append(prompt)
     mixed = itertools.chain(*itertools.zip_longest(*kinds.values()))
     return tuple(prompt for prompt in mixed if prompt)
 
 
-def generate(plan: Plan) -> dict[str, Totals]:
-    """Each prompt by each method, in a process of its own; the text is shown.
+def generate(plan: Plan) -> dict[str, list[driver.Reply]]:
+    """What each method gives for each prompt, in a process of its own; the text is shown.
 
     The warm-up is short, so that the adjacency matrix has seen next to nothing when the first
     prompt is timed.
     """
-    totals = {name: Totals() for name in plan.methods}
+    replies: dict[str, list[driver.Reply]] = {name: [] for name in plan.methods}
     arguments = driver.pass_arguments(plan, 1, 0)
-    warm_up = arguments | {"stop": 1, "max_tokens": min(driver.WARM_UP_TOKENS, plan.max_tokens)}
     with driver.children(plan) as running:
         for name, config in plan.methods.items():
             print(f"starting vLLM: {TITLES[name]} ...", flush=True)
             driver.load(plan, running[name], config)
-            running[name].ask("run", **warm_up)
+            running[name].ask("run", **driver.warm_up_arguments(plan, 1))
         for index, prompt in enumerate(plan.prompts):
-            arguments |= {"start": index, "stop": index + 1}
+            arguments |= {"start": index, "stop": index + 1, "stream": True}
             print(f"\n[{index + 1}/{len(plan.prompts)}] {_line(prompt)}\n", flush=True)
-            recycled = show(running[RECYCLING].follow("stream", **arguments))
-            plain = running[PLAIN].ask("stream", **arguments)
+            recycled = show(running[RECYCLING].follow("run", **arguments))
+            plain = running[PLAIN].ask("run", **arguments)
             for name, reply in ((PLAIN, plain), (RECYCLING, recycled)):
-                totals[name].add(reply)
+                replies[name].append(reply)
                 speed = reply["tokens"] / reply["wall_s"]
                 print(f"  {TITLES[name]:16}{reply['steps']:4} steps, {speed:6.1f} tokens/s")
     print()
-    return totals
+    return replies
 
 
 def show(replies: Iterable[driver.Reply]) -> driver.Reply:
@@ -189,28 +165,23 @@ def show(replies: Iterable[driver.Reply]) -> driver.Reply:
     return reply
 
 
-def format_table(totals: dict[str, Totals], *, identical: bool) -> Iterator[str]:
+def format_table(replies: dict[str, list[driver.Reply]], *, identical: bool) -> Iterator[str]:
     """The comparison, and what its columns mean."""
     title = max(map(len, TITLES.values()))
-    head = (" " * title, "tokens/s", "speed-up", "accepted", "steps", "outputs identical")
-    speeds = {name: one.counts["tokens"] / one.counts["wall_s"] for name, one in totals.items()}
-    rows: list[Sequence[str]] = [head]
-    for name, one in totals.items():
-        accepted = mean_accepted(one.counts)
-        rows.append(
-            (
-                TITLES[name].ljust(title),
-                f"{speeds[name]:.1f}",
-                f"{speeds[name] / speeds[PLAIN]:.2f}",
-                "-" if accepted is None else f"{accepted:.2f}",
-                str(one.counts["steps"]),
-                "" if name == PLAIN else "yes" if identical else "NO",
-            )
-        )
+    rows = [[" " * title, "tokens/s", "speed-up", "accepted", "steps", "outputs identical"]]
+    plain_speed = None
+    for name, of_method in replies.items():
+        total = driver.add_up(of_method, COUNTED)
+        speed, accepted = total["tokens"] / total["wall_s"], per_step(total, ACCEPTED)
+        plain_speed = plain_speed or speed
+        numbers = [f"{speed:.1f}", f"{speed / plain_speed:.2f}"]
+        numbers += ["-" if accepted is None else f"{accepted:.2f}", f"{total['steps']:.0f}"]
+        verdict = "" if name == PLAIN else "yes" if identical else "NO"
+        rows.append([TITLES[name].ljust(title), *numbers, verdict])
     yield from align(rows)
     yield "accepted: mean number of tokens that a step gives, without the steps that end a prompt;"
     yield "what earlier prompts left is used"
-    others_share = max(one.others_cpu_share for one in totals.values())
+    others_share = max(one["others_cpu_share"] for some in replies.values() for one in some)
     if others_share > DISTURBED:
         yield f"disturbed: other processes used up to {others_share:.0%} of the CPUs meanwhile"
 

@@ -88,7 +88,7 @@ def draw_svg(tree: TreeTemplate) -> str:
         (f"{MARGIN + x * COLUMN:g}", f"{HEADING + MARGIN + y * LEVEL:g}")
         for x, y in zip(across, down, strict=True)
     ]
-    labels = ["", *map(str, tree.ranks[1:].tolist())]
+    nodes = list(zip(centers, tree.parents.tolist(), tree.ranks.tolist(), strict=True))[1:]
     heading = f"{tree.name}: {_count(tree.num_nodes, 'node')}, depth {tree.depth}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -98,18 +98,13 @@ def draw_svg(tree: TreeTemplate) -> str:
         f'<text x="{MARGIN}" y="{HEADING}" font-size="14">{escape(heading)}</text>',
         '<g stroke="#888">',
         *(
-            '<line x1="{}" y1="{}" x2="{}" y2="{}"/>'.format(*centers[parent], *centers[row])
-            for row, parent in enumerate(tree.parents.tolist())
-            if row > 0
+            '<line x1="{}" y1="{}" x2="{}" y2="{}"/>'.format(*centers[parent], *center)
+            for center, parent, _ in nodes
         ),
         '</g><g fill="#dce9f7" stroke="#36c">',
         *(f'<circle cx="{x}" cy="{y}" r="{RADIUS}"/>' for x, y in centers),
         '</g><g text-anchor="middle" dominant-baseline="central">',
-        *(
-            f'<text x="{x}" y="{y}">{label}</text>'
-            for (x, y), label in zip(centers, labels, strict=True)
-            if label
-        ),
+        *(f'<text x="{x}" y="{y}">{rank}</text>' for (x, y), _, rank in nodes),
         "</g></svg>\n",
     ]
     return "\n".join(parts)

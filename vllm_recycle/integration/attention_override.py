@@ -34,13 +34,7 @@ def override_backend(backend: AttentionBackendEnum, replacement: type) -> Iterat
 def refuse_layer(impl: Any, **features: bool) -> None:
     """Refuse a kind of layer whose masks or scores the tree path does not have.
 
-    Args:
-        impl: vLLM's implementation of the layer, constructed.
-        features: further ones, by name, and whether the layer has them.
-
-    Raises:
-        NotImplementedError: naming the feature.
-
+    `impl` is vLLM's implementation of the layer; `features` further ones, and whether it has them.
     """
     refused = {
         "ALiBi": impl.alibi_slopes is not None,

@@ -18,7 +18,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration import refusals
-from vllm_recycle.integration.capture_sizes import largest_capture_size
 from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING, options_of, put
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
 from vllm_recycle.integration.saved_state import check_state_file
@@ -31,6 +30,11 @@ ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
 PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 
 
+# The largest token count that vLLM captures a CUDA graph for, on a Blackwell GPU and on others; it
+# captures multiples of the stride.
+BLACKWELL, LARGEST_ON_BLACKWELL, LARGEST, STRIDE = 100, 1024, 512, 16
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """How our methods run on a kind of device.
@@ -40,7 +44,6 @@ class Platform:
         hosts: by method of ours, the keys of vLLM's method that it takes the place of.
         on_v2: whether our runner is made of Model Runner V2.
         attention_backend: the one that ours takes the place of; None where vLLM has but one.
-
     """
 
     worker: str
@@ -69,12 +72,7 @@ PLATFORMS = {
 
 
 def get_platform(method: str) -> Platform:
-    """How a method of ours runs here.
-
-    Raises:
-        NotImplementedError: it does not.
-
-    """
+    """How a method of ours runs here; raises NotImplementedError where it does not."""
     name = "cuda" if current_platform.is_cuda() else current_platform.device_type
     if name not in PLATFORMS:
         raise NotImplementedError(
@@ -85,14 +83,11 @@ def get_platform(method: str) -> Platform:
 
 
 def rewrite(engine_args: Any) -> Any | None:
-    """Engine arguments with our method in terms of vLLM's, or None where it is not asked for.
-
-    The arguments given are left as they are.
+    """A copy of engine arguments with our method in terms of vLLM's, None where it is not ours.
 
     Raises:
         ValueError: an option of the method, or a flag that it needs for itself.
         NotImplementedError: a platform that the method does not run on.
-
     """
     given = given_keys(engine_args, METHODS)
     if given is None:
@@ -132,8 +127,7 @@ def rewrite(engine_args: Any) -> Any | None:
         TABLE: check_table(table, options.num_nodes) or default_schedule,
     }
     if platform.on_v2:
-        largest = largest_capture_size(engine_args, options.num_nodes)
-        rewritten.max_cudagraph_capture_size = largest
+        rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
     else:
         rewritten.async_scheduling = False
     if platform.attention_backend is not None:
@@ -143,12 +137,10 @@ def rewrite(engine_args: Any) -> Any | None:
 
 def _check_places(engine_args: Any, needs: str) -> None:
     """Refuse a worker or a scheduler of the user's, and a place for options that is none."""
-    if engine_args.worker_cls != "auto":
-        raise ValueError(f"--worker-cls: got {engine_args.worker_cls!r}, expected none: {needs}")
-    if engine_args.scheduler_cls is not None:
-        raise ValueError(
-            f"--scheduler-cls: got {engine_args.scheduler_cls!r}, expected none: {needs}"
-        )
+    worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
+    for flag, got, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
+        if got != default:
+            raise ValueError(f"--{flag}-cls: got {got!r}, expected none: {needs}")
     additional = engine_args.additional_config or {}
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
@@ -168,13 +160,29 @@ def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum, need
     engine_args.attention_config.backend = ours
 
 
+def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
+    """Tokens of the largest CUDA graph, as vLLM chooses it; the user's where there is one.
+
+    Told so, vLLM adds no sizes for uniform batches of trees, for each of which it would capture
+    piecewise graphs and those of plain decoding too; `cuda.graphs` chooses graphs in another way.
+    """
+    names = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+    owners = (engine_args, engine_args.compilation_config)
+    if any(getattr(owner, name) for owner in owners for name in names):
+        return engine_args.max_cudagraph_capture_size
+    is_blackwell = current_platform.is_device_capability_family(BLACKWELL)
+    largest = LARGEST_ON_BLACKWELL if is_blackwell else LARGEST
+    if engine_args.max_num_seqs is not None:
+        largest = min(largest, 2 * engine_args.max_num_seqs * (num_nodes + 1))
+    return -(-largest // STRIDE) * STRIDE
+
+
 def finish(vllm_config: Any) -> None:
     """Complete the configuration that vLLM made, and refuse what the method was not built with.
 
     Raises:
         NotImplementedError: naming the flag to change.
         ValueError: sizes that do not fit together, a state file of another model.
-
     """
     options = options_of(vllm_config)
     platform = get_platform(options.method)

@@ -44,7 +44,6 @@ def halving_schedule(
     Returns:
         (first batch size, last batch size, nodes), without gaps, from batch size 1; behind the
         last size that has room for a node there are none.
-
     """
     schedule, first = [], 1
     for nodes in _halved(num_nodes):
@@ -92,10 +91,7 @@ def draft_forward_rows(shape: DraftShape) -> int:
 def halved_shapes(shape: DraftShape, max_rows: int) -> list[DraftShape]:
     """How drafts are made for 1, 2, ... requests, up to as many as are drafted for.
 
-    Args:
-        shape: of a draft; one request has all of it, even beyond `max_rows`.
-        max_rows: of a batch in a draft forward.
-
+    A draft forward has at most `max_rows`, but one request has all of a draft even beyond these.
     """
     shapes: list[DraftShape] = []
     smaller: DraftShape | None = shape
@@ -131,13 +127,7 @@ def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:
 
 
 def even_limit(lengths: Sequence[int], budget: int) -> int:
-    """The largest n for which drafts cut to at most n tokens fit the budget together.
-
-    Args:
-        lengths: of the drafts.
-        budget: tokens for all of them.
-
-    """
+    """The largest n for which drafts of these lengths, cut to at most n, fit a budget of tokens."""
     remaining = sorted(lengths)
     for index, length in enumerate(remaining):
         share = budget // (len(remaining) - index)
@@ -148,14 +138,9 @@ def even_limit(lengths: Sequence[int], budget: int) -> int:
 
 
 def explain_missing_rows(engine_args: Any) -> None:
-    """Say with numbers what vLLM has refused without.
+    """Say with numbers what vLLM has refused without, given its arguments as far as it came.
 
-    Args:
-        engine_args: vLLM's, with our method in its terms, completed as far as vLLM came.
-
-    Raises:
-        ValueError: with LoRA, a step has no room for a whole draft of each request.
-
+    Raises ValueError if, with LoRA, a step has no room for a whole draft of each request.
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     rows = 1 + engine_args.speculative_config["num_speculative_tokens"]

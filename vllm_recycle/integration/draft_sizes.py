@@ -34,7 +34,6 @@ class DraftReport:
         num_reqs: how many these are.
         times: of steps, once.
         num_drafted: how many requests have the drafts that were asked for; None for all.
-
     """
 
     worth: np.ndarray
@@ -69,23 +68,11 @@ def _max_rows(vllm_config: Any) -> int:
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
 
 
-class SizeTable:
-    """Stands in the place of vLLM's table of sizes by batch, which is asked once a step."""
-
-    def __init__(self, sizes: DraftSizes) -> None:
-        self.sizes = sizes
-
-    def __getitem__(self, num_reqs: int) -> int:
-        return self.sizes.choose(num_reqs)
-
-
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
-    Args:
-        scheduler: a `TreeScheduler`, as vLLM has made it.
-        vllm_config: of the engine.
-
+    Stands in the place of vLLM's table of sizes by batch, which is asked once a step, in a
+    `TreeScheduler` that vLLM has made.
     """
 
     def __init__(self, scheduler: Any, vllm_config: Any) -> None:
@@ -111,7 +98,7 @@ class DraftSizes:
         self._seconds: dict[int, float] = {}
         self._given: dict[str, int] = {}
 
-    def choose(self, num_reqs: int) -> int:
+    def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
 
         Where nothing is known of steps like the next one, since they have no graph or none was

@@ -16,35 +16,21 @@ from vllm.logger import init_logger
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, options_of
-from vllm_recycle.integration.saved_state import (
-    describe_state,
-    fingerprint,
-    rank_file,
-)
-from vllm_recycle.integration.state_saver import StateSaver
+from vllm_recycle.integration.options.base import SAVE_EVERY
+from vllm_recycle.integration.saved_state import StateSaver, describe_state, fingerprint, rank_file
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
 
 
 class Drafter(ABC):
-    """Holds a proposer, and brings what it learns in and out of a file.
+    """Holds a proposer, and brings what it learns, its `state`, in and out of a file."""
 
-    Attributes:
-        vllm_config: of the engine.
-        state: what it learns.
-
-    """
-
-    vllm_config: Any
     state: SavedState
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-
-    @cached_property
-    def options(self) -> MethodOptions:
-        return options_of(self.vllm_config)
+        self.options: MethodOptions = options_of(vllm_config)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -54,9 +40,7 @@ class Drafter(ABC):
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
 
-        Raises:
-            ValueError: the file is not of this model, tokenizer and sizes.
-
+        Raises ValueError if the file is not of this model, tokenizer and sizes.
         """
         self.state.clear()
         if (path := self.options.state_file) is not None:
@@ -80,7 +64,7 @@ class Drafter(ABC):
             self._place(options.state_file),
             fingerprint=self.fingerprint,
             kind=options.state_key,
-            every=options.save_seconds,
+            every=SAVE_EVERY if options.save_every is None else options.save_every,
         )
 
     def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:

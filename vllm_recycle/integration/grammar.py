@@ -20,12 +20,8 @@ ALL_ALLOWED = -1
 class GrammarMasks:
     """The masks of a step, in memory that is as large as steps have asked for.
 
-    vLLM's has a row for every node that all requests could have together: 1.3 GB for 1,024
-    requests, 80 nodes and a vocabulary of 128k.
-
-    Args:
-        manager: vLLM's `StructuredOutputManager`.
-
+    vLLM's, in its `StructuredOutputManager`, has a row for every node that all requests could have
+    together: 1.3 GB for 1,024 requests, 80 nodes and a vocabulary of 128k.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -54,7 +50,6 @@ class GrammarMasks:
         Returns:
             int32 [rows of all, words]; token t is allowed where bit t % 32 of word t // 32 is set.
             Rows that cannot be reached allow all.
-
         """
         names = [request.request_id for request in requests]
         ends = np.cumsum([1 + len(drafts.get(name, ())) for name in names])
@@ -88,7 +83,6 @@ def fill_tree(
 
     Returns:
         The rows of the nodes that are allowed, ascending; what is below an end is not among them.
-
     """
     children, words = children_of(parents), masks.numpy()
     reached: list[int] = []

@@ -14,12 +14,7 @@ from vllm_recycle.integration.options import OuroborosOptions, options_of
 
 
 def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
-    """The KV cache group that the layers of a draft model are in.
-
-    Raises:
-        NotImplementedError: they do not share one block table.
-
-    """
+    """The KV cache group that the layers of a draft model, which must share one, are in."""
     groups = kv_cache_config.kv_cache_groups
     holding = [i for i, group in enumerate(groups) if not layer_names.isdisjoint(group.layer_names)]
     if len(holding) != 1:
@@ -31,12 +26,7 @@ def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
 
 
 def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None:
-    """Refuse a draft model of these layers where one reads the KV cache of another.
-
-    Raises:
-        NotImplementedError: that names the layer.
-
-    """
+    """Refuse a draft model of these layers where one reads the KV cache of another."""
     for name in sorted(layer_names):
         layer = compilation_config.static_forward_context[name]
         if layer.kv_sharing_target_layer_name is not None:
@@ -54,15 +44,7 @@ def make_proposer(
     stops_early: bool,
     smaller_shapes: Iterable[DraftShape] = (),
 ) -> OuroborosProposer:
-    """The proposer that an engine's options ask for.
-
-    Args:
-        vllm_config: of the engine.
-        operations: what walks, and reads and writes the pool.
-        device: where the pool lives.
-        stops_early, smaller_shapes: see `OuroborosProposer`.
-
-    """
+    """The proposer that an engine's options ask for, with its pool on a device."""
     options = options_of(vllm_config)
     assert isinstance(options, OuroborosOptions)
     return OuroborosProposer(

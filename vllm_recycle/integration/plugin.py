@@ -12,12 +12,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Install the shims of `versions`.
-
-    Raises:
-        RuntimeError: vLLM is not of a supported version.
-
-    """
+    """Install the shims of `versions`; raises RuntimeError if that of vLLM is not supported."""
     from vllm_recycle.integration import config, draft_limits, requests, versions
 
     versions.check_vllm_version()
@@ -36,9 +31,7 @@ def _finish(vllm_config: Any) -> None:
 class Registered:
     """What a configuration of ours carries: where it is unpickled, `register` was called.
 
-    Args:
-        traces: whether spans of requests are made; they then say what was drafted.
-
+    With `traces`, spans of requests are made, which then say what was drafted.
     """
 
     def __init__(self, traces: bool) -> None:

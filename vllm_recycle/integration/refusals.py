@@ -8,12 +8,9 @@ from typing import Any
 from vllm import envs
 
 from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.integration.draft_limits import (
-    draft_forward_rows,
-    drafting_shapes,
-    most_draft_rows,
-)
+from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions
+from vllm_recycle.integration.options.base import expect
 
 
 def refuse(method: str, features: dict[str, bool]) -> None:
@@ -26,18 +23,12 @@ def refuse(method: str, features: dict[str, bool]) -> None:
 
 
 def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
-    """Refuse a configuration that the method does not support.
-
-    Args:
-        vllm_config: as vLLM made it.
-        options: of the engine.
-        on_v2: whether our runner is made of Model Runner V2.
+    """Refuse a configuration, as vLLM made it, that the method does not support.
 
     Raises:
         NotImplementedError: naming the flag to change.
         ValueError: a tree that is deeper than the context, a budget that has no draft, a draft
             model that does not fit.
-
     """
     _check_sizes(vllm_config, options)
     if isinstance(options, OuroborosOptions):
@@ -114,11 +105,9 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
                 f"--max-model-len {max_model_len}"
             )
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    if int(options.budget_share * max_num_batched_tokens) < 1:
-        raise ValueError(
-            f"speculative_config: budget_share is {options.budget_share}, expected a token or more "
-            f"of --max-num-batched-tokens {max_num_batched_tokens} for drafts"
-        )
+    share, has_room = options.budget_share, options.budget_share * max_num_batched_tokens >= 1
+    expected = f"a token or more of --max-num-batched-tokens {max_num_batched_tokens} for drafts"
+    expect("budget_share", share, has_room, expected)
 
 
 def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: bool) -> None:
@@ -151,7 +140,7 @@ def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: boo
 def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
     """Rows of the largest draft forward; refuses what one there cannot be."""
     shape, scheduler = options.shape(), vllm_config.scheduler_config
-    rows = draft_forward_rows(shape)
+    rows = draft_limits.draft_forward_rows(shape)
     if rows > 1 + MAX_NODES:
         raise ValueError(
             f"speculative_config: a draft forward has {rows} rows of a request, expected at "
@@ -163,10 +152,10 @@ def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
             f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
             f"{target.tensor_parallel_size}"
         )
-    shapes = drafting_shapes(
+    shapes = draft_limits.drafting_shapes(
         shape,
         vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
         max_num_reqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
     )
-    return most_draft_rows(shapes)
+    return draft_limits.most_draft_rows(shapes)

@@ -20,34 +20,17 @@ def may_speculate(params: Any, *, on_v2: bool) -> bool:
 
     On Model Runner V2 they may not where sampling looks back on the output: its kernels for
     penalties and bad words take the rows before a row for its ancestors.
-
-    Args:
-        params: vLLM's `SamplingParams` of the request.
-        on_v2: whether the engine has Model Runner V2.
-
     """
-    return bool(_says(params.extra_args or {})) and not (on_v2 and _looks_back(params))
-
-
-def _looks_back(params: Any) -> bool:
-    """Whether sampling needs the output before a row."""
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-    )
+    penalties = params.presence_penalty or params.frequency_penalty
+    looks_back = params.repetition_penalty != 1.0 or penalties or params.bad_words
+    return bool(_says(params.extra_args or {})) and not (on_v2 and looks_back)
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
     """Judge a request's parameters where the engine runs one of ours; see `versions`.
 
     Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
-
-    Raises:
-        VLLMValidationError: an opt-out that is neither true nor false; a budget of tokens to think
-            with.
-
+    Refused are opt-outs that are neither true nor false, and a budget of tokens to think with.
     """
     if not is_ours(speculative_config):
         return False

@@ -1,24 +1,27 @@
-"""What a method learns, made from its options, and what its file must share with the engine."""
+"""What a method learns, made from its options; what its file must be like, and who writes it."""
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
 from vllm_recycle.core.ouroboros import make_pool
-from vllm_recycle.core.saved_state import SavedState
-from vllm_recycle.core.state_file import check_place
+from vllm_recycle.core.saved_state import KIND, SavedState
+from vllm_recycle.core.state_file import StateFileError, check_place
+from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.integration.options import (
-    MethodOptions,
-    OuroborosOptions,
-    TokenRecyclingOptions,
-)
+from vllm_recycle.integration.options import MethodOptions, OuroborosOptions, TokenRecyclingOptions
 
+logger = init_logger("vllm.recycle")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -72,12 +75,8 @@ def rank_file(path: str, data_parallel_index: int) -> str:
 def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     """Refuse a state file that no engine of this configuration would read, by its header.
 
-    In a folder such a file is passed over.
-
-    Raises:
-        ValueError: it is torn, or not of this model, tokenizer and sizes; or that of a rank could
-            not be written.
-
+    In a folder such a file is passed over. Raises ValueError if it is torn, or not of this model,
+    tokenizer and sizes, or could not be written.
     """
     ranks = range(vllm_config.parallel_config.data_parallel_size)
     for path in [rank_file(options.state_file, rank) for rank in ranks if options.state_file]:
@@ -90,14 +89,9 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
 
 def fingerprint(model_config: Any) -> str:
     """What a state file must share with the engine: architecture and tokenizer."""
-    digest = hashlib.sha256()
-    hf_config = model_config.hf_text_config
-    for part in (
-        *(hf_config.architectures or ()),
-        hf_config.vocab_size,
-        hf_config.hidden_size,
-        hf_config.num_hidden_layers,
-    ):
+    digest, hf_config = hashlib.sha256(), model_config.hf_text_config
+    sizes = (hf_config.vocab_size, hf_config.hidden_size, hf_config.num_hidden_layers)
+    for part in (*(hf_config.architectures or ()), *sizes):
         digest.update(f"{part}\n".encode())
     files = [Path(model_config.tokenizer) / name for name in _TOKENIZER_FILES]
     present = [file for file in files if file.is_file()]
@@ -106,3 +100,98 @@ def fingerprint(model_config: Any) -> str:
     if not present:
         digest.update(str(model_config.tokenizer).encode())
     return digest.hexdigest()[:32]
+
+
+class StateSaver:
+    """Writes one state while serving, since whoever ends a worker may kill it.
+
+    To be made by the thread that makes the steps. Another one writes every so many seconds, if
+    there was a step, and writes a copy that it takes between two steps, under a lock that steps
+    hold while they run on the host. So a step waits at most for that copy; on a GPU for its launch,
+    as it is made on the stream of the steps into pinned memory.
+
+    Args:
+        state: what is written.
+        copy: one like it on the CPU, which is overwritten.
+        place: where it is written.
+        fingerprint: of the model, which the file has.
+        kind: what messages call the file.
+        every: seconds between saves, 0 for none but those that are asked for.
+    """
+
+    def __init__(
+        self,
+        state: SavedState,
+        copy: SavedState,
+        place: StatePlace,
+        *,
+        fingerprint: str,
+        kind: str = KIND,
+        every: float,
+    ) -> None:
+        self._state, self._copy, self._place = state, copy, place
+        self._write = partial(copy.save, fingerprint=fingerprint, kind=kind)
+        self._stream: torch.cuda.Stream | None = None
+        if all(tensor.is_cuda for tensor in state.tensors.values()):
+            self._stream = torch.cuda.current_stream()
+            for tensor in copy.tensors.values():
+                tensor.set_(tensor.pin_memory())  # type: ignore[call-overload]
+        self._changing, self._saving = threading.Lock(), threading.Lock()
+        self._has_changed = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._save_every, args=(every,), name="draft state", daemon=True
+        )
+        if every:
+            self._thread.start()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """To be held by whoever changes the state."""
+        with self._changing:
+            self._has_changed = True
+            yield
+
+    def save(self) -> str:
+        """Write the state as it is; returns its path, or raises StateFileError."""
+        with self._saving:
+            try:
+                self._take_copy()
+                path = self._place.write(self._write)
+            except Exception as error:
+                self._has_changed = True
+                if isinstance(error, StateFileError):
+                    raise
+                # Such as memory that is short for a while.
+                raise StateFileError(f"what is learnt cannot be written: {error!r}") from error
+        logger.info("vllm_recycle: wrote %s", path)
+        return str(path)
+
+    def close(self) -> None:
+        """Write what was learnt since it was last written, and end; raises what `save` does."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            if self._has_changed:
+                self.save()
+        finally:
+            self._place.close()
+
+    @torch.inference_mode()
+    def _take_copy(self) -> None:
+        with self._changing, torch.cuda.stream(self._stream):
+            for name, tensor in self._state.tensors.items():
+                self._copy.tensors[name].copy_(tensor, non_blocking=True)
+            self._has_changed = False
+            taken = self._stream.record_event() if self._stream is not None else None
+        if taken is not None:
+            taken.synchronize()
+
+    def _save_every(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            if self._has_changed:
+                try:
+                    self.save()
+                except StateFileError as error:
+                    logger.error("%s; next try in %g seconds", error, seconds)

@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_limits import even_limit
-from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
+from vllm_recycle.integration.draft_sizes import DraftSizes
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
 from vllm_recycle.integration.requests import may_speculate
@@ -30,7 +30,6 @@ class TreeDraftTokenIds(DraftTokenIds):
 
     Attributes:
         parents: of each request, the parent row of each node of its draft; the root is row 0.
-
     """
 
     parents: list[list[int]]
@@ -56,13 +55,11 @@ class TreeScheduler(Scheduler):
             )
         self.sizes: DraftSizes | None = None
         if chooses_sizes(vllm_config):
-            self.sizes = DraftSizes(self, vllm_config)
-            self.dynamic_sd_lookup = SizeTable(self.sizes)
+            self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
-        self.keeps_places = False
+        self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         if isinstance(options, OuroborosOptions):
-            self.keeps_places = True  # its nodes are what their place says
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
             self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
 

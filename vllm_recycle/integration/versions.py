@@ -39,6 +39,20 @@ def check_vllm_version() -> None:
     raise RuntimeError(message)
 
 
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of vLLM, once, by one that is given the original first."""
+    original = getattr(owner, name)
+    if hasattr(original, _SHIM):
+        return
+
+    @functools.wraps(original)
+    def shim(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(shim, _SHIM, True)
+    setattr(owner, name, shim)
+
+
 def wrap_create_engine_config(
     rewrite: Callable[[Any], Any], explain: Callable[[Any], None], finish: Callable[[Any], None]
 ) -> None:
@@ -52,16 +66,10 @@ def wrap_create_engine_config(
             methods do not support.
 
     Remove when vLLM has a registry of speculative methods.
-
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, _SHIM):
-        return
-
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         rewritten = rewrite(self)
         if rewritten is None:
             return original(self, *args, **kwargs)
@@ -73,68 +81,50 @@ def wrap_create_engine_config(
         finish(config)
         return config
 
-    setattr(create_engine_config, _SHIM, True)
-    EngineArgs.create_engine_config = create_engine_config
+    _replace(EngineArgs, "create_engine_config", create_engine_config)
 
 
 def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     """Lift vLLM's refusal of `min_p` and `logit_bias` under speculation, for our methods.
 
-    Args:
-        validate: given sampling parameters and the speculative configuration, true where it has
-            judged the parameters itself.
+    `validate`, given sampling parameters and the speculative configuration, is true where it has
+    judged the parameters itself.
 
     What vLLM does not know of is judged here too: remove the lifting when its refusal asks the
     method (patches/0003).
-
     """
     from vllm.sampling_params import SamplingParams
 
-    original = SamplingParams._validate_spec_decode
-    if hasattr(original, _SHIM):
-        return
-
-    @functools.wraps(original)
-    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+    def validate_spec_decode(original: Any, self: Any, speculative_config: Any) -> None:
         if not validate(self, speculative_config):
             original(self, speculative_config)
 
-    setattr(_validate_spec_decode, _SHIM, True)
-    SamplingParams._validate_spec_decode = _validate_spec_decode
+    _replace(SamplingParams, "_validate_spec_decode", validate_spec_decode)
 
 
 def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     """Let the span of a request say more.
 
-    Args:
-        attributes_of: given vLLM's state of a request that has ended, what its span is to say
-            beside what vLLM says.
+    `attributes_of` says what, given vLLM's state of a request that has ended.
 
     Remove when vLLM says what was drafted and accepted (patches/0007).
-
     """
     from vllm.v1.engine import output_processor
 
-    original = output_processor.OutputProcessor.do_tracing
-    if hasattr(original, _SHIM):
-        return
-    make_span = output_processor.instrument_manual
     added: dict[str, Any] = {}
 
-    def instrument_manual(*args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
-        return make_span(*args, attributes=attributes | added, **kwargs)
+    def make_span(original: Any, *args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
+        return original(*args, attributes=attributes | added, **kwargs)
 
-    @functools.wraps(original)
-    def do_tracing(self: Any, output: Any, req_state: Any, *args: Any) -> None:
+    def do_tracing(original: Any, self: Any, output: Any, req_state: Any, *args: Any) -> None:
         added.update(attributes_of(req_state))
         try:
             original(self, output, req_state, *args)
         finally:
             added.clear()
 
-    setattr(do_tracing, _SHIM, True)
-    output_processor.instrument_manual = instrument_manual
-    output_processor.OutputProcessor.do_tracing = do_tracing
+    _replace(output_processor, "instrument_manual", make_span)
+    _replace(output_processor.OutputProcessor, "do_tracing", do_tracing)
 
 
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
@@ -142,14 +132,7 @@ def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
 
     It has one for every node that all requests could have together: 1.3 GB for 1,024 requests, 80
     nodes and a vocabulary of 128k. vLLM 0.33 sends that many, used or not, and needs it all.
-
-    Args:
-        worker: vLLM's `StructuredOutputsWorker`.
-        num_rows: requests and draft tokens that a step may have.
-
-    Remove with vLLM 0.32.
-
+    `worker` is vLLM's `StructuredOutputsWorker`. Remove with vLLM 0.32.
     """
-    packs_rows = hasattr(worker, "num_bonus_tokens")
-    if packs_rows:
+    if hasattr(worker, "num_bonus_tokens"):  # it packs rows
         worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()

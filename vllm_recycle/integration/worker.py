@@ -16,25 +16,17 @@ from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.options import options_of
-from vllm_recycle.integration.state_saver import StateSaver
+from vllm_recycle.integration.saved_state import StateSaver
 
 logger = init_logger("vllm.recycle")
 
 
 class TreeWorker(Worker):
-    """What is to be put before the worker of a device, which is one of these in vLLM too.
+    """What is to be put before the worker of a device, which is one of these in vLLM too."""
 
-    Attributes:
-        runner_class: our model runner.
-        replaced_backend: the attention backend of vLLM that ours takes the place of.
-        tree_backend: ours.
-        saver: of the first rank, once it is warm, where there is a state file.
-
-    """
-
-    saver: StateSaver | None = None
+    saver: StateSaver | None = None  # of the first rank, once it is warm, with a state file
     runner_class: ClassVar[type]
-    replaced_backend: ClassVar[AttentionBackendEnum]
+    replaced_backend: ClassVar[AttentionBackendEnum]  # vLLM's, which ours takes the place of
     tree_backend: ClassVar[type[AttentionBackend]]
 
     def _make_model_runner(self) -> Any:
@@ -57,7 +49,7 @@ class TreeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = self.warm_up()
-        found = self.price_rows()
+        found = self.model_runner.price_rows()  # what rows cost, where that is measured
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
         if self.rank == 0:
@@ -70,10 +62,6 @@ class TreeWorker(Worker):
     def warm_up(self) -> Any:
         """Compile, capture and warm up as vLLM does."""
         return super().compile_or_warm_up_model()
-
-    def price_rows(self) -> str | None:
-        """Measure what rows cost, where that is done; returns what was found."""
-        return self.model_runner.price_rows()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         with self._changing_state():
@@ -101,7 +89,6 @@ class TreeWorker(Worker):
             forwards, both counted once for each request that took part; 0 without a draft model.
             `table_fill`, the part of the matrix or pool that is written. Where rows are priced
             one by one, `row_cost`: what a row more costs a step of one at least, in units of it.
-
         """
         return self.drafter.statistics()
 

@@ -3,14 +3,11 @@
     vllm-recycle bench --model examples/models/target --prompts examples/prompts/gsm8k.jsonl \
         --num-prompts 20 --dtype float32 --methods none,ngram,token_recycling --json result.json
 
-Every method runs in a process of its own, all of them alive at once and one at work at a time;
-repeats are interleaved, so that a machine that slows down slows every method. With a draft model
-the methods that need one are there too.
-
-`arguments`, `prompts` and `methods` check the command line and make a `plan` of it. `driver` leads
-the processes, `worker` is one of them, `progress` says how far they are, and `profile` says where
-the time of a step goes. `report` makes the JSON; `table` and `plot` show it. Nothing but the worker
-imports vLLM, so that bad arguments are refused at once.
+Every method runs in a process of its own, one at work at a time; repeats are interleaved, so that a
+machine that slows down slows every method. `arguments`, `prompts` and `methods` check the command
+line and make a `plan` of it. `driver` leads the processes, `worker` is one of them. `report` makes
+the JSON; `table` and `plot` show it. Nothing but the worker imports vLLM, so that bad arguments are
+refused at once.
 """
 
 from __future__ import annotations
@@ -19,13 +16,8 @@ import argparse
 import json
 from pathlib import Path
 
+from vllm_recycle.cli.bench import methods
 from vllm_recycle.cli.bench.arguments import add_workload, positive, positive_list, temperature
-from vllm_recycle.cli.bench.methods import (
-    DEFAULT_DRAFT_TOKENS,
-    DEFAULT_METHODS,
-    DEFAULT_METHODS_WITH_DRAFT_MODEL,
-    METHODS,
-)
 from vllm_recycle.cli.bench.plan import make_plan
 
 
@@ -56,16 +48,17 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     """Add what is compared."""
     parser.add_argument(
         "--methods",
-        help=f"from {', '.join(METHODS)}, with --draft-model draft_model and ouroboros, and the "
-        f"names given by --speculative-config; default: {DEFAULT_METHODS}, with --draft-model "
-        f"{DEFAULT_METHODS_WITH_DRAFT_MODEL}; suffix only where its package is installed",
+        help=f"from {', '.join(methods.METHODS)}, with --draft-model draft_model and ouroboros, "
+        f"and the names given by --speculative-config; default: {methods.DEFAULT_METHODS}, with "
+        f"--draft-model {methods.DEFAULT_METHODS_WITH_DRAFT_MODEL}; suffix only where its package "
+        "is installed",
     )
     parser.add_argument(
         "--draft-tokens",
         type=positive_list,
         metavar="N[,N...]",
         help="tokens that vLLM's draft_model drafts; several make the methods draft_model-N; "
-        f"default: {DEFAULT_DRAFT_TOKENS}",
+        f"default: {methods.DEFAULT_DRAFT_TOKENS}",
     )
     parser.add_argument("--tree", help="token_recycling: a tree's name or file")
     parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")
@@ -113,11 +106,10 @@ def run(args: argparse.Namespace) -> int:
     from vllm_recycle.cli.bench.table import format_table
 
     report = make_report(plan, measure(plan))
-    line = json.dumps(report)
     if plan.json_path:
         plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
     print(format_table(report))
-    print(line)
+    print(json.dumps(report))
     if plan.plot_path:
         plot(report, plan.plot_path)
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.prompts import has_chat_template, read_prompts
 
+SAME_FIELDS = ("model", "chat", "max_tokens", "dtype", "max_engines")  # of arguments and plans
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -56,11 +57,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def read_workload(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `Plan` that `add_workload` asks for.
-
-    Raises:
-        UsageError: for anything that cannot be accepted.
-    """
+    """The fields of a `Plan` that `add_workload` asks for; raises UsageError for bad ones."""
     _check_model(args.model, "--model")
     if args.draft_model is not None:
         _check_model(args.draft_model, "--draft-model")
@@ -77,14 +74,10 @@ def read_workload(args: argparse.Namespace) -> dict[str, Any]:
             f"--num-prompts is {args.num_prompts}, but {args.prompts} has {len(prompts)} prompts"
         )
     return {
-        "model": args.model,
+        **{name: getattr(args, name) for name in SAME_FIELDS},
         "prompts_path": args.prompts,
         "prompts": prompts[: args.num_prompts],
-        "chat": args.chat,
-        "max_tokens": args.max_tokens,
-        "dtype": args.dtype,
         "engine_args": engine_args,
-        "max_engines": args.max_engines,
     }
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -30,6 +30,7 @@ WORKER = ("-m", "vllm_recycle.cli.bench.worker")
 LOG_LINES = 20  # how many are shown of a child that died
 KV_CACHE_BYTES = 2**30  # unless --engine-args says otherwise
 WARM_UP_TOKENS = 16  # per request, at each concurrency other than that of the first pass
+SAMPLING = ("max_tokens", "ignore_eos", "temperature")
 EXIT_SECONDS = 20.0
 PLUGIN_GROUPS = (  # those that vLLM loads without being asked
     "vllm.general_plugins",
@@ -65,24 +66,18 @@ class Child:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._requests = self._process.stdin
-        self._replies = self._process.stdout
+        self._requests, self._replies = self._process.stdin, self._process.stdout
         self._received = b""  # a line that is not whole yet, and what is behind it
 
     def ask(self, op: str, **arguments: Any) -> Reply:
-        """Send one request and wait for its reply.
-
-        Raises:
-            RunError: when the child reports an error or dies.
-        """
+        """Send one request and wait for its reply; raises what `follow` does."""
         *_, reply = self.follow(op, **arguments)
         return reply
 
     def follow(self, op: str, **arguments: Any) -> Iterator[Reply]:
         """Send one request, yield what the child tells meanwhile, and last its reply.
 
-        Raises:
-            RunError: when the child reports an error or dies.
+        Raises RunError if the child reports an error or dies.
         """
         try:
             self._requests.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
@@ -233,10 +228,7 @@ def first_pass(plan: Plan, child: Child) -> Reply:
     reply = child.ask("run", **pass_arguments(plan, plan.first_pass_concurrency, 0))
     for concurrency in plan.concurrency:
         if concurrency != plan.first_pass_concurrency:
-            arguments = pass_arguments(plan, concurrency, 0)
-            arguments["stop"] = min(arguments["stop"], concurrency)
-            arguments["max_tokens"] = min(arguments["max_tokens"], WARM_UP_TOKENS)
-            child.ask("run", **arguments)
+            child.ask("run", **warm_up_arguments(plan, concurrency))
     return reply
 
 
@@ -259,14 +251,20 @@ def engine_arguments(plan: Plan, config: SpeculativeConfig) -> dict[str, Any]:
 def pass_arguments(plan: Plan, concurrency: int, number: int) -> dict[str, Any]:
     """What a child is asked for pass `number`, 0 the first one."""
     start, stop = plan.prompts_of(number)
-    return {
-        "start": start,
-        "stop": stop,
-        "concurrency": concurrency,
-        "max_tokens": plan.max_tokens,
-        "ignore_eos": plan.ignore_eos,
-        "temperature": plan.temperature,
-    }
+    sampling = {name: getattr(plan, name) for name in SAMPLING}
+    return {"start": start, "stop": stop, "concurrency": concurrency, **sampling}
+
+
+def warm_up_arguments(plan: Plan, concurrency: int) -> dict[str, Any]:
+    """Those of a short pass at a concurrency, over the first prompts."""
+    arguments = pass_arguments(plan, concurrency, 0)
+    stop, max_tokens = min(arguments["stop"], concurrency), min(plan.max_tokens, WARM_UP_TOKENS)
+    return arguments | {"stop": stop, "max_tokens": max_tokens}
+
+
+def add_up(replies: Iterable[Mapping[str, float]], keys: Iterable[str]) -> dict[str, float]:
+    """Sums over passes."""
+    return {key: sum(reply[key] for reply in replies) for key in keys}
 
 
 def rotate(names: list[str], turn: int) -> list[str]:

@@ -42,17 +42,14 @@ def needs_plugin(config: SpeculativeConfig) -> bool:
 
 
 def choose_methods(args: argparse.Namespace) -> Methods:
-    """The methods of a run.
-
-    Raises:
-        UsageError: for a method that is unknown, lacks something or is not used.
-    """
-    drafting, given = drafting_methods(args), given_methods(args)
+    """The methods of a run; raises UsageError for one that is unknown or incomplete."""
+    drafting, given = _drafting_methods(args), dict(map(_named_config, args.speculative_config))
     known = METHODS | {"token_recycling": {"method": "token_recycling", **_tree_options(args)}}
     known |= drafting | given
     default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
     names = [name.strip() for name in (args.methods or default).split(",")]
-    if not args.methods and "suffix" not in given and not _has_suffix():
+    has_suffix = find_spec("arctic_inference") is not None
+    if not args.methods and "suffix" not in given and not has_suffix:
         names.remove("suffix")
     if DRAFT_MODEL not in known:
         sizes = [name for name in drafting if name != OUROBOROS]
@@ -78,7 +75,7 @@ def choose_methods(args: argparse.Namespace) -> Methods:
         )
     methods = {name: known[name] for name in names}
     uses_suffix = any(one and one.get("method") == "suffix" for one in methods.values())
-    if uses_suffix and not _has_suffix():
+    if uses_suffix and not has_suffix:
         raise UsageError(
             "the method suffix needs vLLM's optional package, of which there is no wheel: "
             "`make suffix` in a checkout, or pip install arctic-inference==0.1.1"
@@ -86,12 +83,7 @@ def choose_methods(args: argparse.Namespace) -> Methods:
     return methods
 
 
-def given_methods(args: argparse.Namespace) -> Methods:
-    """The methods that the command line describes."""
-    return dict(map(_named_config, args.speculative_config))
-
-
-def drafting_methods(args: argparse.Namespace) -> Methods:
+def _drafting_methods(args: argparse.Namespace) -> Methods:
     """The methods that use the draft model, if there is one."""
     if not args.draft_model:
         if args.draft_tokens:
@@ -113,10 +105,6 @@ def _tree_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.tree and args.tree.endswith(".json") and not Path(args.tree).is_file():
         raise UsageError(f"--tree {args.tree}: no such file")
     return {key: value for key in ("tree", "scope") if (value := getattr(args, key)) is not None}
-
-
-def _has_suffix() -> bool:
-    return find_spec("arctic_inference") is not None
 
 
 def _named_config(text: str) -> tuple[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
+NO_CONDITIONS = {"prompts", "prompts_path", "profile", "by_category", "json_path", "plot_path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,6 @@ class Plan:
         profile: whether to find out where the time of a step goes.
         by_category: whether to report each category of the prompts too.
         json_path, plot_path: what to write.
-
-    Raises:
-        UsageError: there are fewer prompts than passes that need their own, or prompts without a
-            category where each is reported.
     """
 
     model: str
@@ -70,6 +68,12 @@ class Plan:
                 "`category` in every line"
             )
 
+    def conditions(self) -> dict[str, Any]:
+        """The fields that figures depend on, as a report has them; prompts by file and number."""
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        about = {"prompts": str(self.prompts_path), "num_prompts": len(self.prompts)}
+        return {key: value for key, value in fields.items() if key not in NO_CONDITIONS} | about
+
     @property
     def first_pass_concurrency(self) -> int:
         return min(self.concurrency)
@@ -92,11 +96,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Check the parsed arguments.
-
-    Raises:
-        UsageError: for anything that cannot be accepted.
-    """
+    """Check the parsed arguments; raises UsageError for anything that cannot be accepted."""
     workload = read_workload(args)
     for path in (args.json, args.plot):
         check_writable(path)
@@ -106,16 +106,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
         )
     if args.plot and not find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
+    same = ("concurrency", "repeats", "fresh_prompts", "ignore_eos", "temperature", "by_category")
     return Plan(
         **workload,
+        **{name: getattr(args, name) for name in same},
         methods=choose_methods(args),
-        concurrency=args.concurrency,
-        repeats=args.repeats,
-        fresh_prompts=args.fresh_prompts,
-        ignore_eos=args.ignore_eos,
-        temperature=args.temperature,
         profile=not args.no_profile,
-        by_category=args.by_category,
         json_path=args.json,
         plot_path=args.plot,
     )

@@ -42,8 +42,7 @@ def _draw_levels(pyplot: Any, rows: list[dict[str, Any]], quantity: str, label: 
     levels = sorted({row["concurrency"] for row in rows})
     axes.set_xticks(levels, labels=map(str, levels))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("requests in flight")
-    axes.set_ylabel(label)
+    axes.set(xlabel="requests in flight", ylabel=label)
     axes.legend()
     return figure
 
@@ -64,9 +63,8 @@ def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, lab
         width = 0.8 / len(results)
         for number, row in enumerate(results):
             figures = [*(row["categories"][name] for name in names), row]
-            places = [
-                group + (number - (len(results) - 1) / 2) * width for group in range(len(figures))
-            ]
+            offset = (number - (len(results) - 1) / 2) * width
+            places = [group + offset for group in range(len(figures))]
             axes.bar(places, [one[quantity] for one in figures], width, label=row["method"])
         axes.set_xticks(range(len(names) + 1), labels=labels, rotation=30, ha="right")
         axes.axvline(len(names) - 0.5, color="0.8", linewidth=0.8)

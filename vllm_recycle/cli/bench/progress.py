@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -13,13 +12,7 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """Counts the parts of a run, as a context manager; writes to stderr.
-
-    Args:
-        total: parts of the run.
-        unit: what parts are called.
-        done: parts that an earlier run did.
-    """
+    """Counts the parts of a run, `done` of them by an earlier run; writes to stderr."""
 
     def __init__(self, total: int, *, unit: str, done: int = 0) -> None:
         self._bar = tqdm(total=total, initial=done, disable=None, unit=unit, leave=False)
@@ -34,12 +27,7 @@ class Progress:
             self._ticks.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._bar.close()
 

@@ -29,12 +29,7 @@ class Prompt:
 def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
     """The prompts of a JSON lines file, in file order; blank lines are skipped.
 
-    Args:
-        path: of the file.
-        chat: whether to keep the turns behind the first, which answers have to precede.
-
-    Raises:
-        UsageError: naming the line that is not a prompt.
+    Turns behind the first are for `chat` alone. Raises UsageError naming a line that is no prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -51,14 +46,9 @@ def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
 
 
 def has_chat_template(model: str, engine_args: Mapping[str, Any] | None = None) -> bool:
-    """Whether the tokenizer that an engine has for a model has one.
+    """Whether the tokenizer that an engine with these arguments has for a model has one.
 
-    Args:
-        model: a directory, or a name on the hub.
-        engine_args: further arguments of the engine; those about the tokenizer count.
-
-    Raises:
-        UsageError: the tokenizer cannot be read.
+    Raises UsageError if it cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -85,10 +75,8 @@ def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
         raise UsageError(
             f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
         )
-    category = row.get("category")
-    if category is not None and not isinstance(category, str):
-        raise UsageError(f"{where}: `category` must be a string, got {json.dumps(category)}")
-    schema = row.get("json_schema")
-    if schema is not None and not isinstance(schema, dict):
-        raise UsageError(f"{where}: `json_schema` must be an object, got {json.dumps(schema)}")
-    return Prompt(tuple(turns if chat else turns[:1]), category, schema)
+    for key, kind, expected in (("category", str, "a string"), ("json_schema", dict, "an object")):
+        if (value := row.get(key)) is not None and not isinstance(value, kind):
+            raise UsageError(f"{where}: `{key}` must be {expected}, got {json.dumps(value)}")
+    turns = turns if chat else turns[:1]
+    return Prompt(tuple(turns), row.get("category"), row.get("json_schema"))

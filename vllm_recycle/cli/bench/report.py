@@ -22,6 +22,8 @@ from vllm_recycle.cli.bench.profile import FORWARD, OWN, TREE_ATTENTION
 
 Result = dict[str, Any]
 BASELINE = "none"
+DRAFTED, ACCEPTED = "draft_tokens", "accepted_tokens"
+COUNTS = ("tokens", "steps", "engine_steps")
 THREAD_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LD_PRELOAD")
 DEFINITIONS = {
     "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps and the "
@@ -87,22 +89,21 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(map(_speed, passes)),
         "speedup": None,
-        "mean_accepted_tokens": _median(map(mean_accepted, passes)),
-        "mean_accepted_tokens_first_pass": mean_accepted(first),
-        "tokens": statistics.median_low(one["tokens"] for one in passes),
+        "mean_accepted_tokens": _median(per_step(one, ACCEPTED) for one in passes),
+        "mean_accepted_tokens_first_pass": per_step(first, ACCEPTED),
         "requests": passes[0]["requests"],
-        "steps": statistics.median_low(one["steps"] for one in passes),
-        "engine_steps": statistics.median_low(one["engine_steps"] for one in passes),
+        **{key: statistics.median_low(one[key] for one in passes) for key in COUNTS},
         "step_ms": _median(one["step_ms"] for one in passes),
-        "rows_per_step": _median(map(_rows_per_step, passes)),
+        "rows_per_step": _median(per_step(one, DRAFTED) for one in passes),
         "draft_forwards_per_round": _draft_forwards(plan.methods[name], passes),
-        **_shares(parts),
+        "own_share": _share(parts, [OWN]),
+        "attention_share": _share(parts, [TREE_ATTENTION]),
+        "outside_forward_share": _share(parts, [one for one in parts if one not in FORWARD]),
         "parts_ms": parts,
         "outputs_equal": None if equal is None else equal == 1,
         "equal_share": equal,
         "categories": _categories(plan, passes, concurrency) if plan.by_category else {},
-        "wall_s": [one["wall_s"] for one in passes],
-        "others_cpu_share": [one["others_cpu_share"] for one in passes],
+        **{key: [one[key] for one in passes] for key in ("wall_s", "others_cpu_share")},
         "others_cpu_share_profile": profile.get("others_cpu_share"),
         "first_pass": {
             "concurrency": plan.first_pass_concurrency,
@@ -113,8 +114,7 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
 
 def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Result]:
     """The figures of each category over all passes, in the order of the prompts."""
-    names: dict[str, None] = dict.fromkeys(str(prompt.category) for prompt in plan.prompts)
-    sums: dict[str, Counter[str]] = {name: Counter() for name in names}
+    sums: dict[str, Counter[str]] = {str(prompt.category): Counter() for prompt in plan.prompts}
     for turn, one in enumerate(passes):
         start, stop = plan.prompts_of(plan.pass_number(turn, concurrency))
         for prompt, counts in zip(plan.prompts[start:stop], one["prompts"], strict=True):
@@ -126,8 +126,8 @@ def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[s
             "tokens": total["tokens"],
             "tokens_per_s": total["tokens"] / total["seconds"],
             "speedup": None,
-            "mean_accepted_tokens": mean_accepted(total),
-            "rows_per_step": _rows_per_step(total),
+            "mean_accepted_tokens": per_step(total, ACCEPTED),
+            "rows_per_step": per_step(total, DRAFTED),
         }
         for name, total in sums.items()
         if total["runs"]
@@ -138,13 +138,9 @@ def _speed(one: Reply) -> float:
     return one["tokens"] / one["wall_s"]
 
 
-def _rows_per_step(one: Mapping[str, Any]) -> float | None:
-    return 1 + one["draft_tokens"] / one["steps"] if one["steps"] else None
-
-
-def mean_accepted(one: Mapping[str, Any]) -> float | None:
-    """Tokens that a step gave on average, from counts of steps and of accepted draft tokens."""
-    return 1 + one["accepted_tokens"] / one["steps"] if one["steps"] else None
+def per_step(one: Mapping[str, Any], key: str) -> float | None:
+    """1 + the draft tokens that a step had on average, or those of them that were accepted."""
+    return 1 + one[key] / one["steps"] if one["steps"] else None
 
 
 def _draft_forwards(config: SpeculativeConfig, passes: Sequence[Reply]) -> float | None:
@@ -161,15 +157,8 @@ def _median(values: Any) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _shares(parts: dict[str, float]) -> dict[str, float | None]:
-    if not parts:
-        return dict.fromkeys(("own_share", "attention_share", "outside_forward_share"))
-    step = sum(parts.values())
-    return {
-        "own_share": parts.get(OWN, 0) / step,
-        "attention_share": parts.get(TREE_ATTENTION, 0) / step,
-        "outside_forward_share": 1 - sum(parts.get(name, 0) for name in FORWARD) / step,
-    }
+def _share(parts: dict[str, float], names: Sequence[str]) -> float | None:
+    return sum(parts.get(name, 0) for name in names) / sum(parts.values()) if parts else None
 
 
 def _equal_share(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> float | None:
@@ -196,23 +185,11 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     }
     first = next(iter(measurement.engines.values()))
     return {
-        "model": plan.model,
-        "prompts": str(plan.prompts_path),
-        "num_prompts": len(plan.prompts),
-        "chat": plan.chat,
-        "max_tokens": plan.max_tokens,
-        "ignore_eos": plan.ignore_eos,
-        "temperature": plan.temperature,
+        **plan.conditions(),
         "dtype": first["dtype"],
-        "methods": plan.methods,
         "methods_without_plugin": [
             name for name, config in plan.methods.items() if not needs_plugin(config)
         ],
-        "concurrency": plan.concurrency,
-        "repeats": plan.repeats,
-        "fresh_prompts": plan.fresh_prompts,
-        "max_engines": plan.max_engines,
-        "engine_args": plan.engine_args,
         "engines": engines,
         "versions": {
             "vllm_recycle": __version__,

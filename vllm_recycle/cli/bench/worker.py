@@ -1,17 +1,14 @@
 """A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
 
-    {"op": "load", "engine": {...}, "prompts": [{"turns": [...], ...}, ...], "chat": B}
-                                            -> what the engine runs with
-    {"op": "run", "start": I, "stop": J, "concurrency": C, "max_tokens": N, "ignore_eos": B,
-     "temperature": T}
-                                            -> one pass over the prompts from I to J, J excluded
-    {"op": "stream", ...the same...}     -> the same, and before it for each step of each request
-                                    {"event": "text", "prompt": I, "text": "...", "tokens": N}
+Each request and each reply is one JSON line; {"error": "..."} stands for a failure:
+
+    {"op": "load", ...as `Worker`...}    -> what the engine runs with
+    {"op": "run", ...as `Worker.run`...} -> one pass over prompts; with "stream" before it, for each
+          step of each request, {"event": "text", "prompt": I, "text": "...", "tokens": N}
     {"op": "profile", ...the same...}    -> the same, with the time of a step by part; ask it last
 
-Each request and each reply is one JSON line; {"error": "..."} stands for a failure. The process
-ends when its stdin does. Requests are fed to the engine by hand, at most C in flight, which gives
-exact counts: a step of a request is a decode step unless it is the one that ends its prompt.
+Requests are fed to the engine by hand, which gives exact counts: a step of a request is a decode
+step unless it is the one that ends its prompt.
 """
 
 from __future__ import annotations
@@ -51,16 +48,16 @@ class Conversation:
 
     index: int
     turns: Iterator[str]
+    counts: PromptCounts = dataclasses.field(default_factory=PromptCounts)
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answer: list[int] = dataclasses.field(default_factory=list)  # token ids
+    output: list[int] = dataclasses.field(default_factory=list)  # those of all answers before
 
 
 @dataclasses.dataclass(slots=True)
-class PassCounts:
-    """What one pass over the prompts counts."""
+class StepCounts:
+    """What is counted of the engine steps of one pass over the prompts."""
 
-    outputs: dict[int, list[int]]  # token ids by prompt, of all its turns
-    prompts: dict[int, PromptCounts]
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
     parts_ms: dict[str, float] = dataclasses.field(default_factory=dict)  # of these steps, summed
@@ -92,11 +89,7 @@ class Worker:
 
         config = self.engine.vllm_config
         return {
-            "versions": {
-                "vllm": vllm.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "versions": {one.__name__: one.__version__ for one in (vllm, torch, transformers)},
             "device": torch.cuda.get_device_name()
             if config.device_config.device_type == "cuda"
             else config.device_config.device_type,
@@ -112,34 +105,23 @@ class Worker:
         }
 
     def run(
-        self,
-        *,
-        start: int,
-        stop: int,
-        concurrency: int,
-        max_tokens: int,
-        ignore_eos: bool,
-        temperature: float,
-        stream: bool = False,
+        self, *, start: int, stop: int, concurrency: int, stream: bool = False, **sampling: Any
     ) -> dict[str, Any]:
-        """One pass over these prompts in file order, `concurrency` of them in flight.
+        """One pass over the prompts from `start` to `stop`, excluded, in file order.
 
-        Where it is not greedy, the seed of a prompt is its number.
+        `sampling` are parameters of vLLM. Where it is not greedy, a prompt's seed is its number.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+        chosen = [Conversation(i, iter(self.prompts[i]["turns"])) for i in range(start, stop)]
         before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
-        counts = self._generate(range(start, stop), concurrency, params, stream=stream)
+        counts = self._generate(chosen, concurrency, params, stream=stream)
         wall = time.perf_counter() - begin
-        after = self._draft_counts()
-        prompts = [dataclasses.asdict(one) for one in counts.prompts.values()]
+        after, steps = self._draft_counts(), len(counts.decode_ms)
+        others = (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
+        prompts = [dataclasses.asdict(one.counts) for one in chosen]
         sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
         return {
             "wall_s": wall,
@@ -147,19 +129,11 @@ class Worker:
             "engine_steps": counts.engine_steps,
             "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
             **{name: count - before[name] for name, count in after.items()},
-            "others_cpu_share": max(
-                0.0, (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
-            ),
+            "others_cpu_share": max(0.0, others),
             "prompts": prompts,
-            "outputs": list(counts.outputs.values()),
-            "parts_ms": {
-                name: value / len(counts.decode_ms) for name, value in counts.parts_ms.items()
-            },
+            "outputs": [one.output for one in chosen],
+            "parts_ms": {name: value / steps for name, value in counts.parts_ms.items()},
         }
-
-    def stream(self, **arguments: Any) -> dict[str, Any]:
-        """A pass that reports each step of a request as it comes."""
-        return self.run(**arguments, stream=True)
 
     def profile(self, **arguments: Any) -> dict[str, Any]:
         """A pass with timers; they stay, so that no plain pass may follow."""
@@ -174,41 +148,31 @@ class Worker:
         return self.run(**arguments)
 
     def _generate(
-        self, chosen: range, concurrency: int, params: Any, *, stream: bool
-    ) -> PassCounts:
-        counts = PassCounts({i: [] for i in chosen}, {i: PromptCounts() for i in chosen})
-        waiting = (Conversation(index, iter(self.prompts[index]["turns"])) for index in chosen)
+        self, chosen: list[Conversation], concurrency: int, params: Any, *, stream: bool
+    ) -> StepCounts:
+        counts, waiting = StepCounts(), iter(chosen)
         flying: dict[str, Conversation] = {}
         while True:
             for conversation in itertools.islice(waiting, concurrency - len(flying)):
-                self._ask_next(conversation, flying, counts, params)
+                self._ask_next(conversation, flying, params)
             if not flying:
                 return counts
             for conversation in self._step(flying, counts, stream=stream):
-                self._ask_next(conversation, flying, counts, params)
+                self._ask_next(conversation, flying, params)
 
     def _ask_next(
-        self,
-        conversation: Conversation,
-        flying: dict[str, Conversation],
-        counts: PassCounts,
-        params: Any,
+        self, conversation: Conversation, flying: dict[str, Conversation], params: Any
     ) -> None:
         """Send the next turn of a conversation to the engine, if there is one."""
-        turn = next(conversation.turns, None)
+        index, turn = conversation.index, next(conversation.turns, None)
         if turn is None:
             return
-        is_first = not conversation.messages
-        conversation.messages.append(_said(turn))
-        rendered = (
-            self.first_turns[conversation.index]
-            if is_first
-            else self._render(conversation.messages, conversation.index)
-        )
-        request_id = next(self.request_ids)
-        params = self._params_of(conversation.index, params)
+        messages = [*conversation.messages, _said(turn)]
+        rendered = self._render(messages, index) if messages[1:] else self.first_turns[index]
+        conversation.messages, request_id = messages, next(self.request_ids)
+        params = self._params_of(index, params)
         self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
-        counts.prompts[conversation.index].requests += 1
+        conversation.counts.requests += 1
         flying[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
@@ -238,7 +202,7 @@ class Worker:
         return rendered
 
     def _step(
-        self, flying: dict[str, Conversation], counts: PassCounts, *, stream: bool
+        self, flying: dict[str, Conversation], counts: StepCounts, *, stream: bool
     ) -> list[Conversation]:
         """One step of the engine; the conversations that it brought an answer to."""
         decode_only = all(conversation.answer for conversation in flying.values())
@@ -251,7 +215,7 @@ class Worker:
             self.timer.leave()
         seconds = time.perf_counter() - start
         for conversation in flying.values():
-            counts.prompts[conversation.index].seconds += seconds / len(flying)
+            conversation.counts.seconds += seconds / len(flying)
         counts.engine_steps += 1
         if decode_only and results:
             counts.decode_ms.append(1000 * seconds)
@@ -260,36 +224,31 @@ class Worker:
         answered = []
         for result in results:
             conversation, (output,) = flying[result.request_id], result.outputs
-            count = counts.prompts[conversation.index]
-            count.steps += bool(conversation.answer and output.token_ids)
-            count.tokens += len(output.token_ids)
+            conversation.counts.steps += bool(conversation.answer and output.token_ids)
+            conversation.counts.tokens += len(output.token_ids)
             conversation.answer.extend(output.token_ids)
             if stream:
                 told = {"prompt": conversation.index, "tokens": len(output.token_ids)}
                 self.events({"event": "text", "text": output.text, **told})
             if result.finished:
-                self._finish(conversation, count, output.spec_decode_metrics)
-                counts.outputs[conversation.index].extend(conversation.answer)
-                conversation.answer = []
+                self._finish(conversation, output.spec_decode_metrics)
                 answered.append(flying.pop(result.request_id))
         return answered
 
-    def _finish(self, conversation: Conversation, count: PromptCounts, metrics: Any) -> None:
+    def _finish(self, conversation: Conversation, metrics: Any) -> None:
         """Count an answer, and put it into the conversation."""
         if self.method:
-            count.draft_tokens += metrics.num_draft_tokens
-            count.accepted_tokens += sum(
-                accepted * steps for accepted, steps in enumerate(metrics.histogram)
-            )
+            accepted = sum(tokens * steps for tokens, steps in enumerate(metrics.histogram))
+            conversation.counts.draft_tokens += metrics.num_draft_tokens
+            conversation.counts.accepted_tokens += accepted
         if self.chat:
             answer = self.llm.get_tokenizer().decode(conversation.answer, skip_special_tokens=True)
             conversation.messages.append({"role": "assistant", "content": answer})
+        conversation.output += conversation.answer
+        conversation.answer = []
 
     def _draft_counts(self) -> dict[str, int]:
-        """Draft forwards and rounds since the start, where we count them.
-
-        All ranks draft together, so that the first one speaks for all.
-        """
+        """Draft forwards and rounds since the start, where we count them, of the first rank."""
         if self.method != "ouroboros":
             return {}
         statistics = self.llm.collective_rpc("draft_statistics")[0]
@@ -331,8 +290,7 @@ def main() -> None:
                 reply(worker.describe())
             else:
                 assert worker is not None
-                passes = (worker.run, worker.stream, worker.profile)
-                reply({one.__name__: one for one in passes}[op](**request))
+                reply({"run": worker.run, "profile": worker.profile}[op](**request))
         except Exception as error:  # reported to the driver, which ends this process
             traceback.print_exc()
             reply({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})

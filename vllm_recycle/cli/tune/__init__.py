@@ -4,10 +4,9 @@
         --draft-model examples/models/draft --prompts examples/prompts/humaneval.jsonl \
         --output ouroboros.json
 
-It searches the sizes of a draft by wall clock (`ouroboros`), writes a speculative configuration,
-and prints what to give to `--speculative-config`. Every measurement goes to the state file at once,
-so that the same command goes on where an earlier run was interrupted. Engines are those of
-`vllm-recycle bench`. A template for `token_recycling` is measured by `examples/tune_tree.py`.
+It searches the sizes of a draft by wall clock (`ouroboros`) and writes a speculative configuration.
+Every measurement goes to the state file at once, so that the same command goes on where an earlier
+run was interrupted. A template for `token_recycling` is measured by `examples/tune_tree.py`.
 """
 
 from __future__ import annotations
@@ -25,17 +24,10 @@ import torch
 
 from vllm_recycle import __version__
 from vllm_recycle.cli import UsageError
-from vllm_recycle.cli.bench.arguments import (
-    add_workload,
-    check_writable,
-    json_object,
-    number_range,
-    positive,
-    read_workload,
-)
+from vllm_recycle.cli.bench import arguments
 from vllm_recycle.cli.bench.methods import A_DRAFT_MODEL
 from vllm_recycle.cli.bench.plan import Plan
-from vllm_recycle.cli.tune.state import State
+from vllm_recycle.cli.tune.ouroboros import State, search
 from vllm_recycle.integration.options import METHODS, OUROBOROS, OuroborosOptions
 
 # The paper's, Table 10, for both kinds of tasks, and smaller ones for where rows are dear.
@@ -48,7 +40,6 @@ RANGES = {
 }
 # What is searched or has an option of its own, and a file that engines would share.
 REFUSED_KEYS = {"method", "model", "pool_file", *RANGES}
-REPEATS = 3
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -57,18 +48,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "tune", help="search the sizes of ouroboros for your models, prompts and machine"
     )
     parser.add_argument("--method", default=OUROBOROS, choices=METHODS)
-    add_workload(parser)
+    arguments.add_workload(parser)
     for name, (default, least, meaning) in RANGES.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=number_range(least),
+            type=arguments.number_range(least),
+            default=default,
             metavar="RANGE",
             help=f"{meaning}; FIRST:LAST[:STEP] or N,N,...; default: {default}",
         )
     parser.add_argument(
         "--repeats",
-        type=positive,
-        default=REPEATS,
+        type=arguments.positive,
+        default=3,
         help="timed passes per candidate, each over an equal part of the prompts; default: "
         "%(default)s",
     )
@@ -91,22 +83,21 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure what the state file lacks, write the result."""
-    from vllm_recycle.cli.tune.ouroboros import search
-
     if args.method != OUROBOROS:
         raise UsageError(
             f"--method {args.method} has no sizes to search, expected {OUROBOROS}; "
             "examples/tune_tree.py of the repository measures a template"
         )
-    fixed = _fixed_keys(args)
-    workload = read_workload(args)
+    ranges = {name: getattr(args, name) for name in RANGES}
+    fixed = _fixed_keys(args, ranges)
+    workload = arguments.read_workload(args)
     plan = Plan(**workload, methods={}, repeats=args.repeats, fresh_prompts=True)
     state_path = args.state or args.output.with_suffix(".state.json")
     for path in (args.output, state_path):
-        check_writable(path)
-    state = State(state_path, _conditions(args, plan, fixed))
+        arguments.check_writable(path)
+    state = State(state_path, _conditions(plan, fixed))
     try:
-        config = search(plan, state, fixed, _ranges(args))
+        config = search(plan, state, fixed, ranges)
     except KeyboardInterrupt:
         if state_path.exists():
             print(f"{state_path} has what was measured: the same command goes on", file=sys.stderr)
@@ -117,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
+def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The keys of the speculative configuration that are given."""
-    given = json_object(args.speculative_config, "--speculative-config")
+    given = arguments.json_object(args.speculative_config, "--speculative-config")
     if refused := REFUSED_KEYS & given.keys():
         raise UsageError(
             f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
@@ -129,7 +120,7 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     is_directory = Path(args.draft_model).is_dir()
     model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
     # The sizes with the fewest rows. Which candidates have too many is seen in the search.
-    sizes = {name: min(values) for name, values in _ranges(args).items()}
+    sizes = {name: min(values) for name, values in ranges.items()}
     sizes |= {"early_rows": 0, "max_forwards": 1}
     try:
         OuroborosOptions.parse({"model": model, **sizes, **given}, on_gpu=torch.cuda.is_available())
@@ -138,29 +129,18 @@ def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     return {"method": OUROBOROS, "model": model, **given}
 
 
-def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
-    return {
-        name: getattr(args, name) or number_range(least)(default)
-        for name, (default, least, _) in RANGES.items()
-    }
-
-
-def _conditions(args: argparse.Namespace, plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:
+def _conditions(plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:
     """What measurements must share to be compared."""
     from vllm_recycle.cli.bench.report import hardware
 
     prompts = [prompt.turns for prompt in plan.prompts]
+    names = ("model", "chat", "max_tokens", "dtype", "repeats", "engine_args")
     return {
-        "model": plan.model,
-        "speculative_config": fixed,
+        **{name: getattr(plan, name) for name in names},
         "prompts": str(plan.prompts_path),
         "num_prompts": len(plan.prompts),
-        "chat": plan.chat,
+        "speculative_config": fixed,
         "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        "max_tokens": plan.max_tokens,
-        "dtype": plan.dtype,
-        "repeats": plan.repeats,
-        "engine_args": dict(plan.engine_args),
         "versions": {"vllm_recycle": __version__, "vllm": version("vllm")},
         "hardware": hardware(),
     }

@@ -1,54 +1,93 @@
 """The sizes of Ouroboros by wall clock: Algorithm 1 of arXiv 2402.13720, and two options beyond it.
 
 The paper's search starts from the middle of each range and chooses the best gamma, then the best
-window, then the best phrase length. `max_forwards` and `early_rows` come before it, since they
-decide what gamma is worth: in the paper's form each part of a draft costs a forward and phrases are
-below its end alone, so that a draft that is seldom accepted whole wants a small gamma, which leaves
-neither of the two anything to save or any row to put phrases below. From then on the search goes on
-in two forms side by side, with the two as chosen and with the first of their ranges, which is the
-paper's form by default. The second is then the paper's whole search, and the faster of both in the
-last stage is the result.
+window, then the best phrase length. `max_forwards` and `early_rows` come before it: at the small
+gamma that the paper's form wants, neither has anything to save. From then on the search goes on in
+two forms side by side, with the two as chosen and with the first of their ranges, which is the
+paper's form by default. The faster of both in the last stage is the result.
 
-The candidates of a stage are measured side by side, each in a process of its own and a part of the
-prompts at a time; the first part is not timed, it fills the pool, and no timed part was seen
-before. K, the branches, stays at its default, the paper's 3, unless it is given, and there are as
-many guesses as the window has columns.
+The candidates of a stage are measured side by side, a part of the prompts at a time; the first part
+is not timed, it fills the pool. K, the branches, stays at its default unless it is given, and there
+are as many guesses as the window has columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_recycle.cli import UsageError
+from vllm_recycle.cli import RunError, UsageError
 from vllm_recycle.cli.bench import driver
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
-from vllm_recycle.cli.bench.report import mean_accepted
+from vllm_recycle.cli.bench.report import ACCEPTED, per_step
 from vllm_recycle.cli.bench.table import DISTURBED
-from vllm_recycle.cli.tune.state import State
+from vllm_recycle.core.state_file import StateFileError, write_file
 from vllm_recycle.integration.options import OuroborosOptions
 
 Config = dict[str, Any]
 Sizes = dict[str, int]
+FORMAT = "vllm_recycle.tune/1"  # of the state file
 BEYOND_PAPER = ("max_forwards", "early_rows")  # 0: as many as gamma, and none, as in the paper
 COUNTS = ("tokens", "wall_s", "steps", "accepted_tokens", "draft_rounds", "draft_forwards")
 
 
+class State:
+    """Measurements so far, each written to their file as it is made, which a later run reads.
+
+    Raises UsageError if it is no such file, or of other conditions, which are JSON values.
+    """
+
+    def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
+        self.path = path
+        self.conditions = conditions
+        self.measurements: list[dict[str, Any]] = self._read() if path.exists() else []
+
+    def of(self, **key: Any) -> list[dict[str, Any]]:
+        """The measurements with these values, in the order in which they were made."""
+        return [
+            one
+            for one in self.measurements
+            if all(one.get(name) == value for name, value in key.items())
+        ]
+
+    def add(self, **measurement: Any) -> None:
+        """Keep one more measurement, in the file too; raises RunError if it cannot be written."""
+        self.measurements.append(measurement)
+        content: dict[str, Any] = {"format": FORMAT, "conditions": self.conditions}
+        content["measurements"] = self.measurements
+        try:
+            write_file(self.path, f"{json.dumps(content)}\n".encode(), kind="--state")
+        except StateFileError as error:
+            raise RunError(str(error)) from error
+
+    def _read(self) -> list[dict[str, Any]]:
+        another = "name another with --state, or remove it"
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UsageError(f"--state {self.path} cannot be read ({error}): {another}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise UsageError(f"--state {self.path} is no state of vllm-recycle tune: {another}")
+        for key, expected in self.conditions.items():
+            got = content["conditions"].get(key)
+            if got != expected:
+                raise UsageError(
+                    f"--state {self.path} is of another run, {key} {got}, not {expected}: {another}"
+                )
+        return content["measurements"]
+
+
 def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequence[int]]) -> Config:
-    """The best configuration found.
+    """The best configuration found; raises UsageError if no candidate of a stage is legal.
 
-    Args:
-        plan: of the run, without methods.
-        state: what was measured before; gets what is measured now.
-        fixed: keys of every candidate.
-        ranges: the values of each key to choose, the paper's in the paper's order.
-
-    Raises:
-        UsageError: no candidate of a stage is legal.
+    `plan` has no methods; `state` has what was measured before, and gets what is measured now;
+    `fixed` are keys of every candidate; `ranges` has the paper's keys in the paper's order.
     """
     start = {key: values[(len(values) - 1) // 2] for key, values in ranges.items()}
     start |= {key: ranges[key][0] for key in BEYOND_PAPER}
@@ -67,12 +106,7 @@ def search(plan: Plan, state: State, fixed: Config, ranges: Mapping[str, Sequenc
 
 
 def _stage(
-    plan: Plan,
-    state: State,
-    fixed: Config,
-    key: str,
-    values: Sequence[int],
-    forms: Sequence[Sizes],
+    plan: Plan, state: State, fixed: Config, key: str, values: Sequence[int], forms: Sequence[Sizes]
 ) -> list[Sizes]:
     """Each form with its best value of a key, the fastest form first and none twice."""
     candidates = [_legal(fixed, [form | {key: value} for value in values], key) for form in forms]
@@ -82,7 +116,10 @@ def _stage(
     if len(configs) == 1:  # nothing to choose
         return list(candidates[0].values())
     _measure(dataclasses.replace(plan, methods=configs), state, key)
-    found = {name: _totals(state.of(stage=key, config=configs[name])) for name in configs}
+    found = {
+        name: driver.add_up(state.of(stage=key, config=config), COUNTS)
+        for name, config in configs.items()
+    }
     names = sorted(configs, key=lambda name: _speed(found[name]), reverse=True)
     best = {next(name for name in names if name in one): one for one in candidates}
     for name, totals in found.items():
@@ -141,15 +178,11 @@ def _measure(plan: Plan, state: State, stage: str) -> None:
                         progress.finish()
 
 
-def _totals(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: sum(one[key] for one in measurements) for key in COUNTS}
-
-
 def _speed(totals: Mapping[str, float]) -> float:
     return totals["tokens"] / totals["wall_s"]
 
 
 def _describe(totals: Mapping[str, float]) -> str:
-    accepted = mean_accepted(totals) or 1.0
+    accepted = per_step(totals, ACCEPTED) or 1.0
     forwards = totals["draft_forwards"] / max(1, totals["draft_rounds"])
     return f"{_speed(totals):.1f} tokens/s, {accepted:.2f} accepted, {forwards:.2f} draft forwards"

@@ -11,43 +11,23 @@ from typing import Any
 
 from vllm_recycle.integration.options.base import MethodOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
-from vllm_recycle.integration.options.token_recycling import (
-    TOKEN_RECYCLING,
-    TokenRecyclingOptions,
-)
+from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
 
 METHODS: dict[str, type[MethodOptions]] = {
-    kind.method: kind for kind in (TokenRecyclingOptions, OuroborosOptions)
+    TOKEN_RECYCLING: TokenRecyclingOptions,
+    OUROBOROS: OuroborosOptions,
 }
 
 KEY = "vllm_recycle"  # in `additional_config`
 CHOOSES_SIZES = "chooses_sizes"
 
-__all__ = [
-    "CHOOSES_SIZES",
-    "KEY",
-    "METHODS",
-    "OUROBOROS",
-    "TOKEN_RECYCLING",
-    "MethodOptions",
-    "OuroborosOptions",
-    "TokenRecyclingOptions",
-    "chooses_sizes",
-    "options_of",
-    "put",
-]
-
 
 def put(
     additional_config: dict[str, Any], options: MethodOptions, *, chooses_sizes: bool
 ) -> dict[str, Any]:
-    """vLLM's additional configuration, with options of ours.
+    """A copy of vLLM's additional configuration with options of ours.
 
-    Args:
-        additional_config: the user's, which is left as it is.
-        options: of the engine.
-        chooses_sizes: whether the sizes of drafts are chosen step by step.
-
+    `chooses_sizes` says whether the sizes of drafts are chosen step by step.
     """
     values = {"method": options.method, **dataclasses.asdict(options)}
     return {**additional_config, KEY: {**values, CHOOSES_SIZES: chooses_sizes}}
@@ -62,5 +42,4 @@ def options_of(vllm_config: Any) -> MethodOptions:
 
 def chooses_sizes(vllm_config: Any) -> bool:
     """Whether the sizes of an engine's drafts are chosen step by step."""
-    chooses: bool = vllm_config.additional_config[KEY][CHOOSES_SIZES]
-    return chooses
+    return vllm_config.additional_config[KEY][CHOOSES_SIZES]

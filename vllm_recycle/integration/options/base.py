@@ -28,7 +28,6 @@ class MethodOptions(ABC):
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
         save_every: seconds between saves of what is learnt to its file, where anything was learnt;
             0 to save at shutdown and on request alone, None for the default.
-
     """
 
     method: ClassVar[str]
@@ -42,13 +41,8 @@ class MethodOptions(ABC):
     def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
         """Check the keys and values of a speculative configuration (without its `method`).
 
-        Args:
-            given: the keys and values.
-            on_gpu: whether what is not given, or null, is what is best on a GPU, or on a CPU.
-
-        Raises:
-            ValueError: naming the key, what was given and what is accepted.
-
+        What is not given, or null, is what is best on a GPU, or on a CPU. Raises ValueError naming
+        the key, what was given and what is accepted.
         """
         if on_gpu and given.get("row_cost") is not None:
             raise NotImplementedError(
@@ -91,23 +85,16 @@ class MethodOptions(ABC):
         cost = self.row_cost
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        self._check_save_every()
-
-    def _check_save_every(self) -> None:
+        key, file = self.state_key, self.state_file
+        expect(key, file, file is None or isinstance(file, str), "a path")
+        if file is not None:
+            check_place(file, kind=f"speculative_config: {key}", may_be_folder=True)
         every = self.save_every
         is_time = is_number(every) and 0 <= every <= MOST_SECONDS
         expected = f"a number of seconds, 0 to {MOST_SECONDS:,}"
         expect("save_every", every, every is None or is_time, expected)
-        if every is not None and self.state_file is None:
-            raise ValueError(
-                f"speculative_config: save_every is {every}, expected none without a file for what "
-                "is learnt"
-            )
-
-    @property
-    def save_seconds(self) -> float:
-        """Seconds between saves, 0 for none."""
-        return SAVE_EVERY if self.save_every is None else self.save_every
+        is_used = every is None or file is not None
+        expect("save_every", every, is_used, "none without a file for what is learnt")
 
     @abstractmethod
     def load_tree(self) -> TreeTemplate:
@@ -116,8 +103,7 @@ class MethodOptions(ABC):
     @property
     def state_file(self) -> str | None:
         """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
-        file: str | None = getattr(self, self.state_key)
-        return file
+        return getattr(self, self.state_key)
 
     @property
     def is_dynamic(self) -> bool:
@@ -154,13 +140,3 @@ def is_int(value: Any, low: int, high: int) -> bool:
 def expect(key: str, value: Any, valid: bool, expected: str) -> None:
     if not valid:
         raise ValueError(f"speculative_config: {key} is {shorten(value)}, expected {expected}")
-
-
-def expect_bool(key: str, value: Any) -> None:
-    expect(key, value, isinstance(value, bool), "true or false")
-
-
-def expect_file(key: str, value: Any, *, may_be_folder: bool = False) -> None:
-    expect(key, value, value is None or isinstance(value, str), "a path")
-    if value is not None:
-        check_place(value, kind=f"speculative_config: {key}", may_be_folder=may_be_folder)

@@ -20,13 +20,7 @@ FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens
 def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] | None:
     """The keys and values of a speculative configuration of ours, None of any other.
 
-    Args:
-        engine_args: whose `speculative_config` and flags are read.
-        methods: ours, by name.
-
-    Raises:
-        ValueError: what is no configuration, and keys that are no names or are given twice.
-
+    Raises ValueError for what is no configuration, keys that are no names or are given twice.
     """
     config = engine_args.speculative_config
     if config is not None and not isinstance(config, Mapping):
@@ -62,10 +56,8 @@ def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] |
 def check_table(table: Any, num_nodes: int) -> Schedule | None:
     """vLLM's table of nodes by the size of the batch, as the user gives it, if at all.
 
-    Raises:
-        ValueError: it has what vLLM would take for numbers, more nodes than a tree has, or no
-            ranges that vLLM accepts.
-
+    Raises ValueError if it has what vLLM would take for numbers, more nodes than a tree has, or no
+    ranges that vLLM accepts.
     """
     if table is None:
         return None

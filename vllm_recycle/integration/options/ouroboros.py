@@ -9,57 +9,26 @@ from typing import Any
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
-from vllm_recycle.integration.draft_limits import (
-    MAX_DRAFT_ROWS,
-    MAX_HALVED_DRAFT_ROWS,
-    MAX_TREE_ROWS,
-    UNLIMITED,
-    Schedule,
-    draft_forward_rows,
-    halved_shapes,
-    halving_schedule,
-)
-from vllm_recycle.integration.options.base import (
-    MethodOptions,
-    expect,
-    expect_bool,
-    expect_file,
-    is_int,
-)
+from vllm_recycle.integration import draft_limits
+from vllm_recycle.integration.draft_limits import Schedule
+from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
 
 OUROBOROS = "ouroboros"
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
 # all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest of
 # those measured, see examples/benchmarks.
-GPU_SIZES = {
-    "gamma": 12,
-    "window": 20,
-    "guesses": 20,
-    "phrase_length": 7,
-    "branches": 3,
-    "early_rows": 0,
-    "max_forwards": 4,
+SIZES = {  # on a GPU, and on CPU
+    "gamma": (12, 2),
+    "window": (20, 2),
+    "guesses": (20, 2),
+    "phrase_length": (7, 4),
+    "branches": (3, 3),
+    "early_rows": (0, 2),
+    "max_forwards": (4, 1),
 }
-CPU_SIZES = {
-    "gamma": 2,
-    "window": 2,
-    "guesses": 2,
-    "phrase_length": 4,
-    "branches": 3,
-    "early_rows": 2,
-    "max_forwards": 1,
-}
-
-
+GPU_SIZES = {name: on_gpu for name, (on_gpu, _) in SIZES.items()}
+CPU_SIZES = {name: on_cpu for name, (_, on_cpu) in SIZES.items()}
 POOL_SCOPES = ("shared", "request")
-# vLLM's keys that are about the draft model.
-DRAFT_MODEL_KEYS = (
-    "model",
-    "draft_tensor_parallel_size",
-    "quantization",
-    "revision",
-    "code_revision",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +37,6 @@ class OuroborosOptions(MethodOptions):
 
     Attributes:
         model: the draft model; it and the four below are vLLM's keys.
-        draft_tensor_parallel_size: see vLLM.
-        quantization: see vLLM.
-        revision: see vLLM.
-        code_revision: see vLLM.
         gamma: tokens that the draft model drafts in a round.
         window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
         guesses: phrases kept for a token and tried in a draft forward, the paper's G; likewise.
@@ -86,7 +51,6 @@ class OuroborosOptions(MethodOptions):
         pool_file: safetensors file of the shared pool; read at start-up where it exists, written
             while serving and at shutdown, of each data-parallel rank its own. Or a folder of such
             files, one of each replica.
-
     """
 
     method = OUROBOROS
@@ -130,9 +94,9 @@ class OuroborosOptions(MethodOptions):
         is_valid = is_int(self.max_forwards, 1, self.gamma)
         expect("max_forwards", self.max_forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
         for name in ("harvest_trunk", "harvest_branches"):
-            expect_bool(name, getattr(self, name))
+            value = getattr(self, name)
+            expect(name, value, isinstance(value, bool), "true or false")
         expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
-        expect_file("pool_file", self.pool_file, may_be_folder=True)
         if self.pool_file is not None and not self.shares_pool:
             raise ValueError(
                 "speculative_config: pool_file is given with scope 'request', expected scope "
@@ -152,15 +116,18 @@ class OuroborosOptions(MethodOptions):
         return self.shape().tree()
 
     def host_config(self) -> dict[str, Any]:
-        values = {key: getattr(self, key) for key in DRAFT_MODEL_KEYS}
+        names = ("model", "draft_tensor_parallel_size", "quantization", "revision", "code_revision")
+        values = {name: getattr(self, name) for name in names}
         return {key: value for key, value in values.items() if value is not None}
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        shape, most = self.shape(), MAX_HALVED_DRAFT_ROWS if on_gpu else MAX_DRAFT_ROWS
-        max_rows = min(most, max_num_batched_tokens or most)
+        most = draft_limits.MAX_HALVED_DRAFT_ROWS if on_gpu else draft_limits.MAX_DRAFT_ROWS
+        shape, max_rows = self.shape(), min(most, max_num_batched_tokens or most)
         if on_gpu:
-            batch = len(halved_shapes(shape, max_rows))
-            return halving_schedule(self.num_nodes, MAX_TREE_ROWS, max_num_reqs=batch)
+            batch = len(draft_limits.halved_shapes(shape, max_rows))
+            return draft_limits.halving_schedule(
+                self.num_nodes, draft_limits.MAX_TREE_ROWS, max_num_reqs=batch
+            )
         # Whole trees, or none; one request is drafted for even where its forwards have more rows.
-        batch = max(1, max_rows // draft_forward_rows(shape))
-        return [(1, batch, self.num_nodes), (batch + 1, UNLIMITED, 0)]
+        batch = max(1, max_rows // draft_limits.draft_forward_rows(shape))
+        return [(1, batch, self.num_nodes), (batch + 1, draft_limits.UNLIMITED, 0)]

@@ -8,19 +8,9 @@ from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
-from vllm_recycle.integration.draft_limits import (
-    MAX_TREE_ROWS,
-    UNLIMITED,
-    Schedule,
-    halving_schedule,
-)
-from vllm_recycle.integration.options.base import (
-    MethodOptions,
-    expect,
-    expect_bool,
-    expect_file,
-    is_int,
-)
+from vllm_recycle.integration import draft_limits
+from vllm_recycle.integration.draft_limits import Schedule
+from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
 
 TOKEN_RECYCLING = "token_recycling"
 DYNAMIC = "dynamic"
@@ -55,7 +45,6 @@ class TokenRecyclingOptions(MethodOptions):
             written while serving and at shutdown, of each data-parallel rank its own. Or a folder
             of such files, one of each replica.
         seed_from_prompt: whether the text of the prompt enters the matrix.
-
     """
 
     method = TOKEN_RECYCLING
@@ -78,13 +67,13 @@ class TokenRecyclingOptions(MethodOptions):
         preset = given.get("preset")
         is_preset = preset is None or (isinstance(preset, str) and preset in PRESETS)
         expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
-        values = dict(given)
-        limits = [values.pop(key, None) for key in ("max_nodes", "num_speculative_tokens")]
-        for key, limit in zip(("max_nodes", "num_speculative_tokens"), limits, strict=True):
-            if limit is not None:
+        values, limits = dict(given), []
+        for key in ("max_nodes", "num_speculative_tokens"):
+            if (limit := values.pop(key, None)) is not None:
                 expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
-        if any(limits):
-            values["max_nodes"] = min(limit for limit in limits if limit)
+                limits.append(limit)
+        if limits:
+            values["max_nodes"] = min(limits)
         return super().parse(values, on_gpu=on_gpu)
 
     @classmethod
@@ -108,8 +97,8 @@ class TokenRecyclingOptions(MethodOptions):
             raise ValueError(f"speculative_config: {error}") from None
         is_size = is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
-        expect_bool("seed_from_prompt", self.seed_from_prompt)
-        expect_file("matrix_file", self.matrix_file, may_be_folder=True)
+        seeds = self.seed_from_prompt
+        expect("seed_from_prompt", seeds, isinstance(seeds, bool), "true or false")
         if self.matrix_file is not None and self.isolates:
             raise ValueError(
                 "speculative_config: matrix_file is given with scope 'isolated', expected another "
@@ -132,12 +121,7 @@ class TokenRecyclingOptions(MethodOptions):
         return super().num_nodes
 
     def load_tree(self) -> TreeTemplate:
-        """The template that these options ask for.
-
-        Raises:
-            ValueError: no such tree, or one that does not fit k.
-
-        """
+        """The template; raises ValueError if there is no such tree, or it does not fit k."""
         tree = load_tree(self.tree)
         limit = self.max_nodes
         if limit is not None and limit > tree.num_nodes:
@@ -152,8 +136,8 @@ class TokenRecyclingOptions(MethodOptions):
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
         if on_gpu:
-            return halving_schedule(num_nodes, MAX_TREE_ROWS)
+            return draft_limits.halving_schedule(num_nodes, draft_limits.MAX_TREE_ROWS)
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
         # pads a request that just came in to a full draft of -1, and keeps it waiting where that
         # does not fit.
-        return [(1, UNLIMITED, num_nodes)]
+        return [(1, draft_limits.UNLIMITED, num_nodes)]
