@@ -196,6 +196,38 @@ class AdjacencyMatrix:
         table[(heads >= 0) & (heads & 4 != 0)] = NEVER_WRITTEN
         return table
 
+    def find_entry(self, context: Sequence[int], salt: int) -> tuple[int, int, int] | None:
+        """The entry to draft from: that of the longest context that is known, an own one first.
+
+        Returns:
+            Its address, the index of its length among `contexts`, and 1 for an own entry; None
+            where nothing is known.
+
+        """
+        return next(reversed(self.known_entries(context, salt)), None)
+
+    def known_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
+        """As `find_entry`, all that are known: shorter ones first, of a length the shared one."""
+        return [
+            (address, index, own)
+            for index, own, address, head in self.layout.addresses(context, salt)
+            if (self.layout.has_own if own else self.layout.reads_shared)
+            and self.is_written(address, head, salt if own else 0)
+        ]
+
+    def is_written(self, address: int, head: int, salt: int) -> bool:
+        """Whether the entry there has this head and salt."""
+        entry = self.table[address]
+        return int(entry[0]) >> 2 == head >> 2 and int(entry[-1]) == salt
+
+    def write_entry(self, address: int, head: int, salt: int, successors: Sequence[int]) -> None:
+        """Write one entry; it is steadier than before if its first successor stays the same."""
+        old, first = self.table[address, :2].tolist()
+        stays = self.is_written(address, head, salt) and first == successors[0]
+        steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
+        entry = [head | steadiness, *successors, salt]
+        self.table[address] = torch.tensor(entry, dtype=torch.int32)
+
 
 def check_scope(scope: str) -> Scope:
     """The scope, checked.
@@ -233,64 +265,3 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
 def slots_in(mib: int, k: int) -> int:
     """The largest power of two of entries of k successors that fit a number of MiB."""
     return 1 << ((mib * MIB // (4 * (2 + k))).bit_length() - 1)
-
-
-def find_entry(
-    table: torch.Tensor, context: Sequence[int], salt: int, layout: MatrixLayout
-) -> tuple[int, int, int] | None:
-    """The entry to draft from: that of the longest context that is known, an own one first.
-
-    Returns:
-        Its address, the index of its length among `contexts`, and 1 for an own entry; None where
-        nothing is known.
-
-    """
-    found = None
-    for index, own, address, head in layout.addresses(context, salt):
-        if not (layout.has_own if own else layout.reads_shared):
-            continue
-        if is_written(table, address, head, salt if own else 0):
-            found = (address, index, own)  # the shared one of a length comes before the own one
-    return found
-
-
-def write_entries(
-    table: torch.Tensor,
-    context: Sequence[int],
-    salt: int,
-    successors: Sequence[int],
-    layout: MatrixLayout,
-    *,
-    own: bool,
-    shared: bool,
-) -> None:
-    """Write what follows a context into the entries of all its lengths.
-
-    Args:
-        table: int32 [addresses, 2 + k], written in place.
-        context: tokens, the newest first.
-        salt: of the sequence.
-        successors: k tokens, best first, padded with -1.
-        layout: of the table.
-        own: whether the sequence's own entries are written.
-        shared: whether the shared entries are.
-
-    """
-    for _, is_own, address, head in layout.addresses(context, salt):
-        if own if is_own else shared:
-            write_entry(table, address, head, salt if is_own else 0, successors)
-
-
-def is_written(table: torch.Tensor, address: int, head: int, salt: int) -> bool:
-    """Whether the entry there has this head and salt."""
-    return int(table[address, 0]) >> 2 == head >> 2 and int(table[address, -1]) == salt
-
-
-def write_entry(
-    table: torch.Tensor, address: int, head: int, salt: int, successors: Sequence[int]
-) -> None:
-    """Write one entry; it is steadier than before if its first successor stays the same."""
-    old, first = table[address, :2].tolist()
-    stays = is_written(table, address, head, salt) and first == successors[0]
-    steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
-    table[address] = torch.tensor([head | steadiness, *successors, salt], dtype=torch.int32)

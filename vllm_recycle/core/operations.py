@@ -10,10 +10,11 @@ from typing import Protocol
 
 import torch
 
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import Growth
 from vllm_recycle.core.harvest import Phrases
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 
@@ -60,46 +61,37 @@ class Operations(PhraseOperations, Protocol):
 
     def grow(
         self,
-        table: torch.Tensor,
+        matrix: AdjacencyMatrix,
         rates: torch.Tensor,
-        *,
-        layout: MatrixLayout,
-        salts: torch.Tensor,
+        idx_mapping: torch.Tensor,
         tails: torch.Tensor,
         max_depths: torch.Tensor,
+        *,
         max_nodes: int,
         least_worth: float = 0.0,
     ) -> Growth: ...
 
     def fill(
         self,
-        table: torch.Tensor,
+        matrix: AdjacencyMatrix,
         rates: torch.Tensor,
-        *,
-        layout: MatrixLayout,
-        salts: torch.Tensor,
+        idx_mapping: torch.Tensor,
         tails: torch.Tensor,
         max_depths: torch.Tensor,
+        *,
         tree: TreeTemplate,
     ) -> Growth: ...
 
     def learn(
         self,
-        table: torch.Tensor,
+        matrix: AdjacencyMatrix,
         counts: torch.Tensor | None,
-        *,
-        layout: MatrixLayout,
-        salts: torch.Tensor,
         tails: torch.Tensor,
-        parents: torch.Tensor,
-        row_token_ids: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        successors: torch.Tensor,
-        walked: WalkResult,
+        step: VerifiedStep,
     ) -> None: ...
 
     def seed(
-        self, table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: MatrixLayout
+        self, matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor
     ) -> None: ...
 
     def top_k(self, logits: torch.Tensor, k: int) -> torch.Tensor: ...
