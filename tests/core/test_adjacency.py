@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ class Model:
 
 def write(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
     layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
-    own, shared = layout.has_own, layout.writes_shared
+    own, shared = layout.has_own, layout.has_shared
     write_entries(matrix, context, salt, successors, own=own, shared=shared)
 
 
@@ -199,7 +200,10 @@ def test_isolated_requests_neither_write_nor_read_shared_entries():
     matrix = started("isolated")
     write(matrix, 0, [1, 2], [3] * K)
     assert (matrix.shared_entries() == -1).all()
-    write_entries(matrix, [2, 1], 0, [4] * K, own=False, shared=True)
+    shared = copy.copy(matrix)
+    shared.layout = replace(matrix.layout, has_shared=True)
+    write_entries(shared, [2, 1], 0, [4] * K, own=False, shared=True)
+    assert matrix.num_written == 4
     assert seen(matrix, 0, [1, 2]) == [3] * K
     assert seen(matrix, 0, [2, 1]) is None
 

@@ -56,8 +56,7 @@ class MatrixLayout:
         contexts: lengths of contexts, ascending from 1.
         slots: entries that are found by a hash, a power of two.
         has_own: whether sequences write and read entries of their own.
-        reads_shared: whether a sequence reads what others wrote.
-        writes_shared: whether a sequence writes for others.
+        has_shared: whether they write and read entries of all.
         parts: parts of the slots, a power of two, each for one running sequence; 1 where all
             sequences share the slots.
 
@@ -68,8 +67,7 @@ class MatrixLayout:
     contexts: tuple[int, ...]
     slots: int
     has_own: bool
-    reads_shared: bool
-    writes_shared: bool
+    has_shared: bool
     parts: int = 1
 
     @property
@@ -82,15 +80,15 @@ class MatrixLayout:
         return self.contexts[-1]
 
     def addresses(self, context: Sequence[int], salt: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where the entries of a context are, for each of `contexts`, shortest first.
+        """Where the entries of a context are, for each of `contexts`, the shortest first.
 
         Args:
             context: tokens, the newest first; ends at `reach`, or at what is no token.
             salt: of the sequence, above 0.
 
         Yields:
-            The index of the length, 1 for the own entry and 0 for the shared one, the address, and
-            the head of the entry without its steadiness.
+            The index of the length, 1 for the own entry and 0 for the shared one before it, the
+            address, and the head of the entry without its steadiness.
 
         """
         hashed, seen = 0, 0
@@ -105,7 +103,7 @@ class MatrixLayout:
             if len(context) < length:
                 return
             seen = length
-            for own in (0, 1):
+            for own in range(1 - self.has_shared, 1 + self.has_own):
                 if length == 1 and not own:
                     yield index, 0, context[0], context[0] << 3
                     continue
@@ -158,8 +156,7 @@ class AdjacencyMatrix:
             contexts=check_contexts(contexts),
             slots=max(slots, parts),
             has_own=scope != "shared",
-            reads_shared=scope != "isolated",
-            writes_shared=scope != "isolated",
+            has_shared=scope != "isolated",
             parts=parts,
         )
         shape = (vocab_size + self.layout.slots, self.layout.width)
@@ -211,8 +208,7 @@ class AdjacencyMatrix:
         return [
             (address, index, own)
             for index, own, address, head in self.layout.addresses(context, salt)
-            if (self.layout.has_own if own else self.layout.reads_shared)
-            and self.is_written(address, head, salt if own else 0)
+            if self.is_written(address, head, salt if own else 0)
         ]
 
     def is_written(self, address: int, head: int, salt: int) -> bool:

@@ -78,8 +78,7 @@ def learn(
         for row in [*(row for row in range(len(tokens)) if row not in path), *path]:
             best = step.successors[first + row].tolist()
             for _, own, address, head in layout.addresses(contexts[row], salt):
-                if layout.has_own if own else layout.writes_shared:
-                    writes[address] = (head, salt if own else 0, best)
+                writes[address] = (head, salt if own else 0, best)
     for address, (head, salt, best) in writes.items():
         matrix.write_entry(address, head, salt, best)
     if counts is not None and increments is not None:
@@ -133,7 +132,7 @@ def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -
         }
         of_one = known.get(0, [])
         for index, own, address, head in layout.addresses(context, salt):
-            if bool(own) == layout.has_own:
+            if own == layout.has_own:
                 rest = [t for t in known.get(index, of_one) if t not in (follower, NO_TOKEN)]
                 successors = [follower, *rest, *[NO_TOKEN] * layout.k][: layout.k]
                 matrix.write_entry(address, head, salt if own else 0, successors)

@@ -152,7 +152,7 @@ class TokenRecyclingProposer:
         """Take in what the target computed; `tails` as for `propose`, up to and with each root."""
         state = self.state
         # Under `isolated` nobody's counts reach another: what is shipped serves.
-        counts = state.acceptance.counts if self.layout.writes_shared else None
+        counts = state.acceptance.counts if self.layout.has_shared else None
         self.operations.learn(state.matrix, counts, tails, step)
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:

@@ -131,7 +131,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
             matrix,
             self.stamps,
             # Under `isolated` nobody's counts reach another: what is shipped serves.
-            self.counts if matrix.layout.writes_shared else None,
+            self.counts if matrix.layout.has_shared else None,
             self.texts,
             step,
             max_rows=1 + (self.trees.num_nodes if input_batch.num_draft_tokens else 0),

@@ -56,8 +56,7 @@ class _Matrix(ctypes.Structure):
                 "k",
                 "slots",
                 "has_own",
-                "reads_shared",
-                "writes_shared",
+                "has_shared",
                 "parts",
             )
         ),
@@ -75,8 +74,7 @@ def _matrix(matrix: AdjacencyMatrix) -> Any:
             layout.k,
             layout.slots,
             layout.has_own,
-            layout.reads_shared,
-            layout.writes_shared,
+            layout.has_shared,
             layout.parts,
             layout.contexts,
         )

@@ -31,8 +31,7 @@ class Layout(NamedTuple):
     REACH: int
     PLACES: int  # a power of two, at least REACH
     HAS_OWN: bool
-    READS_SHARED: bool
-    WRITES_SHARED: bool
+    HAS_SHARED: bool
 
     @classmethod
     def of(cls, layout: MatrixLayout) -> Layout:
@@ -45,8 +44,7 @@ class Layout(NamedTuple):
             layout.reach,
             triton.next_power_of_2(layout.reach),
             layout.has_own,
-            layout.reads_shared,
-            layout.writes_shared,
+            layout.has_shared,
         )
 
 
@@ -174,7 +172,7 @@ def find_entry(
             hashed = absorb(hashed, token)
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
-            if LAYOUT.HAS_OWN if own else LAYOUT.READS_SHARED:
+            if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
                 written, there = is_written(table, address, head, salt * own, known, LAYOUT.K)
                 found = tl.where(written, address, found)

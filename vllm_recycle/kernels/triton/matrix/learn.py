@@ -97,7 +97,7 @@ def learn(
     ranks = places * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
     # Each length has the place of the shared entry, and then that of the own one.
-    written = len(layout.contexts) * (layout.has_own + layout.writes_shared)
+    written = len(layout.contexts) * (layout.has_own + layout.has_shared)
     _write_step_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
         table,
         stamps,
@@ -116,7 +116,7 @@ def learn(
         ROWS=block,
         PLACES=places,
         WRITTEN=written,
-        FIRST_PLACE=0 if layout.writes_shared else 1,
+        FIRST_PLACE=0 if layout.has_shared else 1,
         PLACE_STEP=2 * len(layout.contexts) // written,
         RANKS=ranks,
         FOLD_BLOCKS=fold_blocks,

@@ -169,11 +169,10 @@ def _mark_prompt_kernel(
         rest = of_one
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
-            if LAYOUT.HAS_OWN if own else (LAYOUT.READS_SHARED or not LAYOUT.HAS_OWN):
+            if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
-                if LAYOUT.HAS_OWN if own else LAYOUT.READS_SHARED:
-                    written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
-                    rest = tl.where(written, address, rest)
+                written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
+                rest = tl.where(written, address, rest)
                 if own == LAYOUT.HAS_OWN:
                     row = index * size + entry
                     tl.atomic_max(
