@@ -1,10 +1,7 @@
 """Ouroboros as a proposer: a draft model that drafts by phrases, and what is learnt on the way.
 
-arXiv 2402.13720, section 3. The pool of phrases is in `phrase_pool`, the rows of a draft forward
-and the window in `lookahead`, what is read off the target in `harvest`; this module ties them
-together. The draft model is the runner's, which knows its KV cache, and comes with each round.
-
-Names of dimensions are those of `lookahead` and `phrase_pool`.
+arXiv 2402.13720, section 3. This ties together `phrase_pool`, `lookahead` and `harvest`, whose
+names of dimensions are used. The draft model is the runner's, which knows its KV cache.
 """
 
 from __future__ import annotations
@@ -231,15 +228,7 @@ class OuroborosProposer:
         last_token_ids: torch.Tensor,
         goes_on: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward.
-
-        Args:
-            draft_model: what drafts.
-            shape: of the round.
-            idx_mapping: int64 [batch].
-            new_token_ids: int64 [batch, n], see `DraftModel.forward`.
-            last_token_ids: int64 [batch], the last one of these.
-            goes_on: bool [batch], false for those that have drafted enough.
+        """One draft forward, for those that go on: bool [batch].
 
         Returns:
             What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
@@ -282,14 +271,7 @@ class OuroborosProposer:
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
-        """Trunks that have few tokens, with the newest phrases behind them.
-
-        Args:
-            idx_mapping: int64 [batch].
-            trunk: int64 [batch, gamma], padded with -1.
-            count: int64 [batch], tokens of each.
-
-        """
+        """Trunks that have few tokens, int64 [batch], with the newest phrases behind them."""
         gamma, length = self.shape.gamma, self.shape.length
         place = torch.arange(length, device=idx_mapping.device)
         trunk = torch.nn.functional.pad(trunk, (0, length))
@@ -306,17 +288,7 @@ class OuroborosProposer:
     def _branches(
         self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor, trunk: torch.Tensor
     ) -> torch.Tensor:
-        """Phrases below the rows that have some (section 3.2).
-
-        Args:
-            idx_mapping: int64 [batch].
-            last_token_ids: int64 [batch].
-            trunk: int64 [batch, gamma], padded with -1.
-
-        Returns:
-            int64 [batch, n].
-
-        """
+        """int64 [batch, n], phrases below the rows that have some (section 3.2)."""
         text = torch.cat((last_token_ids[:, None], trunk), dim=1)
         owners = text[:, self.branch_rows]
         return self._newest(idx_mapping[:, None], owners, self.shape.branches).flatten(1)
@@ -335,11 +307,10 @@ class OuroborosProposer:
         replaced: torch.Tensor | None = None,
     ) -> None:
         """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
-        if replaced is not None:
-            replaced = replaced.flatten(0, 1)
         owners = self._owners(idx_mapping[:, None], owners).flatten()
-        phrases = phrases.flatten(0, 1)
-        self.operations.insert_phrases(self.pool.table, owners, phrases, replaced=replaced)
+        replaced = None if replaced is None else replaced.flatten(0, 1)
+        insert = self.operations.insert_phrases
+        insert(self.pool.table, owners, phrases.flatten(0, 1), replaced=replaced)
 
     def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""

@@ -148,25 +148,21 @@ def save_tensors(
     facts: Mapping[str, object],
     kind: str,
 ) -> None:
-    """Write tensors as safetensors, with the facts that `load_tensors` checks.
-
-    Raises:
-        StateFileError: the file cannot be written.
-
-    """
+    """Write tensors as safetensors, with the facts that `open_tensors` checks; see `write_file`."""
     metadata = {key: str(value) for key, value in facts.items()}
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_file(path, save(on_cpu, metadata), kind=kind)
 
 
-def check_tensors(
+@contextlib.contextmanager
+def open_tensors(
     path: str | Path,
     like: Mapping[str, torch.Tensor],
     *,
     facts: Mapping[str, object],
     kind: str,
-) -> None:
-    """Refuse, by its header alone, a file that `load_tensors` would not read.
+) -> Iterator[Any]:
+    """A file that `save_tensors` wrote, for `get_tensor` to read; its header is checked.
 
     Args:
         path: of the file.
@@ -179,31 +175,6 @@ def check_tensors(
         ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
 
     """
-    with _opened(path, like, facts=facts, kind=kind):
-        pass
-
-
-def load_tensors(
-    path: str | Path,
-    like: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> dict[str, torch.Tensor]:
-    """Read tensors, on the CPU, that `save_tensors` wrote; see `check_tensors`."""
-    with _opened(path, like, facts=facts, kind=kind) as file:
-        return {name: file.get_tensor(name) for name in like}
-
-
-@contextlib.contextmanager
-def _opened(
-    path: str | Path,
-    like: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> Iterator[Any]:
-    """The file, whose header was checked; see `check_tensors`."""
     nothing = f"{kind} {path}: no {' and '.join(name.replace('_', ' ') for name in like)}: "
     if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
         raise ValueError(f"{nothing}no such file")
