@@ -167,17 +167,18 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
 @THOROUGH
 @given(setting=settings_of_growth(contexts=(1, 2)), times=step_times(), others=st.integers(0, 3))
 def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
-    state, batch = TokenRecyclingState(setting.matrix), len(setting.texts)
+    state = TokenRecyclingState(setting.matrix)
     proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes)
     state.acceptance.counts[..., 0] = state.acceptance.counts[..., 1] = 0.0
     state.acceptance.counts[..., :4, 0] = 8 * setting.rates
     state.acceptance.counts[..., :4, 1] = 4
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
     (values, slopes), growth = times.at(1, 0), setting.grow()
+    _, _, idx_mapping, tails, max_depths = setting.arguments
     drafts, parents = proposer.propose(
-        torch.arange(batch),
-        setting.arguments["tails"],
-        max_depths=setting.arguments["max_depths"],
+        idx_mapping,
+        tails,
+        max_depths=max_depths,
         times=values,
         slopes=slopes,
         num_other_rows=others,

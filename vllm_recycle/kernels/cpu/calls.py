@@ -43,42 +43,25 @@ LANES = 16
 NO_WINDOW = 2**62  # more tokens than a text has
 
 
+# Numbers of a `MatrixLayout`, as `Matrix` in matrix.cpp has them.
+NUMBERS = ("vocab_size", "k", "slots", "has_own", "has_shared", "parts")
+
+
 class _Matrix(ctypes.Structure):
     """As `Matrix` in matrix.cpp."""
 
     _fields_ = (
         ("table", c_void_p),
-        *(
-            (field, c_int64)
-            for field in (
-                "num_contexts",
-                "vocab",
-                "k",
-                "slots",
-                "has_own",
-                "has_shared",
-                "parts",
-            )
-        ),
+        *((name, c_int64) for name in NUMBERS),
+        ("num_contexts", c_int64),
         ("lengths", c_int64 * MAX_CONTEXT),
     )
 
 
 def _matrix(matrix: AdjacencyMatrix) -> Any:
-    layout = matrix.layout
-    return ctypes.byref(
-        _Matrix(
-            _pointer(matrix.table, torch.int32),
-            len(layout.contexts),
-            layout.vocab_size,
-            layout.k,
-            layout.slots,
-            layout.has_own,
-            layout.has_shared,
-            layout.parts,
-            layout.contexts,
-        )
-    )
+    layout, table = matrix.layout, _pointer(matrix.table, torch.int32)
+    numbers = (getattr(layout, name) for name in NUMBERS)
+    return ctypes.byref(_Matrix(table, *numbers, len(layout.contexts), layout.contexts))
 
 
 def _library() -> ctypes.CDLL:

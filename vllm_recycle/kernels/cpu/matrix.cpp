@@ -22,7 +22,7 @@ constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 // The table and its layout, see MatrixLayout; as calls.py fills it in.
 struct Matrix {
   int32_t* table;
-  int64_t num_contexts, vocab, k, slots, has_own, has_shared, parts;
+  int64_t vocab, k, slots, has_own, has_shared, parts, num_contexts;
   int64_t lengths[MAX_REACH];  // of contexts, ascending from 1
 
   int64_t reach() const { return lengths[num_contexts - 1]; }

@@ -6,6 +6,7 @@ context is eight tokens or fewer in memory, the newest first, -1 behind the last
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -25,27 +26,17 @@ class Layout(NamedTuple):
 
     VOCAB: int
     K: int
-    SLOTS: int
-    PARTS: int
     CONTEXTS: tuple[int, ...]
-    REACH: int
-    PLACES: int  # a power of two, at least REACH
+    SLOTS: int
     HAS_OWN: bool
     HAS_SHARED: bool
+    PARTS: int
+    REACH: int
+    PLACES: int  # a power of two, at least REACH
 
     @classmethod
     def of(cls, layout: MatrixLayout) -> Layout:
-        return cls(
-            layout.vocab_size,
-            layout.k,
-            layout.slots,
-            layout.parts,
-            layout.contexts,
-            layout.reach,
-            triton.next_power_of_2(layout.reach),
-            layout.has_own,
-            layout.has_shared,
-        )
+        return cls._make((*astuple(layout), layout.reach, triton.next_power_of_2(layout.reach)))
 
 
 class Texts(NamedTuple):
