@@ -1,25 +1,23 @@
 """The adjacency matrix: the target's last top-k after each token, and after longer contexts.
 
-Token Recycling (arXiv 2408.08696, section 3.1) keeps the successors of each single token. This is
-that matrix, extended: an entry of a longer context says what followed the last n tokens. With the
-contexts `[1]` and the scope `shared` it is the matrix of the paper. All entries are in one table:
+Token Recycling (arXiv 2408.08696, section 3.1) keeps the successors of each single token. That is
+what this is with the contexts `[1]` and the scope `shared`; an entry of a longer context says what
+followed the last n tokens. All entries are in one table:
 
     0 .. vocab - 1              what all sequences share of contexts of one token, by the token
     vocab .. vocab + slots - 1  everything else, by a hash of the context
 
 An entry is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, padded with -1. Its
-head is `tag << 3 | own << 2 | steadiness`, or -1 where the entry was never written. The tag tells
-contexts of one place apart (it is the token itself, or 28 bits of the hash that the place does not
-use), so that the entry of another context is passed over. Where two contexts agree by chance a
-draft is wrong, which costs a row of the step and never an output.
+head is `tag << 3 | own << 2 | steadiness`, or -1 where the entry was never written. The tag (the
+token itself, or 28 bits of the hash that the place does not use) tells contexts of one place apart.
+Where two agree by chance a draft is wrong, which costs a row of the step and never an output.
+Steadiness counts, up to 3, how often in a row an update left the first successor as it was.
 
 What a sequence writes for itself (`own`) is hashed with its salt, a number that no other sequence
-has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. So own
-entries need no table for each sequence, and are overwritten in time when it has ended. Under
-`isolated` each running sequence has a part of the slots for itself, since what another sequence
-overwrites would be seen in the drafts: the salt, modulo the number of parts, says which.
-
-Steadiness counts, up to 3, how often in a row an update left the first successor as it was.
+has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. When the
+sequence has ended its entries are overwritten in time. Under `isolated` each running sequence has a
+part of the slots for itself, since what another one overwrites would be seen in the drafts: the
+salt, modulo the number of parts, says which.
 
 Contexts go back from the newest token: `tails`, int64 [batch, reach], where reach is the longest
 context, has the last token of each text first, and -1 before the first token of the text.
@@ -119,11 +117,9 @@ class AdjacencyMatrix:
     """The table, and the salts of the running sequences.
 
     Args:
-        vocab_size: number of token ids, below 2^28.
-        k: successors kept for each context.
-        contexts: lengths of contexts, ascending from 1.
-        slots: entries that are found by a hash, a power of two below 2^36; under `isolated` at
-            least one for each sequence.
+        vocab_size: below 2^28.
+        k, contexts: see `MatrixLayout`.
+        slots: a power of two below 2^36; under `isolated` at least one for each sequence.
         scope: who reads and writes what. `sequence`: each sequence writes its own entries and the
             shared ones, and reads both; `shared`: there are only shared entries; `isolated`: there
             are only own entries, so that no sequence sees what another one wrote.
@@ -226,24 +222,14 @@ class AdjacencyMatrix:
 
 
 def check_scope(scope: str) -> Scope:
-    """The scope, checked.
-
-    Raises:
-        ValueError: it is none of `SCOPES`.
-
-    """
+    """The scope, which is one of `SCOPES`, or else a ValueError."""
     if scope not in SCOPES:
         raise ValueError(f"scope: got {scope!r}, expected one of {list(SCOPES)}")
     return scope  # type: ignore[return-value]
 
 
 def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of contexts, checked.
-
-    Raises:
-        ValueError: they are not ascending from 1 to at most `MAX_CONTEXT`.
-
-    """
+    """The lengths of contexts, which ascend from 1 to at most `MAX_CONTEXT`, or a ValueError."""
     lengths = tuple(contexts)
     if (
         not all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)

@@ -75,8 +75,7 @@ def grow(
         max_depths: integer [batch], the most levels of each tree below its root.
         max_nodes: the most nodes of a tree.
         least_worth: nodes that are worth no more than this are left out, and all below them.
-        beam: the most nodes of a level that have nodes below them, the best ones; None for any
-            number. Devices expand a level at once, and have room for so many.
+        beam: the most nodes of a level that have nodes below them, the best ones; None for any.
         levels: the most levels of any tree; None for any number.
 
     """

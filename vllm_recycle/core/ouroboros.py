@@ -34,12 +34,10 @@ class DraftModel(Protocol):
             new_token_ids: int64 [batch, n], the text behind what the last forward of this round
                 took in, at least one token, padded with -1; in the first forward of a round the
                 last token alone, before which the model may have more to take in.
-            row_token_ids: int64 [batch, nodes], by the nodes of `DraftShape.lookahead`, -1 where
-                there is none.
+            row_token_ids: int64 [batch, nodes], of `DraftShape.lookahead`, -1 for none.
 
         Returns:
-            int64 [batch, nodes + 1], the most probable next token at the last token and at each
-            node; anything where there is none.
+            int64 [batch, nodes + 1], the most probable next token at the last token and each node.
 
         """
 
@@ -160,8 +158,8 @@ class OuroborosProposer:
             last_token_ids: int64 [batch].
             draft_model: what drafts.
             shape: of this round, with a smaller window and fewer guesses; None for all of them.
-            room: int64 [batch], tokens of a trunk that the draft model has room to take in; below 0
-                where it has none for the last token. None where there is always enough.
+            room: int64 [batch], tokens of a trunk that the draft model has room for; below 0 where
+                it has none for the last token. None where there is always enough.
 
         """
         shape = shape or self.shape

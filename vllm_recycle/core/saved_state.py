@@ -54,16 +54,9 @@ class SavedState(ABC):
         """Raise ValueError, saying what is wrong, for tensors of a file that cannot be used."""
 
     def save(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Write the state as safetensors.
+        """Write the state as safetensors, or raise StateFileError.
 
-        Args:
-            path: of the file.
-            fingerprint: of the model; `load` asks for the same one.
-            kind: what messages call the file.
-
-        Raises:
-            StateFileError: it cannot be written.
-
+        `load` asks for the same fingerprint of the model; messages call the file its `kind`.
         """
         save_tensors(path, self.contents(), facts=self.facts_of(fingerprint), kind=kind)
 
@@ -73,12 +66,7 @@ class SavedState(ABC):
             pass
 
     def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Read the state from a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of other facts, shapes or values.
-
-        """
+        """Read the state from a file; ValueError where it has other facts, shapes or values."""
         with self._opened(path, fingerprint, kind) as file:
             tensors = {name: file.get_tensor(name) for name in self.places}
         try:

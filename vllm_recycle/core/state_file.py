@@ -31,18 +31,10 @@ class StateFileError(OSError):
 
 
 def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> None:
-    """Refuse a path that could not be read, or not be written later.
+    """Refuse a path that could not be read, or not be written later, by a ValueError of one line.
 
-    A file is made and removed beside it, since permissions do not tell all.
-
-    Args:
-        path: of a file that need not exist; through a symbolic link, of its target.
-        kind: what the message calls it.
-        may_be_folder: whether it may be that of a folder, to write files in.
-
-    Raises:
-        ValueError: in one line, with the reason.
-
+    The file need not exist; of a symbolic link it is the target. One is made and removed beside it,
+    since permissions do not tell all. A folder, to write files in, is accepted where so said.
     """
     named = f"{kind} is {shorten(path)}"
     try:
@@ -71,11 +63,9 @@ def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> 
 
 
 def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
-    """Put a file in its place, whole or not at all; of a symbolic link, in its target's.
+    """Put a file in its place, whole or not at all, or raise StateFileError.
 
-    Raises:
-        StateFileError: it cannot be written.
-
+    Of a symbolic link that is its target's.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -121,12 +111,7 @@ def remove_abandoned(path: Path) -> None:
 
 
 def read_json(path: str | Path, *, kind: str) -> Any:
-    """What a JSON file says.
-
-    Raises:
-        ValueError: in one line: it cannot be read, is too large, nested too deep, or no JSON.
-
-    """
+    """What a JSON file says; ValueError, of one line, where it is too large, or none."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)

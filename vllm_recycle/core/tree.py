@@ -11,8 +11,7 @@ Names of dimensions, used in shape comments throughout the package:
     vocab   vocabulary size                       k         successors kept for each token
     path    depth + 1, rows from the root down
 
-Source: Token Recycling (arXiv 2408.08696), section 3.2 and Figure 5. No other module derives
-anything from parents and ranks.
+Source: Token Recycling (arXiv 2408.08696), section 3.2 and Figure 5.
 """
 
 from __future__ import annotations
@@ -215,12 +214,7 @@ class TreeTemplate:
 
 
 def load_tree(source: str | Path) -> TreeTemplate:
-    """A shipped template by name, or a template file by path.
-
-    Raises:
-        ValueError: neither a name nor a file, or a file that is no valid tree.
-
-    """
+    """A shipped template by name, or a template file by path; a ValueError where it is neither."""
     shipped = shipped_trees()
     path = shipped.get(str(source), Path(source))
     try:

@@ -13,28 +13,13 @@ import torch
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix
 from vllm_recycle.core.grow import Growth
-from vllm_recycle.core.harvest import harvest
+from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
 from vllm_recycle.kernels.cpu.build import load_library
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
-
-__all__ = [
-    "choose",
-    "fill",
-    "grow",
-    "harvest",
-    "insert_phrases",
-    "learn",
-    "name",
-    "newest_phrases",
-    "seed",
-    "top_k",
-    "tree_attention",
-    "walk",
-]
 
 name = "c++"
 
