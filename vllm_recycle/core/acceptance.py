@@ -33,11 +33,7 @@ PRIOR = 0.5
 
 
 class AcceptanceTable:
-    """The counts of an engine.
-
-    Args:
-        layout: of the adjacency matrix.
-        device: where the counts live.
+    """The counts of an engine, on the device of its adjacency matrix.
 
     Attributes:
         counts: float64 [contexts, 2 (shared, own), k, 5, 2]: for each steadiness, and for all

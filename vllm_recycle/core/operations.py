@@ -1,7 +1,7 @@
 """The functions of a step that have faster twins, by their signatures.
 
-`core.reference` is the set in plain torch, which defines what is correct; a module of
-`vllm_recycle.kernels` is such a set too. A module satisfies the protocols as an object does.
+A module satisfies the protocols: `core.reference`, in plain torch, which defines what is correct,
+and modules of `vllm_recycle.kernels`.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ class OuroborosProposer:
 
     Attributes:
         tree: what the target verifies.
-        lookahead: the rows of a draft forward.
-        lookaheads: the same by the shape of the round.
+        lookahead, lookaheads: the rows of a draft forward, and these by the shape of the round.
         num_rounds: drafts made so far, counted once for each request.
         num_forwards: draft forwards so far, counted once for each request that took part.
 

@@ -21,13 +21,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 
 
 class PhrasePool(SavedState):
-    """All phrases of an engine.
-
-    Args:
-        vocab_size: number of token ids.
-        per_token: phrases kept for each token.
-        length: tokens of a phrase, behind the token that it follows.
-        device: where the pool lives.
+    """All phrases of an engine, in the memory of a device.
 
     Raises:
         ValueError: `per_token` or `length` below 1.

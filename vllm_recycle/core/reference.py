@@ -1,7 +1,4 @@
-"""The operations in plain torch: what is correct, and what runs where there is nothing faster.
-
-A module that satisfies `vllm_recycle.core.operations.Operations`.
-"""
+"""The `Operations` in plain torch: what is correct, and what runs where nothing is faster."""
 
 from __future__ import annotations
 

@@ -159,13 +159,9 @@ class SizeChooser:
         self.gains = old + (new - old) / self._weight
 
     def verified(self, sizes: Iterable[int], accepted: int, *, num_reqs: int) -> None:
-        """Take in a step with trees.
+        """Take in a step of some requests.
 
-        Args:
-            sizes: how many nodes of each tree were verified.
-            accepted: tokens that were accepted of all of them.
-            num_reqs: requests of the step.
-
+        The `sizes` are the nodes of each tree that were verified, `accepted` the tokens of all.
         """
         if self.gains is None:
             return
@@ -178,11 +174,8 @@ class SizeChooser:
     def choose(self, seconds: Mapping[int, float], *, num_reqs: int, num_drafting: int) -> int:
         """The size of the trees that are drafted in this step.
 
-        Args:
-            seconds: of the step that verifies them, by the sizes that it may have, 0 among them.
-            num_reqs: requests of that step.
-            num_drafting: of these, those that have a tree.
-
+        `seconds` are those of the step that verifies them, by the sizes that it may have, 0 among
+        them; of its `num_reqs` requests, `num_drafting` have a tree.
         """
         assert self.gains is not None, "no tree was grown"
         # So that what is seen after many steps without a look is believed at once.

@@ -175,12 +175,8 @@ def _grow_what_may_pay(
     no more than the rate times `slope` cannot raise it there. So nothing that was left out would be
     chosen, if the slope there is no less than the one by which it was left out.
 
-    Args:
-        grow: grows trees whose nodes are worth more than `least_worth`.
-        times: float64 [rows + 1], the time of a step by its rows.
-        slopes: float64 [rows + 1], what each row more costs at least.
-        num_reqs: rows of the step without drafts.
-
+    `grow` grows trees whose nodes are worth more than `least_worth`; `num_reqs` are the rows of the
+    step without drafts.
     """
     last = len(times) - 1
     first = min(num_reqs, last)
