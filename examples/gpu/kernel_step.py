@@ -20,7 +20,7 @@ from torch_twins import place_tree_rows as torch_place_tree_rows
 from vllm_recycle.core import Trees, WalkResult, reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.grow import BEAM, LEVELS
+from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds
 from vllm_recycle.core.grow import grow as core_grow
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
@@ -187,9 +187,7 @@ def check_step(inputs: StepInputs) -> None:
     growth = core_grow(
         matrix,
         inputs.counts.rates.cpu(),
-        idx_mapping,
-        tails,
-        torch.full((len(tails),), inputs.trees.depth),
+        TextEnds(idx_mapping, tails, torch.full((len(tails),), inputs.trees.depth)),
         max_nodes=inputs.trees.num_nodes,
         beam=BEAM,
         levels=inputs.trees.depth,

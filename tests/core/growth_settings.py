@@ -10,7 +10,7 @@ from recycling_steps import K, make_matrix, tails_of, write_entries
 
 from vllm_recycle.core import SCOPES
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.grow import Growth, grow
+from vllm_recycle.core.grow import Growth, TextEnds, grow
 
 TOKENS = 4
 
@@ -29,13 +29,9 @@ class Setting:
 
     @property
     def arguments(self) -> tuple:
-        return (
-            self.matrix,
-            self.rates,
-            torch.arange(len(self.texts)),
-            tails_of(self.texts, self.matrix.layout.reach),
-            torch.tensor(self.max_depths),
-        )
+        tails = tails_of(self.texts, self.matrix.layout.reach)
+        depths = torch.tensor(self.max_depths)
+        return self.matrix, self.rates, TextEnds(torch.arange(len(tails)), tails, depths)
 
     def grow(self, **options) -> Growth:
         options = {"beam": self.beam, "levels": self.levels, **options}

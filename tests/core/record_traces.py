@@ -19,7 +19,7 @@ import torch
 
 from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.grow import BEAM, LEVELS, grow
+from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds, grow
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 
@@ -77,11 +77,10 @@ def record(
         root = torch.zeros(1, 1, dtype=torch.int64)
         known = (tail[0, :1], torch.tensor([0, 1]), best[place : place + 1])
         learn(matrix, state.acceptance.counts, tail, VerifiedStep(only, root, *known, walked))
-        growth = grow(
-            matrix, state.acceptance.rates().float(), only,
-            tail_of(prompt + answer[: place + 1], layout), torch.tensor([LEVELS]),
-            max_nodes=SIZES[-1], beam=BEAM, levels=LEVELS,
-        )  # fmt: skip
+        newest = tail_of(prompt + answer[: place + 1], layout)
+        texts, rates = TextEnds(only, newest, torch.tensor([LEVELS])), state.acceptance.rates()
+        limits = {"max_nodes": SIZES[-1], "beam": BEAM, "levels": LEVELS}
+        growth = grow(matrix, rates.float(), texts, **limits)
         trees: Trees = growth.trees
         sums = [0.0, *growth.worths[0].cumsum(0).tolist()]
         said.append([round(sums[size], 3) for size in SIZES])

@@ -174,11 +174,11 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     state.acceptance.counts[..., :4, 1] = 4
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
     (values, slopes), growth = times.at(1, 0), setting.grow()
-    _, _, idx_mapping, tails, max_depths = setting.arguments
+    texts = setting.arguments[-1]
     drafts, parents = proposer.propose(
-        idx_mapping,
-        tails,
-        max_depths=max_depths,
+        texts.idx_mapping,
+        texts.tails,
+        max_depths=texts.max_depths,
         times=values,
         slopes=slopes,
         num_other_rows=others,

@@ -23,6 +23,27 @@ LEVELS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class TextEnds:
+    """Texts of requests, and how far is drafted below them.
+
+    Attributes:
+        idx_mapping: int64 [batch].
+        tails: int64 [batch, reach], the newest token first, padded with -1.
+        max_depths: int64 [batch], the most levels of each tree below its root.
+
+    """
+
+    idx_mapping: torch.Tensor
+    tails: torch.Tensor
+    max_depths: torch.Tensor
+
+    def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
+        """Tail, salt and depth of each."""
+        salts = matrix.salts[self.idx_mapping].tolist()
+        return zip(self.tails.tolist(), salts, self.max_depths.tolist(), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Growth:
     """What was drafted for a batch.
 
@@ -52,9 +73,7 @@ class Growth:
 def grow(
     matrix: AdjacencyMatrix,
     rates: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
+    texts: TextEnds,
     *,
     max_nodes: int,
     least_worth: float = 0.0,
@@ -70,22 +89,18 @@ def grow(
     Args:
         matrix: what is drafted from.
         rates: floating [contexts, 2, k, 4], each from 0 to 1, see `AcceptanceTable.rates`.
-        idx_mapping: int64 [batch].
-        tails: int64 [batch, reach], each text, the newest token first.
-        max_depths: integer [batch], the most levels of each tree below its root.
+        texts: of each of which a tree is grown.
         max_nodes: the most nodes of a tree.
         least_worth: nodes that are worth no more than this are left out, and all below them.
         beam: the most nodes of a level that have nodes below them, the best ones; None for any.
         levels: the most levels of any tree; None for any number.
 
     """
-    batch, salts = len(tails), matrix.salts[idx_mapping].tolist()
+    batch = len(texts.tails)
     token_ids = torch.full((batch, max_nodes), NO_TOKEN)
     worths = torch.zeros(batch, max_nodes, dtype=rates.dtype)
     parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
-    for b, (tail, salt, max_depth) in enumerate(
-        zip(tails.tolist(), salts, max_depths.tolist(), strict=True)
-    ):
+    for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
         depth = max_depth if levels is None else min(levels, max_depth)
         # The root, and then the nodes.
         contexts, depths, row_worths = [tail], [0], [1.0]
@@ -110,13 +125,7 @@ def grow(
 
 
 def fill(
-    matrix: AdjacencyMatrix,
-    rates: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
-    *,
-    tree: TreeTemplate,
+    matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
 ) -> Growth:
     """Fill a template below the last token of each text (Token Recycling, section 3.2).
 
@@ -124,17 +133,15 @@ def fill(
     where too few are known, and below such a node; nodes keep their places in the template.
 
     Args:
-        matrix, rates, idx_mapping, tails, max_depths: as for `grow`.
+        matrix, rates, texts: as for `grow`.
         tree: the template; its ranks are below k.
 
     """
-    batch, salts = len(tails), matrix.salts[idx_mapping].tolist()
+    batch = len(texts.tails)
     depths = tree.depths.tolist()
     token_ids = torch.full((batch, tree.num_nodes), NO_TOKEN)
     worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)
-    for b, (tail, salt, max_depth) in enumerate(
-        zip(tails.tolist(), salts, max_depths.tolist(), strict=True)
-    ):
+    for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
         contexts = {0: tail}  # of the rows that have a token
         known: dict[int, dict[int, tuple[int, float]]] = {}  # successors of a row, by rank
         for node, (parent, rank) in enumerate(tree.nodes):

@@ -12,7 +12,7 @@ import torch
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.harvest import Phrases
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
@@ -63,23 +63,14 @@ class Operations(PhraseOperations, Protocol):
         self,
         matrix: AdjacencyMatrix,
         rates: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        tails: torch.Tensor,
-        max_depths: torch.Tensor,
+        texts: TextEnds,
         *,
         max_nodes: int,
         least_worth: float = 0.0,
     ) -> Growth: ...
 
     def fill(
-        self,
-        matrix: AdjacencyMatrix,
-        rates: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        tails: torch.Tensor,
-        max_depths: torch.Tensor,
-        *,
-        tree: TreeTemplate,
+        self, matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
     ) -> Growth: ...
 
     def learn(

@@ -15,7 +15,7 @@ import torch
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
@@ -136,7 +136,8 @@ class TokenRecyclingProposer:
 
         """
         max_nodes = self.num_nodes if max_nodes is None else max_nodes
-        given = (self.state.matrix, self.state.acceptance.rates(), idx_mapping, tails, max_depths)
+        texts = TextEnds(idx_mapping, tails, max_depths)
+        given = (self.state.matrix, self.state.acceptance.rates(), texts)
         if self.tree is not None:
             growth = self.operations.fill(*given, tree=self.tree)
         else:

@@ -15,7 +15,7 @@ from strategies import batch_trees, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import SCOPES, Trees, WalkResult, reference
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
@@ -66,13 +66,9 @@ def assert_same_trees(got: Trees, expected: Trees) -> None:
 
 def arguments_of(matrix: AdjacencyMatrix, batch: int, *, equal: bool) -> tuple:
     """Of `grow` and `fill`, for some texts."""
-    return (
-        matrix,
-        rates_for(matrix, equal=equal),
-        torch.randperm(3)[:batch],
-        tails_of(random_texts(matrix, batch), matrix.layout.reach),
-        torch.randint(6, (batch,)),
-    )
+    tails = tails_of(random_texts(matrix, batch), matrix.layout.reach)
+    texts = TextEnds(torch.randperm(3)[:batch], tails, torch.randint(6, (batch,)))
+    return matrix, rates_for(matrix, equal=equal), texts
 
 
 def rates_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
@@ -316,5 +312,6 @@ def test_a_table_of_another_type_or_layout_is_refused():
             calls.seed(other, 0, text)
     rates, one = torch.zeros(2, 2, 3, 4, dtype=torch.float64), torch.tensor([1])
     matrix.layout = replace(matrix.layout, contexts=(1, 2, 3))
+    texts = TextEnds(one - 1, torch.tensor([[0, 1]]), one)
     with pytest.raises(AssertionError):
-        calls.grow(matrix, rates, one - 1, torch.tensor([[0, 1]]), one, max_nodes=2)
+        calls.grow(matrix, rates, texts, max_nodes=2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
@@ -76,27 +76,31 @@ def _rows_pointer(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
+    """Salts, tails and depths."""
+    salts = matrix.salts[texts.idx_mapping]
+    assert texts.tails.shape[1] == matrix.layout.reach
+    assert len(salts) == len(texts.max_depths) == len(texts.tails)
+    return salts, texts.tails, texts.max_depths
+
+
 def grow(
     matrix: AdjacencyMatrix,
     rates: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
+    texts: TextEnds,
     *,
     max_nodes: int,
     least_worth: float = 0.0,
 ) -> Growth:
     """See `vllm_recycle.core.grow.grow`."""
-    batch, salts = len(tails), matrix.salts[idx_mapping]
-    assert tails.shape[1] == matrix.layout.reach
-    assert len(salts) == len(max_depths) == batch
+    batch, ends = len(texts.tails), _ends(matrix, texts)
     token_ids = torch.empty(batch, max_nodes, dtype=torch.int64)
     worths = torch.empty(batch, max_nodes, dtype=torch.float64)
     parents = torch.empty(batch, max_nodes + 1, dtype=torch.int64)
     _library().grow(
         _matrix(matrix),
         _pointer(rates, torch.float64),
-        *_pointers(salts, tails, max_depths),
+        *_pointers(*ends),
         batch,
         max_nodes,
         least_worth,
@@ -108,24 +112,16 @@ def grow(
 
 
 def fill(
-    matrix: AdjacencyMatrix,
-    rates: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
-    *,
-    tree: TreeTemplate,
+    matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
 ) -> Growth:
     """See `vllm_recycle.core.grow.fill`."""
-    batch, salts = len(tails), matrix.salts[idx_mapping]
-    assert tails.shape[1] == matrix.layout.reach
-    assert len(salts) == len(max_depths) == batch
+    batch, ends = len(texts.tails), _ends(matrix, texts)
     token_ids = torch.empty(batch, tree.num_nodes, dtype=torch.int64)
     worths = torch.empty(batch, tree.num_nodes, dtype=torch.float64)
     _library().fill(
         _matrix(matrix),
         _pointer(rates, torch.float64),
-        *_pointers(salts, tails, max_depths, tree.parents, tree.ranks, tree.depths),
+        *_pointers(*ends, tree.parents, tree.ranks, tree.depths),
         batch,
         tree.num_nodes + 1,
         _pointer(token_ids),
