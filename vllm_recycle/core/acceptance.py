@@ -99,7 +99,7 @@ class NodeAcceptance:
         self.counts[:] = torch.tensor([PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT])
 
     def count(self, drafts: torch.Tensor, walked: WalkResult) -> None:
-        """Take in a step, of all that was drafted, int64 [batch, nodes], padded with -1."""
+        """Take in a step; `drafts`, int64 [batch, nodes], are all that was drafted, or -1."""
         batch, rows = len(drafts), self.tree.num_nodes + 1
         # One row more than there are, for the places of a path that are none.
         follower = torch.full((batch, rows + 1), NO_TOKEN)

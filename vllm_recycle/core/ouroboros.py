@@ -225,7 +225,7 @@ class OuroborosProposer:
         last_token_ids: torch.Tensor,
         goes_on: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward, for those that go on: bool [batch].
+        """One draft forward; `goes_on`, bool [batch], says who has not drafted enough.
 
         Returns:
             What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
@@ -268,7 +268,7 @@ class OuroborosProposer:
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
-        """Trunks that have few tokens, int64 [batch], with the newest phrases behind them."""
+        """Trunks that have few tokens, `count` of each, with the newest phrases behind them."""
         gamma, length = self.shape.gamma, self.shape.length
         place = torch.arange(length, device=idx_mapping.device)
         trunk = torch.nn.functional.pad(trunk, (0, length))

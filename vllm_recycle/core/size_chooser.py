@@ -148,7 +148,7 @@ class SizeChooser:
         return (self._accepted + STAKE) / (self._expected + STAKE)
 
     def learn(self, worth: np.ndarray, num_reqs: int) -> None:
-        """Take in trees that were grown: floating [nodes], the worth summed over the requests."""
+        """Take in trees that were grown: the worth of each node, summed over the requests."""
         if not num_reqs:
             return
         new = np.zeros(len(worth) + 1)

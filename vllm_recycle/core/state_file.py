@@ -34,7 +34,7 @@ def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> 
     """Refuse a path that could not be read, or not be written later, by a ValueError of one line.
 
     The file need not exist; of a symbolic link it is the target. One is made and removed beside it,
-    since permissions do not tell all. A folder, to write files in, is accepted where so said.
+    since permissions do not tell all. With `may_be_folder` it may be a folder to write files in.
     """
     named = f"{kind} is {shorten(path)}"
     try:
