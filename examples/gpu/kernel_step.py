@@ -20,8 +20,9 @@ from torch_twins import place_tree_rows as torch_place_tree_rows
 from vllm_recycle.core import Trees, WalkResult, reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.grow import BEAM, LEVELS
+from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds
 from vllm_recycle.core.grow import grow as core_grow
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
@@ -76,11 +77,9 @@ class StepInputs:
         for req_state_idx in self.idx_mapping.tolist():
             self.matrix.begin(req_state_idx)
         seed(
-            self.matrix.table,
+            self.matrix,
             self.stamps,
             token_ids,
-            layout=self.matrix.layout,
-            salts=self.matrix.salts,
             req_state_indices=self.idx_mapping.tolist(),
             lengths=[case.text] * batch,
         )
@@ -163,48 +162,32 @@ class StepInputs:
         function(self.layers, *rows, self.walked.path)
 
     def learn(self) -> None:
-        learn(
-            self.matrix.table,
-            self.stamps,
-            self.counts,
-            layout=self.matrix.layout,
+        step = VerifiedStep(
             idx_mapping=self.idx_mapping,
-            salts=self.matrix.salts,
-            texts=self.texts,
             parents=self.trees.parents,
             row_token_ids=self.row_token_ids,
             cu_num_logits=self.cu_num_logits,
             successors=self.successors,
             walked=self.walked,
-            max_rows=self.case.rows,
         )
+        matrix, rows = self.matrix, self.case.rows
+        learn(matrix, self.stamps, self.counts, self.texts, step, max_rows=rows)
 
     def grow(self) -> None:
-        grow(
-            self.grown,
-            self.worths,
-            self.matrix.table,
-            self.counts.rates,
-            self.idx_mapping,
-            layout=self.matrix.layout,
-            salts=self.matrix.salts,
-            texts=self.texts,
-            trees=self.trees,
-            beam=BEAM,
-        )
+        learnt = (self.matrix, self.counts.rates, self.idx_mapping, self.texts)
+        grow(self.grown, self.worths, *learnt, trees=self.trees, beam=BEAM)
 
 
 def check_step(inputs: StepInputs) -> None:
     """Every kernel against its reference, bit for bit; `inputs` is as after a step."""
     twin, idx_mapping = copy.deepcopy(inputs), inputs.idx_mapping.cpu()
-    layout, salts = inputs.matrix.layout, inputs.matrix.salts.cpu()[idx_mapping]
-    tails = inputs.texts.token_ids.cpu()[idx_mapping].long().flip(1)[:, : layout.reach]
-    known = {"layout": layout, "salts": salts, "tails": tails}
+    matrix = copy.copy(inputs.matrix)
+    matrix.table, matrix.salts = matrix.table.cpu().clone(), matrix.salts.cpu()
+    tails = inputs.texts.token_ids.cpu()[idx_mapping].long().flip(1)[:, : matrix.layout.reach]
     growth = core_grow(
-        inputs.matrix.table.cpu(),
+        matrix,
         inputs.counts.rates.cpu(),
-        **known,
-        max_depths=torch.full((len(tails),), inputs.trees.depth),
+        TextEnds(idx_mapping, tails, torch.full((len(tails),), inputs.trees.depth)),
         max_nodes=inputs.trees.num_nodes,
         beam=BEAM,
         levels=inputs.trees.depth,
@@ -234,19 +217,18 @@ def check_step(inputs: StepInputs) -> None:
     for one, other in zip(inputs.layers.kv_caches, twin.layers.kv_caches, strict=True):
         compare("compact", one, other)
 
-    table, counts = inputs.matrix.table.cpu().clone(), inputs.counts.counts.cpu().clone()
-    reference.learn(
-        table,
-        counts,
-        **known,
+    counts = inputs.counts.counts.cpu().clone()
+    step = VerifiedStep(
+        idx_mapping=idx_mapping,
         parents=parents,
         row_token_ids=inputs.row_token_ids.cpu(),
         cu_num_logits=starts,
         successors=inputs.successors.cpu(),
         walked=expected,
     )
+    reference.learn(matrix, counts, tails, step)
     inputs.learn()
-    compare("learn", inputs.matrix.table, table)
+    compare("learn", inputs.matrix.table, matrix.table)
     compare("learn", inputs.counts.counts, counts)
 
 

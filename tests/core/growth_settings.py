@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from recycling_steps import K, make_matrix, tails_of
+from recycling_steps import K, make_matrix, tails_of, write_entries
 
 from vllm_recycle.core import SCOPES
-from vllm_recycle.core.adjacency import AdjacencyMatrix, write_entries
-from vllm_recycle.core.grow import Growth, grow
+from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.grow import Growth, TextEnds, grow
 
 TOKENS = 4
 
@@ -28,19 +28,14 @@ class Setting:
     levels: int | None = None
 
     @property
-    def arguments(self) -> dict:
-        return {
-            "layout": self.matrix.layout,
-            "salts": self.matrix.salts[: len(self.texts)],
-            "tails": tails_of(self.texts, self.matrix.layout.reach),
-            "max_depths": torch.tensor(self.max_depths),
-        }
+    def arguments(self) -> tuple:
+        tails = tails_of(self.texts, self.matrix.layout.reach)
+        depths = torch.tensor(self.max_depths)
+        return self.matrix, self.rates, TextEnds(torch.arange(len(tails)), tails, depths)
 
     def grow(self, **options) -> Growth:
         options = {"beam": self.beam, "levels": self.levels, **options}
-        return grow(
-            self.matrix.table, self.rates, **self.arguments, max_nodes=self.max_nodes, **options
-        )
+        return grow(*self.arguments, max_nodes=self.max_nodes, **options)
 
 
 @st.composite
@@ -60,9 +55,7 @@ def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
     for salt, context, successors, times in draw(st.lists(written, max_size=10)):
         successors = [*successors, *[-1] * K][:K]
         for _ in range(times):
-            write_entries(
-                matrix.table, context, salt, successors, matrix.layout, own=True, shared=True
-            )
+            write_entries(matrix, context, salt, successors, own=True, shared=True)
     shape = (len(contexts), 2, K, 4)
     count = len(contexts) * 2 * K * 4
     eighths = draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))

@@ -19,8 +19,8 @@ import torch
 
 from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.grow import BEAM, LEVELS, grow
-from vllm_recycle.core.learn import learn, seed
+from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds, grow
+from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts"
@@ -64,8 +64,8 @@ def record(
     """Of one answer; `best` is int32 [tokens of the answer, k], the target's after each context."""
     matrix, layout = state.matrix, state.matrix.layout
     matrix.begin(0)
-    seed(matrix.table, torch.tensor(prompt), int(matrix.salts[0]), layout=layout)
-    salts, depth = matrix.salts[:1], torch.tensor([LEVELS])
+    only = torch.tensor([0])
+    seed(matrix, 0, torch.tensor(prompt))
     said, given = [], []
     for place, token in enumerate(answer[:-1]):
         tail = tail_of(prompt + answer[:place], layout)
@@ -74,16 +74,13 @@ def record(
             torch.tensor([[token]]),
             torch.ones(1, dtype=torch.int32),
         )
-        learn(
-            matrix.table, state.acceptance.counts, layout=layout, salts=salts, tails=tail,
-            parents=torch.zeros(1, 1, dtype=torch.int64), row_token_ids=tail[0, :1],
-            cu_num_logits=torch.tensor([0, 1]), successors=best[place : place + 1], walked=walked,
-        )  # fmt: skip
-        growth = grow(
-            matrix.table, state.acceptance.rates().float(), layout=layout, salts=salts,
-            tails=tail_of(prompt + answer[: place + 1], layout), max_depths=depth,
-            max_nodes=SIZES[-1], beam=BEAM, levels=LEVELS,
-        )  # fmt: skip
+        root = torch.zeros(1, 1, dtype=torch.int64)
+        known = (tail[0, :1], torch.tensor([0, 1]), best[place : place + 1])
+        learn(matrix, state.acceptance.counts, tail, VerifiedStep(only, root, *known, walked))
+        newest = tail_of(prompt + answer[: place + 1], layout)
+        texts, rates = TextEnds(only, newest, torch.tensor([LEVELS])), state.acceptance.rates()
+        limits = {"max_nodes": SIZES[-1], "beam": BEAM, "levels": LEVELS}
+        growth = grow(matrix, rates.float(), texts, **limits)
         trees: Trees = growth.trees
         sums = [0.0, *growth.worths[0].cumsum(0).tolist()]
         said.append([round(sums[size], 3) for size in SIZES])

@@ -8,6 +8,7 @@ import torch
 
 from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 
 VOCAB, K = 7, 3
@@ -19,6 +20,21 @@ Target = Callable[[list[int]], list[int]]
 def make_matrix(scope="sequence", *, vocab_size=VOCAB, k=K, contexts=(1, 2), **options):
     options = {"slots": 256, "max_num_reqs": 3, **options}
     return AdjacencyMatrix(vocab_size, k, contexts=contexts, scope=scope, **options)
+
+
+def write_entries(
+    matrix: AdjacencyMatrix,
+    context: Sequence[int],
+    salt: int,
+    successors: Sequence[int],
+    *,
+    own: bool,
+    shared: bool,
+) -> None:
+    """Write what follows a context into the entries of all its lengths, own or shared ones."""
+    for _, is_own, address, head in matrix.layout.addresses(context, salt):
+        if own if is_own else shared:
+            matrix.write_entry(address, head, salt if is_own else 0, successors)
 
 
 def tails_of(texts: Sequence[list[int]], reach: int) -> torch.Tensor:
@@ -58,15 +74,10 @@ def verify(
     best = torch.tensor(successors, dtype=torch.int32)
     cu_num_logits = torch.tensor(starts)
     walked = proposer.operations.walk(best[:, 0].long(), drafts, cu_num_logits, tree=trees)
-    proposer.learn(
-        idx_mapping,
-        tails_of(texts, proposer.layout.reach),
-        trees,
-        torch.tensor(row_token_ids),
-        cu_num_logits,
-        best,
-        walked,
+    step = VerifiedStep(
+        idx_mapping, trees.parents, torch.tensor(row_token_ids), cu_num_logits, best, walked
     )
+    proposer.learn(tails_of(texts, proposer.layout.reach), step)
     for text, emitted in zip(texts, walked.token_ids.tolist(), strict=True):
         text += [token for token in emitted if token >= 0]
     return walked

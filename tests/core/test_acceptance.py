@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, address_of, learn_text, make_matrix, verify
+from recycling_steps import VOCAB, K, address_of, learn_text, make_matrix, verify, write_entries
 from strategies import BRIEF
 
 from vllm_recycle.core import Trees, TreeTemplate, walk
@@ -17,7 +17,7 @@ from vllm_recycle.core.acceptance import (
     AcceptanceTable,
     NodeAcceptance,
 )
-from vllm_recycle.core.adjacency import MatrixLayout, write_entries, write_entry
+from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 
 ANY = 4  # where the counts of all steadinesses are
@@ -43,7 +43,7 @@ def write(
     address = address_of(matrix.layout, context, salt, own=own)
     heads = {place[2]: place[3] for place in matrix.layout.addresses(context, salt)}
     for _ in range(steadiness + 1):
-        write_entry(matrix.table, address, heads[address], salt if own else 0, successors)
+        matrix.write_entry(address, heads[address], salt if own else 0, successors)
 
 
 def counted(proposer: TokenRecyclingProposer) -> dict[tuple[int, ...], tuple[float, float]]:
@@ -227,8 +227,8 @@ def test_what_an_engine_counts_does_not_reach_what_is_shipped():
     proposer = make_proposer()
     proposer.state.clear()
     shipped = proposer.state.acceptance.counts.clone()
-    salt, table = int(proposer.state.matrix.salts[0]), proposer.state.matrix.table
-    write_entries(table, [2, 1], salt, [3, 4, 5], proposer.layout, own=True, shared=True)
+    matrix = proposer.state.matrix
+    write_entries(matrix, [2, 1], int(matrix.salts[0]), [3, 4, 5], own=True, shared=True)
     learn_text(proposer, 0, [1, 2], [3, 4, 5])
     assert not proposer.state.acceptance.counts.equal(shipped)
     proposer.state.clear()

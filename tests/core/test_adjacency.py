@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, address_of, make_matrix
+from recycling_steps import VOCAB, K, address_of, make_matrix, write_entries
 from strategies import BRIEF, THOROUGH
 
-from vllm_recycle.core import SCOPES, Trees, WalkResult, adjacency
-from vllm_recycle.core.adjacency import (
-    AdjacencyMatrix,
-    check_contexts,
-    find_entry,
-    slots_in,
-    write_entries,
-)
-from vllm_recycle.core.learn import learn, seed
+from vllm_recycle.core import SCOPES, WalkResult, adjacency
+from vllm_recycle.core.adjacency import AdjacencyMatrix, check_contexts, slots_in
+from vllm_recycle.core.learn import VerifiedStep, learn, seed
 
 CONTEXTS = (1, 2, 4)
 
@@ -61,13 +56,13 @@ class Model:
 
 def write(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
     layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
-    own, shared = layout.has_own, layout.writes_shared
-    write_entries(matrix.table, context, salt, successors, layout, own=own, shared=shared)
+    own, shared = layout.has_own, layout.has_shared
+    write_entries(matrix, context, salt, successors, own=own, shared=shared)
 
 
 def seen(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
     """The successors that a request would draft from after a context."""
-    found = find_entry(matrix.table, context, int(matrix.salts[req_state_idx]), matrix.layout)
+    found = matrix.find_entry(context, int(matrix.salts[req_state_idx]))
     return None if found is None else matrix.table[found[0], 1:-1].tolist()
 
 
@@ -102,7 +97,7 @@ def test_what_is_found_is_what_was_written_for_this_very_context(scope, slots, e
     for context in [other, *(context for _, context, _, _ in events)]:
         for salt in matrix.salts[:2].tolist():
             expected = model.find(layout, context, salt)
-            found = find_entry(matrix.table, context, salt, layout)
+            found = matrix.find_entry(context, salt)
             assert (found is None) == (expected is None)
             if found is not None:
                 key, successors, steadiness = expected
@@ -155,9 +150,9 @@ def test_slots_fill_what_there_is_room_for_and_no_more():
 @given(context=contexts, salts=st.lists(st.integers(1, 99), min_size=2, max_size=2, unique=True))
 def test_own_entries_are_not_found_with_another_salt(context, salts):
     matrix = make_matrix("isolated", contexts=CONTEXTS, slots=1)
-    write_entries(matrix.table, context, salts[0], [1] * K, matrix.layout, own=True, shared=False)
-    assert find_entry(matrix.table, context, salts[0], matrix.layout) is not None
-    assert find_entry(matrix.table, context, salts[1], matrix.layout) is None
+    write_entries(matrix, context, salts[0], [1] * K, own=True, shared=False)
+    assert matrix.find_entry(context, salts[0]) is not None
+    assert matrix.find_entry(context, salts[1]) is None
 
 
 @pytest.mark.parametrize("scope", ["sequence", "isolated"])
@@ -205,7 +200,10 @@ def test_isolated_requests_neither_write_nor_read_shared_entries():
     matrix = started("isolated")
     write(matrix, 0, [1, 2], [3] * K)
     assert (matrix.shared_entries() == -1).all()
-    write_entries(matrix.table, [2, 1], 0, [4] * K, matrix.layout, own=False, shared=True)
+    shared = copy.copy(matrix)
+    shared.layout = replace(matrix.layout, has_shared=True)
+    write_entries(shared, [2, 1], 0, [4] * K, own=False, shared=True)
+    assert matrix.num_written == 4
     assert seen(matrix, 0, [1, 2]) == [3] * K
     assert seen(matrix, 0, [2, 1]) is None
 
@@ -227,7 +225,7 @@ def test_an_isolated_request_keeps_and_finds_its_entries_whatever_others_write(o
         for number, context in enumerate(others if busy else ()):
             write(matrix, 1 + number % 2, context, [4] * K)
         salt = int(matrix.salts[0])
-        found.append([find_entry(matrix.table, context, salt, matrix.layout) for context in ones])
+        found.append([matrix.find_entry(context, salt) for context in ones])
         assert all(seen(matrix, 0, context) in (None, [3] * K) for context in ones)
     assert found[0] == found[1]
 
@@ -271,26 +269,23 @@ def test_an_entry_of_another_context_in_its_place_is_overwritten_and_not_steady(
     write(matrix, 0, [1, 2], [3] * K)
     write(matrix, 0, [2, 2], [3] * K)
     assert int(matrix.table[VOCAB, 0]) & 3 == 0
-    assert find_entry(matrix.table, [2, 2], 1, matrix.layout)[1] == 1
-    assert find_entry(matrix.table, [1, 2], 1, matrix.layout)[1] == 0  # that of one token is left
+    assert matrix.find_entry([2, 2], 1)[1] == 1
+    assert matrix.find_entry([1, 2], 1)[1] == 0  # that of one token is left
 
 
 def test_the_accepted_path_is_written_last():
     matrix = started()
     # Row 1 is accepted; row 3 has its token too, below a sibling that is not.
     parents, row_token_ids = torch.tensor([[0, 0, 0, 2]]), torch.tensor([0, 1, 2, 1])
-    learn(
-        matrix.table,
-        None,
-        layout=matrix.layout,
-        salts=matrix.salts[:1],
-        tails=torch.tensor([[0, 5]]),
-        parents=Trees.from_parents(parents).parents,
+    step = VerifiedStep(
+        idx_mapping=torch.tensor([0]),
+        parents=parents,
         row_token_ids=row_token_ids,
         cu_num_logits=torch.tensor([0, 4]),
         successors=torch.tensor([[1, 2, 3], [3, 4, 5], [6, 5, 4], [2, 3, 4]], dtype=torch.int32),
         walked=WalkResult(torch.tensor([[0, 1]]), torch.tensor([[1, 3]]), torch.tensor([2])),
     )
+    learn(matrix, None, torch.tensor([[0, 5]]), step)
     assert seen(matrix, 0, [1]) == seen(matrix, 1, [1]) == [3, 4, 5]
     # Each has its own entry of a longer context.
     assert seen(matrix, 0, [0, 5]) == [1, 2, 3]
@@ -304,18 +299,15 @@ def test_what_is_read_is_as_it_was_before_the_step():
     write(matrix, 0, [1], [3, 4, 5])
     counts = torch.zeros(1, 2, K, 5, 2, dtype=torch.float64)
     # Two rows of one token, of which the last one stays, and two requests that are at it.
-    learn(
-        matrix.table,
-        counts,
-        layout=matrix.layout,
-        salts=matrix.salts[:2],
-        tails=torch.tensor([[1], [1]]),
+    step = VerifiedStep(
+        idx_mapping=torch.tensor([0, 1]),
         parents=torch.zeros(2, 2, dtype=torch.int64),
         row_token_ids=torch.tensor([1, 1, 1]),
         cu_num_logits=torch.tensor([0, 2, 3]),
         successors=torch.tensor([[3, 0, 2], [5, 6, 0], [3, 6, 0]], dtype=torch.int32),
         walked=WalkResult(torch.tensor([[0], [0]]), torch.tensor([[4], [4]]), torch.tensor([1, 1])),
     )
+    learn(matrix, counts, torch.tensor([[1], [1]]), step)
     assert seen(matrix, 0, [1]) == [3, 6, 0]
     assert int(matrix.table[1, 0]) & 3 == 1  # steadier than before by one, whatever came between
     assert counts[0, 0, :, 0].tolist() == [[0, 2], [2, 2], [0, 2]]
@@ -325,18 +317,15 @@ def test_what_is_read_is_as_it_was_before_the_step():
 
 def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():
     matrix = started("shared", contexts=(1,))
-    learn(
-        matrix.table,
-        None,
-        layout=matrix.layout,
-        salts=matrix.salts[:1],
-        tails=torch.tensor([[-1]]),
+    step = VerifiedStep(
+        idx_mapping=torch.tensor([0]),
         parents=torch.tensor([[0, 0, 1, 0]]),
         row_token_ids=torch.tensor([-1, -1, 2, 3]),
         cu_num_logits=torch.tensor([0, 4]),
         successors=torch.arange(12).view(4, K).int(),
         walked=WalkResult(torch.tensor([[0]]), torch.tensor([[6]]), torch.tensor([1])),
     )
+    learn(matrix, None, torch.tensor([[-1]]), step)
     assert [token for token in range(VOCAB) if seen(matrix, 0, [token])] == [3]
 
 
@@ -350,11 +339,11 @@ def test_a_seeded_entry_has_what_followed_last_and_then_others_once(scope, text,
     matrix = started(scope, contexts=CONTEXTS, slots=1 << 16)
     for context in known:
         write(matrix, 1, context, [2, 0, -1])
-    seed(matrix.table, torch.tensor(text, dtype=torch.int64), 1, layout=matrix.layout)
+    seed(matrix, 0, torch.tensor(text, dtype=torch.int64))
     for end in range(1, len(text)):
         context = text[:end][::-1][: matrix.layout.reach]
         later = [text[:e][::-1][: len(context)] for e in range(end + 1, len(text))]
-        address, index, own = find_entry(matrix.table, context, 1, matrix.layout)
+        address, index, own = matrix.find_entry(context, int(matrix.salts[0]))
         successors = matrix.table[address, 1:-1].tolist()
         kept = [token for token in successors if token >= 0]
         assert kept == list(dict.fromkeys(kept))
@@ -368,7 +357,7 @@ def test_a_seeded_entry_has_what_followed_last_and_then_others_once(scope, text,
 def test_what_was_known_stays_behind_the_follower():
     matrix = started()
     write(matrix, 1, [1], [5, 2, 6])  # for all
-    seed(matrix.table, torch.tensor([0, 1, 2, 0, 1, 3]), int(matrix.salts[0]), layout=matrix.layout)
+    seed(matrix, 0, torch.tensor([0, 1, 2, 0, 1, 3]))
     # First [2, 5, 6], from the shared entry; then its own one is what was known.
     assert seen(matrix, 0, [1]) == [3, 2, 5]
     assert seen(matrix, 0, [1, 0]) == [3, 2, 5]
@@ -379,7 +368,7 @@ def test_what_was_known_stays_behind_the_follower():
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_prompt_is_written_for_all_only_where_there_are_no_own_entries(scope):
     matrix = started(scope)
-    seed(matrix.table, torch.tensor([0, 1, 2]), int(matrix.salts[0]), layout=matrix.layout)
+    seed(matrix, 0, torch.tensor([0, 1, 2]))
     assert seen(matrix, 0, [1, 0]) == [2, -1, -1]
     assert (seen(matrix, 1, [1, 0]) is not None) == (scope == "shared")
     assert bool((matrix.shared_entries() == -1).all()) == (scope != "shared")

@@ -9,19 +9,18 @@ import torch
 from growth_settings import TOKENS, Setting, settings_of_growth
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import K, make_matrix, texts_of_rows
+from recycling_steps import K, make_matrix, texts_of_rows, write_entries
 from strategies import BRIEF, THOROUGH
 from strategies import trees as templates
 
 from vllm_recycle.core import Trees
-from vllm_recycle.core.adjacency import find_entry, write_entries
 from vllm_recycle.core.grow import Growth, fill
 
 
 def successors_of(setting: Setting, b: int, text: list[int]) -> dict[int, tuple[int, float]]:
     """By rank, what may follow a text of a request: the token, and how often that is right."""
     matrix = setting.matrix
-    found = find_entry(matrix.table, text[::-1], int(matrix.salts[b]), matrix.layout)
+    found = matrix.find_entry(text[::-1], int(matrix.salts[b]))
     if found is None:
         return {}
     address, length, own = found
@@ -137,7 +136,7 @@ def test_fewer_nodes_or_worthier_ones_are_a_prefix_of_more(setting, least):
 def test_of_a_level_the_best_nodes_are_expanded(beam, levels, count):
     matrix = make_matrix("shared", vocab_size=TOKENS, contexts=(1,))
     for token, successors in ((0, [1, 2, -1]), (1, [3, -1, -1]), (2, [0, -1, -1])):
-        write_entries(matrix.table, [token], 1, successors, matrix.layout, own=False, shared=True)
+        write_entries(matrix, [token], 1, successors, own=False, shared=True)
     rates = torch.tensor([0.5, 0.25, 0.125])[:, None].expand(1, 2, K, 4)
     growth = Setting(matrix, rates, [[0]], [2], 5, beam, levels).grow()
     padding = 5 - count
@@ -149,7 +148,7 @@ def test_of_a_level_the_best_nodes_are_expanded(beam, levels, count):
 @THOROUGH
 @given(setting=settings_of_growth(), tree=templates(max_nodes=12, k=K))
 def test_a_template_has_the_successors_that_its_ranks_say(setting, tree):
-    growth = fill(setting.matrix.table, setting.rates, **setting.arguments, tree=tree)
+    growth = fill(*setting.arguments, tree=tree)
     assert growth.trees.parents.equal(tree.parents.expand(len(setting.texts), -1))
     for b, text in enumerate(setting.texts):
         rows: dict[int, tuple[list[int], float]] = {0: (text, 1.0)}

@@ -11,14 +11,13 @@ import torch
 from growth_settings import settings_of_growth
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, make_matrix, tails_of, verify
+from recycling_steps import VOCAB, K, make_matrix, tails_of, verify, write_entries
 from safetensors import safe_open
 from safetensors.torch import save_file
 from strategies import BRIEF, THOROUGH, step_times
 from strategies import trees as templates
 
 from vllm_recycle.core import SCOPES, Trees, TreeTemplate, reference
-from vllm_recycle.core.adjacency import write_entries
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 
@@ -168,17 +167,18 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
 @THOROUGH
 @given(setting=settings_of_growth(contexts=(1, 2)), times=step_times(), others=st.integers(0, 3))
 def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
-    state, batch = TokenRecyclingState(setting.matrix), len(setting.texts)
+    state = TokenRecyclingState(setting.matrix)
     proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes)
     state.acceptance.counts[..., 0] = state.acceptance.counts[..., 1] = 0.0
     state.acceptance.counts[..., :4, 0] = 8 * setting.rates
     state.acceptance.counts[..., :4, 1] = 4
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
     (values, slopes), growth = times.at(1, 0), setting.grow()
+    texts = setting.arguments[-1]
     drafts, parents = proposer.propose(
-        torch.arange(batch),
-        setting.arguments["tails"],
-        max_depths=setting.arguments["max_depths"],
+        texts.idx_mapping,
+        texts.tails,
+        max_depths=texts.max_depths,
         times=values,
         slopes=slopes,
         num_other_rows=others,
@@ -196,8 +196,7 @@ def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays(
         proposer = make_proposer(tree=tree, row_cost=row_cost, contexts=(1,))
         for token in range(VOCAB):
             successors = [(token + 1 + rank) % VOCAB for rank in range(K)]
-            arguments = (proposer.state.matrix.table, [token], 1, successors, proposer.layout)
-            write_entries(*arguments, own=False, shared=True)
+            write_entries(proposer.state.matrix, [token], 1, successors, own=False, shared=True)
         drafts = propose(proposer, torch.tensor([1]), [[3]])[0][0].tolist()
         filled = [4, 5, 5, 6, 6]
         sizes.append(sum(token >= 0 for token in drafts))
@@ -226,9 +225,7 @@ def test_a_saved_state_is_loaded_without_what_requests_wrote_for_themselves(tmp_
     learnt.save(path, fingerprint=FINGERPRINT)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     loaded = make_state()
-    write_entries(
-        loaded.matrix.table, [4, 5], 1, [1] * K, loaded.matrix.layout, own=True, shared=True
-    )
+    write_entries(loaded.matrix, [4, 5], 1, [1] * K, own=True, shared=True)
     loaded.load(path, fingerprint=FINGERPRINT)
     assert loaded.matrix.table.equal(learnt.matrix.shared_entries())
     assert loaded.acceptance.counts.equal(learnt.acceptance.counts)

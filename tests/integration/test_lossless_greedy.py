@@ -160,10 +160,10 @@ def test_output_equals_vllm_whatever_is_drafted():
         proposer, sizes = runner(llm).drafter.proposer, set()
         operations = proposer.operations
 
-        def grow(table: torch.Tensor, rates: torch.Tensor, **options: Any) -> Growth:
+        def grow(matrix: Any, rates: torch.Tensor, *args: Any, **options: Any) -> Growth:
             # Any rates, and below any time of a step: so any tree, and any number of nodes.
             rates = torch.rand(rates.shape, dtype=rates.dtype, generator=random)
-            return operations.grow(table, rates, **options)
+            return operations.grow(matrix, rates, *args, **options)
 
         def choose(worths: torch.Tensor, times: torch.Tensor, **options: Any) -> torch.Tensor:
             times = 1 + torch.rand(len(times), dtype=times.dtype, generator=random).cumsum(0) / 20

@@ -4,9 +4,8 @@
 own and shared entries, for each rank, and for each steadiness. `NodeAcceptance` counts for the
 nodes of a template that is filled from elsewhere.
 
-Both count at every row that the walk visits, for all that would be drafted there: the sampled token
-says what was right, drafted or not. So counts are not bent by what was chosen to be drafted, and a
-step without drafts teaches as well.
+Both count at every row that the walk visits, for all that would be drafted there, drafted or not.
+So counts are not bent by what was chosen to be drafted, and a step without drafts teaches as well.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ PRIOR = 0.5
 
 
 class AcceptanceTable:
-    """The counts of an engine.
-
-    Args:
-        layout: of the adjacency matrix.
-        device: where the counts live.
+    """The counts of an engine, on the device of its adjacency matrix.
 
     Attributes:
         counts: float64 [contexts, 2 (shared, own), k, 5, 2]: for each steadiness, and for all
@@ -89,9 +84,6 @@ def _shipped_counts() -> dict[int, torch.Tensor]:
 class NodeAcceptance:
     """How often each node of a template was right where its parent was visited.
 
-    Args:
-        tree: the template.
-
     Attributes:
         counts: float64 [nodes, 2], how often a node was right, and how often it was seen.
 
@@ -107,13 +99,7 @@ class NodeAcceptance:
         self.counts[:] = torch.tensor([PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT])
 
     def count(self, drafts: torch.Tensor, walked: WalkResult) -> None:
-        """Take in a step.
-
-        Args:
-            drafts: int64 [batch, nodes], all that was drafted, padded with -1.
-            walked: what the walk accepted.
-
-        """
+        """Take in a step; `drafts`, int64 [batch, nodes], are all that was drafted, or -1."""
         batch, rows = len(drafts), self.tree.num_nodes + 1
         # One row more than there are, for the places of a path that are none.
         follower = torch.full((batch, rows + 1), NO_TOKEN)

@@ -1,25 +1,23 @@
 """The adjacency matrix: the target's last top-k after each token, and after longer contexts.
 
-Token Recycling (arXiv 2408.08696, section 3.1) keeps the successors of each single token. This is
-that matrix, extended: an entry of a longer context says what followed the last n tokens. With the
-contexts `[1]` and the scope `shared` it is the matrix of the paper. All entries are in one table:
+Token Recycling (arXiv 2408.08696, section 3.1) keeps the successors of each single token. That is
+what this is with the contexts `[1]` and the scope `shared`; an entry of a longer context says what
+followed the last n tokens. All entries are in one table:
 
     0 .. vocab - 1              what all sequences share of contexts of one token, by the token
     vocab .. vocab + slots - 1  everything else, by a hash of the context
 
 An entry is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, padded with -1. Its
-head is `tag << 3 | own << 2 | steadiness`, or -1 where the entry was never written. The tag tells
-contexts of one place apart (it is the token itself, or 28 bits of the hash that the place does not
-use), so that the entry of another context is passed over. Where two contexts agree by chance a
-draft is wrong, which costs a row of the step and never an output.
+head is `tag << 3 | own << 2 | steadiness`, or -1 where the entry was never written. The tag (the
+token itself, or 28 bits of the hash that the place does not use) tells contexts of one place apart.
+Where two agree by chance a draft is wrong, which costs a row of the step and never an output.
+Steadiness counts, up to 3, how often in a row an update left the first successor as it was.
 
 What a sequence writes for itself (`own`) is hashed with its salt, a number that no other sequence
-has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. So own
-entries need no table for each sequence, and are overwritten in time when it has ended. Under
-`isolated` each running sequence has a part of the slots for itself, since what another sequence
-overwrites would be seen in the drafts: the salt, modulo the number of parts, says which.
-
-Steadiness counts, up to 3, how often in a row an update left the first successor as it was.
+has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. When the
+sequence has ended its entries are overwritten in time. Under `isolated` each running sequence has a
+part of the slots for itself, since what another one overwrites would be seen in the drafts: the
+salt, modulo the number of parts, says which.
 
 Contexts go back from the newest token: `tails`, int64 [batch, reach], where reach is the longest
 context, has the last token of each text first, and -1 before the first token of the text.
@@ -56,8 +54,7 @@ class MatrixLayout:
         contexts: lengths of contexts, ascending from 1.
         slots: entries that are found by a hash, a power of two.
         has_own: whether sequences write and read entries of their own.
-        reads_shared: whether a sequence reads what others wrote.
-        writes_shared: whether a sequence writes for others.
+        has_shared: whether they write and read entries of all.
         parts: parts of the slots, a power of two, each for one running sequence; 1 where all
             sequences share the slots.
 
@@ -68,8 +65,7 @@ class MatrixLayout:
     contexts: tuple[int, ...]
     slots: int
     has_own: bool
-    reads_shared: bool
-    writes_shared: bool
+    has_shared: bool
     parts: int = 1
 
     @property
@@ -82,15 +78,15 @@ class MatrixLayout:
         return self.contexts[-1]
 
     def addresses(self, context: Sequence[int], salt: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where the entries of a context are, for each of `contexts`, shortest first.
+        """Where the entries of a context are, for each of `contexts`, the shortest first.
 
         Args:
             context: tokens, the newest first; ends at `reach`, or at what is no token.
             salt: of the sequence, above 0.
 
         Yields:
-            The index of the length, 1 for the own entry and 0 for the shared one, the address, and
-            the head of the entry without its steadiness.
+            The index of the length, 1 for the own entry and 0 for the shared one before it, the
+            address, and the head of the entry without its steadiness.
 
         """
         hashed, seen = 0, 0
@@ -105,7 +101,7 @@ class MatrixLayout:
             if len(context) < length:
                 return
             seen = length
-            for own in (0, 1):
+            for own in range(1 - self.has_shared, 1 + self.has_own):
                 if length == 1 and not own:
                     yield index, 0, context[0], context[0] << 3
                     continue
@@ -121,11 +117,9 @@ class AdjacencyMatrix:
     """The table, and the salts of the running sequences.
 
     Args:
-        vocab_size: number of token ids, below 2^28.
-        k: successors kept for each context.
-        contexts: lengths of contexts, ascending from 1.
-        slots: entries that are found by a hash, a power of two below 2^36; under `isolated` at
-            least one for each sequence.
+        vocab_size: below 2^28.
+        k, contexts: see `MatrixLayout`.
+        slots: a power of two below 2^36; under `isolated` at least one for each sequence.
         scope: who reads and writes what. `sequence`: each sequence writes its own entries and the
             shared ones, and reads both; `shared`: there are only shared entries; `isolated`: there
             are only own entries, so that no sequence sees what another one wrote.
@@ -158,8 +152,7 @@ class AdjacencyMatrix:
             contexts=check_contexts(contexts),
             slots=max(slots, parts),
             has_own=scope != "shared",
-            reads_shared=scope != "isolated",
-            writes_shared=scope != "isolated",
+            has_shared=scope != "isolated",
             parts=parts,
         )
         shape = (vocab_size + self.layout.slots, self.layout.width)
@@ -196,26 +189,47 @@ class AdjacencyMatrix:
         table[(heads >= 0) & (heads & 4 != 0)] = NEVER_WRITTEN
         return table
 
+    def find_entry(self, context: Sequence[int], salt: int) -> tuple[int, int, int] | None:
+        """The entry to draft from: that of the longest context that is known, an own one first.
+
+        Returns:
+            Its address, the index of its length among `contexts`, and 1 for an own entry; None
+            where nothing is known.
+
+        """
+        return next(reversed(self.known_entries(context, salt)), None)
+
+    def known_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
+        """As `find_entry`, all that are known: shorter ones first, of a length the shared one."""
+        return [
+            (address, index, own)
+            for index, own, address, head in self.layout.addresses(context, salt)
+            if self.is_written(address, head, salt if own else 0)
+        ]
+
+    def is_written(self, address: int, head: int, salt: int) -> bool:
+        """Whether the entry there has this head and salt."""
+        entry = self.table[address]
+        return int(entry[0]) >> 2 == head >> 2 and int(entry[-1]) == salt
+
+    def write_entry(self, address: int, head: int, salt: int, successors: Sequence[int]) -> None:
+        """Write one entry; it is steadier than before if its first successor stays the same."""
+        old, first = self.table[address, :2].tolist()
+        stays = self.is_written(address, head, salt) and first == successors[0]
+        steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
+        entry = [head | steadiness, *successors, salt]
+        self.table[address] = torch.tensor(entry, dtype=torch.int32)
+
 
 def check_scope(scope: str) -> Scope:
-    """The scope, checked.
-
-    Raises:
-        ValueError: it is none of `SCOPES`.
-
-    """
+    """The scope, which is one of `SCOPES`, or else a ValueError."""
     if scope not in SCOPES:
         raise ValueError(f"scope: got {scope!r}, expected one of {list(SCOPES)}")
     return scope  # type: ignore[return-value]
 
 
 def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of contexts, checked.
-
-    Raises:
-        ValueError: they are not ascending from 1 to at most `MAX_CONTEXT`.
-
-    """
+    """The lengths of contexts, which ascend from 1 to at most `MAX_CONTEXT`, or a ValueError."""
     lengths = tuple(contexts)
     if (
         not all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
@@ -233,64 +247,3 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
 def slots_in(mib: int, k: int) -> int:
     """The largest power of two of entries of k successors that fit a number of MiB."""
     return 1 << ((mib * MIB // (4 * (2 + k))).bit_length() - 1)
-
-
-def find_entry(
-    table: torch.Tensor, context: Sequence[int], salt: int, layout: MatrixLayout
-) -> tuple[int, int, int] | None:
-    """The entry to draft from: that of the longest context that is known, an own one first.
-
-    Returns:
-        Its address, the index of its length among `contexts`, and 1 for an own entry; None where
-        nothing is known.
-
-    """
-    found = None
-    for index, own, address, head in layout.addresses(context, salt):
-        if not (layout.has_own if own else layout.reads_shared):
-            continue
-        if is_written(table, address, head, salt if own else 0):
-            found = (address, index, own)  # the shared one of a length comes before the own one
-    return found
-
-
-def write_entries(
-    table: torch.Tensor,
-    context: Sequence[int],
-    salt: int,
-    successors: Sequence[int],
-    layout: MatrixLayout,
-    *,
-    own: bool,
-    shared: bool,
-) -> None:
-    """Write what follows a context into the entries of all its lengths.
-
-    Args:
-        table: int32 [addresses, 2 + k], written in place.
-        context: tokens, the newest first.
-        salt: of the sequence.
-        successors: k tokens, best first, padded with -1.
-        layout: of the table.
-        own: whether the sequence's own entries are written.
-        shared: whether the shared entries are.
-
-    """
-    for _, is_own, address, head in layout.addresses(context, salt):
-        if own if is_own else shared:
-            write_entry(table, address, head, salt if is_own else 0, successors)
-
-
-def is_written(table: torch.Tensor, address: int, head: int, salt: int) -> bool:
-    """Whether the entry there has this head and salt."""
-    return int(table[address, 0]) >> 2 == head >> 2 and int(table[address, -1]) == salt
-
-
-def write_entry(
-    table: torch.Tensor, address: int, head: int, salt: int, successors: Sequence[int]
-) -> None:
-    """Write one entry; it is steadier than before if its first successor stays the same."""
-    old, first = table[address, :2].tolist()
-    stays = is_written(table, address, head, salt) and first == successors[0]
-    steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
-    table[address] = torch.tensor([head | steadiness, *successors, salt], dtype=torch.int32)

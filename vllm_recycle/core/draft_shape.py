@@ -22,9 +22,7 @@ class DraftShape:
         early_rows: rows of the trunk, from the last token on, that have as many phrases below them;
             0 in the paper. They count where the draft is seldom accepted whole.
 
-    Raises:
-        ValueError: a size out of range, or more rows than a tree may have.
-
+    A size out of range, or more rows than a tree may have, is a ValueError.
     """
 
     gamma: int

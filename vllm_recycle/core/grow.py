@@ -13,13 +13,34 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.adjacency import MatrixLayout, find_entry
+from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
 # How far trees that a device grows are searched: nodes of a level that are expanded, and levels.
 BEAM = 16
 LEVELS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnds:
+    """Texts of requests, and how far is drafted below them.
+
+    Attributes:
+        idx_mapping: int64 [batch].
+        tails: int64 [batch, reach], the newest token first, padded with -1.
+        max_depths: int64 [batch], the most levels of each tree below its root.
+
+    """
+
+    idx_mapping: torch.Tensor
+    tails: torch.Tensor
+    max_depths: torch.Tensor
+
+    def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
+        """Tail, salt and depth of each."""
+        salts = matrix.salts[self.idx_mapping].tolist()
+        return zip(self.tails.tolist(), salts, self.max_depths.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +71,10 @@ class Growth:
 
 
 def grow(
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     rates: torch.Tensor,
+    texts: TextEnds,
     *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
     max_nodes: int,
     least_worth: float = 0.0,
     beam: int | None = None,
@@ -69,26 +87,20 @@ def grow(
     parent, so that nodes come parents first, and any prefix of them is a tree.
 
     Args:
-        table: int32 [addresses, 2 + k].
+        matrix: what is drafted from.
         rates: floating [contexts, 2, k, 4], each from 0 to 1, see `AcceptanceTable.rates`.
-        layout: of the table.
-        salts: int64 [batch].
-        tails: int64 [batch, reach], each text, the newest token first.
-        max_depths: integer [batch], the most levels of each tree below its root.
+        texts: of each of which a tree is grown.
         max_nodes: the most nodes of a tree.
         least_worth: nodes that are worth no more than this are left out, and all below them.
-        beam: the most nodes of a level that have nodes below them, the best ones; None for any
-            number. Devices expand a level at once, and have room for so many.
+        beam: the most nodes of a level that have nodes below them, the best ones; None for any.
         levels: the most levels of any tree; None for any number.
 
     """
-    batch = len(tails)
+    batch = len(texts.tails)
     token_ids = torch.full((batch, max_nodes), NO_TOKEN)
     worths = torch.zeros(batch, max_nodes, dtype=rates.dtype)
     parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
-    for b, (tail, salt, max_depth) in enumerate(
-        zip(tails.tolist(), salts.tolist(), max_depths.tolist(), strict=True)
-    ):
+    for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
         depth = max_depth if levels is None else min(levels, max_depth)
         # The root, and then the nodes.
         contexts, depths, row_worths = [tail], [0], [1.0]
@@ -98,7 +110,7 @@ def grow(
             level = depths[row]
             if level < depth and num_expanded[level] != beam:
                 num_expanded[level] += 1
-                successors = _successors(table, rates, contexts[row], salt, layout, row_worths[row])
+                successors = _successors(matrix, rates, contexts[row], salt, row_worths[row])
                 for rank, token, worth in successors:
                     if worth > least_worth:
                         heapq.heappush(heap, (-worth, level + 1, row, rank, token))
@@ -106,21 +118,14 @@ def grow(
                 break
             negative, level, parent, _, token = heapq.heappop(heap)
             token_ids[b, row], worths[b, row], parents[b, row + 1] = token, -negative, parent
-            contexts.append([token, *contexts[parent]][: layout.reach])
+            contexts.append([token, *contexts[parent]][: matrix.layout.reach])
             depths.append(level)
             row_worths.append(-negative)
     return Growth(token_ids, worths, parents)
 
 
 def fill(
-    table: torch.Tensor,
-    rates: torch.Tensor,
-    *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
-    tree: TreeTemplate,
+    matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
 ) -> Growth:
     """Fill a template below the last token of each text (Token Recycling, section 3.2).
 
@@ -128,21 +133,15 @@ def fill(
     where too few are known, and below such a node; nodes keep their places in the template.
 
     Args:
-        table: int32 [addresses, 2 + k].
-        rates: floating [contexts, 2, k, 4], see `AcceptanceTable.rates`.
-        layout: of the table.
-        salts: int64 [batch].
-        tails: int64 [batch, reach], each text, the newest token first.
-        max_depths: integer [batch], the most levels of each tree below its root.
+        matrix, rates, texts: as for `grow`.
         tree: the template; its ranks are below k.
 
     """
-    batch, depths = len(tails), tree.depths.tolist()
+    batch = len(texts.tails)
+    depths = tree.depths.tolist()
     token_ids = torch.full((batch, tree.num_nodes), NO_TOKEN)
     worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)
-    for b, (tail, salt, max_depth) in enumerate(
-        zip(tails.tolist(), salts.tolist(), max_depths.tolist(), strict=True)
-    ):
+    for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
         contexts = {0: tail}  # of the rows that have a token
         known: dict[int, dict[int, tuple[int, float]]] = {}  # successors of a row, by rank
         for node, (parent, rank) in enumerate(tree.nodes):
@@ -150,28 +149,23 @@ def fill(
                 continue
             if parent not in known:
                 worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
-                successors = _successors(table, rates, contexts[parent], salt, layout, worth)
+                successors = _successors(matrix, rates, contexts[parent], salt, worth)
                 known[parent] = {place: (token, value) for place, token, value in successors}
             if rank in known[parent]:
                 token_ids[b, node], worths[b, node] = token, _ = known[parent][rank]
-                contexts[node + 1] = [token, *contexts[parent]][: layout.reach]
+                contexts[node + 1] = [token, *contexts[parent]][: matrix.layout.reach]
     return Growth(token_ids, worths, tree.parents.expand(batch, -1))
 
 
 def _successors(
-    table: torch.Tensor,
-    rates: torch.Tensor,
-    context: list[int],
-    salt: int,
-    layout: MatrixLayout,
-    worth: float,
+    matrix: AdjacencyMatrix, rates: torch.Tensor, context: list[int], salt: int, worth: float
 ) -> Iterator[tuple[int, int, float]]:
     """Rank, token and worth of what may follow a context that is worth so much."""
-    found = find_entry(table, context, salt, layout)
+    found = matrix.find_entry(context, salt)
     if found is None:
         return
     address, index, own = found
-    head, *successors, _ = table[address].tolist()
+    head, *successors, _ = matrix.table[address].tolist()
     values = (rates[index, own, :, head & 3] * worth).tolist()
     for rank, (token, value) in enumerate(zip(successors, values, strict=True)):
         if token != NO_TOKEN:

@@ -78,17 +78,13 @@ def harvest(
 def phrases_of_trunk(
     drafts: torch.Tensor, sampled: torch.Tensor, num_rows: torch.Tensor, *, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs of the target's tokens along which the draft agreed.
+    """Runs of the target's tokens along which the draft agreed: owners and phrases of `Phrases`.
 
     Args:
         drafts: int64 [batch, rows], the last token and the trunk.
         sampled: int64 [batch, rows], the target's token at each of these rows.
         num_rows: int64 [batch], how many of them were verified.
-        length: tokens of a phrase, at most `rows`.
-
-    Returns:
-        The token that each phrase follows, int64 [batch, n], -1 for none, and the phrases, int64
-        [batch, n, length]; n is rows - length + 1.
+        length: tokens of a phrase, at most `rows`; there are rows - length + 1 phrases.
 
     """
     phrases = sampled.unfold(1, length, 1)
@@ -110,20 +106,16 @@ def corrections_of_branches(
     sampled: torch.Tensor,
     is_accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the target said where phrases were tried below an accepted row of the trunk.
+    """What the target said where phrases were tried: owners and phrases of `Phrases`, by branch.
 
     A phrase that it agrees with comes out as it was, and so becomes the newest.
 
     Args:
-        last_token_ids: int64 [batch], the row's token.
+        last_token_ids: int64 [batch], the token of the trunk's row that they were tried below.
         branches: int64 [batch, branches, length], the phrases that were tried, -1 for none.
         sampled_there: int64 [batch], the target's token at that row.
         sampled: int64 [batch, branches, length], its token at each row of the branches.
-        is_accepted: bool [batch]; else nothing was tried where it belongs.
-
-    Returns:
-        The token that each phrase follows, int64 [batch, branches], -1 for none, and the phrases,
-        int64 [batch, branches, length], each to replace the branch of its place.
+        is_accepted: bool [batch], whether the row is; else nothing was tried where it belongs.
 
     """
     first = sampled_there[:, None, None].expand(-1, branches.shape[1], 1)

@@ -5,10 +5,12 @@ A step is learnt at once, as a device does it: whatever is read is as it was bef
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from vllm_recycle.core.acceptance import ANY_STEADINESS, MOST_SEEN
-from vllm_recycle.core.adjacency import MatrixLayout, find_entry, is_written, write_entry
+from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 
@@ -20,33 +22,14 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
 
 
-def learn(
-    table: torch.Tensor,
-    counts: torch.Tensor | None,
-    *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
-    tails: torch.Tensor,
-    parents: torch.Tensor,
-    row_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    successors: torch.Tensor,
-    walked: WalkResult,
-) -> None:
-    """Count what was right at the visited rows, and write the entries of the contexts of all rows.
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """What the target computed of a batch, and what was accepted of it.
 
-    Where several rows write one entry the last one stays: requests count in the order of the batch,
-    and the accepted path of a request comes after its other rows, so that an entry has what the
-    text went on with.
-
-    Args:
-        table: int32 [addresses, 2 + k], written in place.
-        counts: see `AcceptanceTable`, written in place; None to count nothing.
-        layout: of the table.
-        salts: int64 [batch].
-        tails: int64 [batch, reach], the text up to each root, the newest token first; -1 where
-            nothing is to be learnt at the root.
-        parents: int64 [batch, rows], of the trees.
+    Attributes:
+        idx_mapping: integer [batch].
+        parents: integer [batch, rows], of the trees; on a device those of all requests, int32
+            [max_num_reqs, rows], by `req_state_idx`.
         row_token_ids: int64 [logit rows], -1 where a node was not filled: nothing is learnt there
             and below.
         cu_num_logits: integer [batch + 1]; the rows of a request are the root, and then the nodes
@@ -55,24 +38,49 @@ def learn(
         walked: what the walk accepted.
 
     """
-    starts = cu_num_logits.tolist()
+
+    idx_mapping: torch.Tensor
+    parents: torch.Tensor
+    row_token_ids: torch.Tensor
+    cu_num_logits: torch.Tensor
+    successors: torch.Tensor
+    walked: WalkResult
+
+
+def learn(
+    matrix: AdjacencyMatrix, counts: torch.Tensor | None, tails: torch.Tensor, step: VerifiedStep
+) -> None:
+    """Count what was right at the visited rows, and write the entries of the contexts of all rows.
+
+    Where several rows write one entry the last one stays: requests count in the order of the batch,
+    and the accepted path of a request comes after its other rows, so that an entry has what the
+    text went on with.
+
+    Args:
+        matrix: written in place.
+        counts: see `AcceptanceTable`, written in place; None to count nothing.
+        tails: int64 [batch, reach], the text up to each root, the newest token first; -1 where
+            nothing is to be learnt at the root.
+        step: what is learnt from.
+
+    """
+    layout, starts = matrix.layout, step.cu_num_logits.tolist()
     increments = None if counts is None else torch.zeros_like(counts[..., :ANY_STEADINESS, :])
     writes: dict[int, tuple[int, int, list[int]]] = {}  # by address: head, salt, successors
-    for b, salt in enumerate(salts.tolist()):
+    for b, salt in enumerate(matrix.salts[step.idx_mapping].tolist()):
         first, end = starts[b], starts[b + 1]
-        tokens, parent = row_token_ids[first:end].tolist(), parents[b].tolist()
-        contexts = _contexts(tails[b].tolist(), tokens, parent, layout.reach)
-        path = [row for row in walked.path[b].tolist() if row >= 0]
-        for row, token in zip(path, walked.token_ids[b].tolist(), strict=False):
+        tokens, parents = step.row_token_ids[first:end].tolist(), step.parents[b].tolist()
+        contexts = _contexts(tails[b].tolist(), tokens, parents, layout.reach)
+        path = [row for row in step.walked.path[b].tolist() if row >= 0]
+        for row, token in zip(path, step.walked.token_ids[b].tolist(), strict=False):
             if increments is not None:
-                _count(table, increments, contexts[row], salt, token, layout)
+                _count(matrix, increments, contexts[row], salt, token)
         for row in [*(row for row in range(len(tokens)) if row not in path), *path]:
-            best = successors[first + row].tolist()
+            best = step.successors[first + row].tolist()
             for _, own, address, head in layout.addresses(contexts[row], salt):
-                if layout.has_own if own else layout.writes_shared:
-                    writes[address] = (head, salt if own else 0, best)
+                writes[address] = (head, salt if own else 0, best)
     for address, (head, salt, best) in writes.items():
-        write_entry(table, address, head, salt, best)
+        matrix.write_entry(address, head, salt, best)
     if counts is not None and increments is not None:
         counts[..., :ANY_STEADINESS, :] += increments
         counts[..., ANY_STEADINESS, :] += increments.sum(dim=-2)
@@ -91,52 +99,40 @@ def _contexts(
 
 
 def _count(
-    table: torch.Tensor,
-    increments: torch.Tensor,
-    context: list[int],
-    salt: int,
-    token: int,
-    layout: MatrixLayout,
+    matrix: AdjacencyMatrix, increments: torch.Tensor, context: list[int], salt: int, token: int
 ) -> None:
     """Count which successor of the entry that a draft is made from was right, and all as seen."""
-    found = find_entry(table, context, salt, layout)
+    found = matrix.find_entry(context, salt)
     if found is None:
         return
     address, index, own = found
-    head, *successors, _ = table[address].tolist()
+    head, *successors, _ = matrix.table[address].tolist()
     for rank, successor in enumerate(successors):
         if successor != NO_TOKEN:
             cell = increments[index, own, rank, head & 3]
             cell += torch.tensor([float(successor == token), 1.0], dtype=cell.dtype)
 
 
-def seed(table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: MatrixLayout) -> None:
-    """Write the entries of a text: what followed comes first, then what is known.
+def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -> None:
+    """Write the entries of a text, int64 [length]: what followed comes first, then what is known.
 
     A sequence that has entries of its own writes these alone, since no target said so yet.
-
-    Args:
-        table: int32 [addresses, 2 + k], written in place.
-        token_ids: int64 [length], a text.
-        salt: of its sequence.
-        layout: of the table.
-
     """
+    layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
     tokens = token_ids.tolist()
     for end in range(1, len(tokens)):
         context = tokens[max(0, end - layout.reach) : end][::-1]
         follower = tokens[end]
         if not 0 <= follower < layout.vocab_size:
             continue
-        known: dict[int, list[int]] = {}  # by index of the length; the own entry comes last
-        for index, own, address, head in layout.addresses(context, salt):
-            reads = layout.has_own if own else layout.reads_shared
-            if reads and is_written(table, address, head, salt if own else 0):
-                known[index] = table[address, 1:-1].tolist()
+        # By index of the length; the own entry comes last.
+        known = {
+            index: matrix.table[address, 1:-1].tolist()
+            for address, index, _ in matrix.known_entries(context, salt)
+        }
         of_one = known.get(0, [])
         for index, own, address, head in layout.addresses(context, salt):
-            if bool(own) == layout.has_own:
+            if own == layout.has_own:
                 rest = [t for t in known.get(index, of_one) if t not in (follower, NO_TOKEN)]
-                successors = [follower, *rest][: layout.k]
-                successors += [NO_TOKEN] * (layout.k - len(successors))
-                write_entry(table, address, head, salt if own else 0, successors)
+                successors = [follower, *rest, *[NO_TOKEN] * layout.k][: layout.k]
+                matrix.write_entry(address, head, salt if own else 0, successors)

@@ -31,14 +31,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 def lookahead_template(*, window: int, levels: int, guesses: int, length: int) -> TreeTemplate:
     """The rows of a draft forward as a tree: the window level by level, then guess by guess.
 
-    Its ranks only tell siblings apart.
-
-    Args:
-        window: columns.
-        levels: of the window.
-        guesses: phrases tried at once.
-        length: tokens of each.
-
+    Each guess has `length` tokens. Ranks only tell siblings apart.
     """
     nodes: list[Node] = [(column, 0) for column in range(window)]
     # Column w of level 0 already has column w + 1 below it.
@@ -56,13 +49,8 @@ def lengthened_template(
 ) -> TreeTemplate:
     """What the target verifies: a trunk, and phrases below rows of it (section 3.2).
 
-    Args:
-        gamma: tokens of the trunk.
-        rows: those that have phrases below them, from 0, the last token, to gamma, where the
-            paper has them.
-        branches: phrases below each of these rows, the paper's K.
-        length: tokens of each phrase.
-
+    The trunk has gamma tokens. Below each of `rows`, from 0, the last token, to gamma, where the
+    paper has them, are so many branches (the paper's K) of so many tokens.
     """
     nodes: list[Node] = [(row, 0) for row in range(gamma)]
     for row in rows:
@@ -78,7 +66,7 @@ class WindowStep:
 
     Attributes:
         window: int64 [batch, levels, window].
-        num_filled: int64 [batch], levels that hold tokens.
+        num_filled: int64 [batch], levels that hold tokens, at least 1.
         owners: int64 [batch, window], the token that each new phrase follows, -1 for none.
         phrases: int64 [batch, window, length].
 
@@ -102,8 +90,7 @@ def advance_window(
     them, each column and its output are a phrase, and every level moves up.
 
     Args:
-        window: int64 [batch, levels, window].
-        num_filled: int64 [batch], levels that hold tokens, at least 1; the others are not read.
+        window, num_filled: as of `WindowStep`; levels that hold no tokens are not read.
         outputs: int64 [batch, levels, window], the draft's most probable token at each row.
         last_token_ids: int64 [batch], the token before the window.
 

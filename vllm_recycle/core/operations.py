@@ -1,7 +1,7 @@
 """The functions of a step that have faster twins, by their signatures.
 
-`core.reference` is the set in plain torch, which defines what is correct; a module of
-`vllm_recycle.kernels` is such a set too. A module satisfies the protocols as an object does.
+A module satisfies the protocols: `core.reference`, in plain torch, which defines what is correct,
+and modules of `vllm_recycle.kernels`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Protocol
 
 import torch
 
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.harvest import Phrases
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 
@@ -60,46 +61,28 @@ class Operations(PhraseOperations, Protocol):
 
     def grow(
         self,
-        table: torch.Tensor,
+        matrix: AdjacencyMatrix,
         rates: torch.Tensor,
+        texts: TextEnds,
         *,
-        layout: MatrixLayout,
-        salts: torch.Tensor,
-        tails: torch.Tensor,
-        max_depths: torch.Tensor,
         max_nodes: int,
         least_worth: float = 0.0,
     ) -> Growth: ...
 
     def fill(
-        self,
-        table: torch.Tensor,
-        rates: torch.Tensor,
-        *,
-        layout: MatrixLayout,
-        salts: torch.Tensor,
-        tails: torch.Tensor,
-        max_depths: torch.Tensor,
-        tree: TreeTemplate,
+        self, matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
     ) -> Growth: ...
 
     def learn(
         self,
-        table: torch.Tensor,
+        matrix: AdjacencyMatrix,
         counts: torch.Tensor | None,
-        *,
-        layout: MatrixLayout,
-        salts: torch.Tensor,
         tails: torch.Tensor,
-        parents: torch.Tensor,
-        row_token_ids: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        successors: torch.Tensor,
-        walked: WalkResult,
+        step: VerifiedStep,
     ) -> None: ...
 
     def seed(
-        self, table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: MatrixLayout
+        self, matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor
     ) -> None: ...
 
     def top_k(self, logits: torch.Tensor, k: int) -> torch.Tensor: ...

@@ -1,10 +1,7 @@
 """Ouroboros as a proposer: a draft model that drafts by phrases, and what is learnt on the way.
 
-arXiv 2402.13720, section 3. The pool of phrases is in `phrase_pool`, the rows of a draft forward
-and the window in `lookahead`, what is read off the target in `harvest`; this module ties them
-together. The draft model is the runner's, which knows its KV cache, and comes with each round.
-
-Names of dimensions are those of `lookahead` and `phrase_pool`.
+arXiv 2402.13720, section 3. This ties together `phrase_pool`, `lookahead` and `harvest`, whose
+names of dimensions are used. The draft model is the runner's, which knows its KV cache.
 """
 
 from __future__ import annotations
@@ -37,12 +34,10 @@ class DraftModel(Protocol):
             new_token_ids: int64 [batch, n], the text behind what the last forward of this round
                 took in, at least one token, padded with -1; in the first forward of a round the
                 last token alone, before which the model may have more to take in.
-            row_token_ids: int64 [batch, nodes], by the nodes of `DraftShape.lookahead`, -1 where
-                there is none.
+            row_token_ids: int64 [batch, nodes], of `DraftShape.lookahead`, -1 for none.
 
         Returns:
-            int64 [batch, nodes + 1], the most probable next token at the last token and at each
-            node; anything where there is none.
+            int64 [batch, nodes + 1], the most probable next token at the last token and each node.
 
         """
 
@@ -83,8 +78,7 @@ class OuroborosProposer:
 
     Attributes:
         tree: what the target verifies.
-        lookahead: the rows of a draft forward.
-        lookaheads: the same by the shape of the round.
+        lookahead, lookaheads: the rows of a draft forward, and these by the shape of the round.
         num_rounds: drafts made so far, counted once for each request.
         num_forwards: draft forwards so far, counted once for each request that took part.
 
@@ -163,8 +157,8 @@ class OuroborosProposer:
             last_token_ids: int64 [batch].
             draft_model: what drafts.
             shape: of this round, with a smaller window and fewer guesses; None for all of them.
-            room: int64 [batch], tokens of a trunk that the draft model has room to take in; below 0
-                where it has none for the last token. None where there is always enough.
+            room: int64 [batch], tokens of a trunk that the draft model has room for; below 0 where
+                it has none for the last token. None where there is always enough.
 
         """
         shape = shape or self.shape
@@ -231,15 +225,7 @@ class OuroborosProposer:
         last_token_ids: torch.Tensor,
         goes_on: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward.
-
-        Args:
-            draft_model: what drafts.
-            shape: of the round.
-            idx_mapping: int64 [batch].
-            new_token_ids: int64 [batch, n], see `DraftModel.forward`.
-            last_token_ids: int64 [batch], the last one of these.
-            goes_on: bool [batch], false for those that have drafted enough.
+        """One draft forward; `goes_on`, bool [batch], says who has not drafted enough.
 
         Returns:
             What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
@@ -282,14 +268,7 @@ class OuroborosProposer:
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor:
-        """Trunks that have few tokens, with the newest phrases behind them.
-
-        Args:
-            idx_mapping: int64 [batch].
-            trunk: int64 [batch, gamma], padded with -1.
-            count: int64 [batch], tokens of each.
-
-        """
+        """Trunks that have few tokens, `count` of each, with the newest phrases behind them."""
         gamma, length = self.shape.gamma, self.shape.length
         place = torch.arange(length, device=idx_mapping.device)
         trunk = torch.nn.functional.pad(trunk, (0, length))
@@ -306,17 +285,7 @@ class OuroborosProposer:
     def _branches(
         self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor, trunk: torch.Tensor
     ) -> torch.Tensor:
-        """Phrases below the rows that have some (section 3.2).
-
-        Args:
-            idx_mapping: int64 [batch].
-            last_token_ids: int64 [batch].
-            trunk: int64 [batch, gamma], padded with -1.
-
-        Returns:
-            int64 [batch, n].
-
-        """
+        """int64 [batch, n], phrases below the rows that have some (section 3.2)."""
         text = torch.cat((last_token_ids[:, None], trunk), dim=1)
         owners = text[:, self.branch_rows]
         return self._newest(idx_mapping[:, None], owners, self.shape.branches).flatten(1)
@@ -335,11 +304,10 @@ class OuroborosProposer:
         replaced: torch.Tensor | None = None,
     ) -> None:
         """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
-        if replaced is not None:
-            replaced = replaced.flatten(0, 1)
         owners = self._owners(idx_mapping[:, None], owners).flatten()
-        phrases = phrases.flatten(0, 1)
-        self.operations.insert_phrases(self.pool.table, owners, phrases, replaced=replaced)
+        replaced = None if replaced is None else replaced.flatten(0, 1)
+        insert = self.operations.insert_phrases
+        insert(self.pool.table, owners, phrases.flatten(0, 1), replaced=replaced)
 
     def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""

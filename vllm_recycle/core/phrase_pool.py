@@ -5,9 +5,6 @@ has `per_token` places, filled from the last one backwards; a place without a ph
 phrase seen again becomes the newest, and the oldest goes when a token's places are full. Behind the
 places of the tokens are some for what belongs to none: what they hold is of no account.
 
-`insert_phrases` and `newest_phrases` are pure tensor functions over a whole batch, and the
-references for their kernels: no shape depends on a value. `PhrasePool` owns the tensor.
-
 Names of dimensions, beside those of `core.tree`:
 
     per_token  phrases kept for a token, the paper's G      length  tokens of a phrase, its beta
@@ -24,13 +21,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 
 
 class PhrasePool(SavedState):
-    """All phrases of an engine.
-
-    Args:
-        vocab_size: number of token ids.
-        per_token: phrases kept for each token.
-        length: tokens of a phrase, behind the token that it follows.
-        device: where the pool lives.
+    """All phrases of an engine, in the memory of a device.
 
     Raises:
         ValueError: `per_token` or `length` below 1.
@@ -97,14 +88,8 @@ class PhrasePool(SavedState):
 def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """The newest phrases of each token, the newest first.
 
-    Args:
-        rows: int32 [vocab + 1, per_token, length].
-        token_ids: int64 [...], -1 for none.
-        count: of each token, at most `per_token`.
-
-    Returns:
-        int64 [..., count, length], -1 where a token has no more.
-
+    Of int32 [vocab + 1, per_token, length] and int64 [...], -1 for none, this is int64
+    [..., count, length], -1 where a token has no more; `count` is at most `per_token`.
     """
     newest = rows[token_ids, rows.shape[1] - count :].flip(-2).to(torch.int64)
     return newest.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)

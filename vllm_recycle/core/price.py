@@ -26,12 +26,7 @@ class StepTimes:
     """
 
     def __init__(self, times: Mapping[Load, np.ndarray]) -> None:
-        """Take times as they are.
-
-        Args:
-            times: by load, float64 [rows + 1], for 0, 1, ... rows.
-
-        """
+        """Take times as they are: by load, float64 [rows + 1], for 0, 1, ... rows."""
         self.loads = tuple(sorted(times))
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
@@ -46,10 +41,7 @@ class StepTimes:
     def measured(cls, points: Mapping[Load, Mapping[int, float]], max_rows: int) -> StepTimes:
         """Between rows that were measured, and beyond them, times lie on straight lines.
 
-        Args:
-            points: by load, time by number of rows; at least two, the fewest without drafts.
-            max_rows: the most rows of a step.
-
+        `points` are, by load, at least two times by number of rows, the fewest without drafts.
         """
         rows = np.arange(max_rows + 1)
         times = {}
@@ -98,16 +90,13 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
 
     Each request has a prefix of its own. A prefix grows by blocks: the next nodes with the highest
     worth on average, so that a node which is worth little does not hide a better one behind it.
-    Blocks are worth less and less on average; those of all requests are taken in this order as
-    long as the rate of the step rises. Where no node is worth more than the one before it, as in a
-    grown tree, each node is a block, and no other choice is better.
+    Blocks of all requests are taken, the best first, as long as the rate of the step rises. Where
+    no node is worth more than the one before it, as in a grown tree, no other choice is better.
 
     Args:
-        worths: floating [batch, nodes], the chance that each node is accepted, 0 where there is
-            none.
+        worths: floating [batch, nodes], the chance that each node is accepted; 0 for none.
         times: float64 [rows + 1], the time of a step by its rows, never falling.
-        num_other_rows: rows of the step beside those of these requests, each of which gives a token
-            as each root does.
+        num_other_rows: rows beside those of these requests, each of which gives a token.
 
     Returns:
         int64 [batch]; of equally good choices the one with the fewest nodes, of equal blocks those

@@ -1,29 +1,16 @@
-"""The operations in plain torch: what is correct, and what runs where there is nothing faster.
-
-A module that satisfies `vllm_recycle.core.operations.Operations`.
-"""
+"""The `Operations` in plain torch: what is correct, and what runs where nothing is faster."""
 
 from __future__ import annotations
 
-from vllm_recycle.core.grow import fill, grow
-from vllm_recycle.core.harvest import harvest
-from vllm_recycle.core.learn import learn, seed, top_k
-from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
-from vllm_recycle.core.price import choose
-from vllm_recycle.core.verification import walk
+from vllm_recycle.core.grow import fill as fill
+from vllm_recycle.core.grow import grow as grow
+from vllm_recycle.core.harvest import harvest as harvest
+from vllm_recycle.core.learn import learn as learn
+from vllm_recycle.core.learn import seed as seed
+from vllm_recycle.core.learn import top_k as top_k
+from vllm_recycle.core.phrase_pool import insert_phrases as insert_phrases
+from vllm_recycle.core.phrase_pool import newest_phrases as newest_phrases
+from vllm_recycle.core.price import choose as choose
+from vllm_recycle.core.verification import walk as walk
 
 name = "torch"
-
-__all__ = [
-    "choose",
-    "fill",
-    "grow",
-    "harvest",
-    "insert_phrases",
-    "learn",
-    "name",
-    "newest_phrases",
-    "seed",
-    "top_k",
-    "walk",
-]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from vllm_recycle.core.state_file import check_tensors, load_tensors, save_tensors
+from vllm_recycle.core.state_file import open_tensors, save_tensors
 
 KIND = "state file"
 
@@ -52,33 +54,21 @@ class SavedState(ABC):
         """Raise ValueError, saying what is wrong, for tensors of a file that cannot be used."""
 
     def save(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Write the state as safetensors.
+        """Write the state as safetensors, or raise StateFileError.
 
-        Args:
-            path: of the file.
-            fingerprint: of the model; `load` asks for the same one.
-            kind: what messages call the file.
-
-        Raises:
-            StateFileError: it cannot be written.
-
+        `load` asks for the same fingerprint of the model; messages call the file its `kind`.
         """
-        facts = self.facts_of(fingerprint)
-        save_tensors(path, self.contents(), facts=facts, kind=kind)
+        save_tensors(path, self.contents(), facts=self.facts_of(fingerprint), kind=kind)
 
     def check(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
         """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        check_tensors(path, self.places, facts=self.facts_of(fingerprint), kind=kind)
+        with self._opened(path, fingerprint, kind):
+            pass
 
     def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Read the state from a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or one of other facts, shapes or values.
-
-        """
-        facts = self.facts_of(fingerprint)
-        tensors = load_tensors(path, self.places, facts=facts, kind=kind)
+        """Read the state from a file; ValueError where it has other facts, shapes or values."""
+        with self._opened(path, fingerprint, kind) as file:
+            tensors = {name: file.get_tensor(name) for name in self.places}
         try:
             self.validate(tensors)
         except ValueError as error:
@@ -89,6 +79,9 @@ class SavedState(ABC):
     def facts_of(self, fingerprint: str) -> dict[str, object]:
         """All facts of a file for a model."""
         return {**self.facts, "fingerprint": fingerprint}
+
+    def _opened(self, path: str | Path, fingerprint: str, kind: str) -> AbstractContextManager[Any]:
+        return open_tensors(path, self.places, facts=self.facts_of(fingerprint), kind=kind)
 
 
 def check_token_ids(token_ids: torch.Tensor, vocab_size: int) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -52,15 +52,8 @@ class GraphShape(NamedTuple):
 
 def by_preference(shapes: Iterable[GraphShape]) -> list[GraphShape]:
     """Graphs in the order in which a step tries them: plain ones, then the smaller first."""
-    return sorted(
-        shapes,
-        key=lambda shape: (
-            shape.max_query_len > 1,
-            shape.num_tokens,
-            shape.max_query_len,
-            shape.num_reqs,
-        ),
-    )
+    by_size = sorted(shapes, key=attrgetter("num_tokens", "max_query_len", "num_reqs"))
+    return sorted(by_size, key=lambda shape: shape.max_query_len > 1)
 
 
 @dataclass(frozen=True)
@@ -121,14 +114,9 @@ class StepSeconds:
 
 
 def promised_gains(depths: Sequence[int]) -> np.ndarray:
-    """Tokens that the first nodes of a draft model's tree are taken to give.
+    """Tokens that the first 0, 1, ... nodes of a draft model's tree are taken to give, float64.
 
-    Args:
-        depths: of the first 1, 2, ... nodes.
-
-    Returns:
-        float64 [nodes + 1], of the first 0, 1, ... nodes.
-
+    `depths` are those of the first 1, 2, ... nodes.
     """
     return np.cumsum([0.0, *RIGHT ** np.arange(1, max(depths) + 1)])[[0, *depths]]
 
@@ -160,13 +148,7 @@ class SizeChooser:
         return (self._accepted + STAKE) / (self._expected + STAKE)
 
     def learn(self, worth: np.ndarray, num_reqs: int) -> None:
-        """Take in trees that were grown.
-
-        Args:
-            worth: floating [nodes], of each node, summed over the requests.
-            num_reqs: how many these are.
-
-        """
+        """Take in trees that were grown: the worth of each node, summed over the requests."""
         if not num_reqs:
             return
         new = np.zeros(len(worth) + 1)
@@ -177,13 +159,9 @@ class SizeChooser:
         self.gains = old + (new - old) / self._weight
 
     def verified(self, sizes: Iterable[int], accepted: int, *, num_reqs: int) -> None:
-        """Take in a step with trees.
+        """Take in a step of some requests.
 
-        Args:
-            sizes: how many nodes of each tree were verified.
-            accepted: tokens that were accepted of all of them.
-            num_reqs: requests of the step, each of which has a token without a tree too.
-
+        The `sizes` are the nodes of each tree that were verified, `accepted` the tokens of all.
         """
         if self.gains is None:
             return
@@ -196,11 +174,8 @@ class SizeChooser:
     def choose(self, seconds: Mapping[int, float], *, num_reqs: int, num_drafting: int) -> int:
         """The size of the trees that are drafted in this step.
 
-        Args:
-            seconds: of the step that verifies them, by the sizes that it may have, 0 among them.
-            num_reqs: requests of that step.
-            num_drafting: of these, those that have a tree.
-
+        `seconds` are those of the step that verifies them, by the sizes that it may have, 0 among
+        them; of its `num_reqs` requests, `num_drafting` have a tree.
         """
         assert self.gains is not None, "no tree was grown"
         # So that what is seen after many steps without a look is believed at once.

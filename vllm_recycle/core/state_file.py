@@ -31,18 +31,10 @@ class StateFileError(OSError):
 
 
 def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> None:
-    """Refuse a path that could not be read, or not be written later.
+    """Refuse a path that could not be read, or not be written later, by a ValueError of one line.
 
-    A file is made and removed beside it, since permissions do not tell all.
-
-    Args:
-        path: of a file that need not exist; through a symbolic link, of its target.
-        kind: what the message calls it.
-        may_be_folder: whether it may be that of a folder, to write files in.
-
-    Raises:
-        ValueError: in one line, with the reason.
-
+    The file need not exist; of a symbolic link it is the target. One is made and removed beside it,
+    since permissions do not tell all. With `may_be_folder` it may be a folder to write files in.
     """
     named = f"{kind} is {shorten(path)}"
     try:
@@ -71,11 +63,9 @@ def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> 
 
 
 def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
-    """Put a file in its place, whole or not at all; of a symbolic link, in its target's.
+    """Put a file in its place, whole or not at all, or raise StateFileError.
 
-    Raises:
-        StateFileError: it cannot be written.
-
+    Of a symbolic link that is its target's.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -121,12 +111,7 @@ def remove_abandoned(path: Path) -> None:
 
 
 def read_json(path: str | Path, *, kind: str) -> Any:
-    """What a JSON file says.
-
-    Raises:
-        ValueError: in one line: it cannot be read, is too large, nested too deep, or no JSON.
-
-    """
+    """What a JSON file says; ValueError, of one line, where it is too large, or none."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)
@@ -148,25 +133,21 @@ def save_tensors(
     facts: Mapping[str, object],
     kind: str,
 ) -> None:
-    """Write tensors as safetensors, with the facts that `load_tensors` checks.
-
-    Raises:
-        StateFileError: the file cannot be written.
-
-    """
+    """Write tensors as safetensors, with the facts that `open_tensors` checks; see `write_file`."""
     metadata = {key: str(value) for key, value in facts.items()}
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_file(path, save(on_cpu, metadata), kind=kind)
 
 
-def check_tensors(
+@contextlib.contextmanager
+def open_tensors(
     path: str | Path,
     like: Mapping[str, torch.Tensor],
     *,
     facts: Mapping[str, object],
     kind: str,
-) -> None:
-    """Refuse, by its header alone, a file that `load_tensors` would not read.
+) -> Iterator[Any]:
+    """A file that `save_tensors` wrote, for `get_tensor` to read; its header is checked.
 
     Args:
         path: of the file.
@@ -179,31 +160,6 @@ def check_tensors(
         ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
 
     """
-    with _opened(path, like, facts=facts, kind=kind):
-        pass
-
-
-def load_tensors(
-    path: str | Path,
-    like: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> dict[str, torch.Tensor]:
-    """Read tensors, on the CPU, that `save_tensors` wrote; see `check_tensors`."""
-    with _opened(path, like, facts=facts, kind=kind) as file:
-        return {name: file.get_tensor(name) for name in like}
-
-
-@contextlib.contextmanager
-def _opened(
-    path: str | Path,
-    like: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> Iterator[Any]:
-    """The file, whose header was checked; see `check_tensors`."""
     nothing = f"{kind} {path}: no {' and '.join(name.replace('_', ' ') for name in like)}: "
     if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
         raise ValueError(f"{nothing}no such file")

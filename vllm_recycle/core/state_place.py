@@ -53,12 +53,7 @@ class StatePlace:
     def write(self, save: Callable[[Path], None]) -> Path:
         """Write this engine's file, and remove those in the folder whose writers are dead.
 
-        Args:
-            save: writes a file of this path, whole or not at all.
-
-        Returns:
-            The path.
-
+        `save` writes a file of the path that is returned, whole or not at all.
         """
         save(self.file)
         if self.is_folder:

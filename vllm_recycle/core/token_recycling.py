@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,12 @@ import torch
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
-from vllm_recycle.core.tree import Trees, TreeTemplate
-from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN
 
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
 # rows of longer contexts.
@@ -136,17 +136,12 @@ class TokenRecyclingProposer:
 
         """
         max_nodes = self.num_nodes if max_nodes is None else max_nodes
-        table, rates = self.state.matrix.table, self.state.acceptance.rates()
-        given: dict[str, Any] = {
-            "layout": self.layout,
-            "salts": self.state.matrix.salts[idx_mapping],
-            "tails": tails,
-            "max_depths": max_depths,
-        }
+        texts = TextEnds(idx_mapping, tails, max_depths)
+        given = (self.state.matrix, self.state.acceptance.rates(), texts)
         if self.tree is not None:
-            growth = self.operations.fill(table, rates, **given, tree=self.tree)
+            growth = self.operations.fill(*given, tree=self.tree)
         else:
-            grow = partial(self.operations.grow, table, rates, **given, max_nodes=max_nodes)
+            grow = partial(self.operations.grow, *given, max_nodes=max_nodes)
             growth = _grow_what_may_pay(grow, times, slopes, num_other_rows + len(tails))
         worths = growth.worths[:, :max_nodes]
         counts = self.operations.choose(worths, times, num_other_rows=num_other_rows)
@@ -154,52 +149,18 @@ class TokenRecyclingProposer:
         token_ids.numpy()[np.arange(max_nodes) >= counts.numpy()[:, None]] = NO_TOKEN
         return token_ids, growth.parents[:, 1 : 1 + max_nodes]
 
-    def learn(
-        self,
-        idx_mapping: torch.Tensor,
-        tails: torch.Tensor,
-        trees: Trees,
-        row_token_ids: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        successors: torch.Tensor,
-        walked: WalkResult,
-    ) -> None:
-        """Take in what the target computed, and what was accepted of it.
-
-        Args:
-            idx_mapping: int64 [batch].
-            tails: int64 [batch, reach], text before and with each root.
-            trees: that were verified.
-            row_token_ids: int64 [logit rows].
-            cu_num_logits: int64 [batch + 1]; the rows of a request are the root, and then the
-                nodes that were scheduled.
-            successors: int32 [logit rows, k], the target's most probable tokens, best first.
-            walked: what the walk accepted.
-
-        """
+    def learn(self, tails: torch.Tensor, step: VerifiedStep) -> None:
+        """Take in what the target computed; `tails` as for `propose`, up to and with each root."""
         state = self.state
         # Under `isolated` nobody's counts reach another: what is shipped serves.
-        counts = state.acceptance.counts if self.layout.writes_shared else None
-        self.operations.learn(
-            state.matrix.table,
-            counts,
-            layout=self.layout,
-            salts=state.matrix.salts[idx_mapping],
-            tails=tails,
-            parents=trees.parents,
-            row_token_ids=row_token_ids,
-            cu_num_logits=cu_num_logits,
-            successors=successors,
-            walked=walked,
-        )
+        counts = state.acceptance.counts if self.layout.has_shared else None
+        self.operations.learn(state.matrix, counts, tails, step)
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
         """A request starts with a text, int64 [length]."""
-        matrix = self.state.matrix
-        matrix.begin(req_state_idx)
+        self.state.matrix.begin(req_state_idx)
         if self.seed_from_prompt:
-            salt = int(matrix.salts[req_state_idx])
-            self.operations.seed(matrix.table, token_ids, salt, layout=self.layout)
+            self.operations.seed(self.state.matrix, req_state_idx, token_ids)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """These requests ended; what they wrote for themselves is found by nobody any more."""
@@ -215,12 +176,8 @@ def _grow_what_may_pay(
     no more than the rate times `slope` cannot raise it there. So nothing that was left out would be
     chosen, if the slope there is no less than the one by which it was left out.
 
-    Args:
-        grow: grows trees whose nodes are worth more than `least_worth`.
-        times: float64 [rows + 1], the time of a step by its rows.
-        slopes: float64 [rows + 1], what each row more costs at least.
-        num_reqs: rows of the step without drafts.
-
+    `grow` grows trees whose nodes are worth more than `least_worth`; `num_reqs` are the rows of the
+    step without drafts.
     """
     last = len(times) - 1
     first = min(num_reqs, last)

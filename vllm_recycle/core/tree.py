@@ -11,14 +11,12 @@ Names of dimensions, used in shape comments throughout the package:
     vocab   vocabulary size                       k         successors kept for each token
     path    depth + 1, rows from the root down
 
-Source: Token Recycling (arXiv 2408.08696), section 3.2 and Figure 5. No other module derives
-anything from parents and ranks.
+Source: Token Recycling (arXiv 2408.08696), section 3.2 and Figure 5.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +113,6 @@ class TreeTemplate:
         provenance: where the tree comes from (free-form, kept in the file).
         parents, ranks, depths: int64 [rows]; the root has parent 0, rank 0, depth 0.
         ancestor_mask: bool [rows, rows], true where the column is the row or its ancestor.
-        paths: int64 [rows, path], rows from the root to the row, padded with -1.
         levels: for each depth from 1, the int64 rows of that depth.
 
     Raises:
@@ -130,31 +127,20 @@ class TreeTemplate:
     ranks: torch.Tensor = field(init=False, repr=False)
     depths: torch.Tensor = field(init=False, repr=False)
     ancestor_mask: torch.Tensor = field(init=False, repr=False)
-    paths: torch.Tensor = field(init=False, repr=False)
     levels: tuple[torch.Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _validate(self.nodes)
-        parents, ranks = [0], [0]
-        path_of: list[list[int]] = [[0]]
-        for row, (parent, rank) in enumerate(self.nodes, start=1):
-            parents.append(parent)
-            ranks.append(rank)
-            path_of.append([*path_of[parent], row])
-        rows = len(parents)
-        depths = torch.tensor([len(path) - 1 for path in path_of])
-        mask = torch.zeros(rows, rows, dtype=torch.bool)
-        for row, path in enumerate(path_of):
-            mask[row, path] = True
+        parents, ranks = torch.tensor([(0, 0), *self.nodes]).T.contiguous()
+        trees = Trees.from_parents(parents[None])
+        depths = trees.depths[0]
         derived = {
-            "parents": torch.tensor(parents),
-            "ranks": torch.tensor(ranks),
+            "parents": parents,
+            "ranks": ranks,
             "depths": depths,
-            "ancestor_mask": mask,
-            "paths": _padded(path_of),
+            "ancestor_mask": trees.ancestor_mask[0],
             "levels": tuple(
-                torch.nonzero(depths == depth).flatten()
-                for depth in range(1, int(depths.max()) + 1)
+                torch.nonzero(depths == depth).flatten() for depth in range(1, trees.depth + 1)
             ),
         }
         for name, value in derived.items():
@@ -167,6 +153,15 @@ class TreeTemplate:
     @property
     def depth(self) -> int:
         return len(self.levels)
+
+    @property
+    def paths(self) -> torch.Tensor:
+        """int64 [rows, path], rows from the root to each row, padded with -1."""
+        paths = [[0]]
+        for row, (parent, _) in enumerate(self.nodes, start=1):
+            paths.append([*paths[parent], row])
+        padded = [[*path, *[-1] * self.depth][: self.depth + 1] for path in paths]
+        return torch.tensor(padded, device=self.parents.device)
 
     @property
     def prefix_depths(self) -> list[int]:
@@ -194,10 +189,8 @@ class TreeTemplate:
         if self.parents.device == device:
             return self
         moved = copy.copy(self)
-        for table in dataclasses.fields(self):
-            value = getattr(self, table.name)
-            if isinstance(value, torch.Tensor):
-                object.__setattr__(moved, table.name, value.to(device))
+        for name in ("parents", "ranks", "depths", "ancestor_mask"):
+            object.__setattr__(moved, name, getattr(self, name).to(device))
         object.__setattr__(moved, "levels", tuple(level.to(device) for level in self.levels))
         return moved
 
@@ -221,12 +214,7 @@ class TreeTemplate:
 
 
 def load_tree(source: str | Path) -> TreeTemplate:
-    """A shipped template by name, or a template file by path.
-
-    Raises:
-        ValueError: neither a name nor a file, or a file that is no valid tree.
-
-    """
+    """A shipped template by name, or a template file by path; a ValueError where it is neither."""
     shipped = shipped_trees()
     path = shipped.get(str(source), Path(source))
     try:
@@ -240,20 +228,18 @@ def load_tree(source: str | Path) -> TreeTemplate:
     content = read_json(path, kind="tree file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"tree file {path}: expected an object with format {FORMAT!r}")
-    name, nodes = content.get("name", path.stem), content.get("nodes")
-    provenance = content.get("provenance", {})
-    if not isinstance(name, str):
-        raise ValueError(f"tree file {path}: expected 'name', a string")
-    if not isinstance(nodes, list):
-        raise ValueError(f"tree file {path}: expected 'nodes', a list of [parent, rank]")
-    if not isinstance(provenance, dict):
-        raise ValueError(f"tree file {path}: expected 'provenance', an object")
+    name, provenance = content.get("name", path.stem), content.get("provenance", {})
+    nodes: Any = content.get("nodes")
+    for is_right, expected in (
+        (isinstance(name, str), "'name', a string"),
+        (isinstance(nodes, list), "'nodes', a list of [parent, rank]"),
+        (isinstance(provenance, dict), "'provenance', an object"),
+    ):
+        if not is_right:
+            raise ValueError(f"tree file {path}: expected {expected}")
     try:
-        return TreeTemplate(
-            tuple(tuple(node) if isinstance(node, list) else node for node in nodes),
-            name,
-            provenance,
-        )
+        tuples = tuple(tuple(node) if isinstance(node, list) else node for node in nodes)
+        return TreeTemplate(tuples, name, provenance)
     except ValueError as error:
         raise ValueError(f"tree file {path}: {error}") from error
 
@@ -273,12 +259,9 @@ def children_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 def parents_among(parents: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """The parent of each of some nodes where they are all, from the parent of each node.
+    """The parents of some nodes where these are all, from the parent of each node.
 
-    Args:
-        parents: of each node.
-        rows: of those that are left, ascending, each below one that is left.
-
+    Their `rows` ascend, and each is below one of them or the root.
     """
     place = {0: 0} | {row: index for index, row in enumerate(rows, start=1)}
     return [place[parents[row - 1]] for row in rows]
@@ -328,12 +311,6 @@ def _validate(nodes: Sequence[Node]) -> None:
                 f"node {index}: parent row {parent} has not come before it (expected 0 to {index})"
             )
         if node in seen:
-            raise ValueError(
-                f"node {index}: same parent and rank as its sibling, node {seen[node]}"
-            )
+            sibling = seen[node]
+            raise ValueError(f"node {index}: same parent and rank as its sibling, node {sibling}")
         seen[node] = index
-
-
-def _padded(lists: Sequence[Sequence[int]]) -> torch.Tensor:
-    width = max(1, *(len(item) for item in lists))
-    return torch.tensor([[*item, *[-1] * (width - len(item))] for item in lists])

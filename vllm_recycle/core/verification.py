@@ -6,8 +6,7 @@ correction is needed, and greedy decoding is a special case (Token Recycling, se
 the greedy walk).
 
 `walk` takes a token for every row at once; `step_down` goes one level, for samplers whose next
-row depends on what was emitted before it (penalties, generators). Both are pure functions over a
-whole batch and are the references for their device kernels.
+row depends on what was emitted before it (penalties, generators).
 """
 
 from __future__ import annotations
@@ -86,19 +85,12 @@ def step_down(
     *,
     tree: TreeTemplate | Trees,
 ) -> torch.Tensor:
-    """The children of the reached rows that carry the token sampled there.
-
-    Rows that are reached together have the same text behind them, so that the token of any of them
-    serves for all.
+    """The children of the reached rows that carry the token sampled there, bool [batch, rows].
 
     Args:
-        reached: bool [batch, rows], all of one depth; none where a request's walk has ended.
+        reached: bool [batch, rows], all of one depth and one text; none where a walk has ended.
         sampled: int64 [batch], the token produced at these rows.
-        draft_token_ids: int64 [batch, nodes], as for `walk`.
-        tree: what the drafts are indexed by.
-
-    Returns:
-        bool [batch, rows].
+        draft_token_ids, tree: as for `walk`.
 
     """
     parents = tree.of_batch(len(reached)).parents[:, 1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from strategies import batch_trees, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import SCOPES, Trees, WalkResult, reference
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.grow import Growth, TextEnds
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.kernels.cpu import build, calls
@@ -42,8 +44,7 @@ def tables(draw) -> AdjacencyMatrix:
     for req_state_idx in range(3):
         for _ in range(1 + req_state_idx):
             matrix.begin(req_state_idx)
-        text, salt = random_texts(matrix, 1, 40)[0], int(matrix.salts[req_state_idx])
-        reference.seed(matrix.table, torch.tensor(text), salt, layout=matrix.layout)
+        reference.seed(matrix, req_state_idx, torch.tensor(random_texts(matrix, 1, 40)[0]))
     return matrix
 
 
@@ -63,14 +64,11 @@ def assert_same_trees(got: Trees, expected: Trees) -> None:
         assert getattr(got, name).equal(getattr(expected, name)), name
 
 
-def arguments_of(matrix: AdjacencyMatrix, batch: int) -> dict:
+def arguments_of(matrix: AdjacencyMatrix, batch: int, *, equal: bool) -> tuple:
     """Of `grow` and `fill`, for some texts."""
-    return {
-        "layout": matrix.layout,
-        "salts": matrix.salts[torch.randperm(3)[:batch]],
-        "tails": tails_of(random_texts(matrix, batch), matrix.layout.reach),
-        "max_depths": torch.randint(6, (batch,)),
-    }
+    tails = tails_of(random_texts(matrix, batch), matrix.layout.reach)
+    texts = TextEnds(torch.randperm(3)[:batch], tails, torch.randint(6, (batch,)))
+    return matrix, rates_for(matrix, equal=equal), texts
 
 
 def rates_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
@@ -94,10 +92,9 @@ def assert_same_growths(got: Growth, expected: Growth) -> None:
     least_worth=st.sampled_from([0.0, 0.1, 0.25]),
 )
 def test_grow_equals_the_reference(matrix, batch, max_nodes, equal, least_worth):
-    rates, arguments = rates_for(matrix, equal=equal), arguments_of(matrix, batch)
-    before = matrix.table.clone()
+    arguments, before = arguments_of(matrix, batch, equal=equal), matrix.table.clone()
     expected, got = (
-        twin.grow(matrix.table, rates, **arguments, max_nodes=max_nodes, least_worth=least_worth)
+        twin.grow(*arguments, max_nodes=max_nodes, least_worth=least_worth)
         for twin in (reference, calls)
     )
     assert_same_growths(got, expected)
@@ -108,11 +105,8 @@ def test_grow_equals_the_reference(matrix, batch, max_nodes, equal, least_worth)
 @given(matrix=tables(), batch=st.integers(1, 3), data=st.data())
 def test_fill_equals_the_reference(matrix, batch, data):
     tree = data.draw(trees(max_nodes=20, k=matrix.layout.k))
-    rates, arguments = rates_for(matrix, equal=False), arguments_of(matrix, batch)
-    before = matrix.table.clone()
-    expected, got = (
-        twin.fill(matrix.table, rates, **arguments, tree=tree) for twin in (reference, calls)
-    )
+    arguments, before = arguments_of(matrix, batch, equal=False), matrix.table.clone()
+    expected, got = (twin.fill(*arguments, tree=tree) for twin in (reference, calls))
     assert_same_growths(got, expected)
     assert matrix.table.equal(before)
 
@@ -142,10 +136,10 @@ def test_choose_equals_the_reference(seed, shape, others, num_rows, eighths, row
 @given(matrix=tables(), length=st.integers(0, 30))
 def test_seed_equals_the_reference(matrix, length):
     text = torch.randint(min(4, matrix.layout.vocab_size), (length,))
-    expected, got = matrix.table.clone(), matrix.table.clone()
-    reference.seed(expected, text, 2, layout=matrix.layout)
-    calls.seed(got, text, 2, layout=matrix.layout)
-    assert got.equal(expected)
+    expected, got = copy.deepcopy(matrix), copy.deepcopy(matrix)
+    reference.seed(expected, 1, text)
+    calls.seed(got, 1, text)
+    assert got.table.equal(expected.table)
 
 
 @MANY
@@ -174,22 +168,19 @@ def test_walk_and_learn_equal_the_reference(matrix, data, batch, counts):
     shape = (len(layout.contexts), 2, layout.k, 5, 2)
     seen = [torch.randint(1990, 2001, shape).double() if counts else None]
     seen += [counter if counter is None else counter.clone() for counter in seen]
-    tables = [matrix.table.clone(), matrix.table.clone()]
-    twins = (reference, calls)
-    for twin, table, counter in zip(twins, tables, seen, strict=True):
-        twin.learn(
-            table,
-            counter,
-            layout=layout,
-            salts=matrix.salts[:batch],
-            tails=tails_of(random_texts_like(token_ids, starts), layout.reach),
-            parents=tree.parents,
-            row_token_ids=torch.tensor(token_ids),
-            cu_num_logits=cu_num_logits,
-            successors=others.int(),
-            walked=expected,
-        )
-    assert tables[1].equal(tables[0])
+    matrices = [copy.deepcopy(matrix), copy.deepcopy(matrix)]
+    step = VerifiedStep(
+        idx_mapping=torch.arange(batch),
+        parents=tree.parents,
+        row_token_ids=torch.tensor(token_ids),
+        cu_num_logits=cu_num_logits,
+        successors=others.int(),
+        walked=expected,
+    )
+    tails = tails_of(random_texts_like(token_ids, starts), layout.reach)
+    for twin, one, counter in zip((reference, calls), matrices, seen, strict=True):
+        twin.learn(one, counter, tails, step)
+    assert matrices[1].table.equal(matrices[0].table)
     if counts:
         assert seen[1].equal(seen[0])
 
@@ -268,10 +259,9 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
             for proposer in proposers
         ]
         assert_same_walks(walks[1], walks[0])
+        known = (tree.parents, row_token_ids, cu_num_logits, successors, walks[0])
         for proposer in proposers:
-            proposer.learn(
-                idx_mapping, tails, tree, row_token_ids, cu_num_logits, successors, walks[0]
-            )
+            proposer.learn(tails, VerifiedStep(idx_mapping, *known))
         for got, expected in zip(
             twin.state.tensors.values(), first.state.tensors.values(), strict=True
         ):
@@ -316,16 +306,12 @@ def test_of_equal_logits_the_first_ones_are_taken():
 def test_a_table_of_another_type_or_layout_is_refused():
     matrix, text = make_matrix(), torch.tensor([0, 1, 2])
     for table in (matrix.table.long(), matrix.table.T.contiguous().T):
+        other = copy.copy(matrix)
+        other.table = table
         with pytest.raises(AssertionError):
-            calls.seed(table, text, 1, layout=matrix.layout)
-    longer = replace(matrix.layout, contexts=(1, 2, 3))
+            calls.seed(other, 0, text)
+    rates, one = torch.zeros(2, 2, 3, 4, dtype=torch.float64), torch.tensor([1])
+    matrix.layout = replace(matrix.layout, contexts=(1, 2, 3))
+    texts = TextEnds(one - 1, torch.tensor([[0, 1]]), one)
     with pytest.raises(AssertionError):
-        calls.grow(
-            matrix.table,
-            torch.zeros(2, 2, 3, 4, dtype=torch.float64),
-            layout=longer,
-            salts=matrix.salts[:1],
-            tails=torch.tensor([[0, 1]]),
-            max_depths=torch.tensor([1]),
-            max_nodes=2,
-        )
+        calls.grow(matrix, rates, texts, max_nodes=2)

@@ -22,7 +22,7 @@ def learning_cases() -> Iterator[Case]:
     yield from top_k_cases("bf16", vocab=VOCAB)
     yield from top_k_cases("fp32", vocab=32_000)
     for contexts, k, shares in (((1, 2, 4, 8), 8, True), (tuple(range(1, 9)), 64, False)):
-        layout = MatrixLayout(VOCAB, k, contexts, 1 << 22, True, shares, shares)
+        layout = MatrixLayout(VOCAB, k, contexts, 1 << 22, True, shares)
         yield from step_cases(layout, counted=shares)
         yield from seed_cases(layout)
 
@@ -82,8 +82,8 @@ def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
         {
             **{"MAX_ROWS": MAX_ROWS, "K": layout.k, "WIDTH": width},
             **{"ROWS": max(1, learning.ELEMENTS // width), "PLACES": places},
-            "WRITTEN": len(layout.contexts) * (1 + layout.writes_shared),
-            **{"FIRST_PLACE": 1 - layout.writes_shared, "PLACE_STEP": 2 - layout.writes_shared},
+            "WRITTEN": len(layout.contexts) * (1 + layout.has_shared),
+            **{"FIRST_PLACE": 1 - layout.has_shared, "PLACE_STEP": 2 - layout.has_shared},
             **{"RANKS": ranks, "LANES": learning.LANES},
             "FOLD_BLOCKS": -(-ranks // learning.LANES) if counted else 0,
             **({} if counted else dict.fromkeys(of_counts)),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from growth_settings import Setting, settings_of_growth
 from hypothesis import given, settings
-from recycling_steps import K, make_matrix
+from recycling_steps import K, make_matrix, write_entries
 from strategies import trees
 
 from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.core import grow as core
-from vllm_recycle.core.adjacency import MAX_SALT, write_entries
+from vllm_recycle.core.adjacency import MAX_SALT
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
@@ -40,15 +41,16 @@ def draft(function, setting: Setting, num_nodes: int, **given) -> tuple[torch.Te
     lengths = torch.tensor([len(text) for text in setting.texts], dtype=torch.int32)
     drafts = torch.full((len(idx_mapping), num_nodes), 99, device=DEVICE)
     worths = torch.full((len(idx_mapping), num_nodes), 99.0, device=DEVICE)
+    matrix = copy.copy(setting.matrix)
+    matrix.table = matrix.table.to(DEVICE)
+    matrix.salts = by_state(matrix.salts[: len(idx_mapping)], idx_mapping)
     function(
         drafts,
         worths,
-        setting.matrix.table.to(DEVICE),
+        matrix,
         setting.rates.float().contiguous().to(DEVICE),
         idx_mapping.to(DEVICE),
-        layout=setting.matrix.layout,
-        salts=by_state(setting.arguments["salts"], idx_mapping),
-        texts=Texts(by_state(token_ids.int(), idx_mapping), by_state(lengths, idx_mapping)),
+        Texts(by_state(token_ids.int(), idx_mapping), by_state(lengths, idx_mapping)),
         **given,
     )
     return drafts.cpu(), worths.cpu()
@@ -76,9 +78,9 @@ def check(setting: Setting) -> None:
 
 def check_filled(setting: Setting, tree: TreeTemplate) -> None:
     """Fill a template in Triton, and compare with the core."""
-    depths = torch.full((len(setting.texts),), tree.depth)
-    given = {**setting.arguments, "max_depths": depths, "tree": tree}
-    expected = core.fill(setting.matrix.table, setting.rates.float(), **given)
+    max_depths = [tree.depth] * len(setting.texts)
+    setting = replace(setting, rates=setting.rates.float(), max_depths=max_depths)
+    expected = core.fill(*setting.arguments, tree=tree)
     drafts, worths = draft(fill, setting, tree.num_nodes, tree=tree.to(DEVICE))
     assert drafts.equal(expected.token_ids)
     assert worths.equal(expected.worths)
@@ -106,15 +108,8 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
         if end % 4:
             # Else what follows is hardly known itself.
             successors = [text[end], *[token for token in successors if token != text[end]]][:k]
-        write_entries(
-            matrix.table,
-            context,
-            MAX_SALT,
-            successors,
-            matrix.layout,
-            own=end % 2 == 0,
-            shared=True,
-        )
+        own = end % 2 == 0
+        write_entries(matrix, context, MAX_SALT, successors, own=own, shared=True)
     rates = torch.rand(len(contexts), 2, k, 4, generator=generator)
     texts = [text[:20], text[:5], random_tokens(3)]
     return Setting(matrix, rates, texts, [20, 20, 2], **options)
@@ -169,7 +164,7 @@ def test_a_chain_of_any_depth_is_filled(depth):
     matrix.begin(0)
     for token in range(90):
         successors = [(token + 7) % 90, *range(K - 1)]
-        write_entries(matrix.table, [token], 1, successors, matrix.layout, own=False, shared=True)
+        write_entries(matrix, [token], 1, successors, own=False, shared=True)
     rates = torch.ones(1, 2, K, 4)
     setting = Setting(matrix, rates, [[5]], [depth], depth)
     tree = TreeTemplate(tuple((row, 0) for row in range(depth)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import torch
@@ -12,6 +13,7 @@ from vllm_recycle.core import SCOPES
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.find import Texts
@@ -39,8 +41,10 @@ def make_matrix(scope: str, contexts: tuple[int, ...], k: int, *, vocab_size: in
     return matrix
 
 
-def make_step(seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float = 0.1) -> dict:
-    """Some requests' trees with the target's tokens; of each, a path that the walk may take."""
+def make_step(
+    seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float = 0.1
+) -> tuple[torch.Tensor, VerifiedStep]:
+    """Some requests' texts, and trees with the target's tokens and a path of each to be walked."""
     rng = random.Random(seed)
     batch = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
     parents = torch.tensor(
@@ -74,50 +78,39 @@ def make_step(seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float
     successors = [rng.sample(range(layout.vocab_size), layout.k) for _ in range(len(tokens) + 1)]
     lengths = torch.tensor([sum(row >= 0 for row in visits) for visits in path], dtype=torch.int32)
     walked = WalkResult(torch.tensor(path), torch.tensor(token_ids), lengths)
-    return {
-        "layout": layout,
-        "idx_mapping": torch.tensor(batch, dtype=torch.int32).to(DEVICE),
-        "tails": torch.tensor(tails).to(DEVICE),
-        "parents": parents.to(DEVICE, torch.int32),
-        "row_token_ids": torch.tensor(tokens, dtype=torch.int64).to(DEVICE),
-        "cu_num_logits": torch.tensor(starts, dtype=torch.int32).to(DEVICE),
-        "successors": torch.tensor(successors, dtype=torch.int32).to(DEVICE),
-        "walked": WalkResult(*(getattr(walked, name).to(DEVICE) for name in walked.__slots__)),
-        "max_rows": max_rows,
-    }
+    step = VerifiedStep(
+        idx_mapping=torch.tensor(batch, dtype=torch.int32).to(DEVICE),
+        parents=parents.to(DEVICE, torch.int32),
+        row_token_ids=torch.tensor(tokens, dtype=torch.int64).to(DEVICE),
+        cu_num_logits=torch.tensor(starts, dtype=torch.int32).to(DEVICE),
+        successors=torch.tensor(successors, dtype=torch.int32).to(DEVICE),
+        walked=WalkResult(*(getattr(walked, name).to(DEVICE) for name in walked.__slots__)),
+    )
+    return torch.tensor(tails).to(DEVICE), step
 
 
-def texts_of(step: dict) -> Texts:
+def texts_of(tails: torch.Tensor, step: VerifiedStep) -> Texts:
     """Where the device reads the ends of the step's texts."""
-    texts = [[token for token in tail if token >= 0][::-1] for tail in step["tails"].tolist()]
+    texts = [[token for token in tail if token >= 0][::-1] for tail in tails.tolist()]
     token_ids = torch.full((MAX_NUM_REQS, 20), -9, dtype=torch.int32)
     lengths = torch.zeros(MAX_NUM_REQS, dtype=torch.int32)
-    for state, text in zip(step["idx_mapping"].tolist(), texts, strict=True):
+    for state, text in zip(step.idx_mapping.tolist(), texts, strict=True):
         token_ids[state, : len(text)] = torch.tensor(text, dtype=torch.int32)
         lengths[state] = len(text)
     return Texts(token_ids.to(DEVICE), lengths.to(DEVICE))
 
 
-def learn_in_core(
-    table: torch.Tensor, counts: torch.Tensor | None, step: dict, salts: torch.Tensor, learns: list
-) -> None:
-    """The requests of a step of which it is said that they teach."""
-    starts, walked = step["cu_num_logits"].tolist(), step["walked"]
+def part_of(step: VerifiedStep, learns: list[int]) -> VerifiedStep:
+    """The requests of a step of which it is said that they teach, as the core takes them."""
+    starts, states = step.cu_num_logits.tolist(), step.idx_mapping[learns].long()
     rows = [row for b in learns for row in range(starts[b], starts[b + 1])]
-    cu_num_logits = torch.tensor([0, *(starts[b + 1] - starts[b] for b in learns)]).cumsum(0)
-    of_walk = (getattr(walked, name)[learns] for name in walked.__slots__)
-    states = step["idx_mapping"][learns].long()
-    core.learn(
-        table,
-        counts,
-        layout=step["layout"],
-        salts=salts[states],
-        tails=step["tails"][learns],
-        parents=step["parents"][states].long(),
-        row_token_ids=step["row_token_ids"][rows],
-        cu_num_logits=cu_num_logits,
-        successors=step["successors"][rows],
-        walked=WalkResult(*of_walk),
+    return VerifiedStep(
+        idx_mapping=states,
+        parents=step.parents[states].long(),
+        row_token_ids=step.row_token_ids[rows],
+        cu_num_logits=torch.tensor([0, *(starts[b + 1] - starts[b] for b in learns)]).cumsum(0),
+        successors=step.successors[rows],
+        walked=WalkResult(*(getattr(step.walked, name)[learns] for name in step.walked.__slots__)),
     )
 
 
@@ -135,25 +128,23 @@ def test_a_step_teaches_what_it_teaches_the_core(
     seed, scope, contexts, slots, max_rows, counted, some_learn
 ):
     matrix = make_matrix(scope, contexts, 3, vocab_size=5, slots=slots)
-    expected = matrix.table.clone()
-    stamps = torch.zeros(len(expected), dtype=torch.int32, device=DEVICE)
+    expected = copy.deepcopy(matrix)
+    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     acceptance, theirs = (AcceptanceTable(matrix.layout, device=DEVICE) for _ in range(2))
     # One more and these are halved.
     for table in (acceptance, theirs):
         table.counts[0, ..., 1] = 1999.5
     counts = DeviceCounts.of(acceptance) if counted else None
     for index in range(3):
-        step = make_step(seed + index, matrix.layout, max_rows=max_rows)
-        batch = len(step["idx_mapping"])
+        tails, step = make_step(seed + index, matrix.layout, max_rows=max_rows)
+        batch = len(tails)
         learns = [b for b in range(batch) if not some_learn or b % 2 == seed % 2]
-        given = {**step, "texts": texts_of(step), "salts": matrix.salts}
-        del given["tails"]
-        if some_learn:
-            given["learns"] = torch.arange(batch, device=DEVICE) % 2 == seed % 2
-        learn(matrix.table, stamps, counts, **given)
+        which = torch.arange(batch, device=DEVICE) % 2 == seed % 2 if some_learn else None
+        texts = texts_of(tails, step)
+        learn(matrix, stamps, counts, texts, step, max_rows=max_rows, learns=which)
         their_counts = theirs.counts if counted else None
-        learn_in_core(expected, their_counts, step, matrix.salts, learns)
-        assert matrix.table.equal(expected)
+        core.learn(expected, their_counts, tails[learns], part_of(step, learns))
+        assert matrix.table.equal(expected.table)
         assert not stamps.any()
         assert acceptance.counts.equal(theirs.counts)
         if counts is not None:
@@ -165,8 +156,6 @@ def test_entries_become_steady():
     matrix = make_matrix("sequence", (1, 2, 4), 8, vocab_size=50_000, slots=1 << 22)
     stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     for seed in [0, 1, 2, 0, 1, 0, 2, 0]:  # what came before comes again
-        step = make_step(seed, matrix.layout, max_rows=20, unfilled=0.0)
-        texts = texts_of(step)
-        del step["tails"]
-        learn(matrix.table, stamps, None, salts=matrix.salts, texts=texts, **step)
+        tails, step = make_step(seed, matrix.layout, max_rows=20, unfilled=0.0)
+        learn(matrix, stamps, None, texts_of(tails, step), step, max_rows=20)
     assert int((matrix.table[:, 0] & 3).max()) == 3

@@ -10,22 +10,21 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout, is_written
+from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
 
 
 def seed(
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     stamps: torch.Tensor,
     all_token_ids: torch.Tensor,
     *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
     req_state_indices: Sequence[int],
     lengths: Sequence[int],
     slice_size: int,
 ) -> None:
     """See `vllm_recycle.kernels.triton.matrix.seed.seed`."""
     assert not stamps.any()
+    layout = matrix.layout
     positions = [
         (req_state_idx, end)
         for req_state_idx, length in zip(req_state_indices, lengths, strict=True)
@@ -35,38 +34,36 @@ def seed(
         # By address, what was found of it in order: (head, salt), follower, rest.
         found: dict[int, list[tuple[tuple[int, int], int, list[int]]]] = {}
         for req_state_idx, end in positions[first : first + slice_size]:
-            text, salt = all_token_ids[req_state_idx].tolist(), int(salts[req_state_idx])
+            text, salt = all_token_ids[req_state_idx].tolist(), int(matrix.salts[req_state_idx])
             if not 0 <= text[end] < layout.vocab_size:
                 continue
             context = text[max(0, end - layout.reach) : end][::-1]
-            known: dict[int, list[int]] = {}
-            for index, own, address, head in layout.addresses(context, salt):
-                reads = layout.has_own if own else layout.reads_shared
-                if reads and is_written(table, address, head, salt if own else 0):
-                    known[index] = table[address, 1:-1].tolist()
+            known = {
+                index: matrix.table[address, 1:-1].tolist()
+                for address, index, _ in matrix.known_entries(context, salt)
+            }
             for index, own, address, head in layout.addresses(context, salt):
                 if bool(own) == layout.has_own:
                     rest = known.get(index, known.get(0, []))
                     one = ((head, salt if own else 0), text[end], rest)
                     found.setdefault(address, []).append(one)
-        merged = {address: _merged(table, address, seen, layout) for address, seen in found.items()}
+        merged = {address: _merged(matrix, address, seen) for address, seen in found.items()}
         for address, entry in merged.items():
-            table[address] = torch.tensor(entry, dtype=torch.int32)
+            matrix.table[address] = torch.tensor(entry, dtype=torch.int32)
 
 
 def _merged(
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     address: int,
     seen: list[tuple[tuple[int, int], int, list[int]]],
-    layout: MatrixLayout,
 ) -> list[int]:
     (head, salt), _, rest = seen[-1]
     followers = [follower for context, follower, _ in reversed(seen) if context == (head, salt)]
     latest = list(dict.fromkeys(followers))[:3]
     run = next((i for i, token in enumerate(followers) if token != latest[0]), len(followers))
-    old, first = table[address, :2].tolist()
-    stays = is_written(table, address, head, salt) and first == latest[0] and len(latest) == 1
+    old, first = matrix.table[address, :2].tolist()
+    stays = matrix.is_written(address, head, salt) and first == latest[0] and len(latest) == 1
     steadiness = min(MAX_STEADINESS, (old & 3) + run if stays else run - 1)
     successors = [*latest, *(token for token in rest if token >= 0 and token not in latest)]
-    successors = [*successors, *[-1] * layout.k][: layout.k]
+    successors = [*successors, *[-1] * matrix.layout.k][: matrix.layout.k]
     return [head | steadiness, *successors, salt]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_recycle.core import WalkResult
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -52,15 +53,15 @@ class TokenRecyclingV1Drafter(V1Drafter):
     ) -> None:
         tails = ends.tails(self.proposer.layout.reach)
         tails[step.row_token_ids[step.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
-        self.proposer.learn(
+        verified = VerifiedStep(
             idx_mapping,
-            tails,
-            step.trees,
+            step.trees.parents,
             step.row_token_ids,
             step.cu_num_logits,
             self.successors,
             walked,
         )
+        self.proposer.learn(tails, verified)
 
     def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
         max_nodes = min(texts.num_nodes, self.proposer.num_nodes)

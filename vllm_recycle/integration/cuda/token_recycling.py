@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_recycle.core import WalkResult
 from vllm_recycle.core.grow import BEAM, LEVELS
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
@@ -98,11 +99,9 @@ class TokenRecyclingV2Drafter(V2Drafter):
             matrix.begin(req_state_idx)
         if self.seeds:
             seed(
-                matrix.table,
+                matrix,
                 self.stamps,
                 self.texts.token_ids,
-                layout=matrix.layout,
-                salts=matrix.salts,
                 req_state_indices=req_state_indices,
                 lengths=lengths,
             )
@@ -120,40 +119,35 @@ class TokenRecyclingV2Drafter(V2Drafter):
         matrix = self.state.matrix
         if path is None:
             path = self.roots[: input_batch.num_reqs]
+        step = VerifiedStep(
+            input_batch.idx_mapping,
+            self.trees.parents,
+            row_token_ids,
+            input_batch.cu_num_logits,
+            self.successors,
+            WalkResult(path, output.sampled_token_ids.long(), output.num_sampled),
+        )
         learn(
-            matrix.table,
+            matrix,
             self.stamps,
             # Under `isolated` nobody's counts reach another: what is shipped serves.
-            self.counts if matrix.layout.writes_shared else None,
-            layout=matrix.layout,
-            idx_mapping=input_batch.idx_mapping,
-            salts=matrix.salts,
-            texts=self.texts,
-            parents=self.trees.parents,
-            row_token_ids=row_token_ids,
-            cu_num_logits=input_batch.cu_num_logits,
-            successors=self.successors,
-            walked=WalkResult(path, output.sampled_token_ids.long(), output.num_sampled),
+            self.counts if matrix.layout.has_shared else None,
+            self.texts,
+            step,
             max_rows=1 + (self.trees.num_nodes if input_batch.num_draft_tokens else 0),
             learns=output.num_sampled,  # nothing in the middle of a prompt
         )
 
     def propose(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         """int64 [batch, nodes], -1 where there is no draft."""
-        matrix, shape = self.state.matrix, (len(idx_mapping), self.trees.num_nodes)
+        shape = (len(idx_mapping), self.trees.num_nodes)
         drafts = torch.empty(shape, dtype=torch.int64, device=idx_mapping.device)
         self.worths = torch.empty(shape, device=idx_mapping.device)
-        written = (drafts, self.worths)
-        learnt = (matrix.table, self.counts.rates, idx_mapping)
-        given: dict[str, Any] = {
-            "layout": matrix.layout,
-            "salts": matrix.salts,
-            "texts": self.texts,
-        }
+        learnt = (self.state.matrix, self.counts.rates, idx_mapping, self.texts)
         if self.template is None:
-            grow(*written, *learnt, **given, trees=self.trees, beam=BEAM)
+            grow(drafts, self.worths, *learnt, trees=self.trees, beam=BEAM)
         else:
-            fill(*written, *learnt, **given, tree=self.template)
+            fill(drafts, self.worths, *learnt, tree=self.template)
         return drafts
 
     def describe(self) -> str:

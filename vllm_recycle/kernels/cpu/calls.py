@@ -11,29 +11,15 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core.adjacency import MAX_CONTEXT, MatrixLayout
-from vllm_recycle.core.grow import Growth
-from vllm_recycle.core.harvest import harvest
+from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix
+from vllm_recycle.core.grow import Growth, TextEnds
+from vllm_recycle.core.harvest import harvest as harvest
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
 from vllm_recycle.kernels.cpu.build import load_library
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
-
-__all__ = [
-    "choose",
-    "fill",
-    "grow",
-    "harvest",
-    "insert_phrases",
-    "learn",
-    "name",
-    "newest_phrases",
-    "seed",
-    "top_k",
-    "tree_attention",
-    "walk",
-]
 
 name = "c++"
 
@@ -42,43 +28,25 @@ LANES = 16
 NO_WINDOW = 2**62  # more tokens than a text has
 
 
+# Numbers of a `MatrixLayout`, as `Matrix` in matrix.cpp has them.
+NUMBERS = ("vocab_size", "k", "slots", "has_own", "has_shared", "parts")
+
+
 class _Matrix(ctypes.Structure):
     """As `Matrix` in matrix.cpp."""
 
     _fields_ = (
         ("table", c_void_p),
-        *(
-            (field, c_int64)
-            for field in (
-                "num_contexts",
-                "vocab",
-                "k",
-                "slots",
-                "has_own",
-                "reads_shared",
-                "writes_shared",
-                "parts",
-            )
-        ),
+        *((name, c_int64) for name in NUMBERS),
+        ("num_contexts", c_int64),
         ("lengths", c_int64 * MAX_CONTEXT),
     )
 
 
-def _matrix(table: torch.Tensor, layout: MatrixLayout) -> Any:
-    return ctypes.byref(
-        _Matrix(
-            _pointer(table, torch.int32),
-            len(layout.contexts),
-            layout.vocab_size,
-            layout.k,
-            layout.slots,
-            layout.has_own,
-            layout.reads_shared,
-            layout.writes_shared,
-            layout.parts,
-            layout.contexts,
-        )
-    )
+def _matrix(matrix: AdjacencyMatrix) -> Any:
+    layout, table = matrix.layout, _pointer(matrix.table, torch.int32)
+    numbers = (getattr(layout, name) for name in NUMBERS)
+    return ctypes.byref(_Matrix(table, *numbers, len(layout.contexts), layout.contexts))
 
 
 def _library() -> ctypes.CDLL:
@@ -87,11 +55,18 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _pointer(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> int:
-    """For C++, which believes what it is given."""
+def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.int64) -> int | None:
+    """For C++, which believes what it is given; None stays None."""
+    if tensor is None:
+        return None
     assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.is_contiguous()
     return tensor.data_ptr()
+
+
+def _pointers(*tensors: torch.Tensor) -> list[int | None]:
+    """For C++, of int64 tensors."""
+    return [_pointer(tensor) for tensor in tensors]
 
 
 def _rows_pointer(tensor: torch.Tensor) -> int:
@@ -101,30 +76,31 @@ def _rows_pointer(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
+    """Salts, tails and depths."""
+    salts = matrix.salts[texts.idx_mapping]
+    assert texts.tails.shape[1] == matrix.layout.reach
+    assert len(salts) == len(texts.max_depths) == len(texts.tails)
+    return salts, texts.tails, texts.max_depths
+
+
 def grow(
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     rates: torch.Tensor,
+    texts: TextEnds,
     *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
     max_nodes: int,
     least_worth: float = 0.0,
 ) -> Growth:
     """See `vllm_recycle.core.grow.grow`."""
-    batch = len(tails)
-    assert tails.shape[1] == layout.reach
-    assert len(salts) == len(max_depths) == batch
+    batch, ends = len(texts.tails), _ends(matrix, texts)
     token_ids = torch.empty(batch, max_nodes, dtype=torch.int64)
     worths = torch.empty(batch, max_nodes, dtype=torch.float64)
     parents = torch.empty(batch, max_nodes + 1, dtype=torch.int64)
     _library().grow(
-        _matrix(table, layout),
+        _matrix(matrix),
         _pointer(rates, torch.float64),
-        _pointer(salts),
-        _pointer(tails),
-        _pointer(max_depths),
+        *_pointers(*ends),
         batch,
         max_nodes,
         least_worth,
@@ -136,30 +112,16 @@ def grow(
 
 
 def fill(
-    table: torch.Tensor,
-    rates: torch.Tensor,
-    *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
-    tails: torch.Tensor,
-    max_depths: torch.Tensor,
-    tree: TreeTemplate,
+    matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
 ) -> Growth:
     """See `vllm_recycle.core.grow.fill`."""
-    batch = len(tails)
-    assert tails.shape[1] == layout.reach
-    assert len(salts) == len(max_depths) == batch
+    batch, ends = len(texts.tails), _ends(matrix, texts)
     token_ids = torch.empty(batch, tree.num_nodes, dtype=torch.int64)
     worths = torch.empty(batch, tree.num_nodes, dtype=torch.float64)
     _library().fill(
-        _matrix(table, layout),
+        _matrix(matrix),
         _pointer(rates, torch.float64),
-        _pointer(salts),
-        _pointer(tails),
-        _pointer(max_depths),
-        _pointer(tree.parents),
-        _pointer(tree.ranks),
-        _pointer(tree.depths),
+        *_pointers(*ends, tree.parents, tree.ranks, tree.depths),
         batch,
         tree.num_nodes + 1,
         _pointer(token_ids),
@@ -169,41 +131,30 @@ def fill(
 
 
 def learn(
-    table: torch.Tensor,
-    counts: torch.Tensor | None,
-    *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
-    tails: torch.Tensor,
-    parents: torch.Tensor,
-    row_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    successors: torch.Tensor,
-    walked: WalkResult,
+    matrix: AdjacencyMatrix, counts: torch.Tensor | None, tails: torch.Tensor, step: VerifiedStep
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
-    assert tails.shape[1] == layout.reach
-    path, token_ids = walked.path.contiguous(), walked.token_ids.contiguous()
+    assert tails.shape[1] == matrix.layout.reach
+    salts = matrix.salts[step.idx_mapping]
+    path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     _library().learn(
-        _matrix(table, layout),
-        None if counts is None else _pointer(counts, torch.float64),
-        _pointer(salts),
-        _pointer(tails),
-        _rows_pointer(parents),
-        parents.stride(0),
-        _pointer(row_token_ids),
-        _pointer(cu_num_logits),
-        _pointer(successors, torch.int32),
-        _pointer(path),
-        _pointer(token_ids),
+        _matrix(matrix),
+        _pointer(counts, torch.float64),
+        *_pointers(salts, tails),
+        _rows_pointer(step.parents),
+        step.parents.stride(0),
+        *_pointers(step.row_token_ids, step.cu_num_logits),
+        _pointer(step.successors, torch.int32),
+        *_pointers(path, token_ids),
         path.shape[1],
         len(tails),
     )
 
 
-def seed(table: torch.Tensor, token_ids: torch.Tensor, salt: int, *, layout: MatrixLayout) -> None:
+def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -> None:
     """See `vllm_recycle.core.learn.seed`."""
-    _library().seed(_matrix(table, layout), _pointer(token_ids), len(token_ids), salt)
+    salt = int(matrix.salts[req_state_idx])
+    _library().seed(_matrix(matrix), _pointer(token_ids), len(token_ids), salt)
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -255,9 +206,7 @@ def walk(
     cu_num_logits = cu_num_logits.long()
     trees = tree.of_batch(batch)
     _library().walk(
-        _pointer(sampled),
-        _pointer(draft_token_ids),
-        _pointer(cu_num_logits),
+        *_pointers(sampled, draft_token_ids, cu_num_logits),
         _rows_pointer(trees.parents),
         _rows_pointer(trees.depths),
         trees.parents.stride(0),
@@ -265,8 +214,7 @@ def walk(
         batch,
         trees.num_nodes,
         length,
-        _pointer(path),
-        _pointer(token_ids),
+        *_pointers(path, token_ids),
         _pointer(lengths, torch.int32),
     )
     return WalkResult(path, token_ids, lengths)
@@ -302,9 +250,8 @@ def insert_phrases(
     replaced = None if replaced is None else replaced.contiguous()
     _library().insert_phrases(
         _pointer(rows, torch.int32),
-        _pointer(token_ids),
-        _pointer(phrases),
-        None if replaced is None else _pointer(replaced),
+        *_pointers(token_ids, phrases),
+        _pointer(replaced),
         len(token_ids),
         per_token,
         length,
@@ -349,13 +296,11 @@ def tree_attention(
         output.data_ptr(),
         kv_cache.data_ptr(),
         *(0 if side is None else side.data_ptr() for side in sides),
-        _pointer(trees.first),
-        _pointer(trees.num_rows),
-        _pointer(trees.num_context),
+        *_pointers(trees.first, trees.num_rows, trees.num_context),
         trees.block_table.data_ptr(),
         mask.data_ptr(),
         _rows_pointer(depths),
-        None if sinks is None else _pointer(sinks, torch.float32),
+        _pointer(sinks, torch.float32),
         len(trees.first),
         query.shape[1],
         kv_cache.shape[1],

@@ -22,7 +22,7 @@ constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 // The table and its layout, see MatrixLayout; as calls.py fills it in.
 struct Matrix {
   int32_t* table;
-  int64_t num_contexts, vocab, k, slots, has_own, reads_shared, writes_shared, parts;
+  int64_t vocab, k, slots, has_own, has_shared, parts, num_contexts;
   int64_t lengths[MAX_REACH];  // of contexts, ascending from 1
 
   int64_t reach() const { return lengths[num_contexts - 1]; }
@@ -72,7 +72,7 @@ void each_place(const Matrix& matrix, const Context& context, int64_t salt, Visi
       hashed = (hashed ^ uint64_t(context.tokens[seen] + 1)) * MIX;
       hashed ^= hashed >> 32;
     }
-    for (int64_t own = 0; own < 2; own++) {
+    for (int64_t own = !matrix.has_shared; own < 1 + matrix.has_own; own++) {
       if (length == 1 && !own) {
         const int64_t token = context.tokens[0];
         visit(Place{index, 0, matrix.entry(token), int32_t(token << 3), 0, matrix.k});
@@ -92,7 +92,7 @@ void each_place(const Matrix& matrix, const Context& context, int64_t salt, Visi
 Place find_entry(const Matrix& matrix, const Context& context, int64_t salt) {
   Place found = {};
   each_place(matrix, context, salt, [&](const Place& place) {
-    if ((place.own ? matrix.has_own : matrix.reads_shared) && place.is_known()) found = place;
+    if (place.is_known()) found = place;
   });
   return found;
 }
@@ -269,9 +269,7 @@ void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t
     }
     auto write = [&](int64_t row) {
       each_place(matrix, contexts[row], salts[b], [&](const Place& place) {
-        if (place.own ? matrix.has_own : matrix.writes_shared) {
-          writes.push_back(write_to(place, successors + (first + row) * matrix.k));
-        }
+        writes.push_back(write_to(place, successors + (first + row) * matrix.k));
       });
     };
     for (int64_t row = 0; row < rows; row++) {
@@ -294,9 +292,7 @@ void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t s
     if (!matrix.is_token(tokens[end])) continue;
     std::fill(known.begin(), known.end(), nullptr);
     each_place(matrix, context, salt, [&](const Place& place) {
-      if ((place.own ? matrix.has_own : matrix.reads_shared) && place.is_known()) {
-        known[place.index] = place.entry + 1;
-      }
+      if (place.is_known()) known[place.index] = place.entry + 1;
     });
     // All are read before one is written.
     const int32_t follower = int32_t(tokens[end]);
@@ -311,7 +307,7 @@ void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t s
       std::fill(out + size, out + k, -1);
     }
     each_place(matrix, context, salt, [&](const Place& place) {
-      if (bool(place.own) == bool(matrix.has_own)) {
+      if (place.own == matrix.has_own) {
         apply(matrix, write_to(place, merged.data() + place.index * k));
       }
     });

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
 from vllm_recycle.kernels.triton.walk import num_warps
@@ -19,13 +19,11 @@ from vllm_recycle.kernels.triton.walk import num_warps
 def fill(
     drafts: torch.Tensor,
     worths: torch.Tensor,
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     rates: torch.Tensor,
     idx_mapping: torch.Tensor,
-    *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
     texts: Texts,
+    *,
     tree: TreeTemplate,
 ) -> None:
     """Draft below the last token of each text; see `core.grow.fill`.
@@ -33,31 +31,29 @@ def fill(
     Args:
         drafts: int64 [batch, nodes], written: of each node, -1 where there is none.
         worths: float32 [batch, nodes], written: of each node, 0 where there is none.
-        table: int32 [addresses, 2 + k].
+        matrix: what is drafted from.
         rates: float32 [contexts, 2, k, 4], each from 0 to 1.
         idx_mapping: integer [batch].
-        layout: of the table.
-        salts: int64 [max_num_reqs].
         texts: by `req_state_idx`.
         tree: the template, its tables on the device of the others.
 
     """
-    batch, nodes = drafts.shape
+    (batch, nodes), layout = drafts.shape, matrix.layout
     assert nodes == tree.num_nodes
     assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worths, table, rates, idx_mapping, salts):
+    for tensor in (drafts, worths, matrix.table, rates, idx_mapping, matrix.salts):
         assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
     lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(layout)
-    scratch = torch.empty(batch, lanes, constants.PLACES, dtype=torch.int32, device=table.device)
+    scratch = torch.empty(batch, lanes, constants.PLACES, dtype=torch.int32, device=drafts.device)
     _fill_kernel[(batch,)](
         drafts,
         worths,
         scratch,
-        table,
+        matrix.table,
         rates,
         idx_mapping,
-        salts,
+        matrix.salts,
         texts.token_ids,
         texts.token_ids.stride(0),
         texts.lengths,

@@ -6,6 +6,7 @@ context is eight tokens or fewer in memory, the newest first, -1 behind the last
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -25,29 +26,17 @@ class Layout(NamedTuple):
 
     VOCAB: int
     K: int
-    SLOTS: int
-    PARTS: int
     CONTEXTS: tuple[int, ...]
+    SLOTS: int
+    HAS_OWN: bool
+    HAS_SHARED: bool
+    PARTS: int
     REACH: int
     PLACES: int  # a power of two, at least REACH
-    HAS_OWN: bool
-    READS_SHARED: bool
-    WRITES_SHARED: bool
 
     @classmethod
     def of(cls, layout: MatrixLayout) -> Layout:
-        return cls(
-            layout.vocab_size,
-            layout.k,
-            layout.slots,
-            layout.parts,
-            layout.contexts,
-            layout.reach,
-            triton.next_power_of_2(layout.reach),
-            layout.has_own,
-            layout.reads_shared,
-            layout.writes_shared,
-        )
+        return cls._make((*astuple(layout), layout.reach, triton.next_power_of_2(layout.reach)))
 
 
 class Texts(NamedTuple):
@@ -174,7 +163,7 @@ def find_entry(
             hashed = absorb(hashed, token)
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
-            if LAYOUT.HAS_OWN if own else LAYOUT.READS_SHARED:
+            if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
                 written, there = is_written(table, address, head, salt * own, known, LAYOUT.K)
                 found = tl.where(written, address, found)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -22,13 +22,11 @@ _MOST = tl.constexpr(0x7FFFFFFF)
 def grow(
     drafts: torch.Tensor,
     worths: torch.Tensor,
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     rates: torch.Tensor,
     idx_mapping: torch.Tensor,
-    *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
     texts: Texts,
+    *,
     trees: DeviceTrees,
     beam: int,
 ) -> None:
@@ -37,20 +35,18 @@ def grow(
     Args:
         drafts: int64 [batch, nodes], written: of each node, padded with -1.
         worths: float32 [batch, nodes], written: of each node, 0 where there is none.
-        table: int32 [addresses, 2 + k].
+        matrix: what is drafted from.
         rates: float32 [contexts, 2, k, 4], each from 0 to 1.
         idx_mapping: integer [batch].
-        layout: of the table.
-        salts: int64 [max_num_reqs].
         texts: by `req_state_idx`.
         trees: written where the requests' are; has the most nodes and levels of a tree.
         beam: the most nodes of a level that are expanded.
 
     """
-    batch, nodes = drafts.shape
+    (batch, nodes), layout = drafts.shape, matrix.layout
     assert nodes == trees.num_nodes
     assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worths, table, rates, idx_mapping, salts):
+    for tensor in (drafts, worths, matrix.table, rates, idx_mapping, matrix.salts):
         assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
     # Lanes for at least as many children as a tree has nodes. No more nodes of a level than a tree
@@ -61,7 +57,7 @@ def grow(
     expanded = max(triton.next_power_of_2(beam), lanes // children)
     constants = Layout.of(layout)
     size = trees.depth * (2 * expanded * children + expanded) + 2 * expanded * constants.PLACES
-    scratch = torch.empty(batch, size, dtype=torch.int32, device=table.device)
+    scratch = torch.empty(batch, size, dtype=torch.int32, device=drafts.device)
     words = trees.ancestor_bits.shape[2]
     _grow_kernel[(batch,)](
         drafts,
@@ -70,10 +66,10 @@ def grow(
         trees.depths,
         trees.ancestor_bits,
         scratch,
-        table,
+        matrix.table,
         rates,
         idx_mapping,
-        salts,
+        matrix.salts,
         texts.token_ids,
         texts.token_ids.stride(0),
         texts.lengths,

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
-from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
+from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts, count_visits, fold_counts
 from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, is_written, read_tail
 from vllm_recycle.kernels.triton.matrix.mark import mark_entries
@@ -30,50 +30,35 @@ ELEMENTS = 512  # of the entries that one program writes
 
 
 def learn(
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     stamps: torch.Tensor,
     counts: DeviceCounts | None,
-    *,
-    layout: MatrixLayout,
-    idx_mapping: torch.Tensor,
-    salts: torch.Tensor,
     texts: Texts,
-    parents: torch.Tensor,
-    row_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    successors: torch.Tensor,
-    walked: WalkResult,
+    step: VerifiedStep,
+    *,
     max_rows: int,
     learns: torch.Tensor | None = None,
 ) -> None:
-    """Count what was right at the visited rows, and write the entries of all rows' contexts.
-
-    A row that was not filled writes nothing, nor does what hangs below one.
+    """See `core.learn.learn`.
 
     Args:
-        table: int32 [addresses, 2 + k], written in place.
+        matrix: written in place.
         stamps: int32 [addresses], zero before and after.
         counts: written in place; None to count nothing.
-        layout: of the table.
-        idx_mapping: integer [batch], the `req_state_idx` of each request.
-        salts: int64 [max_num_reqs], by `req_state_idx`.
         texts: by `req_state_idx`; each ends with the root of the step.
-        parents: int32 [max_num_reqs, rows], of the trees, by `req_state_idx`.
-        row_token_ids: int64 [logit rows], -1 where a row was not filled.
-        cu_num_logits: integer [batch + 1]; a request may have no rows.
-        successors: int32 [logit rows, k], best first.
-        walked: what the walk accepted.
+        step: what is learnt from; a request may have no rows.
         max_rows: at least the rows of any request; grids are made from it.
         learns: bool or integer [batch], whether a request teaches anything; None if all do.
 
     """
+    table, layout, walked = matrix.table, matrix.layout, step.walked
     batch, path = walked.path.shape
-    for tensor in (table, stamps, salts, parents, row_token_ids, cu_num_logits, successors):
+    for tensor in (table, stamps, matrix.salts, step.parents, step.row_token_ids, step.successors):
         assert tensor.is_contiguous()
-    assert walked.path.is_contiguous()
-    assert walked.token_ids.is_contiguous()
+    for tensor in (step.cu_num_logits, walked.path, walked.token_ids):
+        assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
-    shared = (idx_mapping.contiguous(), salts, cu_num_logits)
+    shared = (step.idx_mapping.contiguous(), matrix.salts, step.cu_num_logits)
     rows = batch * max_rows
     places = 2 * len(layout.contexts)
     numbers = torch.empty(rows, dtype=torch.int32, device=table.device)
@@ -95,12 +80,12 @@ def learn(
         texts.token_ids,
         texts.token_ids.stride(0),
         texts.lengths,
-        parents,
-        row_token_ids,
+        step.parents,
+        step.row_token_ids,
         walked.path,
         walked.token_ids,
         MAX_ROWS=max_rows,
-        TREE_ROWS=parents.shape[1],
+        TREE_ROWS=step.parents.shape[1],
         PATH=path,
         PATH_LANES=triton.next_power_of_2(path),
         LANES=LANES,
@@ -112,7 +97,7 @@ def learn(
     ranks = places * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
     # Each length has the place of the shared entry, and then that of the own one.
-    written = len(layout.contexts) * (layout.has_own + layout.writes_shared)
+    written = len(layout.contexts) * (layout.has_own + layout.has_shared)
     _write_step_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
         table,
         stamps,
@@ -123,7 +108,7 @@ def learn(
         heads,
         addresses,
         *shared,
-        successors,
+        step.successors,
         rows,
         MAX_ROWS=max_rows,
         K=layout.k,
@@ -131,7 +116,7 @@ def learn(
         ROWS=block,
         PLACES=places,
         WRITTEN=written,
-        FIRST_PLACE=0 if layout.writes_shared else 1,
+        FIRST_PLACE=0 if layout.has_shared else 1,
         PLACE_STEP=2 * len(layout.contexts) // written,
         RANKS=ranks,
         FOLD_BLOCKS=fold_blocks,

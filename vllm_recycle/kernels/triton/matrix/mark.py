@@ -64,7 +64,7 @@ def mark_entries(
             before += (above == 0).to(tl.int32)
             above = tl.load(parents + above, mask=in_tree, other=0).to(tl.int32)
         for own in tl.static_range(2):
-            if LAYOUT.HAS_OWN if own else LAYOUT.WRITES_SHARED:
+            if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
                 written = (2 * index + own) * rows + scratch
                 stamp = number * PLACES + (2 * index + own)

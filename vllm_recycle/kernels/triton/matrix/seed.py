@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
+from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
 from vllm_recycle.kernels.triton.matrix.find import Layout, absorb, is_written, place_of
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
@@ -32,12 +32,10 @@ LANES = 32  # positions of one program
 
 
 def seed(
-    table: torch.Tensor,
+    matrix: AdjacencyMatrix,
     stamps: torch.Tensor,
     all_token_ids: torch.Tensor,
     *,
-    layout: MatrixLayout,
-    salts: torch.Tensor,
     req_state_indices: Sequence[int],
     lengths: Sequence[int],
     slice_size: int = SLICE,
@@ -47,16 +45,15 @@ def seed(
     Sequences that have entries of their own write these alone.
 
     Args:
-        table: int32 [addresses, 2 + k], written in place.
+        matrix: written in place.
         stamps: int32 [addresses], zero before and after.
         all_token_ids: int32 [max_num_reqs, max_model_len], of the device or mapped for it.
-        layout: of the table.
-        salts: int64 [max_num_reqs], by `req_state_idx`.
         req_state_indices: whose texts, in this order.
         lengths: of each of these texts.
         slice_size: positions that are taken in at once.
 
     """
+    table, layout = matrix.table, matrix.layout
     assert all_token_ids.stride(1) == 1
     starts = [0, *accumulate(max(0, length - 1) for length in lengths)]
     num_positions = starts[-1]
@@ -87,7 +84,7 @@ def seed(
             table,
             all_token_ids,
             all_token_ids.stride(0),
-            salts,
+            matrix.salts,
             requests,
             len(lengths),
             first,
@@ -172,11 +169,10 @@ def _mark_prompt_kernel(
         rest = of_one
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
-            if LAYOUT.HAS_OWN if own else (LAYOUT.READS_SHARED or not LAYOUT.HAS_OWN):
+            if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
-                if LAYOUT.HAS_OWN if own else LAYOUT.READS_SHARED:
-                    written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
-                    rest = tl.where(written, address, rest)
+                written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
+                rest = tl.where(written, address, rest)
                 if own == LAYOUT.HAS_OWN:
                     row = index * size + entry
                     tl.atomic_max(
