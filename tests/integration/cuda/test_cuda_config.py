@@ -30,7 +30,12 @@ TABLE = "num_speculative_tokens_per_batch_size"
 
 @pytest.fixture(autouse=True)
 def _on_cuda(monkeypatch):
-    platform = SimpleNamespace(is_cuda=lambda: True, device_type="cuda", device_name="a GPU")
+    platform = SimpleNamespace(
+        is_cuda=lambda: True,
+        device_type="cuda",
+        device_name="a GPU",
+        is_device_capability_family=lambda family: False,
+    )
     monkeypatch.setattr(engine_config, "current_platform", platform)
 
 
