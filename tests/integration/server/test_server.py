@@ -22,7 +22,7 @@ METHODS = {
     "token_recycling": (
         {"method": "token_recycling", "tree": "paper-80"},
         "matrix_file",
-        "token_recycling: tree paper-80, 80 nodes, depth 6, k 8",
+        "token_recycling: tree paper-80, 80 nodes, depth 6, a row's cost measured, k 8",
     ),
     "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
 }
