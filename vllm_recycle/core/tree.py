@@ -57,24 +57,22 @@ class Trees:
     def from_parents(cls, parents: torch.Tensor) -> Trees:
         """The trees of these parents, int64 [batch, rows], each before its children."""
         batch, rows = parents.shape
-        # All rows climb at once, a level at a time; those that have reached the root stay there.
-        # Indices are into flat arrays of numpy, whose calls cost a third of torch's.
-        above, depths = parents.numpy().ravel(), np.zeros(batch * rows, dtype=np.int64)
-        mask = np.zeros(batch * rows * rows, dtype=bool)
-        row, first = np.tile(np.arange(rows), batch), np.repeat(np.arange(batch) * rows, rows)
-        columns = np.arange(batch * rows) * rows
-        while True:
-            mask[columns + row] = True
-            is_below = row > 0
-            if not is_below.any():
-                break
-            depths += is_below
-            row = above[first + row]
-        return cls(
-            parents,
-            torch.from_numpy(depths).view(batch, rows),
-            torch.from_numpy(mask).view(batch, rows, rows),
-        )
+        mask = np.zeros((batch, rows, rows), dtype=bool)
+        depths = np.ones((batch, rows), dtype=np.int64)
+        mask[:, :, 0], depths[:, 0] = True, 0
+        mask.reshape(batch, -1)[:, :: rows + 1] = True
+        # Rows that are not below the root itself climb all at once, a level at a time. Indices are
+        # into flat arrays of numpy, whose calls cost a third of torch's.
+        above, flat_mask, flat_depths = parents.numpy().ravel(), mask.ravel(), depths.ravel()
+        below = np.flatnonzero(above)
+        climbed = above[below]
+        while len(below):
+            flat_mask[below * rows + climbed] = True
+            flat_depths[below] += 1
+            climbed = above[below - below % rows + climbed]
+            goes_on = climbed > 0
+            below, climbed = below[goes_on], climbed[goes_on]
+        return cls(parents, torch.from_numpy(depths), torch.from_numpy(mask))
 
     @classmethod
     def from_drafts(cls, parents: Sequence[Sequence[int]]) -> Trees:
