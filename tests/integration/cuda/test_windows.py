@@ -35,10 +35,14 @@ ARGUMENTS = LLM_ARGUMENTS | {"num_gpu_blocks_override": 24}  # for two groups
 def test_tokens_equal_those_without_speculation(result, model):
     found = result[model]
     assert found["trees"] == found["plain"]
-    # Drafts were accepted, and compacted in each group.
-    assert found["groups"] == len(found["moved rows"]) == 2
+    # Drafts were accepted, and compacted.
+    assert found["groups"] == 2
     assert found["accepted tokens"] > 0
     assert min(found["moved rows"].values()) > 0
+
+
+def test_trees_are_compacted_in_each_group(result):
+    assert len(result["windows"]["moved rows"]) == 2
 
 
 def test_the_layers_have_sinks(result):
