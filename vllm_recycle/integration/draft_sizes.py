@@ -1,7 +1,7 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up by the number of requests that a step has. `DraftSizes` is asked in place
-of its table, and goes by those requests that draft. What it knows comes with the output of earlier
+vLLM looks the number up by the number of requests that a step has. `DraftSizes` chooses it instead,
+by those requests that draft; `SizeTable` is what vLLM takes for its table. What it knows comes with the output of earlier
 steps, from the first rank.
 """
 
@@ -68,11 +68,20 @@ def _max_rows(vllm_config: Any) -> int:
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
 
 
+class SizeTable:
+    """Stands in the place of vLLM's table of sizes by batch; each look-up chooses, once per step."""
+
+    def __init__(self, sizes: DraftSizes) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, num_reqs: int) -> int:
+        return self.sizes.choose(num_reqs)
+
+
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
-    Stands in the place of vLLM's table of sizes by batch, which is asked once a step, in a
-    `TreeScheduler` that vLLM has made.
+    Made for a `TreeScheduler` that vLLM has made, with its table still in place.
     """
 
     def __init__(self, scheduler: Any, vllm_config: Any) -> None:
@@ -98,7 +107,7 @@ class DraftSizes:
         self._seconds: dict[int, float] = {}
         self._given: dict[str, int] = {}
 
-    def __getitem__(self, num_reqs: int) -> int:
+    def choose(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
 
         Where nothing is known of steps like the next one, since they have no graph or none was

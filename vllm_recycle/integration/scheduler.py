@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_limits import even_limit
-from vllm_recycle.integration.draft_sizes import DraftSizes
+from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
 from vllm_recycle.integration.requests import may_speculate
@@ -55,7 +55,8 @@ class TreeScheduler(Scheduler):
             )
         self.sizes: DraftSizes | None = None
         if chooses_sizes(vllm_config):
-            self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
+            self.sizes = DraftSizes(self, vllm_config)
+            self.dynamic_sd_lookup = SizeTable(self.sizes)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
