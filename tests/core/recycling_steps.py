@@ -37,6 +37,26 @@ def write_entries(
             matrix.write_entry(address, head, salt if is_own else 0, successors)
 
 
+def write(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
+    layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
+    own, shared = layout.has_own, layout.has_shared
+    write_entries(matrix, context, salt, successors, own=own, shared=shared)
+
+
+def seen(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
+    """The successors that a request would draft from after a context."""
+    found = matrix.find_entry(context, int(matrix.salts[req_state_idx]))
+    return None if found is None else matrix.table[found[0], 1:-1].tolist()
+
+
+def started(scope="sequence", **options) -> AdjacencyMatrix:
+    """A matrix with two requests running."""
+    matrix = make_matrix(scope, **options)
+    matrix.begin(0)
+    matrix.begin(1)
+    return matrix
+
+
 def tails_of(texts: Sequence[list[int]], reach: int) -> torch.Tensor:
     """int64 [batch, reach], each text, the newest token first."""
     return torch.tensor([[*text[::-1], *[-1] * reach][:reach] for text in texts])

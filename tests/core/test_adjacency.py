@@ -7,15 +7,13 @@ import re
 from dataclasses import dataclass, field, replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, address_of, make_matrix, write_entries
-from strategies import BRIEF, THOROUGH
+from recycling_steps import VOCAB, K, address_of, make_matrix, seen, started, write, write_entries
+from strategies import BRIEF
 
-from vllm_recycle.core import SCOPES, WalkResult, adjacency
-from vllm_recycle.core.adjacency import AdjacencyMatrix, check_contexts, slots_in
-from vllm_recycle.core.learn import VerifiedStep, learn, seed
+from vllm_recycle.core import SCOPES, adjacency
+from vllm_recycle.core.adjacency import check_contexts, slots_in
 
 CONTEXTS = (1, 2, 4)
 
@@ -52,26 +50,6 @@ class Model:
             ((salt if own else 0, tuple(context[: layout.contexts[index]])), address)
             for index, own, address, _ in layout.addresses(context, salt)
         ]
-
-
-def write(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int], successors: list[int]):
-    layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
-    own, shared = layout.has_own, layout.has_shared
-    write_entries(matrix, context, salt, successors, own=own, shared=shared)
-
-
-def seen(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
-    """The successors that a request would draft from after a context."""
-    found = matrix.find_entry(context, int(matrix.salts[req_state_idx]))
-    return None if found is None else matrix.table[found[0], 1:-1].tolist()
-
-
-def started(scope="sequence", **options) -> AdjacencyMatrix:
-    """A matrix with two requests running."""
-    matrix = make_matrix(scope, **options)
-    matrix.begin(0)
-    matrix.begin(1)
-    return matrix
 
 
 tokens = st.integers(0, 3)
@@ -271,107 +249,6 @@ def test_an_entry_of_another_context_in_its_place_is_overwritten_and_not_steady(
     assert int(matrix.table[VOCAB, 0]) & 3 == 0
     assert matrix.find_entry([2, 2], 1)[1] == 1
     assert matrix.find_entry([1, 2], 1)[1] == 0  # that of one token is left
-
-
-def test_the_accepted_path_is_written_last():
-    matrix = started()
-    # Row 1 is accepted; row 3 has its token too, below a sibling that is not.
-    parents, row_token_ids = torch.tensor([[0, 0, 0, 2]]), torch.tensor([0, 1, 2, 1])
-    step = VerifiedStep(
-        idx_mapping=torch.tensor([0]),
-        parents=parents,
-        row_token_ids=row_token_ids,
-        cu_num_logits=torch.tensor([0, 4]),
-        successors=torch.tensor([[1, 2, 3], [3, 4, 5], [6, 5, 4], [2, 3, 4]], dtype=torch.int32),
-        walked=WalkResult(torch.tensor([[0, 1]]), torch.tensor([[1, 3]]), torch.tensor([2])),
-    )
-    learn(matrix, None, torch.tensor([[0, 5]]), step)
-    assert seen(matrix, 0, [1]) == seen(matrix, 1, [1]) == [3, 4, 5]
-    # Each has its own entry of a longer context.
-    assert seen(matrix, 0, [0, 5]) == [1, 2, 3]
-    assert seen(matrix, 0, [1, 0]) == [3, 4, 5]
-    assert seen(matrix, 0, [2, 0]) == [6, 5, 4]
-    assert seen(matrix, 0, [1, 2]) == [2, 3, 4]
-
-
-def test_what_is_read_is_as_it_was_before_the_step():
-    matrix = started("shared", contexts=(1,))
-    write(matrix, 0, [1], [3, 4, 5])
-    counts = torch.zeros(1, 2, K, 5, 2, dtype=torch.float64)
-    # Two rows of one token, of which the last one stays, and two requests that are at it.
-    step = VerifiedStep(
-        idx_mapping=torch.tensor([0, 1]),
-        parents=torch.zeros(2, 2, dtype=torch.int64),
-        row_token_ids=torch.tensor([1, 1, 1]),
-        cu_num_logits=torch.tensor([0, 2, 3]),
-        successors=torch.tensor([[3, 0, 2], [5, 6, 0], [3, 6, 0]], dtype=torch.int32),
-        walked=WalkResult(torch.tensor([[0], [0]]), torch.tensor([[4], [4]]), torch.tensor([1, 1])),
-    )
-    learn(matrix, counts, torch.tensor([[1], [1]]), step)
-    assert seen(matrix, 0, [1]) == [3, 6, 0]
-    assert int(matrix.table[1, 0]) & 3 == 1  # steadier than before by one, whatever came between
-    assert counts[0, 0, :, 0].tolist() == [[0, 2], [2, 2], [0, 2]]
-    assert counts[0, 0, :, 4].equal(counts[0, 0, :, 0])
-    assert not counts[0, 1].any()
-
-
-def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():
-    matrix = started("shared", contexts=(1,))
-    step = VerifiedStep(
-        idx_mapping=torch.tensor([0]),
-        parents=torch.tensor([[0, 0, 1, 0]]),
-        row_token_ids=torch.tensor([-1, -1, 2, 3]),
-        cu_num_logits=torch.tensor([0, 4]),
-        successors=torch.arange(12).view(4, K).int(),
-        walked=WalkResult(torch.tensor([[0]]), torch.tensor([[6]]), torch.tensor([1])),
-    )
-    learn(matrix, None, torch.tensor([[-1]]), step)
-    assert [token for token in range(VOCAB) if seen(matrix, 0, [token])] == [3]
-
-
-# The entries of a prompt.
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@THOROUGH
-@given(text=st.lists(tokens, max_size=20), known=st.lists(contexts, max_size=3))
-def test_a_seeded_entry_has_what_followed_last_and_then_others_once(scope, text, known):
-    matrix = started(scope, contexts=CONTEXTS, slots=1 << 16)
-    for context in known:
-        write(matrix, 1, context, [2, 0, -1])
-    seed(matrix, 0, torch.tensor(text, dtype=torch.int64))
-    for end in range(1, len(text)):
-        context = text[:end][::-1][: matrix.layout.reach]
-        later = [text[:e][::-1][: len(context)] for e in range(end + 1, len(text))]
-        address, index, own = matrix.find_entry(context, int(matrix.salts[0]))
-        successors = matrix.table[address, 1:-1].tolist()
-        kept = [token for token in successors if token >= 0]
-        assert kept == list(dict.fromkeys(kept))
-        assert successors[len(kept) :] == [-1] * (K - len(kept))
-        # Not where the text came by again, or another context has taken the place.
-        if CONTEXTS[index] == len(context) and context not in later:
-            assert own == (scope != "shared")
-            assert successors[0] == text[end]
-
-
-def test_what_was_known_stays_behind_the_follower():
-    matrix = started()
-    write(matrix, 1, [1], [5, 2, 6])  # for all
-    seed(matrix, 0, torch.tensor([0, 1, 2, 0, 1, 3]))
-    # First [2, 5, 6], from the shared entry; then its own one is what was known.
-    assert seen(matrix, 0, [1]) == [3, 2, 5]
-    assert seen(matrix, 0, [1, 0]) == [3, 2, 5]
-    assert seen(matrix, 0, [0, 2]) == [1, -1, -1]
-    assert seen(matrix, 1, [1]) == [5, 2, 6]
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_prompt_is_written_for_all_only_where_there_are_no_own_entries(scope):
-    matrix = started(scope)
-    seed(matrix, 0, torch.tensor([0, 1, 2]))
-    assert seen(matrix, 0, [1, 0]) == [2, -1, -1]
-    assert (seen(matrix, 1, [1, 0]) is not None) == (scope == "shared")
-    assert bool((matrix.shared_entries() == -1).all()) == (scope != "shared")
 
 
 # Options.

@@ -1,8 +1,8 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
 vLLM looks the number up by the number of requests that a step has. `DraftSizes` chooses it instead,
-by those requests that draft; `SizeTable` is what vLLM takes for its table. What it knows comes with the output of earlier
-steps, from the first rank.
+by those requests that draft; `SizeTable` is what vLLM takes for its table. What is known comes with
+the output of earlier steps, from the first rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _max_rows(vllm_config: Any) -> int:
 
 
 class SizeTable:
-    """Stands in the place of vLLM's table of sizes by batch; each look-up chooses, once per step."""
+    """Stands in the place of vLLM's table of sizes by batch; asked once per step, it chooses."""
 
     def __init__(self, sizes: DraftSizes) -> None:
         self.sizes = sizes
