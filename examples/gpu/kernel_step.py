@@ -206,7 +206,7 @@ def check_step(inputs: StepInputs) -> None:
     starts, walked = inputs.cu_num_logits.cpu(), inputs.walk()
     parents = inputs.trees.parents.cpu()[idx_mapping].long()
     trees, drafts = Trees.from_parents(parents), inputs.drafts.cpu()[idx_mapping]
-    expected = reference.walk(inputs.sampled.cpu(), drafts, starts, tree=trees)
+    expected = reference.walk(inputs.sampled.cpu(), drafts, starts, trees=trees)
     depth = expected.path.shape[1]  # that of these trees, which is less than there is room for
     compare("walk", walked.path[:, :depth], expected.path)
     compare("walk", walked.token_ids[:, :depth], expected.token_ids)

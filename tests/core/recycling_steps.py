@@ -93,7 +93,7 @@ def verify(
         successors += [target(row)[:k] for row in texts_of_rows(text, parents, draft[:count])]
     best = torch.tensor(successors, dtype=torch.int32)
     cu_num_logits = torch.tensor(starts)
-    walked = proposer.operations.walk(best[:, 0].long(), drafts, cu_num_logits, tree=trees)
+    walked = proposer.operations.walk(best[:, 0].long(), drafts, cu_num_logits, trees=trees)
     step = VerifiedStep(
         idx_mapping, trees.parents, torch.tensor(row_token_ids), cu_num_logits, best, walked
     )

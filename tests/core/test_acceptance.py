@@ -250,7 +250,9 @@ def counted_nodes(acceptance: NodeAcceptance) -> list[tuple[float, float]]:
 def verify_nodes(acceptance: NodeAcceptance, drafts: list[int], sampled: list[int]) -> None:
     """One request whose first rows were verified: as many as were sampled for."""
     drafted, starts = torch.tensor([drafts]), torch.tensor([0, len(sampled)])
-    acceptance.count(drafted, walk(torch.tensor(sampled), drafted, starts, tree=TEMPLATE))
+    acceptance.count(
+        drafted, walk(torch.tensor(sampled), drafted, starts, trees=TEMPLATE.of_batch(len(drafted)))
+    )
 
 
 def test_nodes_below_visited_rows_are_counted():

@@ -72,7 +72,7 @@ def test_the_walk_takes_the_longest_guess_and_its_bonus_token():
     # The draft goes on 5, 6, 7. The first two guesses begin alike.
     drafts = torch.tensor([[-1, 5, 9, 5, 6, 4, 6]])
     sampled = torch.tensor([5, 1, 6, 1, 6, 7, 1, 1])
-    result = walk(sampled, drafts, torch.tensor([0, 8]), tree=tree)
+    result = walk(sampled, drafts, torch.tensor([0, 8]), trees=tree.of_batch(1))
     assert result.token_ids[0, :3].tolist() == [5, 6, 7]
 
 

@@ -60,13 +60,17 @@ def walk_by_hand(tree: TreeTemplate, draft: list[int], sampled: list[int]) -> li
     return max(paths, key=lambda path: (len(path), -path[-1]))
 
 
+def trees_for(tree: TreeTemplate | Trees, batch: int) -> Trees:
+    return tree.of_batch(batch) if isinstance(tree, TreeTemplate) else tree
+
+
 def walk_all(
     sampled: list[list[int]], drafted: list[list[int]], *, tree: TreeTemplate | Trees
 ) -> WalkResult:
     """The walk of sequences that may have fewer rows than the tree."""
     starts = torch.tensor([0, *(len(rows) for rows in sampled)]).cumsum(0)
     flat = torch.tensor([token for rows in sampled for token in rows])
-    return walk(flat, torch.tensor(drafted), starts, tree=tree)
+    return walk(flat, torch.tensor(drafted), starts, trees=trees_for(tree, len(drafted)))
 
 
 def padded(values: list[int], width: int) -> list[int]:
@@ -92,7 +96,7 @@ def test_walk_follows_the_drafts_as_a_plain_loop_does(step, data):
 @given(step=steps())
 def test_stepping_down_reaches_as_deep_as_the_walk(step):
     tree, drafted, sampled = step
-    result = walk_all(sampled, drafted, tree=tree)
+    result, trees = walk_all(sampled, drafted, tree=tree), trees_for(tree, len(drafted))
     reached = torch.zeros(len(drafted), tree.num_nodes + 1, dtype=torch.bool)
     reached[:, 0] = True
     for depth in range(tree.depth + 1):
@@ -101,7 +105,7 @@ def test_stepping_down_reaches_as_deep_as_the_walk(step):
         assert reached.any(dim=1).equal(on_path)
         assert reached[on_path].gather(1, there[on_path, None]).all()
         token = result.token_ids[:, depth]
-        reached = step_down(reached, token, torch.tensor(drafted), tree=tree)
+        reached = step_down(reached, token, torch.tensor(drafted), trees=trees)
     assert not reached.any()
 
 
@@ -129,7 +133,7 @@ def test_each_sequence_may_have_a_tree_of_its_own(step):
             texts = texts_of(templates[sequence], tokens)[: len(sampled[sequence])]
             rows = [row for row, text in enumerate(texts) if text == emitted and -1 not in text]
             assert reached[sequence].nonzero().flatten().tolist() == rows
-        reached = step_down(reached, token, torch.tensor(scheduled), tree=tree)
+        reached = step_down(reached, token, torch.tensor(scheduled), trees=tree)
     assert not reached.any()
 
 

@@ -30,7 +30,7 @@ class PhraseOperations(Protocol):
         draft_token_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
         *,
-        tree: TreeTemplate | Trees,
+        trees: Trees,
     ) -> WalkResult: ...
 
     def insert_phrases(

@@ -254,7 +254,9 @@ class OuroborosProposer:
         rows = lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)
         drafts = torch.cat((torch.full_like(in_window, NO_TOKEN), guesses), dim=1)
-        result = self.operations.walk(outputs.flatten(), drafts, starts, tree=lookahead)
+        result = self.operations.walk(
+            outputs.flatten(), drafts, starts, trees=lookahead.of_batch(batch)
+        )
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
         drafted = tokens[:, : shape.length + 1].where(goes_on[:, None], NO_TOKEN)
         return drafted, result.lengths.where(goes_on, 0).long()

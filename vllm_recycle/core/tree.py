@@ -46,12 +46,14 @@ class Trees:
         parents: int64 [batch, rows]; the root has parent 0.
         depths: int64 [batch, rows]; the root has depth 0.
         ancestor_mask: bool [batch, rows, rows], true where the column is the row or its ancestor.
+        depth: no tree has more levels below its root.
 
     """
 
     parents: torch.Tensor
     depths: torch.Tensor
     ancestor_mask: torch.Tensor
+    depth: int
 
     @classmethod
     def from_parents(cls, parents: torch.Tensor) -> Trees:
@@ -72,7 +74,8 @@ class Trees:
             climbed = above[below - below % rows + climbed]
             goes_on = climbed > 0
             below, climbed = below[goes_on], climbed[goes_on]
-        return cls(parents, torch.from_numpy(depths), torch.from_numpy(mask))
+        depth = int(depths.max(initial=0))
+        return cls(parents, torch.from_numpy(depths), torch.from_numpy(mask), depth)
 
     @classmethod
     def from_drafts(cls, parents: Sequence[Sequence[int]]) -> Trees:
@@ -86,19 +89,10 @@ class Trees:
     def num_nodes(self) -> int:
         return self.parents.shape[1] - 1
 
-    @property
-    def depth(self) -> int:
-        """The most levels below a root; waits for the device."""
-        return int(self.depths.max()) if len(self.depths) else 0
-
-    def of_batch(self, batch: int) -> Trees:
-        """Itself; a template makes these."""
-        assert len(self.parents) == batch
-        return self
-
     def select(self, chosen: torch.Tensor) -> Trees:
         """Only the trees that an index or a mask chooses."""
-        return Trees(self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen])
+        tables = self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen]
+        return Trees(*tables, self.depth)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +167,7 @@ class TreeTemplate:
             self.parents.expand(batch, -1),
             self.depths.expand(batch, -1),
             self.ancestor_mask.expand(batch, -1, -1),
+            self.depth,
         )
 
     def prefix(self, num_nodes: int) -> TreeTemplate:

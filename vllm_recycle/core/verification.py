@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.tree import Trees
 
 NO_TOKEN = -1
 
@@ -42,7 +42,7 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate | Trees,
+    trees: Trees,
 ) -> WalkResult:
     """Follow the drafts as far as the target agrees with them.
 
@@ -53,25 +53,25 @@ def walk(
             nothing, as one that is not scheduled. Where siblings are equal, the path is the deepest
             one, of several the first.
         cu_num_logits: integer [batch + 1], where the rows of each request begin, and the end.
-        tree: what the drafts are indexed by: one for all, or one for each request.
+        trees: what the drafts are indexed by.
 
     """
     batch = len(draft_token_ids)
-    depth, tree = tree.depth, tree.of_batch(batch)
-    row = torch.arange(tree.num_nodes + 1, device=sampled.device)
+    depth = trees.depth
+    row = torch.arange(trees.num_nodes + 1, device=sampled.device)
     last = cu_num_logits[1:, None] - 1
     rows = cu_num_logits[:-1, None] + row
     produced = sampled[rows.minimum(last)]
-    agrees = produced.gather(1, tree.parents[:, 1:]) == draft_token_ids
+    agrees = produced.gather(1, trees.parents[:, 1:]) == draft_token_ids
     agrees &= rows[:, 1:] <= last
     # A node is reached when it and all its ancestors agree; the root always is.
-    misses = (tree.ancestor_mask[:, 1:, 1:] & ~agrees[:, None]).any(dim=2)
-    depth_reached = tree.depths[:, 1:].masked_fill(misses, 0)
+    misses = (trees.ancestor_mask[:, 1:, 1:] & ~agrees[:, None]).any(dim=2)
+    depth_reached = trees.depths[:, 1:].masked_fill(misses, 0)
     deepest, node = depth_reached.max(dim=1)
     end = torch.where(deepest > 0, node + 1, 0)
-    is_on_path = tree.ancestor_mask[torch.arange(batch, device=end.device), end]
+    is_on_path = trees.ancestor_mask[torch.arange(batch, device=end.device), end]
     # One place more than a path has, for the rows that are not on it.
-    place = tree.depths.where(is_on_path, depth + 1)
+    place = trees.depths.where(is_on_path, depth + 1)
     path = row.new_full((batch, depth + 2), -1).scatter_(1, place, row.expand(batch, -1))
     path = path[:, :-1]
     token_ids = produced.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
@@ -83,16 +83,16 @@ def step_down(
     sampled: torch.Tensor,
     draft_token_ids: torch.Tensor,
     *,
-    tree: TreeTemplate | Trees,
+    trees: Trees,
 ) -> torch.Tensor:
     """The children of the reached rows that carry the token sampled there, bool [batch, rows].
 
     Args:
         reached: bool [batch, rows], all of one depth and one text; none where a walk has ended.
         sampled: int64 [batch], the token produced at these rows.
-        draft_token_ids, tree: as for `walk`.
+        draft_token_ids, trees: as for `walk`.
 
     """
-    parents = tree.of_batch(len(reached)).parents[:, 1:]
+    parents = trees.parents[:, 1:]
     below = reached.gather(1, parents) & (draft_token_ids == sampled[:, None])
     return torch.nn.functional.pad(below, (1, 0))

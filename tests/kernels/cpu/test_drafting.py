@@ -159,7 +159,7 @@ def test_walk_and_learn_equal_the_reference(matrix, data, batch, counts):
     padded = torch.tensor([[*draft, *[-1] * (tree.num_nodes - len(draft))] for draft in drafts])
     flat, cu_num_logits = torch.tensor(sampled), torch.tensor(starts)
     expected, got = (
-        walk(flat, padded, cu_num_logits, tree=tree) for walk in (reference.walk, calls.walk)
+        walk(flat, padded, cu_num_logits, trees=tree) for walk in (reference.walk, calls.walk)
     )
     assert_same_walks(got, expected)
     others = torch.rand(len(sampled), layout.vocab_size).argsort(1)[:, : layout.k]
@@ -255,7 +255,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
         successors = calls.top_k(logits, k)
         assert successors.equal(reference.top_k(logits, k))
         walks = [
-            proposer.operations.walk(successors[:, 0].long(), drafts, cu_num_logits, tree=tree)
+            proposer.operations.walk(successors[:, 0].long(), drafts, cu_num_logits, trees=tree)
             for proposer in proposers
         ]
         assert_same_walks(walks[1], walks[0])

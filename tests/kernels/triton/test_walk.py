@@ -43,7 +43,8 @@ def test_walk_equals_torch(step, starts_type):
     flat = [token for tokens in sampled for token in tokens] + [0] * tree.num_nodes
     starts = torch.tensor([0, *map(len, sampled)], device=DEVICE).cumsum(0).to(starts_type)
     arguments = (*on_device(flat, drafted), starts)
-    expected, got = (one(*arguments, tree=tree) for one in (verification.walk, walk))
+    trees = tree.of_batch(len(drafted))
+    expected, got = (one(*arguments, trees=trees) for one in (verification.walk, walk))
     for name in ("path", "token_ids", "lengths"):
         assert getattr(got, name).dtype == getattr(expected, name).dtype
         assert getattr(got, name).equal(getattr(expected, name)), name
@@ -53,7 +54,7 @@ def test_the_walk_ends_where_the_scheduled_rows_end_although_drafts_go_on():
     tree = TreeTemplate(((0, 0), (1, 0), (2, 0))).to(DEVICE)
     # The rows of a second sequence follow at once, and agree with the first one's drafts.
     sampled, drafted = on_device([5, 6, 7, 8], [[5, 6, 7], [1, 8, 1]])
-    result = walk(sampled, drafted, *on_device([0, 2, 4]), tree=tree)
+    result = walk(sampled, drafted, *on_device([0, 2, 4]), trees=tree.of_batch(2))
     assert result.path.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
     assert result.token_ids.tolist() == [[5, 6, -1, -1], [7, -1, -1, -1]]
     assert result.lengths.tolist() == [2, 1]
@@ -73,7 +74,7 @@ def test_walk_of_a_tree_for_each_request_equals_torch(steps, idx_type, deeper):
     sampled = [tokens for _, _, several in steps for tokens in several]
     flat = [token for tokens in sampled for token in tokens]
     arguments = on_device(flat, drafted, [0, *accumulate(map(len, sampled))])
-    expected = verification.walk(*arguments, tree=trees)
+    expected = verification.walk(*arguments, trees=trees)
     idx_mapping = [*range(batch - 1, -1, -1)]
     placed = place_trees(trees, idx_mapping, batch + 1, DEVICE, depth=trees.depth + deeper)
     sampled, drafted, starts = arguments
@@ -92,6 +93,6 @@ def test_a_chain_of_any_depth_is_walked(depth):
     tree = TreeTemplate(tuple((row, 0) for row in range(depth))).to(DEVICE)
     tokens = list(range(depth + 1))
     sampled, drafted = on_device(tokens, [tokens[:-1]])
-    result = walk(sampled, drafted, *on_device([0, depth + 1]), tree=tree)
+    result = walk(sampled, drafted, *on_device([0, depth + 1]), trees=tree.of_batch(1))
     assert result.path.tolist() == result.token_ids.tolist() == [tokens]
     assert result.lengths.tolist() == [depth + 1]

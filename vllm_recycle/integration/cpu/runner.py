@@ -137,7 +137,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             if sampled is None:
                 sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
             result = self.drafter.proposer.operations.walk(
-                sampled, step.drafts, step.cu_num_logits, tree=step.trees
+                sampled, step.drafts, step.cu_num_logits, trees=step.trees
             )
             logprobs = None
         else:

@@ -94,7 +94,7 @@ def walk_by_depth(
             path.append(row)
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
-            reached = step_down(reached, sampled, step.drafts, tree=step.trees)
+            reached = step_down(reached, sampled, step.drafts, trees=step.trees)
             if not reached.any():
                 break
             for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):

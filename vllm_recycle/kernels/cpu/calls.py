@@ -195,16 +195,15 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate | Trees,
+    trees: Trees,
 ) -> WalkResult:
     """See `vllm_recycle.core.verification.walk`."""
-    batch, length = draft_token_ids.shape[0], tree.depth + 1
+    batch, length = draft_token_ids.shape[0], trees.depth + 1
     path = torch.empty(batch, length, dtype=torch.int64)
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32)
     sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
     cu_num_logits = cu_num_logits.long()
-    trees = tree.of_batch(batch)
     _library().walk(
         *_pointers(sampled, draft_token_ids, cu_num_logits),
         _rows_pointer(trees.parents),

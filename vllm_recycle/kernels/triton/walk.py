@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -23,13 +23,11 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    tree: TreeTemplate | Trees,
+    trees: Trees,
 ) -> WalkResult:
-    """See `vllm_recycle.core.verification.walk`; the tree's tables are on the same device."""
-    batch = len(draft_token_ids)
-    parents = tree.of_batch(batch).parents
-    index = torch.arange(batch, device=sampled.device)
-    return _walk(sampled, draft_token_ids, cu_num_logits, parents, index, tree.depth)
+    """See `vllm_recycle.core.verification.walk`; the trees' tables are on the same device."""
+    index = torch.arange(len(draft_token_ids), device=sampled.device)
+    return _walk(sampled, draft_token_ids, cu_num_logits, trees.parents, index, trees.depth)
 
 
 def walk_trees(
