@@ -35,14 +35,10 @@ ARGUMENTS = LLM_ARGUMENTS | {"num_gpu_blocks_override": 24}  # for two groups
 def test_tokens_equal_those_without_speculation(result, model):
     found = result[model]
     assert found["trees"] == found["plain"]
-    # Drafts were accepted, and compacted.
-    assert found["groups"] == 2
+    # Drafts were accepted, and compacted in each group.
+    assert found["groups"] == len(found["moved rows"]) == 2
     assert found["accepted tokens"] > 0
     assert min(found["moved rows"].values()) > 0
-
-
-def test_trees_are_compacted_in_each_group(result):
-    assert len(result["windows"]["moved rows"]) == 2
 
 
 def test_the_layers_have_sinks(result):
@@ -82,7 +78,7 @@ def serve(model: str) -> dict[str, Any]:
         result["accepted tokens"] = counter(llm, "spec_decode_num_accepted_tokens")
         names = [name for name, _ in runner(llm).model.named_parameters()]
         result["layers with sinks"] = sum(name.endswith(".sinks") for name in names)
-    return result | {"moved rows": moved}
+    return result | {"moved rows": dict(moved)}  # engines that come later are counted too
 
 
 def main(folder: Path) -> dict[str, Any]:
