@@ -169,7 +169,6 @@ def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsy
         (["--gamma=0:4"], "got '0:4', expected integers of at least 1"),
         (["--gamma=4:2"], "got '4:2', expected"),
         (["--window=a"], "got 'a', expected"),
-        (["--method=token_recycling"], "examples/tune_tree.py of the repository measures"),
         (["--speculative-config={"], "--speculative-config: not JSON"),
         (['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
         (
