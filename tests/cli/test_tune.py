@@ -188,7 +188,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, message, tmp_path, cap
 def test_a_draft_model_is_asked_for(tmp_path, capsys):
     command = tune(tmp_path / "out.json")
     command.remove(f"--draft-model={DRAFT_MODEL}")
-    assert "ouroboros needs --draft-model DIR" in refused(command, capsys)
+    assert "tune needs --draft-model DIR" in refused(command, capsys)
 
 
 def test_the_state_of_another_run_is_refused(passes, tmp_path, capsys):

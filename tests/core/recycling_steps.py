@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.verification import WalkResult
 
 VOCAB, K = 7, 3
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, address_of, learn_text, make_matrix, verify, write_entries
 from strategies import BRIEF
 
-from vllm_recycle.core import Trees, TreeTemplate, walk
 from vllm_recycle.core.acceptance import (
     MOST_SEEN,
     PRIOR,
@@ -19,6 +18,8 @@ from vllm_recycle.core.acceptance import (
 )
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
+from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.verification import walk
 
 ANY = 4  # where the counts of all steadinesses are
 OWN, SHARED = 1, 0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, address_of, make_matrix, seen, started, write, write_entries
 from strategies import BRIEF
 
-from vllm_recycle.core import SCOPES, adjacency
-from vllm_recycle.core.adjacency import check_contexts, slots_in
+from vllm_recycle.core import adjacency
+from vllm_recycle.core.adjacency import SCOPES, check_contexts, slots_in
 
 CONTEXTS = (1, 2, 4)
 

@@ -31,6 +31,8 @@ from typing import Literal, get_args
 
 import torch
 
+from vllm_recycle.core.state_file import is_int
+
 Scope = Literal["sequence", "shared", "isolated"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 MAX_STEADINESS = 3
@@ -232,9 +234,8 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
     """The lengths of contexts, which ascend from 1 to at most `MAX_CONTEXT`, or a ValueError."""
     lengths = tuple(contexts)
     if (
-        not all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
+        not all(is_int(length, 1, MAX_CONTEXT) for length in lengths)
         or lengths[:1] != (1,)
-        or lengths[-1] > MAX_CONTEXT
         or list(lengths) != sorted(set(lengths))
     ):
         raise ValueError(

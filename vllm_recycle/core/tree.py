@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core.state_file import read_json, shorten
+from vllm_recycle.core.state_file import is_int, read_json, shorten
 
 MAX_NODES = 256
 FORMAT = "vllm_recycle.tree/1"
@@ -145,15 +145,6 @@ class TreeTemplate:
     @property
     def depth(self) -> int:
         return len(self.levels)
-
-    @property
-    def paths(self) -> torch.Tensor:
-        """int64 [rows, path], rows from the root to each row, padded with -1."""
-        paths = [[0]]
-        for row, (parent, _) in enumerate(self.nodes, start=1):
-            paths.append([*paths[parent], row])
-        padded = [[*path, *[-1] * self.depth][: self.depth + 1] for path in paths]
-        return torch.tensor(padded, device=self.parents.device)
 
     @property
     def prefix_depths(self) -> list[int]:
@@ -291,9 +282,7 @@ def _validate(nodes: Sequence[Node]) -> None:
     seen: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         if not (
-            isinstance(node, tuple)
-            and len(node) == 2
-            and all(isinstance(value, int) and not isinstance(value, bool) for value in node)
+            isinstance(node, tuple) and len(node) == 2 and all(is_int(value) for value in node)
         ):
             raise ValueError(f"node {index}: got {shorten(node)}, expected [parent row, rank]")
         parent, rank = node

@@ -109,7 +109,7 @@ def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) ->
             f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
         )
     if args.draft_model is None:
-        raise UsageError(f"vllm-recycle tune needs {A_DRAFT_MODEL}")
+        raise UsageError(f"tune needs {A_DRAFT_MODEL}")
     is_directory = Path(args.draft_model).is_dir()
     model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
     # The sizes with the fewest rows. Which candidates have too many is seen in the search.

@@ -22,8 +22,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_recycle.core import WalkResult, step_down
-from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult, step_down
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
+from vllm_recycle.integration.options.base import MethodOptions, expect
 
 OUROBOROS = "ouroboros"
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when

@@ -12,7 +12,13 @@ import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
+from vllm_recycle.kernels.triton.matrix.find import (
+    Layout,
+    Texts,
+    drafting_arguments,
+    find_entry,
+    read_tail,
+)
 from vllm_recycle.kernels.triton.walk import num_warps
 
 
@@ -38,25 +44,16 @@ def fill(
         tree: the template, its tables on the device of the others.
 
     """
-    (batch, nodes), layout = drafts.shape, matrix.layout
+    batch, nodes = drafts.shape
     assert nodes == tree.num_nodes
-    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worths, matrix.table, rates, idx_mapping, matrix.salts):
-        assert tensor.is_contiguous()
-    assert texts.token_ids.stride(1) == 1
-    lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(layout)
+    read = drafting_arguments(drafts, worths, matrix, rates, idx_mapping, texts)
+    lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(matrix.layout)
     scratch = torch.empty(batch, lanes, constants.PLACES, dtype=torch.int32, device=drafts.device)
     _fill_kernel[(batch,)](
         drafts,
         worths,
         scratch,
-        matrix.table,
-        rates,
-        idx_mapping,
-        matrix.salts,
-        texts.token_ids,
-        texts.token_ids.stride(0),
-        texts.lengths,
+        *read,
         tree.parents,
         tree.ranks,
         tree.depths,

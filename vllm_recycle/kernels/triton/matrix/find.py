@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core import adjacency
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 
 _MIX = tl.constexpr(adjacency._MIX)
 _FINISH = tl.constexpr(adjacency._FINISH)
@@ -50,6 +50,24 @@ class Texts(NamedTuple):
 
     token_ids: torch.Tensor
     lengths: torch.Tensor
+
+
+def drafting_arguments(
+    drafts: torch.Tensor,
+    worths: torch.Tensor,
+    matrix: AdjacencyMatrix,
+    rates: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    texts: Texts,
+) -> tuple[torch.Tensor | int, ...]:
+    """What the kernels that draft read, checked; see `grow` and `fill`."""
+    layout = matrix.layout
+    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
+    tables = (matrix.table, rates, idx_mapping, matrix.salts)
+    for tensor in (drafts, worths, *tables):
+        assert tensor.is_contiguous()
+    assert texts.token_ids.stride(1) == 1
+    return *tables, texts.token_ids, texts.token_ids.stride(0), texts.lengths
 
 
 @triton.jit

@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
+from vllm_recycle.kernels.triton.matrix.find import (
+    Layout,
+    Texts,
+    drafting_arguments,
+    find_entry,
+    read_tail,
+)
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 _MOST = tl.constexpr(0x7FFFFFFF)
@@ -45,10 +51,7 @@ def grow(
     """
     (batch, nodes), layout = drafts.shape, matrix.layout
     assert nodes == trees.num_nodes
-    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worths, matrix.table, rates, idx_mapping, matrix.salts):
-        assert tensor.is_contiguous()
-    assert texts.token_ids.stride(1) == 1
+    read = drafting_arguments(drafts, worths, matrix, rates, idx_mapping, texts)
     # Lanes for at least as many children as a tree has nodes. No more nodes of a level than a tree
     # has have a child that is chosen.
     beam = min(beam, nodes)
@@ -66,13 +69,7 @@ def grow(
         trees.depths,
         trees.ancestor_bits,
         scratch,
-        matrix.table,
-        rates,
-        idx_mapping,
-        matrix.salts,
-        texts.token_ids,
-        texts.token_ids.stride(0),
-        texts.lengths,
+        *read,
         NODES=nodes,
         LANES=lanes,
         WORDS=words,
