@@ -42,7 +42,7 @@ def write(
     matrix = proposer.state.matrix
     salt = int(matrix.salts[0])
     address = address_of(matrix.layout, context, salt, own=own)
-    heads = {place[2]: place[3] for place in matrix.layout.addresses(context, salt)}
+    heads = {place[2]: place[3] for place in matrix.layout.each_address(context, salt)}
     for _ in range(steadiness + 1):
         matrix.write_entry(address, heads[address], salt if own else 0, successors)
 

@@ -79,7 +79,9 @@ class MatrixLayout:
     def reach(self) -> int:
         return self.contexts[-1]
 
-    def addresses(self, context: Sequence[int], salt: int) -> Iterator[tuple[int, int, int, int]]:
+    def each_address(
+        self, context: Sequence[int], salt: int
+    ) -> Iterator[tuple[int, int, int, int]]:
         """Where the entries of a context are, for each of `contexts`, the shortest first.
 
         Args:
@@ -205,7 +207,7 @@ class AdjacencyMatrix:
         """As `find_entry`, all that are known: shorter ones first, of a length the shared one."""
         return [
             (address, index, own)
-            for index, own, address, head in self.layout.addresses(context, salt)
+            for index, own, address, head in self.layout.each_address(context, salt)
             if self.is_written(address, head, salt if own else 0)
         ]
 

@@ -35,7 +35,7 @@ class PhraseOperations(Protocol):
 
     def insert_phrases(
         self,
-        rows: torch.Tensor,
+        table: torch.Tensor,
         token_ids: torch.Tensor,
         phrases: torch.Tensor,
         *,
@@ -43,7 +43,7 @@ class PhraseOperations(Protocol):
     ) -> None: ...
 
     def newest_phrases(
-        self, rows: torch.Tensor, token_ids: torch.Tensor, count: int
+        self, table: torch.Tensor, token_ids: torch.Tensor, count: int
     ) -> torch.Tensor: ...
 
     def harvest(

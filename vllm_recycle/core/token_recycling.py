@@ -24,7 +24,7 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
-# rows of longer contexts.
+# entries of longer contexts.
 FORMAT = "vllm_recycle.adjacency_matrix/3"
 
 # Matrix products may work in tiles of as many rows.

@@ -12,14 +12,6 @@ from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 ELEMENTS = 256
 TOKENS = 8
 
-# By their bytes, the integers that a lane moves: as wide as the layout of the cache allows.
-INTEGERS = {
-    8: (torch.int64, tl.int64),
-    4: (torch.int32, tl.int32),
-    2: (torch.int16, tl.int16),
-    1: (torch.int8, tl.int8),
-}
-
 
 def compact_path(
     layers: PagedLayers,
@@ -39,8 +31,9 @@ def compact_path(
             ascending, padded with -1.
 
     """
-    dtype, integer = INTEGERS[layers.grain]
-    kv_cache = layers.kv_caches[0].view(dtype)
+    # Keys and values are moved as integers, eight bytes a lane where the layout allows.
+    integer = f"int{8 * layers.grain}"
+    kv_cache = layers.kv_caches[0].view(getattr(torch, integer))
     _, heads, block_size, width = kv_cache.shape
     batch, length = path.shape
     programs = (batch, len(layers.kv_caches), triton.cdiv(heads * width, ELEMENTS))
@@ -55,7 +48,7 @@ def compact_path(
         BLOCK_SIZE=block_size,
         HEADS=heads,
         WIDTH=width,
-        INTEGER=integer,
+        INTEGER=getattr(tl, integer),
         ELEMENTS=ELEMENTS,
         TOKENS=TOKENS,
         num_warps=4,

@@ -42,9 +42,6 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
 
     Args:
         drafter: has the proposer, whose rounds this runs.
-        vllm_config: of the engine.
-        device: where the draft model is.
-        req_states: the runner's, whose texts are read.
         may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
 
     Attributes:
@@ -64,22 +61,14 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
     graphs: DraftGraphs | None = None
     num_drafted: int | None = None
 
-    def __init__(
-        self,
-        drafter: OuroborosV2Drafter,
-        vllm_config: Any,
-        device: torch.device,
-        *,
-        req_states: Any,
-        may_speculate: np.ndarray,
-    ) -> None:
-        super().__init__(vllm_config, device)
-        self.drafter, self.req_states, self.may_speculate = drafter, req_states, may_speculate
+    def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
+        super().__init__(drafter.vllm_config, drafter.device)
+        self.drafter, self.may_speculate = drafter, may_speculate
+        self.req_states = drafter.req_states
         self.head_length = head_length(drafter.proposer.shape)
         self.max_drafting = len(drafter.shapes)
-        self.drafts = torch.empty(
-            self.max_drafting, self.num_speculative_steps, dtype=torch.int64, device=device
-        )
+        shape = (self.max_drafting, self.num_speculative_steps)
+        self.drafts = torch.empty(shape, dtype=torch.int64, device=self.device)
 
     # The engine starts.
 
