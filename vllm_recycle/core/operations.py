@@ -1,7 +1,8 @@
 """The functions of a step that have faster twins, by their signatures.
 
-A module satisfies the protocols: `core.reference`, in plain torch, which defines what is correct,
-and modules of `vllm_recycle.kernels`.
+`core.reference`, in plain torch, defines what is correct. It and `kernels.cpu.calls` satisfy
+`Operations`; `kernels.triton.operations` satisfies `PhraseOperations`. Triton's kernels of Token
+Recycling write into buffers and have signatures of their own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Static draft trees: the one place where indices, depths, masks and paths are computed.
+"""Draft trees: templates, and the trees of a batch with their depths and masks.
 
 A tree is a flat list of nodes `(parent, rank)`, parents first, so that every prefix of the list
-is a tree again. Row 0 is the root (the last token of the content); node j of the list is row
+is a tree again. Row 0 is the root (the last token of the text); node j of the list is row
 j + 1 and means "the rank-th successor of the token at row `parent`".
 
 Names of dimensions, used in shape comments throughout the package:
 
     batch   requests in a step                    rows      nodes + 1, the root first
-    nodes   draft nodes of a template             levels    depths 1 .. depth of the template
+    nodes   draft nodes of a tree                 levels    depths 1 .. depth of the tree
     vocab   vocabulary size                       k         successors kept for each token
     path    depth + 1, rows from the root down
 
