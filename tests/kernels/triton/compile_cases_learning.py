@@ -120,6 +120,7 @@ def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
             {**shape, "LAST": last},
             {"num_warps": 1},
         )
+    shape["K"] = layout.k
     yield Case(
         f"seed-merge-{name}",
         seeding._merge_kernel,
