@@ -347,10 +347,8 @@ class Round:
         step.place([positions], input_ids)
         positions.clamp_(max=drafter.max_model_len - 1)
         is_head = offset < num_heads[owner]
-        block_table, size = (
-            self.block_table[torch.from_numpy(self.index[idx_mapping])],
-            drafter.block_size,
-        )
+        block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
+        size = drafter.block_size
         block = (position // size).clip(max=block_table.shape[1] - 1)
         slots = block_table.numpy()[owner, block] * size + position % size
         query_start_loc = torch.from_numpy(starts).to(torch.int32)

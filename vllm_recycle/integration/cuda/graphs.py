@@ -65,7 +65,7 @@ def plan_full_graphs(
 
 
 def _thinned(values: Iterable[int], bound: Callable[[int], int]) -> list[int]:
-    """Some of these, descending: for each value there is one from it to the bound of it."""
+    """Some of these, descending: each value has one that is no less, and at most its bound."""
     chosen: list[int] = []
     for value in sorted(values, reverse=True):
         if not chosen or chosen[-1] > bound(value):
