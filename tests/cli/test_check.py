@@ -14,6 +14,7 @@ from engines import OUROBOROS, TARGET
 
 from vllm_recycle.cli import main
 from vllm_recycle.integration import config as engine_config
+from vllm_recycle.kernels.cpu import build
 
 VOCAB, FLAGS = 4096, ["--dtype", "float32", "--max-num-seqs", "2"]
 
@@ -120,6 +121,26 @@ def test_what_is_missing_says_how_to_get_it(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "g++               missing: CPU kernels run in torch, slower" in result.stdout
+
+
+def test_kernels_are_built_ahead_without_a_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # in a tenth of the time
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["check", "--build"]) == 0
+    (kept,) = tmp_path.glob("vllm_recycle/*.so")
+    assert f"{'kernels':18}{kept}\n" in capsys.readouterr().out
+    # And where they cannot be kept, or compiled.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    assert main(["check", "--build"]) == 1
+    assert f"{'not built':18}the kernels cannot be kept (" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    assert main(["check", "--build"]) == 1
+    assert f"{'not built':18}no C++ compiler found\n" in capsys.readouterr().out
+
+
+def test_neither_a_model_nor_kernels(capsys):
+    assert refused(["check"], capsys).endswith("error: expected a MODEL, or --build\n")
 
 
 def test_flags_that_vllm_does_not_have(capsys):
