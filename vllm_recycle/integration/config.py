@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration import refusals
+from vllm_recycle.integration import refusals, versions
 from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING, options_of, put
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
 from vllm_recycle.integration.saved_state import check_state_file
@@ -132,7 +132,28 @@ def rewrite(engine_args: Any) -> Any | None:
         rewritten.async_scheduling = False
     if platform.attention_backend is not None:
         _choose_attention_backend(rewritten, platform.attention_backend, needs)
+    if rewritten.enable_lora:
+        versions.after_batch_defaults(rewritten, _make_room_with_lora)
     return rewritten
+
+
+def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:
+    """Raise the rows that vLLM has buffers for to what it asks for; steps stay as they were.
+
+    It asks for whole drafts of all requests, though no step has more rows than it schedules.
+    """
+    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    rows = requests * (1 + engine_args.speculative_config["num_speculative_tokens"])
+    # Of what vLLM refuses without drafts too nothing is changed.
+    least = 1 if engine_args.enable_chunked_prefill else model_config.max_model_len
+    if max(requests, least) <= tokens < rows:
+        engine_args.max_num_scheduled_tokens = engine_args.max_num_scheduled_tokens or tokens
+        engine_args.max_num_batched_tokens = rows
+        logger.info(
+            "--enable-lora: raised --max-num-batched-tokens from %d to %d, --max-num-seqs %d times "
+            "the %d rows of a draft, which vLLM asks for; a step has at most %d tokens as before",
+            tokens, rows, requests, rows // requests, engine_args.max_num_scheduled_tokens,
+        )  # fmt: skip
 
 
 def _check_places(engine_args: Any, needs: str) -> None:

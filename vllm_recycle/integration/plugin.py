@@ -13,10 +13,10 @@ from typing import Any
 
 def register() -> None:
     """Install the shims of `versions`; raises RuntimeError if that of vLLM is not supported."""
-    from vllm_recycle.integration import config, draft_limits, requests, versions
+    from vllm_recycle.integration import config, requests, versions
 
     versions.check_vllm_version()
-    versions.wrap_create_engine_config(config.rewrite, draft_limits.explain_missing_rows, _finish)
+    versions.wrap_create_engine_config(config.rewrite, _finish)
     versions.wrap_validate_spec_decode(requests.validate_sampling_params)
 
 

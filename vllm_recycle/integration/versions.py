@@ -53,15 +53,12 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     setattr(owner, name, shim)
 
 
-def wrap_create_engine_config(
-    rewrite: Callable[[Any], Any], explain: Callable[[Any], None], finish: Callable[[Any], None]
-) -> None:
+def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[Any], None]) -> None:
     """Let `EngineArgs` accept our method names in `speculative_config`.
 
     Args:
         rewrite: from engine arguments to those that vLLM itself accepts, or None where our
             methods are not asked for.
-        explain: given those that vLLM refused with a ValueError, raises a clearer one if it can.
         finish: completes the configuration that vLLM made of those; raises for one that our
             methods do not support.
 
@@ -73,15 +70,27 @@ def wrap_create_engine_config(
         rewritten = rewrite(self)
         if rewritten is None:
             return original(self, *args, **kwargs)
-        try:
-            config = original(rewritten, *args, **kwargs)
-        except ValueError:
-            explain(rewritten)
-            raise
+        config = original(rewritten, *args, **kwargs)
         finish(config)
         return config
 
     _replace(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def after_batch_defaults(engine_args: Any, change: Callable[[Any, Any], None]) -> None:
+    """Let a function change these arguments once vLLM has put in its batch sizes.
+
+    `change` is given them and the model's configuration. Remove when vLLM asks, with LoRA, for
+    room for what a step may have, and not for whole drafts of all requests.
+    """
+    name = "_set_default_max_num_seqs_and_batched_tokens_args"
+    original = getattr(engine_args, name)
+
+    def set_defaults(usage_context: Any, model_config: Any, *args: Any) -> None:
+        original(usage_context, model_config, *args)
+        change(engine_args, model_config)
+
+    setattr(engine_args, name, set_defaults)
 
 
 def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
