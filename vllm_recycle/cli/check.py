@@ -11,12 +11,13 @@ knows, such as the memory that is left.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 from importlib.util import find_spec
 from typing import Any
 
-from vllm_recycle.cli import OneLineParser
+from vllm_recycle.cli import OneLineParser, UsageError, check_folder
 
 DEFAULT_CONFIG = {"method": "token_recycling"}
 # By module: what it is for, and how to get it.
@@ -45,10 +46,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what is supported and what is there. The status is 1 where an engine would not start."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    # Before vLLM is imported, which logs before it has read its own level.
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level.upper())
     try:
         facts = _describe(_make_config(args.model, args.flags))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, UsageError, ValueError) as error:
         facts = {"refused": _reason(error)}
     for name, fact in (facts | _optional_parts()).items():
         print(f"{name:{NAME_WIDTH}}{fact}")
@@ -74,6 +77,9 @@ def _make_config(model: str, flags: list[str]) -> Any:
     args.model = args.model_tag
     if args.speculative_config is None and args.spec_method is None:
         args.speculative_config = DEFAULT_CONFIG
+    check_folder(args.model, "MODEL")
+    if isinstance(args.speculative_config, dict):
+        check_folder(str(args.speculative_config.get("model")), "model of --speculative-config")
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
