@@ -53,7 +53,8 @@ class ShowVersions(argparse.Action):
             from vllm import __version__ as installed
         except ImportError:
             installed = "is not installed"
-        parser.exit(message=f"vllm-recycle {vllm_recycle.__version__}, vllm {installed}\n")
+        print(f"vllm-recycle {vllm_recycle.__version__}, vllm {installed}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

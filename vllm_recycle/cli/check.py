@@ -64,7 +64,7 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
     check_vllm_version()  # before what another version may not have
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
