@@ -9,7 +9,7 @@ other objects have is not seen. Sources are parsed and nothing is imported, so t
 wheel will do, of whatever platform.
 
 The result is a table in Markdown. The status is 1 where a name is missing, or its parameters are
-others: a function's, those that make a class, or its fields.
+others: a function's, those that make a class, or its fields; there may be more fields.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def uses(sources: Sources, module: Module) -> Iterator[tuple[str, str]]:
                 yield name, "read"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_replace":
             owner_node, name_node, _ = node.args
-            yield f"{module.full_name(owner_node)}.{ast.literal_eval(name_node)}", "replaced"
+            if isinstance(name_node, ast.Constant):
+                yield f"{module.full_name(owner_node)}.{name_node.value}", "replaced"
         elif isinstance(node, ast.ClassDef):
             yield from uses_of_bases(sources, Definition(module, node))
 
@@ -196,7 +197,8 @@ def used_names(sources: Sources) -> dict[str, dict[str, set[str]]]:
         module = sources.module(".".join(relative.parts).removesuffix(".__init__"))
         assert module is not None
         for name, how in uses(sources, module):
-            if name.startswith("vllm.") and not name.endswith("__"):
+            # What every module and class has is defined nowhere.
+            if name.startswith("vllm.") and not (how == "read" and name.endswith("__")):
                 used = names.setdefault(name, {"how": set(), "where": set()})
                 used["how"].add(how)
                 used["where"].add(str(relative.relative_to(OURS)))
@@ -212,7 +214,11 @@ def compare(name: str, old: Sources, new: Sources) -> str:
     if given != taken:
         gone = [f"-{one}" for one in given or () if one not in (taken or ())]
         more = [f"+{one}" for one in taken or () if one not in (given or ())]
-        return f"parameters: `{' '.join(gone + more) or 'in another order'}`"
+        has_more_fields = more and not gone and isinstance(now.node, ast.ClassDef)
+        what = (
+            "more fields" if has_more_fields and not new.find(f"{name}.__init__") else "parameters"
+        )
+        return f"{what}: `{' '.join(gone + more) or 'in another order'}`"
     is_same = isinstance(now.node, ast.Module | ast.ClassDef) or code(before.node) == code(now.node)
     return "same" if is_same else "code differs"
 
