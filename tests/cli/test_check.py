@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import vllm
 from commands import refused
 from derived_models import mistral, qwen2_audio
 from engines import OUROBOROS, TARGET
 
+import vllm_recycle
 from vllm_recycle.cli import main
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.kernels.cpu import build
@@ -102,9 +104,11 @@ def test_what_is_refused_names_one_thing(flags, config, message, capsys):
 
 
 def test_a_model_that_is_not_there(capsys, tmp_path):
-    status, said = check(capsys, model=str(tmp_path / "none"))
-    assert status == 1
-    assert str(tmp_path / "none") in said["refused"]
+    expected = f"no such folder {tmp_path}/none, expected a model directory or ORG/NAME on the hub"
+    status, said = check(capsys, model=f"{tmp_path}/none")
+    assert (status, said["refused"]) == (1, f"MODEL: {expected}")
+    status, said = check(capsys, config={"method": "ouroboros", "model": f"{tmp_path}/none"})
+    assert (status, said["refused"]) == (1, f"model of --speculative-config: {expected}")
 
 
 def test_a_platform_that_is_not_supported(capsys, monkeypatch):
@@ -116,10 +120,11 @@ def test_a_platform_that_is_not_supported(capsys, monkeypatch):
 
 def test_what_is_missing_says_how_to_get_it(tmp_path):
     """In a process of its own, with a path that has no compiler."""
-    command = [sys.executable, "-m", "vllm_recycle.cli", "check", TARGET, *FLAGS]
+    command = [sys.executable, "-m", "vllm_recycle", "check", TARGET, *FLAGS]
     environment = {**os.environ, "PATH": str(tmp_path), "CXX": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+    assert "Triton" not in result.stderr
     assert "g++               missing: CPU kernels run in torch, slower" in result.stdout
 
 
@@ -141,6 +146,20 @@ def test_kernels_are_built_ahead_without_a_model(capsys, monkeypatch, tmp_path):
 
 def test_neither_a_model_nor_kernels(capsys):
     assert refused(["check"], capsys).endswith("error: expected a MODEL, or --build\n")
+
+
+def test_a_method_that_is_nearly_ours(capsys):
+    status, said = check(capsys, config={"method": "token-recycling"})
+    assert status == 1
+    assert said["refused"].endswith("method is 'token-recycling', did you mean 'token_recycling'?")
+
+
+def test_versions(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    expected = f"vllm-recycle {vllm_recycle.__version__}, vllm {vllm.__version__}\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_flags_that_vllm_does_not_have(capsys):

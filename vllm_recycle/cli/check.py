@@ -13,12 +13,13 @@ compiles at its first start.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 from importlib.util import find_spec
 from typing import Any
 
-from vllm_recycle.cli import OneLineParser, UsageError
+from vllm_recycle.cli import OneLineParser, UsageError, check_folder
 
 DEFAULT_CONFIG = {"method": "token_recycling"}
 # By module: what it is for, and how to get it.
@@ -54,12 +55,14 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.model is None and not args.build:
         raise UsageError("expected a MODEL, or --build")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    # Before vLLM is imported, which logs before it has read its own level.
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level.upper())
     facts = _build() if args.build else {}
     try:
         if args.model is not None:
             facts |= _describe(_make_config(args.model, args.flags))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, UsageError, ValueError) as error:
         facts |= {"refused": _reason(error)}
     for name, fact in (facts | _optional_parts()).items():
         print(f"{name:{NAME_WIDTH}}{fact}")
@@ -82,7 +85,7 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
     check_vllm_version()  # before what another version may not have
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -95,6 +98,9 @@ def _make_config(model: str, flags: list[str]) -> Any:
     args.model = args.model_tag
     if args.speculative_config is None and args.spec_method is None:
         args.speculative_config = DEFAULT_CONFIG
+    check_folder(args.model, "MODEL")
+    if isinstance(args.speculative_config, dict):
+        check_folder(str(args.speculative_config.get("model")), "model of --speculative-config")
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
