@@ -26,6 +26,7 @@ from vllm_recycle.integration.options import (
     OuroborosOptions,
     options_of,
     put,
+    table_of,
 )
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
 from vllm_recycle.integration.saved_state import check_state_file
@@ -112,8 +113,11 @@ def rewrite(engine_args: Any) -> Any | None:
         "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
     }
     refusals.refuse(method, early)
-    table = given.pop(TABLE, None)
+    given_table = given.pop(TABLE, None)
     options = METHODS[method].parse(given, on_gpu=platform.on_v2)
+    table = check_table(given_table, options.num_nodes) or options.schedule(
+        on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
+    )
     needs = f"the method {method!r} brings its own"
     _check_places(engine_args, needs)
     rewritten = copy.copy(engine_args)
@@ -125,16 +129,14 @@ def rewrite(engine_args: Any) -> Any | None:
     rewritten.additional_config = put(
         engine_args.additional_config or {},
         options,
-        chooses_sizes=is_measured and platform.on_v2 and not table,
-    )
-    default_schedule = options.schedule(
-        on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
+        chooses_sizes=is_measured and platform.on_v2 and not given_table,
+        table=table,
     )
     rewritten.speculative_config = {
         **platform.hosts[method],
         **options.host_config(),
         "num_speculative_tokens": options.num_nodes,
-        TABLE: check_table(table, options.num_nodes) or default_schedule,
+        TABLE: table,
     }
     if platform.on_v2:
         rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
@@ -237,6 +239,9 @@ def finish(vllm_config: Any) -> None:
             f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
             f"takes for one of its method {got!r}, expected an ordinary language model"
         )
+    # vLLM takes it away under data parallelism, whose ranks it lets wait for each other. Those of
+    # dense models, and no others are accepted, are engines by themselves.
+    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     reasoning = vllm_config.reasoning_config
     if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
         # From --reasoning-parser alone, for thinking budgets, which requests are refused with.
@@ -259,9 +264,8 @@ def _warn_of_missing_graphs(vllm_config: Any) -> None:
     most = vllm_config.compilation_config.max_cudagraph_capture_size
     if not most:
         return
-    table = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
     last_of_all = vllm_config.scheduler_config.max_num_seqs
-    for first, last, num_nodes in table:
+    for first, last, num_nodes in table_of(vllm_config):
         rows = min(last, last_of_all) * (num_nodes + 1)
         if num_nodes and first <= last_of_all and rows > most:
             logger.warning(

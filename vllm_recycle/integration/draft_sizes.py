@@ -17,7 +17,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds, promised_gains
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
-from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
+from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of, table_of
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -46,11 +46,7 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
     """The nodes that trees may have, by how many requests have one, largest first, without 0."""
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    table = build_dynamic_sd_schedule_lookup(
-        vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
-        max_num_reqs,
-        num_nodes,
-    )
+    table = build_dynamic_sd_schedule_lookup(table_of(vllm_config), max_num_reqs, num_nodes)
     # A draft model is asked for whole drafts, whose shapes the table knows.
     is_drafted_by_model = isinstance(options_of(vllm_config), OuroborosOptions)
     if is_drafted_by_model or not chooses_sizes(vllm_config):

@@ -9,7 +9,7 @@ from vllm import envs
 
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration import draft_limits
-from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions
+from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions, table_of
 from vllm_recycle.integration.options.base import expect
 
 
@@ -154,7 +154,7 @@ def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
         )
     shapes = draft_limits.drafting_shapes(
         shape,
-        vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+        table_of(vllm_config),
         max_num_reqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
     )

@@ -23,6 +23,7 @@ from vllm_recycle.integration.draft_limits import (
     largest_drafting_batch,
     most_draft_rows,
 )
+from vllm_recycle.integration.options import put
 from vllm_recycle.integration.options.ouroboros import CPU_SIZES, GPU_SIZES, OuroborosOptions
 
 TABLE = "num_speculative_tokens_per_batch_size"
@@ -197,10 +198,11 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **giv
         ),
         speculative_config=SimpleNamespace(
             draft_model_config=EngineArgs(OUROBOROS["model"]).create_model_config(),
-            num_speculative_tokens_per_batch_size=[(1, last, 30), (last + 1, 1 << 20, 0)],
         ),
     )
     options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
+    table = [(1, last, 30), (last + 1, 1 << 20, 0)]
+    config.additional_config = put({}, options, chooses_sizes=False, table=table)
     refusals.check_draft_model(config, options, on_v2=True)
 
 

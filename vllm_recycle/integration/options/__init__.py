@@ -1,7 +1,7 @@
 """What a user may write in `--speculative-config` for our methods, and what it means.
 
 Options travel to every process of an engine in `additional_config`, as plain values: `put` writes
-them there, `options_of` and `chooses_sizes` read them.
+them there, `options_of`, `chooses_sizes` and `table_of` read them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
 from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
@@ -19,27 +20,38 @@ METHODS: dict[str, type[MethodOptions]] = {
 }
 
 KEY = "vllm_recycle"  # in `additional_config`
-CHOOSES_SIZES = "chooses_sizes"
+CHOOSES_SIZES, TABLE_OF_SIZES = "chooses_sizes", "table_of_sizes"
 
 
 def put(
-    additional_config: dict[str, Any], options: MethodOptions, *, chooses_sizes: bool
+    additional_config: dict[str, Any],
+    options: MethodOptions,
+    *,
+    chooses_sizes: bool,
+    table: Schedule,
 ) -> dict[str, Any]:
     """A copy of vLLM's additional configuration with options of ours.
 
-    `chooses_sizes` says whether the sizes of drafts are chosen step by step.
+    `chooses_sizes` says whether the sizes of drafts are chosen step by step, `table` what they are
+    where they are not.
     """
     values = {"method": options.method, **dataclasses.asdict(options)}
-    return {**additional_config, KEY: {**values, CHOOSES_SIZES: chooses_sizes}}
+    values |= {CHOOSES_SIZES: chooses_sizes, TABLE_OF_SIZES: table}
+    return {**additional_config, KEY: values}
 
 
 def options_of(vllm_config: Any) -> MethodOptions:
     """The options of an engine."""
     values = {**vllm_config.additional_config[KEY]}
-    del values[CHOOSES_SIZES]
+    del values[CHOOSES_SIZES], values[TABLE_OF_SIZES]
     return METHODS[values.pop("method")](**values)
 
 
 def chooses_sizes(vllm_config: Any) -> bool:
     """Whether the sizes of an engine's drafts are chosen step by step."""
     return vllm_config.additional_config[KEY][CHOOSES_SIZES]
+
+
+def table_of(vllm_config: Any) -> Schedule:
+    """The sizes of an engine's drafts by the number of requests, as vLLM takes them."""
+    return vllm_config.additional_config[KEY][TABLE_OF_SIZES]

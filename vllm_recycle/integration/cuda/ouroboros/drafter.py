@@ -13,7 +13,7 @@ from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.draft_limits import drafting_shapes
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.options import OuroborosOptions, table_of
 from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -45,7 +45,7 @@ class OuroborosV2Drafter(V2Drafter):
         assert isinstance(options, OuroborosOptions)
         self.shapes = drafting_shapes(
             options.shape(),
-            vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+            table_of(vllm_config),
             max_num_reqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
