@@ -98,7 +98,7 @@ def gemma3(folder: Path, window: int) -> str:
 
 
 def gemma4(folder: Path) -> str:
-    """A Gemma 4 whose last two layers read the KV cache of the second; it has no weights."""
+    """A Gemma 4 whose last two layers read the KV cache of the second, with random weights."""
     vocab_size = config_of(TARGET)["vocab_size"]
     config = Gemma4TextConfig(
         architectures=["Gemma4ForCausalLM"],
@@ -116,7 +116,7 @@ def gemma4(folder: Path) -> str:
         global_head_dim=32,
         max_position_embeddings=2048,
     )
-    return write_model(folder, config.to_dict(), weights={})
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
 
 
 def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:

@@ -171,7 +171,8 @@ class TreeAttentionImpl(AttentionImpl):
         attend(rows=queries)
         if attn_metadata.others is not None:
             rest = slice(queries.num_rows, None)
-            rows = (query[rest], key[rest], value[rest])
+            # A layer that reads another's KV cache has no keys and values of its own.
+            rows = [None if of_all is None else of_all[rest] for of_all in (query, key, value)]
             forward(layer, *rows, kv_cache, attn_metadata.others, output[rest], *scales)
         return output
 
