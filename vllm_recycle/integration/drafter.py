@@ -27,6 +27,7 @@ class Drafter(ABC):
     """Adapts a method to a runner, and brings what it learns, its `state`, in and out of a file."""
 
     state: SavedState
+    num_undrafted = 0  # requests that began and get no drafts, by their sampling parameters
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -43,6 +44,7 @@ class Drafter(ABC):
         Raises ValueError if the file is not of this model, tokenizer and sizes.
         """
         self.state.clear()
+        self.num_undrafted = 0
         if (path := self.options.state_file) is not None:
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
             if not parallel or get_tp_group().rank_in_group == 0:
@@ -96,7 +98,12 @@ class Drafter(ABC):
 
     def statistics(self) -> dict[str, float]:
         """See `TreeWorker.draft_statistics`."""
-        return {"rounds": 0, "forwards": 0, "table_fill": self.state.share_written}
+        return {
+            "rounds": 0,
+            "forwards": 0,
+            "table_fill": self.state.share_written,
+            "undrafted_requests": self.num_undrafted,
+        }
 
 
 def from_first_rank(value: T) -> T:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 OPT_OUT = "speculate"
+# Sampling parameters that look back on the output, and what they are where they do not.
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
@@ -21,9 +24,30 @@ def may_speculate(params: Any, *, on_v2: bool) -> bool:
     On Model Runner V2 they may not where sampling looks back on the output: its kernels for
     penalties and bad words take the rows before a row for its ancestors.
     """
-    penalties = params.presence_penalty or params.frequency_penalty
-    looks_back = params.repetition_penalty != 1.0 or penalties or params.bad_words
+    penalties = any(getattr(params, name) != neutral for name, neutral in PENALTIES.items())
+    looks_back = penalties or params.bad_words
     return bool(_says(params.extra_args or {})) and not (on_v2 and looks_back)
+
+
+def penalties_without_drafts(model_config: Any) -> str | None:
+    """Which penalties an engine's requests have by default, and so no drafts on Model Runner V2.
+
+    vLLM takes them from the model; None where there are none.
+    """
+    defaults = model_config.get_diff_sampling_param()
+    found = {
+        name: defaults[name]
+        for name, neutral in PENALTIES.items()
+        if defaults.get(name, neutral) != neutral
+    }
+    if not found:
+        return None
+    penalties = " and ".join(f"a {name} of {value}" for name, value in found.items())
+    neutral = json.dumps({name: PENALTIES[name] for name in found})
+    return (
+        f"requests that have {penalties}, from the model's generation_config.json, get no drafts "
+        f"on a GPU: let them set their own, or start with --override-generation-config '{neutral}'"
+    )
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

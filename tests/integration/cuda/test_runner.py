@@ -113,6 +113,7 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(result, run):
 
 def test_requests_that_look_back_get_no_drafts(result):
     assert result["seen"]["drafts of requests that look back"] == 0
+    assert result["seen"]["undrafted requests"] == 2  # neither of which is preempted
 
 
 @pytest.mark.parametrize("run", ["seen", "seen one at a time"])
@@ -185,6 +186,8 @@ def serve(
         outputs = generate(llm, batches)
         for name in ("drafts", "draft_tokens", "accepted_tokens"):
             seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
+        [statistics] = llm.collective_rpc("draft_statistics")
+        seen["undrafted requests"] = statistics["undrafted_requests"]
         seen["preemptions"] = counter(llm, "num_preemptions")
     seen["moved rows"] = moved.total()
     return outputs, seen

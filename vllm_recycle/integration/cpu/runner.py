@@ -96,6 +96,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             known = torch.tensor([*request.prompt_token_ids, *request.output_token_ids])
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, known, request.num_computed_tokens)
+            self.drafter.num_undrafted += not may_speculate(request.sampling_params, on_v2=False)
         return result
 
     # Before the forward: positions, and what attention needs to know.

@@ -129,9 +129,9 @@ class TreeModelRunner(GPUModelRunner):
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             lengths = [len(request.prefill_token_ids) for request in new]
             self.drafter.begin(indices, lengths)
-            self.may_speculate[indices] = [
-                may_speculate(request.sampling_params, on_v2=True) for request in new
-            ]
+            drafting = [may_speculate(request.sampling_params, on_v2=True) for request in new]
+            self.may_speculate[indices] = drafting
+            self.drafter.num_undrafted += drafting.count(False)
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
