@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
-from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
+from vllm_recycle.kernels.triton.attention.tree_attention import rows_of_tiles, tree_attention
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
@@ -175,6 +175,49 @@ class TreeAttentionImpl(AttentionImpl):
             rows = [None if of_all is None else of_all[rest] for of_all in (query, key, value)]
             forward(layer, *rows, kv_cache, attn_metadata.others, output[rest], *scales)
         return output
+
+
+def warm_up_tiles(
+    layer: Any, block_table: torch.Tensor, trees: DeviceTrees, tree_indices: torch.Tensor
+) -> None:
+    """Compile tree attention of a layer for trees of any size, with contexts whole and split.
+
+    Graphs have few sizes, but prompts have any beside them, in steps that have none. A request is
+    launched for that has no rows.
+
+    Args:
+        layer: of vLLM's, with its KV cache.
+        block_table: int32 [1 or more, blocks], as those of steps.
+        trees: of all requests.
+        tree_indices: int64 [max_num_reqs].
+
+    """
+    impl, kv_cache = layer.impl, layer.kv_cache
+    query = kv_cache.new_zeros(1, impl.num_heads, impl.head_size)
+    nothing = torch.zeros(2, dtype=torch.int32, device=kv_cache.device)
+    group = impl.num_heads // impl.num_kv_heads
+    for max_rows in rows_of_tiles(query, group, 1 + trees.num_nodes):
+        rows = TreeQueries(
+            ancestor_bits=trees.ancestor_bits,
+            depths=trees.depths,
+            idx_mapping=tree_indices[:1],
+            query_start_loc=nothing,
+            seq_lens=nothing[:1],
+            block_table=block_table[:1],
+            max_rows=max_rows,
+            num_rows=0,
+        )
+        for num_splits in (1, 2):
+            tree_attention(
+                query,
+                kv_cache,
+                torch.empty_like(query),
+                rows=rows,
+                scale=impl.scale,
+                window=impl.window,
+                sinks=impl.sinks,
+                num_splits=num_splits,
+            )
 
 
 class TreeFlashAttentionMetadataBuilder(TreeMetadataBuilder, FlashAttentionMetadataBuilder):

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_recycle.integration.cuda.backend import warm_up_tiles
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
@@ -96,6 +97,19 @@ class TreeModelRunner(GPUModelRunner):
             self.paged_layers = {
                 index: PagedLayers.make(caches) for index, caches in caches_of.items() if caches
             }
+
+    @torch.inference_mode()
+    def warm_up_attention(self) -> None:
+        """Compile tree attention for all trees that may be served, once for each kind of layer."""
+        layers, kinds = self.compilation_config.static_forward_context, {}
+        tables = self.block_tables.get_dummy_block_tables(1)
+        for table, group in zip(tables, self.kv_cache_config.kv_cache_groups, strict=True):
+            for name in set(group.layer_names) - self.speculator.draft_attn_layer_names:
+                impl, kv_cache = layers[name].impl, layers[name].kv_cache
+                shape = (impl.num_heads, kv_cache.shape, kv_cache.stride())
+                kinds[shape, impl.window, impl.sinks is None] = (layers[name], table)
+        for layer, table in kinds.values():
+            warm_up_tiles(layer, table, self.drafter.trees, self.tree_indices)
 
     @torch.inference_mode()
     def price_rows(self) -> str | None:

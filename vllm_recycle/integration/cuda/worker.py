@@ -26,6 +26,8 @@ class TreeGPUWorker(TreeWorker):
         max_num_seqs = config.max_num_seqs
         config.max_num_seqs = max(1, sum(full in sizes for sizes in runner.sizes_of_batch))
         try:
-            return super().warm_up()
+            times = super().warm_up()
         finally:
             config.max_num_seqs = max_num_seqs
+        runner.warm_up_attention()
+        return times

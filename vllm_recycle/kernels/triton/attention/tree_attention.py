@@ -84,12 +84,10 @@ def tree_attention(
         assert side.dtype == query.dtype
         assert side.stride()[1:] == (head_size, 1)
 
-    processors, capability = processors_and_capability(query.device)
+    processors, _ = processors_and_capability(query.device)
     num_queries = rows.max_rows * group
     all_queries = min(query.shape[0] * group, rows.batch * num_queries)
-    tile = tile or choose_tile(
-        num_queries, head_size, itemsize=query.element_size(), capability=capability
-    )
+    tile = tile or _tile_of(query, num_queries)
     tiles = triton.cdiv(num_queries, tile.queries)
     if num_splits is None:
         slots = processors * tile.resident
@@ -173,3 +171,18 @@ def tree_attention(
             CHUNK=COMBINED_SPLITS,
             **shared,
         )
+
+
+def _tile_of(query: torch.Tensor, num_queries: int) -> Tile:
+    _, capability = processors_and_capability(query.device)
+    return choose_tile(
+        num_queries, query.shape[2], itemsize=query.element_size(), capability=capability
+    )
+
+
+def rows_of_tiles(query: torch.Tensor, group: int, max_rows: int) -> list[int]:
+    """Numbers of rows up to the largest that have among them each tile that any number has.
+
+    `query` is as that of `tree_attention`, of any rows.
+    """
+    return [*{_tile_of(query, rows * group): rows for rows in range(1, max_rows + 1)}.values()]

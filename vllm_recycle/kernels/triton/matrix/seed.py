@@ -89,7 +89,7 @@ def seed(
             first,
             count,
             size,
-            BITS=len(lengths).bit_length(),
+            BITS=all_token_ids.shape[0].bit_length(),  # of any batch: compiled once
             LANES=LANES,
             LAYOUT=Layout.of(layout),
             num_warps=1,
