@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import GROWN, PAPER, SMALL_OUROBOROS, core, engine, generate, read_prompts
@@ -18,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from vllm_recycle.core.tree import children_of
-from vllm_recycle.integration.grammar import ALL_ALLOWED, fill_tree
+from vllm_recycle.integration.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
 from vllm_recycle.integration.scheduler import TreeScheduler
 
 APPLES = """Tom has 3 apples.
@@ -203,6 +204,39 @@ def test_masks_of_a_tree_are_those_of_its_paths(served):
         assert not grammar.is_terminated()
     assert min(forbidden, ended) > 0
     assert children_of([0, 0, 1]) == [[1, 2], [3], [], []]
+
+
+@pytest.mark.parametrize("served", ["xgrammar"], indirect=True)
+def test_masks_of_requests_that_each_have_a_block_of_rows(served, monkeypatch):
+    """As vLLM 0.33 takes them, which also names tokens that requests that reason may not sample."""
+    generate(served.llm, *requests(served.backend))
+    manager, tokenizer = core(served.llm).structured_output_manager, served.llm.get_tokenizer()
+    words, stride = -(-len(tokenizer) // 32), 6
+    scheduled = {"two": [33, 40], "none": [], "reasons": []}
+    made = []
+    for name in scheduled:
+        grammar = manager.backend.compile_grammar(
+            StructuredOutputOptions.REGEX, "[a-z]{2,9}", stop_token_ids={tokenizer.eos_token_id}
+        )
+        made.append(SimpleNamespace(
+            request_id=name,
+            draft_parents=[0, 1],
+            structured_output_request=SimpleNamespace(grammar=grammar, reasoning_ended=None),
+        ))  # fmt: skip
+    monkeypatch.setattr(
+        GrammarMasks, "is_constrained", lambda _, request: request.request_id != "reasons"
+    )
+    packed = GrammarMasks(manager).fill(made, scheduled).copy()
+    assert packed.shape == (5, words)
+    assert (packed[4] == ALL_ALLOWED).all()
+    monkeypatch.setattr(manager, "_masked_reasoning_ends", lambda _: (31, 40), raising=False)
+    blocks = GrammarMasks(manager, stride).fill(made, scheduled).reshape(3, stride, words)
+    assert (blocks[0, :3] == packed[:3]).all()
+    assert (blocks[1, 0] == packed[3]).all()
+    assert (packed[3] != ALL_ALLOWED).any()
+    forbidden = np.unpackbits(~blocks[2, 0].view(np.uint8), bitorder="little").nonzero()[0]
+    assert forbidden.tolist() == [31, 40]
+    assert all((blocks[i, rows:] == ALL_ALLOWED).all() for i, rows in enumerate((3, 1, 1)))
 
 
 class UntilEqualsSign(ReasoningParser):

@@ -22,10 +22,15 @@ class GrammarMasks:
 
     vLLM's, in its `StructuredOutputManager`, has a row for every node that all requests could have
     together: 1.3 GB for 1,024 requests, 80 nodes and a vocabulary of 128k.
+
+    Args:
+        manager: vLLM's `StructuredOutputManager`.
+        stride: rows that each request of a step has; None for those that are scheduled.
+
     """
 
-    def __init__(self, manager: Any) -> None:
-        self.manager = manager
+    def __init__(self, manager: Any, stride: int | None = None) -> None:
+        self.manager, self.stride = manager, stride
         self.masks: torch.Tensor | None = None
 
     def is_constrained(self, request: Any) -> bool:
@@ -40,7 +45,7 @@ class GrammarMasks:
         return fill_tree(self._make_room(1 + len(draft)), grammar, draft, request.draft_parents)
 
     def fill(self, requests: Sequence[Any], drafts: Mapping[str, Sequence[int]]) -> np.ndarray:
-        """The masks of the root and of each scheduled node of these requests, one after the other.
+        """The masks of the root and of each scheduled node of these requests.
 
         Args:
             requests: that follow a grammar; `draft_parents` of each that has a draft has the
@@ -49,18 +54,29 @@ class GrammarMasks:
 
         Returns:
             int32 [rows of all, words]; token t is allowed where bit t % 32 of word t // 32 is set.
-            Rows that cannot be reached allow all.
+            Rows that cannot be reached, or are no node's, allow all.
         """
-        names = [request.request_id for request in requests]
-        ends = np.cumsum([1 + len(drafts.get(name, ())) for name in names])
-        masks = self._make_room(int(ends[-1]))
-        for request, name, end in zip(requests, names, ends, strict=True):
+        of_names = [drafts.get(request.request_id, ()) for request in requests]
+        starts = np.cumsum([0, *(self.stride or 1 + len(draft) for draft in of_names)])
+        masks = self._make_room(int(starts[-1]))
+        for request, draft, start in zip(requests, of_names, starts[:-1], strict=True):
+            rows = masks[start : start + 1 + len(draft)]
             if self.is_constrained(request):
-                draft = drafts.get(name, ())
-                rows = masks[end - 1 - len(draft) : end]
                 parents = request.draft_parents[: len(draft)] if draft else ()
                 fill_tree(rows, request.structured_output_request.grammar, draft, parents)
+            else:
+                self._forbid_ends(rows, request)
         return masks.numpy()
+
+    def _forbid_ends(self, rows: torch.Tensor, request: Any) -> None:
+        """Forbid what would end the reasoning of a request and be content that its grammar refuses.
+
+        vLLM 0.32 has no such tokens.
+        """
+        ends = getattr(self.manager, "_masked_reasoning_ends", lambda _: ())
+        words = rows.numpy().view(np.uint32)
+        for token in ends(request):
+            words[:, token // 32] &= ~np.uint32(1 << token % 32)
 
     def _make_room(self, num_rows: int) -> torch.Tensor:
         if self.masks is None or len(self.masks) < num_rows:

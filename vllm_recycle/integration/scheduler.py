@@ -22,6 +22,7 @@ from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
 from vllm_recycle.integration.requests import may_speculate
+from vllm_recycle.integration.versions import packs_grammar_masks
 
 
 @dataclass
@@ -57,7 +58,8 @@ class TreeScheduler(Scheduler):
         if chooses_sizes(vllm_config):
             self.sizes = DraftSizes(self, vllm_config)
             self.dynamic_sd_lookup = SizeTable(self.sizes)
-        self.masks = GrammarMasks(self.structured_output_manager)
+        stride = None if packs_grammar_masks() else 1 + self.num_spec_tokens
+        self.masks = GrammarMasks(self.structured_output_manager, stride)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         if isinstance(options, OuroborosOptions):

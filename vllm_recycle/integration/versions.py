@@ -169,14 +169,25 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     _replace(output_processor.OutputProcessor, "do_tracing", do_tracing)
 
 
+def packs_grammar_masks() -> bool:
+    """Whether vLLM takes the masks of a step one after the other, those of scheduled rows alone.
+
+    vLLM 0.33 takes a block of rows of each request, as long as the longest draft, used or not.
+    Remove with vLLM 0.32.
+    """
+    from vllm.v1.worker.gpu import structured_outputs
+
+    return hasattr(structured_outputs, "_build_grammar_mapping")
+
+
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
     """Leave vLLM's device buffer of grammar masks the rows that a step may have.
 
     It has one for every node that all requests could have together: 1.3 GB for 1,024 requests, 80
-    nodes and a vocabulary of 128k. vLLM 0.33 sends that many, used or not, and needs it all.
-    `worker` is vLLM's `StructuredOutputsWorker`. Remove with vLLM 0.32.
+    nodes and a vocabulary of 128k. vLLM 0.33 needs it all. `worker` is vLLM's
+    `StructuredOutputsWorker`. Remove with vLLM 0.32.
     """
-    if hasattr(worker, "num_bonus_tokens"):  # it packs rows
+    if packs_grammar_masks():
         worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()
 
 
