@@ -35,9 +35,12 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
+        from vllm_recycle.integration import requests, versions
+
         self.traces = traces
+        versions.wrap_process_inputs(requests.read_hint)
         if traces:
-            from vllm_recycle.integration import tracing, versions
+            from vllm_recycle.integration import tracing
 
             versions.wrap_do_tracing(tracing.span_attributes)
 

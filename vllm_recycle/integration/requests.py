@@ -1,12 +1,23 @@
-"""What a request says about speculation, and whether a draft for it may be verified."""
+"""What a request says about speculation, and whether a draft for it may be verified.
+
+A hint is what its output may say, or be like: the tokens of it enter the adjacency matrix as those
+of the prompt do, as the request's own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_recycle.core.adjacency import MAX_CONTEXT
+from vllm_recycle.core.state_file import shorten
+from vllm_recycle.integration.options import TOKEN_RECYCLING, options_of
+
 OPT_OUT = "speculate"
+HINT = "hint"
+PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
@@ -55,3 +66,70 @@ def _says(extra_args: dict[Any, Any]) -> Any:
     # None says nothing: rows of Ray Data have all fields that any of them has.
     said = extra_args.get(OPT_OUT)
     return True if said is None else said
+
+
+def read_hint(processor: Any, params: Any) -> None:
+    """Put token ids in the place of a hint, where the tokenizer is; see `versions`.
+
+    `processor` is vLLM's `InputProcessor`; `params` are a request's, changed in place. Raises
+    VLLMValidationError for a hint that is none, or that the method has no use for.
+    """
+    extra_args = params.extra_args or {}
+    hints = {key: extra_args.get(key) for key in (HINT, PREDICTION)}
+    hints = {key: value for key, value in hints.items() if value is not None}
+    if not hints or not is_ours(processor.vllm_config.speculative_config):
+        return
+    method = options_of(processor.vllm_config).method
+    if method != TOKEN_RECYCLING:
+        if HINT in hints:  # a prediction is left unread, as vLLM does
+            raise _bad_hint(HINT, hints[HINT], f"none: the method {method} has no use for it")
+        return
+    if len(hints) > 1:
+        raise _bad_hint(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")
+    ((name, hint),) = hints.items()
+    model_config = processor.model_config
+    vocab_size, most = model_config.get_vocab_size(), model_config.max_model_len
+    content = _content(hint) if name == PREDICTION else hint
+    token_ids = to_token_ids(content, name, processor.tokenizer, vocab_size, most=most)
+    if len(token_ids) > most:
+        raise _bad_hint(name, hint, f"at most the {most} tokens of max_model_len")
+    params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
+
+
+def to_token_ids(
+    given: Any, name: str, tokenizer: Any, vocab_size: int, *, most: int | None = None
+) -> list[int]:
+    """The token ids of a text, or those that were given in its place.
+
+    Of a text that has more than `most` it need not be all. Raises VLLMValidationError with the
+    `name` of what was given.
+    """
+    if isinstance(given, str) and tokenizer is not None:
+        longest = None if most is None else most * tokenizer.max_chars_per_token + 1
+        return tokenizer.encode(given[:longest], add_special_tokens=False)
+    is_list = isinstance(given, list) and all(type(token_id) is int for token_id in given)
+    if is_list and all(0 <= token_id < vocab_size for token_id in given):
+        return given
+    ids = f"a list of token ids from 0 to {vocab_size - 1}"
+    raise _bad_hint(name, given, f"{'a text or ' if tokenizer is not None else ''}{ids}")
+
+
+def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:
+    """The hint of a request as it may follow its text; empty where it has none."""
+    hint = (params.extra_args or {}).get(HINT)
+    return [*token_ids[-MAX_CONTEXT:], *hint] if isinstance(hint, list) else []
+
+
+def _content(prediction: Any) -> str:
+    """The text of what OpenAI's clients send: a string, or parts of it."""
+    try:
+        content = prediction["content"]
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    except (TypeError, KeyError):
+        expected = "{'type': 'content', 'content': TEXT}, where TEXT may be parts with a 'text'"
+        raise _bad_hint(PREDICTION, prediction, expected) from None
+
+
+def _bad_hint(name: str, given: Any, expected: str) -> VLLMValidationError:
+    message = f"{name!r} is {shorten(given)}, expected {expected}"
+    return VLLMValidationError(message, parameter=name)
