@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -113,6 +114,19 @@ def test_only_the_method_hints_is_told_the_hints():
             found[name] = child.ask("run", **driver.pass_arguments(plan, 1, 0))
     assert [one["outputs"] for one in found.values()] == [[answer]] * 2
     assert found["hints"]["steps"] < found["token_recycling"]["steps"]
+
+
+def test_there_are_prompts_with_hints():
+    prompts = read_prompts(EXAMPLES / "prompts/edits.jsonl")
+    assert len(prompts) == 16
+    for prompt in prompts:
+        (turn,) = prompt.turns
+        assert prompt.hint
+        assert prompt.hint not in turn
+        # What is renamed is so in the hint alone.
+        names = re.findall(r"`(\w+)`", turn.partition("\n")[0])
+        assert len(names) == (2 if prompt.category == "rename" else 0)
+        assert [f"{name}(" in prompt.hint for name in names] == [False, True][: len(names)]
 
 
 def test_there_are_prompts_with_schemas():
