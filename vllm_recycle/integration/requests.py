@@ -79,21 +79,31 @@ def read_hint(processor: Any, params: Any) -> None:
     hints = {key: value for key, value in hints.items() if value is not None}
     if not hints or not is_ours(processor.vllm_config.speculative_config):
         return
+    try:
+        token_ids = _tokens_of_hint(processor, hints)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=next(iter(hints))) from None
+    if token_ids is not None:
+        params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
+
+
+def _tokens_of_hint(processor: Any, hints: dict[str, Any]) -> list[int] | None:
+    """Those of what a request gives by these names; None where it is left unread."""
     method = options_of(processor.vllm_config).method
     if method != TOKEN_RECYCLING:
         if HINT in hints:  # a prediction is left unread, as vLLM does
-            raise _bad_hint(HINT, hints[HINT], f"none: the method {method} has no use for it")
-        return
+            raise _bad(HINT, hints[HINT], f"none: the method {method} has no use for it")
+        return None
     if len(hints) > 1:
-        raise _bad_hint(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")
+        raise _bad(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")
     ((name, hint),) = hints.items()
     model_config = processor.model_config
     vocab_size, most = model_config.get_vocab_size(), model_config.max_model_len
     content = _content(hint) if name == PREDICTION else hint
     token_ids = to_token_ids(content, name, processor.tokenizer, vocab_size, most=most)
     if len(token_ids) > most:
-        raise _bad_hint(name, hint, f"at most the {most} tokens of max_model_len")
-    params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
+        raise _bad(name, hint, f"at most the {most} tokens of max_model_len")
+    return token_ids
 
 
 def to_token_ids(
@@ -101,8 +111,8 @@ def to_token_ids(
 ) -> list[int]:
     """The token ids of a text, or those that were given in its place.
 
-    Of a text that has more than `most` it need not be all. Raises VLLMValidationError with the
-    `name` of what was given.
+    Of a text that has more than `most` it need not be all. Raises ValueError with the `name` of
+    what was given.
     """
     if isinstance(given, str) and tokenizer is not None:
         longest = None if most is None else most * tokenizer.max_chars_per_token + 1
@@ -111,7 +121,7 @@ def to_token_ids(
     if is_list and all(0 <= token_id < vocab_size for token_id in given):
         return given
     ids = f"a list of token ids from 0 to {vocab_size - 1}"
-    raise _bad_hint(name, given, f"{'a text or ' if tokenizer is not None else ''}{ids}")
+    raise _bad(name, given, f"{'a text or ' if tokenizer is not None else ''}{ids}")
 
 
 def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:
@@ -127,9 +137,8 @@ def _content(prediction: Any) -> str:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
     except (TypeError, KeyError):
         expected = "{'type': 'content', 'content': TEXT}, where TEXT may be parts with a 'text'"
-        raise _bad_hint(PREDICTION, prediction, expected) from None
+        raise _bad(PREDICTION, prediction, expected) from None
 
 
-def _bad_hint(name: str, given: Any, expected: str) -> VLLMValidationError:
-    message = f"{name!r} is {shorten(given)}, expected {expected}"
-    return VLLMValidationError(message, parameter=name)
+def _bad(name: str, given: Any, expected: str) -> ValueError:
+    return ValueError(f"{name!r} is {shorten(given)}, expected {expected}")
