@@ -29,7 +29,8 @@ class Attack:
         lengths: of the neighbours' prompts, of those that repeat themselves and the others.
         they_decode: whether they have their prompts behind them before the request comes.
         their_tokens: how many tokens they may have, more than they get beside the request.
-        hinted: whether the neighbours have the same prompts, and the ones are told their answers.
+        hinted: whether the neighbours have the same prompts, and the ones are told the beginnings
+            of their answers.
 
     """
 
@@ -55,7 +56,7 @@ ATTACKS = {
         lengths=(360, 60),
         they_decode=False,
     ),
-    "hints": Attack({**GROWN, "row_cost": 0.05}, hinted=True),
+    "hints": Attack({**GROWN, "row_cost": 0.05}, their_tokens=1000, hinted=True),
     "room in the table": Attack({**GROWN, "context_mib": 1, "k": 64}, their_tokens=1000),
 }
 
@@ -89,7 +90,8 @@ def attack(how: Attack, scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
         told = [[endless] * NUM_NEIGHBOURS] * 2
         if how.hinted:
             kinds = kinds[1:] * 2
-            answers = generate(llm, [{"prompt_token_ids": ids} for ids in kinds[0]], endless)
+            first = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+            answers = generate(llm, [{"prompt_token_ids": ids} for ids in kinds[0]], first)
             told[0] = [with_hint(endless, [*answer]) for (answer,) in answers]
         return [
             trace(llm, [*zip(neighbours, params, strict=True)], how.they_decode, monkeypatch)

@@ -58,14 +58,18 @@ def served(llm: Any, requests: Any) -> dict[str, Any]:
 
 
 def serve_crowded() -> dict[str, Any]:
-    """In the process with the engines: too few KV blocks for all requests, which have hints."""
-    with engine(**LLM_ARGUMENTS) as llm:
+    """In the process with the engines: too few KV blocks for all requests, which have hints.
+
+    All prompts are in the first step, and the hints are wrong, so that nobody is done early.
+    """
+    arguments = {**LLM_ARGUMENTS, "max_num_batched_tokens": 256}
+    with engine(**arguments) as llm:
         plain = served(llm, CROWDED)["tokens"]
-    with engine(GROWN, **LLM_ARGUMENTS) as llm:
+    with engine(GROWN, **arguments) as llm:
         drafter, taken_in = runner(llm).drafter, []
         take_in = drafter.take_in
         drafter.take_in = lambda *args: (taken_in.append(args), take_in(*args))
-        found = served(llm, with_hints(CROWDED, plain))
+        found = served(llm, with_hints(CROWDED, plain[1:] + plain[:1]))
         found["preemptions"] = counter(llm, "num_preemptions")
     return {**found, "plain": plain, "taken in": len(taken_in)}
 
