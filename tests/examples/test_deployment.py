@@ -23,28 +23,36 @@ IMAGES = {"cpu": "vllm/vllm-openai-cpu", "cuda": "vllm/vllm-openai"}
 TARGET = str(EXAMPLES / "models" / "target")
 
 
-def image_flags(device: str) -> list[str]:
-    """The flags that the command of an image gives `vllm serve`."""
+def image_arguments(device: str) -> list[str]:
+    """What the command of an image gives `vllm serve`, of a model and a flag."""
     text = (EXAMPLES / "docker" / f"Dockerfile.{device}").read_text()
-    command = json.loads(re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[-1])
-    assert command[:2] == ["vllm", "serve"]
-    return command[2:]
+    shell, option, script, *rest = json.loads(
+        re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[0]
+    )
+    assert "exec vllm serve" in script
+    script = script.replace("exec vllm serve", "printf '%s\\n'")
+    command = [shell, option, script, *rest, TARGET, "--served-model-name", "a b"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def chart_flags() -> list[str]:
-    """The flags that the values of the chart give it."""
+def chart_arguments(_: str) -> list[str]:
+    """What the values of the chart give it."""
     values = yaml.safe_load((EXAMPLES / "helm" / "values.yaml").read_text())
     [model] = values["servingEngineSpec"]["modelSpec"]
-    return model["vllmConfig"]["extraArgs"]
+    return [TARGET, *model["vllmConfig"]["extraArgs"]]
 
 
-@pytest.mark.parametrize("flags", [image_flags("cpu"), image_flags("cuda"), chart_flags()])
-def test_their_flags_turn_the_method_on(flags, capsys):
-    # In an image the model comes behind the flags, and the user's flags behind it.
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*flags, TARGET, "--port=1"])
-    assert args.model_tag == TARGET
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [(image_arguments, "cpu"), (image_arguments, "cuda"), (chart_arguments, "")],
+)
+def test_their_arguments_turn_the_method_on(arguments, device, capsys):
+    given = arguments(device)
+    assert given[0] == TARGET  # where vLLM expects the model
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     assert args.speculative_config == {"method": "token_recycling"}
-    status = main(["check", TARGET, "--dtype=float32", "--max-num-seqs=2", *flags])
+    assert args.served_model_name == (["a b"] if device else None)
+    status = main(["check", *given, "--dtype=float32", "--max-num-seqs=2"])
     assert status == 0, capsys.readouterr().out
 
 
