@@ -19,7 +19,7 @@ from engines import (
 )
 from vllm import SamplingParams
 
-from vllm_recycle.core import Trees
+from vllm_recycle.core.tree import Trees
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(
@@ -70,6 +70,16 @@ def test_trees_starve_nobody_at_64_requests_and_a_small_budget(share, method):
             sizes = [len(draft) for draft in step.scheduled_spec_decode_tokens.values()]
             # Even: who has fewer than the longest had no more to draft.
             assert max(sizes) <= 256 * share / len(sizes) or sum(sizes) < 256 * share
+
+
+def test_drafts_that_cost_nothing_stay_within_their_share_of_a_step():
+    """Of 8 requests with all their nodes they would be 640."""
+    with engine(GROWN, max_num_seqs=8, max_num_batched_tokens=256) as llm:
+        generate(llm, read_prompts(8), GREEDY)  # what is known now is drafted
+        steps = watch_steps(llm)
+        generate(llm, read_prompts(8), GREEDY)
+    drafts = [sum(map(len, step.scheduled_spec_decode_tokens.values())) for step in steps]
+    assert 64 < max(drafts) <= 128
 
 
 @both_methods

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from vllm_recycle.core.verification import NO_TOKEN
+
 # Requests of a step, 0 for any number, and the length of their contexts.
 Load = tuple[int, int]
 ANY = (0, 0)
@@ -122,6 +124,12 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
     for _, b, size, _ in blocks[:num_taken]:
         counts[b] += size
     return counts
+
+
+def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Leave of drafts, int64 [batch, nodes], the first `counts` nodes, int64 [batch]; in place."""
+    token_ids.numpy()[np.arange(token_ids.shape[1]) >= counts.numpy()[:, None]] = NO_TOKEN
+    return token_ids
 
 
 def _blocks(worths: list[float]) -> list[tuple[float, int]]:

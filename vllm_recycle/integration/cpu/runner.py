@@ -18,7 +18,8 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_recycle.core import ReqStateIndices, Trees
+from vllm_recycle.core.req_states import ReqStateIndices
+from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -52,6 +53,10 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        # With LoRA there are buffers for more rows than a step has, and vLLM warms up with as many.
+        scheduler = vllm_config.scheduler_config
+        steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+        self.max_num_tokens = min(steps)
         self.drafter = DRAFTERS[options_of(vllm_config).method](vllm_config, device, self)
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
@@ -84,7 +89,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # streamed comes as a new one again and again.
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
         if freed:
-            self.drafter.proposer.release(freed)
+            self.drafter.release(freed)
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
