@@ -50,13 +50,12 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
-        from vllm_recycle.integration import requests, versions
+        from vllm_recycle.integration import request_stats, requests, tracing
 
         self.traces = traces
         versions.wrap_process_inputs(requests.read_hint)
+        versions.wrap_request_stats(request_stats)
         if traces:
-            from vllm_recycle.integration import tracing
-
             versions.wrap_do_tracing(tracing.span_attributes)
 
     def __reduce__(self) -> tuple[Callable[[bool], Registered], tuple[bool]]:
