@@ -51,9 +51,10 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
-        from vllm_recycle.integration import streaming, tracing
+        from vllm_recycle.integration import request_stats, streaming, tracing
 
         self.traces = traces
+        versions.wrap_request_stats(request_stats)
         versions.wrap_streams(streaming.Detokenizer, streaming.by_token)
         if traces:
             versions.wrap_do_tracing(tracing.span_attributes)
