@@ -170,6 +170,13 @@ class TokenRecyclingProposer:
         if self.seed_from_prompt:
             self.operations.seed(self.state.matrix, req_state_idx, token_ids)
 
+    def take_in(self, token_ids: torch.Tensor, req_state_idx: int | None = None) -> None:
+        """Take in a text, int64 [length], as a prompt: of one request, or else for all of them."""
+        matrix = self.state.matrix
+        if req_state_idx is None:
+            matrix, req_state_idx = matrix.of_all(), 0
+        self.operations.seed(matrix, req_state_idx, token_ids)
+
 
 def _grow_what_may_pay(
     grow: Callable[..., Growth], times: torch.Tensor, slopes: torch.Tensor, num_reqs: int

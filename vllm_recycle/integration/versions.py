@@ -144,6 +144,34 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     _replace(SamplingParams, "_validate_spec_decode", validate_spec_decode)
 
 
+def wrap_process_inputs(read_hint: Callable[[Any, Any], None]) -> None:
+    """Let requests bring hints, and read them where the tokenizer is.
+
+    `read_hint`, given vLLM's input processor and the parameters of a request of an engine of ours,
+    puts token ids in the place of texts. OpenAI's `prediction`, which vLLM takes and leaves unread,
+    becomes one of the parameters.
+
+    Remove when plugins may see a request before it is sent to the engine.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        if request.sampling_params is not None:
+            read_hint(self, request.sampling_params)
+        return request
+
+    def to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        if (prediction := (self.model_extra or {}).get("prediction")) is not None:
+            params.extra_args = {**(params.extra_args or {}), "prediction": prediction}
+        return params
+
+    _replace(InputProcessor, "process_inputs", process_inputs)
+    _replace(ChatCompletionRequest, "to_sampling_params", to_sampling_params)
+
+
 def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     """Let the span of a request say more.
 
@@ -178,6 +206,89 @@ def packs_grammar_masks() -> bool:
     from vllm.v1.worker.gpu import structured_outputs
 
     return hasattr(structured_outputs, "_build_grammar_mapping")
+
+
+def wrap_streams(
+    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
+) -> None:
+    """Let a server that parses tool calls or reasoning hand on a step's tokens one by one.
+
+    `detokenizer` is given vLLM's detokenizer of a streaming request, and returns what takes its
+    place. `by_token`, given a server, its parser or None and what a request is answered from,
+    returns what it is to be answered from.
+
+    Other servers, engines and workers are left as they are: this waits until a parser is made.
+    Remove when vLLM's parsers do not depend on how a text is cut into deltas.
+    """
+    from vllm.parser import ParserManager
+
+    def get_parser(original: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        if parser is not None:
+            _wrap_servers(detokenizer, by_token)
+        return parser
+
+    _replace(ParserManager, "get_parser", get_parser)
+
+
+def _wrap_servers(
+    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
+) -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    def from_new_request(original: Any, tokenizer: Any, request: Any) -> Any:
+        made = original(tokenizer, request)
+        streams = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        return detokenizer(made) if streams else made
+
+    def chat(original: Any, self: Any, request: Any, results: Any, *args: Any, **kw: Any) -> Any:
+        return original(self, request, by_token(self, self.parser_cls, results), *args, **kw)
+
+    def respond(
+        original: Any, self: Any, request: Any, params: Any, contexts: Any, *args: Any
+    ) -> Any:
+        return original(self, request, params, by_token(self, self.parser, contexts), *args)
+
+    _replace(IncrementalDetokenizer, "from_new_request", from_new_request)
+    _replace(OpenAIServingChat, "chat_completion_stream_generator", chat)
+    _replace(OpenAIServingResponses, "_process_simple_streaming_events", respond)
+
+
+def wrap_request_stats(stats: Any) -> None:
+    """Count what requests get by `stats`, which has the functions of `request_stats`.
+
+    vLLM counts the tokens of a step before it drops those behind a stop string: remove `trim` when
+    it counts afterwards, and the rest when it has such a histogram.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    def update(original: Any, self: Any, state: Any, output: Any, *args: Any) -> None:
+        original(self, state, output, *args)
+        if args[-1] is not None and output.new_token_ids:
+            stats.count_step(state, args[-1])
+
+    def trim(original: Any, _: Any, state: Any, output: Any, num_prev_tokens: int) -> None:
+        num_tokens = len(output.new_token_ids)
+        original(state, output, num_prev_tokens)
+        stats.drop_tokens(state, num_tokens - len(output.new_token_ids))
+
+    def finish(original: Any, self: Any, state: Any, reason: Any, iteration_stats: Any) -> None:
+        if iteration_stats is not None:
+            stats.finish(state, iteration_stats)
+        original(self, state, reason, iteration_stats)
+
+    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        stats.add_histogram(self)
+
+    _replace(OutputProcessor, "_update_stats_from_output", update)
+    _replace(OutputProcessor, "_trim_surplus_tokens", trim)  # static: no `self` for the original
+    _replace(OutputProcessor, "_update_stats_from_finished", finish)
+    _replace(PrometheusStatLogger, "__init__", init)
 
 
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
