@@ -113,7 +113,7 @@ def seed(
         )
 
 
-@triton.jit(do_not_specialize=["num_requests", "first", "count", "size"])
+@triton.jit(do_not_specialize=["stride", "num_requests", "first", "count", "size"])
 def _mark_prompt_kernel(
     stamps: tl.tensor,
     addresses: tl.tensor,
