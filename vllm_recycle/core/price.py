@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,24 @@ import torch
 # Requests of a step, 0 for any number, and the length of their contexts.
 Load = tuple[int, int]
 ANY = (0, 0)
+
+
+# What the drafts of a step are, which says what its rows cost: where all are chains, attention is
+# that of a step without drafts.
+TREES, CHAINS = "trees", "chains"
+
+
+class Price(NamedTuple):
+    """What steps cost at one load.
+
+    Attributes:
+        times: float64 [rows + 1], the time of a step by its rows, never falling.
+        slopes: float64 [rows + 1], what each row more costs at least, from there on.
+
+    """
+
+    times: torch.Tensor
+    slopes: torch.Tensor
 
 
 class StepTimes:
@@ -59,8 +78,8 @@ class StepTimes:
     def max_rows(self) -> int:
         return self.times.shape[1] - 1
 
-    def at(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Times and slopes, float64 [rows + 1] each, for the nearest load.
+    def at(self, num_reqs: int, context: float) -> Price:
+        """The price at the nearest load.
 
         That is the nearest number of requests by ratio, then the nearest length of context. A row
         costs what it does there behind as many rows of drafts.
@@ -72,12 +91,12 @@ class StepTimes:
 
         index = min(range(len(self.loads)), key=distance)
         fewer = (self.loads[index][0] or num_reqs) - num_reqs
-        return _moved(self.times[index], fewer), _moved(self.slopes[index], fewer)
+        return Price(_moved(self.times[index], fewer), _moved(self.slopes[index], fewer))
 
-    def of_each(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_each(self, num_reqs: int, context: float) -> Price:
         """As `at`, but by the rows of one request, where each of them has as many."""
         times, slopes = self.at(num_reqs, context)
-        return times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs
+        return Price(times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs)
 
 
 def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -122,6 +141,16 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
     for _, b, size, _ in blocks[:num_taken]:
         counts[b] += size
     return counts
+
+
+def rate(
+    worths: torch.Tensor, counts: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
+) -> float:
+    """Expected tokens by the time of a step that verifies so many nodes; see `choose`."""
+    rows, last = len(worths) + num_other_rows, len(times) - 1
+    taken = np.arange(worths.shape[1]) < counts.numpy()[:, None]
+    tokens = rows + float(worths.numpy()[taken].sum())
+    return tokens / float(times[min(rows + int(taken.sum()), last)])
 
 
 def _blocks(worths: list[float]) -> list[tuple[float, int]]:

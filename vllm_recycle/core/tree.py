@@ -31,6 +31,7 @@ from vllm_recycle.core.state_file import read_json, shorten
 
 MAX_NODES = 256
 FORMAT = "vllm_recycle.tree/1"
+CHAIN = "chain"  # the name of a shipped template, in which each node has one child
 
 Node = tuple[int, int]
 

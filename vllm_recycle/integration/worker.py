@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_recycle.core.price import TREES
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
@@ -33,10 +34,18 @@ class TreeWorker(Worker):
         return self.runner_class(self.vllm_config, self.device)
 
     @property
+    def verifies_trees(self) -> bool:
+        """Whether attention must be ours; chains are verified by vLLM's own."""
+        return TREES in options_of(self.vllm_config).kinds
+
+    @property
     def drafter(self) -> Drafter:
         return self.model_runner.drafter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if not self.verifies_trees:
+            super().load_model(*args, **kwargs)
+            return
         with override_backend(self.replaced_backend, self.tree_backend):
             super().load_model(*args, **kwargs)
         # Kinds of layers that vLLM serves by a backend derived from ours see other tokens.

@@ -96,10 +96,12 @@ def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
     """Let the metadata that vLLM's runner builds next know of a step's trees.
 
     Args:
-        step: that is prepared.
+        step: that is prepared. Of chains nobody need know: vLLM's metadata say it all.
         attn_groups: vLLM's, of each KV cache group.
 
     """
+    if step.are_chains:
+        return
     for groups in attn_groups:
         for group in groups:
             group.get_metadata_builder().step = step

@@ -86,7 +86,7 @@ class V1Drafter(Drafter):
         proposer: what drafts and learns.
         row_cost: what the user says of a row, in units of a step of one row; None to measure.
         max_rows: most rows of a step that drafts may make.
-        step_times: what a step takes by its rows.
+        step_times: what a step takes by its rows, by what its drafts are.
 
     """
 
@@ -98,7 +98,8 @@ class V1Drafter(Drafter):
         self.row_cost = self.options.row_cost
         drafts = int(self.options.budget_share * scheduler.max_num_batched_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
-        self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+        linear = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+        self.step_times = dict.fromkeys(self.options.kinds, linear)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
@@ -184,5 +185,5 @@ class V1Drafter(Drafter):
         return ""
 
     def statistics(self) -> dict[str, float]:
-        _, slopes = self.step_times.at(1, 0)
+        _, slopes = next(iter(self.step_times.values())).at(1, 0)
         return super().statistics() | {"row_cost": float(slopes[1])}

@@ -70,7 +70,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
         chosen = np.nonzero(texts.wants_draft)[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                drafts[group], parents[group] = self._propose(texts, group, max_nodes)
+                token_ids, above = self._propose(texts, group, max_nodes)
+                num_nodes = token_ids.shape[1]
+                drafts[group, :num_nodes], parents[group, :num_nodes] = token_ids, above
         return drafts, parents
 
     def _propose(
@@ -82,14 +84,16 @@ class TokenRecyclingV1Drafter(V1Drafter):
         that its size depends on its own text and on how many requests there are.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        prices = self.step_times.of_each if self.isolates else self.step_times.at
-        times, slopes = prices(batch, float(last.mean()))
+        load = batch, float(last.mean())
+        prices = {
+            kind: times.of_each(*load) if self.isolates else times.at(*load)
+            for kind, times in self.step_times.items()
+        }
         return self.proposer.propose(
             texts.idx_mapping[chosen],
             Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
-            times=times,
-            slopes=slopes,
+            prices=prices,
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )

@@ -30,7 +30,8 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        for name, layer in layers.items() if self.verifies_trees else ():
             if layer.isa not in ISAS:
                 raise NotImplementedError(
                     f"layer {name}: KV cache layout {layer.isa!r}, expected one of {ISAS}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
-from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
+from vllm_recycle.core.price import CHAINS, TREES
+from vllm_recycle.core.tree import CHAIN, MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
@@ -108,6 +109,13 @@ class TokenRecyclingOptions(MethodOptions):
     @property
     def is_dynamic(self) -> bool:
         return self.tree == DYNAMIC
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.tree == CHAIN:
+            return (CHAINS,)
+        # With a cost of the user's, a chain promises no more than the tree that it is a part of.
+        return (TREES, CHAINS) if self.is_dynamic and self.row_cost is None else (TREES,)
 
     @property
     def isolates(self) -> bool:
