@@ -18,7 +18,15 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration import refusals
-from vllm_recycle.integration.options import METHODS, OUROBOROS, TOKEN_RECYCLING, options_of, put
+from vllm_recycle.integration.options import (
+    METHODS,
+    OUROBOROS,
+    TOKEN_RECYCLING,
+    TokenRecyclingOptions,
+    chooses_sizes,
+    options_of,
+    put,
+)
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
 from vllm_recycle.integration.saved_state import check_state_file
 
@@ -199,8 +207,24 @@ def finish(vllm_config: Any) -> None:
             options.method,
         )
         _warn_of_missing_graphs(vllm_config)
+    if isinstance(options, TokenRecyclingOptions) and options.is_dynamic and not platform.on_v2:
+        options = _choose_chains(vllm_config, options)
     refusals.check(vllm_config, options, on_v2=platform.on_v2)
     check_state_file(options, vllm_config)
+
+
+def _choose_chains(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRecyclingOptions:
+    """The options; with chains in place of grown trees, where trees cannot go."""
+    reasons = refusals.unsupported_by_trees(vllm_config)
+    reason = next((feature for feature, present in reasons.items() if present), None)
+    if reason is None:
+        return options
+    logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
+    options = options.as_chains()
+    vllm_config.additional_config = put(
+        vllm_config.additional_config, options, chooses_sizes=chooses_sizes(vllm_config)
+    )
+    return options
 
 
 def _warn_of_missing_graphs(vllm_config: Any) -> None:

@@ -41,6 +41,7 @@ class Texts:
         wants_draft: bool [batch]; these have one more token, which the target sampled.
         max_depths: int64 [batch], the most drafted tokens that could be accepted of each.
         num_nodes: the most nodes of a draft in a batch of this size.
+        is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
 
     """
 
@@ -50,6 +51,7 @@ class Texts:
     wants_draft: np.ndarray
     max_depths: np.ndarray
     num_nodes: int
+    is_token: np.ndarray | None = None
 
     def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
         """int64 [n], of those requests that want a draft."""
@@ -65,18 +67,21 @@ class Ends:
         token_ids: int32 [max_num_reqs, max_model_len], of each request of a step.
         rows: int64 [batch], which of these the texts are.
         last: int64 [batch], the place of the last token of each.
+        is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
 
     """
 
     token_ids: np.ndarray
     rows: np.ndarray
     last: np.ndarray
+    is_token: np.ndarray | None = None
 
     def tails(self, reach: int) -> torch.Tensor:
-        """int64 [batch, reach], the newest token first, -1 before the first token of a text."""
+        """int64 [batch, reach], the newest token first, -1 where there is none."""
         place = self.last[:, None] - np.arange(reach)
-        found = self.token_ids[self.rows[:, None], place.clip(min=0)]
-        return torch.from_numpy(np.where(place >= 0, found, -1).astype(np.int64))
+        where = self.rows[:, None], place.clip(min=0)
+        known = place >= 0 if self.is_token is None else (place >= 0) & self.is_token[where]
+        return torch.from_numpy(np.where(known, self.token_ids[where], -1).astype(np.int64))
 
 
 class V1Drafter(Drafter):

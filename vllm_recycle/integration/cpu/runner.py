@@ -60,6 +60,11 @@ class TreeCPUModelRunner(CPUModelRunner):
             processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
         )
 
+    @property
+    def is_token(self) -> np.ndarray | None:
+        """bool [max_num_reqs, max_model_len], where input is a token; None if all of it is."""
+        return self.input_batch.is_token_ids if self.enable_prompt_embeds else None
+
     def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_lora_model(*args, **kwargs)
         keep_base_rows_plain(model.lora_manager.modules.values())
@@ -88,7 +93,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            known = torch.tensor([*request.prompt_token_ids, *request.output_token_ids])
+            known = torch.tensor([*_prompt_of(request), *request.output_token_ids])
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, known, request.num_computed_tokens)
         return result
@@ -156,6 +161,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.input_batch.token_ids_cpu,
             np.arange(len(step.num_nodes)),
             self.positions[step.first_token_row].numpy(),
+            self.is_token,
         )
         self.drafter.accept(self.idx_mapping, step, result, ends)
         self._compact_kv_cache(result.path)
@@ -226,6 +232,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             wants_draft=goes_on & (left > 0) & may_draft,
             max_depths=np.maximum(left - 1, 0),
             num_nodes=num_nodes,
+            is_token=self.is_token,
         )
         token_ids, parents = self.drafter.draft(texts, batch.block_table)
         drafts = token_ids[:, :num_nodes].tolist()
@@ -247,3 +254,15 @@ class TreeCPUModelRunner(CPUModelRunner):
     def price_rows(self) -> str | None:
         """See `V1Drafter.price`."""
         return self.drafter.price(self)
+
+
+def _prompt_of(request: Any) -> list[int]:
+    """The prompt of a request, with -1 where its input is no token."""
+    if request.prompt_token_ids is None:
+        return [NO_TOKEN] * request.num_prompt_tokens
+    tokens = list(request.prompt_token_ids)
+    for feature in request.mm_features:
+        first, length = feature.mm_position.offset, feature.mm_position.length
+        tokens[first : first + length] = [NO_TOKEN] * length
+    is_token = request.prompt_is_token_ids or [True] * len(tokens)
+    return [token if one else NO_TOKEN for token, one in zip(tokens, is_token, strict=True)]

@@ -91,7 +91,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         }
         return self.proposer.propose(
             texts.idx_mapping[chosen],
-            Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
+            Ends(texts.token_ids, chosen, last, texts.is_token).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
             prices=prices,
             num_other_rows=0 if self.isolates else batch - len(chosen),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
@@ -127,6 +127,11 @@ class TokenRecyclingOptions(MethodOptions):
             assert self.max_nodes is not None
             return self.max_nodes
         return super().num_nodes
+
+    def as_chains(self) -> Self:
+        """The same in chains, for an engine that trees do not go with."""
+        num_nodes = min(self.num_nodes, load_tree(CHAIN).num_nodes)
+        return replace(self, tree=CHAIN, max_nodes=num_nodes)
 
     def load_tree(self) -> TreeTemplate:
         """The template; raises ValueError if there is no such tree, or it does not fit k."""
