@@ -22,10 +22,8 @@ from engines import (
     read_prompts,
     runner,
 )
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config
-from vllm_recycle.integration.plugin import register
 
 COUNT = 6
 WAVE = np.sin(np.arange(16_000) / 20).astype(np.float32), 16_000
@@ -151,14 +149,6 @@ def watch_builders(ours: Any, seen: list[bool]) -> Callable[[], None]:
 
     builder.build = watched
     return lambda: setattr(builder, "build", build)
-
-
-def test_trees_that_are_asked_for_are_refused_where_they_do_not_go(tmp_path):
-    register()
-    for method in ({**TOKEN_RECYCLING, "tree": "default"}, {**GROWN, "preset": "paper"}):
-        args = EngineArgs(TARGET, speculative_config=method, kv_cache_dtype="fp8")
-        with pytest.raises(NotImplementedError, match="does not support --kv-cache-dtype fp8"):
-            args.create_engine_config()
 
 
 def test_what_is_no_token_is_not_learnt_from():
