@@ -235,8 +235,6 @@ def test_tree_deeper_than_the_context():
         ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
          "--data-parallel-size above 1 with a mixture-of-experts model"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
-        ({"reasoning_config": {"reasoning_start_str": "<", "reasoning_end_str": ">"}},
-         "--reasoning-config"),
         ({"structured_outputs_config": {"backend": "lm-format-enforcer"}},
          "--structured-outputs-config.backend lm-format-enforcer"),
     ],

@@ -196,8 +196,9 @@ def finish(vllm_config: Any) -> None:
     platform = get_platform(options.method)
     reasoning = vllm_config.reasoning_config
     if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
-        # From --reasoning-parser alone, for thinking budgets, which requests are refused with.
-        vllm_config.reasoning_config = None
+        # From --reasoning-parser alone, for thinking budgets, which our V2 runner does not have:
+        # vLLM refuses requests with one then.
+        vllm_config.reasoning_config = None if platform.on_v2 else reasoning
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER

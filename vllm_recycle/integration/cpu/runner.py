@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core import ReqStateIndices, Trees
@@ -58,6 +59,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         # are. Remove when vLLM asks the method (patches/0003).
         self.input_batch.logitsprocs = LogitsProcessors(
             processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
+        )
+        # The walk asks what is to be thought at each row, with the path so far as output.
+        self.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+            vllm_config.reasoning_config, self.max_num_reqs, 0, device, False
         )
 
     @property
