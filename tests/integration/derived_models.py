@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -30,6 +31,13 @@ from transformers import (
 
 WEIGHTS = "model.safetensors"
 AUDIO = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    **dict.fromkeys(("mscale", "mscale_all_dim"), 0.7),
+}
 SMALL = {
     "vocab_size": 4096,
     "hidden_size": 64,
@@ -322,3 +330,25 @@ def whisper(folder: Path) -> str:
     WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
     name_processor(folder, "WhisperProcessor")
     return str(folder)
+
+
+def deepseek(folder: Path, *, rope: dict[str, Any] = YARN) -> str:
+    """A DeepSeek-V2 (MLA) of dense layers, with random weights."""
+    config = DeepseekV2Config(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": None},
+        architectures=["DeepseekV2ForCausalLM"],
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=SMALL["num_hidden_layers"],
+        moe_intermediate_size=64,
+        rope_parameters=rope,
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from derived_models import AUDIO, bloom, gemma2, llama4, qwen2_audio, whisper
+from derived_models import AUDIO, bloom, deepseek, gemma2, llama4, qwen2_audio, whisper
 from engines import (
     GROWN,
     TARGET,
@@ -75,6 +75,7 @@ ROWS: dict[str, tuple[Callable[[Path], str] | None, dict[str, Any], Any, str]] =
     "KV connector": (None, {"kv_transfer_config": CONNECTOR}, texts, "--kv-transfer-config"),
     "embeddings": (None, {"enable_prompt_embeds": True}, embeddings, "--enable-prompt-embeds"),
     "audio": (partial(qwen2_audio, hears=True), {}, audio, "a multimodal model"),
+    "MLA": (deepseek, {}, texts, "MLA"),
     "encoder-decoder": (whisper, {"max_model_len": 128}, speech, "a multimodal model"),
 }
 
@@ -156,3 +157,12 @@ def test_what_is_no_token_is_not_learnt_from():
         table = torch.zeros(12, runner(llm).model_config.get_hidden_size())
         generate(llm, [{"prompt_embeds": table}], mixed_params(1, max_tokens=1))
         assert runner(llm).drafter.state.matrix.num_written == 0
+
+
+def test_a_model_whose_heads_vllm_does_not_rotate_is_refused(tmp_path):
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    with (
+        pytest.raises(NotImplementedError, match="rotates its first head alone"),
+        engine(TOKEN_RECYCLING, model=deepseek(tmp_path / "model", rope=plain)),
+    ):
+        pass

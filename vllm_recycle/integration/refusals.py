@@ -82,7 +82,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
-        "a model with MLA": model.use_mla,
         "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
     }
 
@@ -107,6 +106,7 @@ def _attention_of(name: str, model: Any) -> dict[str, bool]:
         f"a {name} with chunked attention": model.attention_chunk_size is not None,
         f"a {name} with a logits soft cap": bool(soft_cap),
         f"a {name} with ALiBi": model.uses_alibi,
+        f"a {name} with MLA": model.use_mla,
         f"an encoder-decoder {name}": model.is_encoder_decoder,
     }
 
@@ -133,7 +133,6 @@ def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: boo
     draft = spec.draft_model_config
     features = {
         **_attention_of("draft model", draft),
-        "a draft model with MLA": draft.use_mla,
         "a hybrid or Mamba draft model": draft.is_hybrid or draft.is_attention_free,
         "a multimodal draft model": draft.is_multimodal_model,
         "a draft model with M-RoPE": draft.uses_mrope,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -28,6 +30,15 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
         self.model_runner = self._make_model_runner()
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for name, layer in self.model_runner.model.named_modules():
+            if isinstance(layer, MultiHeadLatentAttentionWrapper) and not rotates_each_head(layer):
+                raise NotImplementedError(
+                    f"layer {name}: vLLM's kernel rotates its first head alone, and tokens depend "
+                    "on what else is in a step; apply patches/0008 to vLLM"
+                )
+
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
@@ -36,3 +47,13 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
                 raise NotImplementedError(
                     f"layer {name}: KV cache layout {layer.isa!r}, expected one of {ISAS}"
                 )
+
+
+def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
+    """Whether a layer with MLA gives all heads of all rows their positions."""
+    rotary = layer.rotary_emb
+    if rotary is None:
+        return True
+    positions, query, key = torch.arange(1, 3), *torch.ones(2, 2, 2, rotary.rotary_dim)
+    got = rotary(positions, query.clone(), key[:, :1].clone())[0]
+    return torch.allclose(got, rotary.forward_native(positions, query, key[:, :1])[0])
