@@ -54,6 +54,8 @@ def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
     rotary = layer.rotary_emb
     if rotary is None:
         return True
-    positions, query, key = torch.arange(1, 3), *torch.ones(2, 2, 2, rotary.rotary_dim)
-    got = rotary(positions, query.clone(), key[:, :1].clone())[0]
-    return torch.allclose(got, rotary.forward_native(positions, query, key[:, :1])[0])
+    # Parts of wider rows, as layers give them.
+    query, key = torch.ones(2, 3, 2, 2 * rotary.rotary_dim)[..., : rotary.rotary_dim]
+    given = torch.arange(1, 4), query, key[:, :1]
+    got = rotary(*(tensor.clone() for tensor in given))
+    return all(map(torch.allclose, got, rotary.forward_native(*given)))
