@@ -132,7 +132,10 @@ def count_walks(
 
 
 def rank_path(tree: TreeTemplate, row: int) -> RankPath:
-    return tuple(int(tree.ranks[step]) for step in tree.paths[row].tolist() if step > 0)
+    if row == 0:
+        return ()
+    parent, rank = tree.nodes[row - 1]
+    return (*rank_path(tree, parent), rank)
 
 
 if __name__ == "__main__":

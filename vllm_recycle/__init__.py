@@ -1,4 +1,4 @@
-"""Token Recycling for vLLM: train-free speculative decoding with trees, verified inside vLLM.
+"""Token Recycling and Ouroboros for vLLM: train-free speculative decoding with trees.
 
 Importing this package imports neither torch nor vllm; vLLM finds the plugin through the
 entry point `vllm.general_plugins` (see `vllm_recycle.integration.plugin`).

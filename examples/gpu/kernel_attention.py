@@ -13,7 +13,7 @@ from kernel_timing import DEVICE, DTYPE, HAS_GPU, Call, Peaks, count, host_us, m
 from torch.nn import functional as F
 from torch_twins import tree_attention as torch_tree_attention
 
-from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention
 from vllm_recycle.kernels.triton.trees import DeviceTrees

@@ -17,12 +17,14 @@ from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure,
 from torch_twins import compact_path as torch_compact_path
 from torch_twins import place_tree_rows as torch_place_tree_rows
 
-from vllm_recycle.core import Trees, WalkResult, reference
+from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds
 from vllm_recycle.core.grow import grow as core_grow
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
@@ -33,7 +35,7 @@ from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
-from vllm_recycle.kernels.triton.walk import walk_trees
+from vllm_recycle.kernels.triton.walk import walk
 
 CONTEXTS = (1, 2, 4, 8)
 BEFORE_ROWS = 5  # tokens, so that the rows do not begin with a block
@@ -149,7 +151,7 @@ class StepInputs:
         return top_k(self.logits, self.case.k)
 
     def walk(self) -> WalkResult:
-        return walk_trees(
+        return walk(
             self.sampled,
             self.drafts,
             self.cu_num_logits,

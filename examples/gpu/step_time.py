@@ -36,7 +36,7 @@ from step_time_engine import HAS_GPU, PROFILED, WARM_UP, Task
 from vllm_recycle import __version__
 from vllm_recycle.cli.bench.driver import child_environment, rotate
 from vllm_recycle.cli.bench.report import commit, hardware
-from vllm_recycle.core import load_tree
+from vllm_recycle.core.tree import load_tree
 
 ENGINE = Path(__file__).with_name("step_time_engine.py")
 CHAIN = 5  # drafts

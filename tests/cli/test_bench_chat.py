@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from transformers import AutoTokenizer
@@ -125,9 +124,9 @@ def _chat(model: str) -> tuple[list[list[int]], list[str]]:
 
 
 @pytest.mark.slow
-def test_categories_are_reported_and_drawn(chat_model, prompts_file, tmp_path, capsys):
-    files = [f"--json={tmp_path}/result.json", f"--plot={tmp_path}/result.svg"]
-    arguments = ["bench", f"--model={chat_model}", f"--prompts={prompts_file}", *files]
+def test_categories_are_reported(chat_model, prompts_file, tmp_path, capsys):
+    arguments = ["bench", f"--model={chat_model}", f"--prompts={prompts_file}"]
+    arguments += [f"--json={tmp_path}/result.json"]
     arguments += ["--chat", "--by-category", "--methods=none,token_recycling", "--no-profile"]
     # Whatever a row costs on a busy machine.
     arguments += ['--speculative-config=token_recycling={"method":"token_recycling","row_cost":0}']
@@ -163,16 +162,6 @@ def test_categories_are_reported_and_drawn(chat_model, prompts_file, tmp_path, c
         heads, *lines = (line.split() for line in table[start + 1 : start + 5])
         assert heads == ["runs", "none", "token_recycling"]
         assert [line[:2] for line in lines] == [["sums", "4"], ["code", "4"], ["all", "8"]]
-    texts = " ".join(ElementTree.parse(tmp_path / "result.svg").getroot().itertext())
-    for text in (
-        "sums (4)",
-        "code (4)",
-        "all",
-        "2 in flight",
-        "token_recycling",
-        "speed-up over none",
-    ):
-        assert text in texts
 
 
 def test_only_a_chat_has_more_turns_than_one(prompts_file):

@@ -169,7 +169,6 @@ def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsy
         (["--gamma=0:4"], "got '0:4', expected integers of at least 1"),
         (["--gamma=4:2"], "got '4:2', expected"),
         (["--window=a"], "got 'a', expected"),
-        (["--method=token_recycling"], "examples/tune_tree.py of the repository measures"),
         (["--speculative-config={"], "--speculative-config: not JSON"),
         (['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
         (
@@ -189,7 +188,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, message, tmp_path, cap
 def test_a_draft_model_is_asked_for(tmp_path, capsys):
     command = tune(tmp_path / "out.json")
     command.remove(f"--draft-model={DRAFT_MODEL}")
-    assert "ouroboros needs --draft-model DIR" in refused(command, capsys)
+    assert "tune needs --draft-model DIR" in refused(command, capsys)
 
 
 def test_the_state_of_another_run_is_refused(passes, tmp_path, capsys):

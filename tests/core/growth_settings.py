@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 from recycling_steps import K, make_matrix, tails_of, write_entries
 
-from vllm_recycle.core import SCOPES
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Growth, TextEnds, grow
 
 TOKENS = 4

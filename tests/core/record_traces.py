@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds, grow
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.token_recycling import TokenRecyclingState
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.verification import WalkResult
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts"
 SIZES = (0, 1, 2, 5, 10, 20, 40, 80)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_recycle.core import Trees, WalkResult
 from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.verification import WalkResult
 
 VOCAB, K = 7, 3
 
@@ -32,7 +33,7 @@ def write_entries(
     shared: bool,
 ) -> None:
     """Write what follows a context into the entries of all its lengths, own or shared ones."""
-    for _, is_own, address, head in matrix.layout.addresses(context, salt):
+    for _, is_own, address, head in matrix.layout.each_address(context, salt):
         if own if is_own else shared:
             matrix.write_entry(address, head, salt if is_own else 0, successors)
 
@@ -117,6 +118,6 @@ def address_of(layout: MatrixLayout, context: Sequence[int], salt: int, *, own: 
     """Where the entry of the whole of a context is."""
     return next(
         address
-        for index, is_own, address, _ in layout.addresses(context, salt)
+        for index, is_own, address, _ in layout.each_address(context, salt)
         if layout.contexts[index] == len(context) and is_own == own
     )

@@ -8,8 +8,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core import Trees, TreeTemplate
 from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.tree import Trees, TreeTemplate
 
 K = 4
 
@@ -29,6 +29,14 @@ def trees(draw, *, max_nodes=40, k=K) -> TreeTemplate:
     for back, rank in draw(st.lists(node, min_size=size, max_size=size)):
         nodes.setdefault((max(0, len(nodes) - back), rank))
     return TreeTemplate(tuple(nodes))
+
+
+def paths_of(tree: TreeTemplate) -> list[list[int]]:
+    """The rows from the root down to each row."""
+    paths = [[0]]
+    for row, (parent, _) in enumerate(tree.nodes, start=1):
+        paths.append([*paths[parent], row])
+    return paths
 
 
 def batch_trees(templates: Sequence[TreeTemplate]) -> Trees:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, address_of, learn_text, make_matrix, verify, write_entries
 from strategies import BRIEF
 
-from vllm_recycle.core import Trees, TreeTemplate, walk
 from vllm_recycle.core.acceptance import (
     MOST_SEEN,
     PRIOR,
@@ -19,6 +18,8 @@ from vllm_recycle.core.acceptance import (
 )
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
+from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.verification import walk
 
 ANY = 4  # where the counts of all steadinesses are
 OWN, SHARED = 1, 0
@@ -41,7 +42,7 @@ def write(
     matrix = proposer.state.matrix
     salt = int(matrix.salts[0])
     address = address_of(matrix.layout, context, salt, own=own)
-    heads = {place[2]: place[3] for place in matrix.layout.addresses(context, salt)}
+    heads = {place[2]: place[3] for place in matrix.layout.each_address(context, salt)}
     for _ in range(steadiness + 1):
         matrix.write_entry(address, heads[address], salt if own else 0, successors)
 

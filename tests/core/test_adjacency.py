@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, address_of, make_matrix, seen, started, write, write_entries
 from strategies import BRIEF
 
-from vllm_recycle.core import SCOPES, adjacency
-from vllm_recycle.core.adjacency import check_contexts, slots_in
+from vllm_recycle.core import adjacency
+from vllm_recycle.core.adjacency import SCOPES, check_contexts, slots_in
 
 CONTEXTS = (1, 2, 4)
 
@@ -48,7 +48,7 @@ class Model:
     def _places(self, layout, context: list[int], salt: int) -> list[tuple[Key, int]]:
         return [
             ((salt if own else 0, tuple(context[: layout.contexts[index]])), address)
-            for index, own, address, _ in layout.addresses(context, salt)
+            for index, own, address, _ in layout.each_address(context, salt)
         ]
 
 
@@ -94,7 +94,7 @@ def test_the_shared_entries_of_one_token_lie_by_token_and_all_others_behind_them
     context, salt, slots
 ):
     matrix = make_matrix(contexts=CONTEXTS, slots=slots)
-    places = list(matrix.layout.addresses(context, salt))
+    places = list(matrix.layout.each_address(context, salt))
     lengths = [length for length in CONTEXTS if length <= len(context)]
     assert [place[:2] for place in places] == [
         (index, own) for index in range(len(lengths)) for own in (0, 1)
@@ -107,10 +107,10 @@ def test_the_shared_entries_of_one_token_lie_by_token_and_all_others_behind_them
 
 def test_a_context_ends_where_the_text_begins():
     layout = make_matrix(contexts=CONTEXTS).layout
-    of_two = list(layout.addresses([3, 1], 1))
-    assert list(layout.addresses([3, 1, -1, -1], 1)) == of_two
+    of_two = list(layout.each_address([3, 1], 1))
+    assert list(layout.each_address([3, 1, -1, -1], 1)) == of_two
     assert [CONTEXTS[index] for index, *_ in of_two] == [1, 1, 2, 2]
-    assert list(layout.addresses([-1, -1, -1, -1], 1)) == []
+    assert list(layout.each_address([-1, -1, -1, -1], 1)) == []
 
 
 def test_slots_fill_what_there_is_room_for_and_no_more():

@@ -13,8 +13,8 @@ from recycling_steps import K, make_matrix, texts_of_rows, write_entries
 from strategies import BRIEF, THOROUGH
 from strategies import trees as templates
 
-from vllm_recycle.core import Trees
 from vllm_recycle.core.grow import Growth, fill
+from vllm_recycle.core.tree import Trees
 
 
 def successors_of(setting: Setting, b: int, text: list[int]) -> dict[int, tuple[int, float]]:

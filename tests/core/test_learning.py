@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, seen, started, write
 from strategies import THOROUGH
 
-from vllm_recycle.core import SCOPES, WalkResult
+from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
+from vllm_recycle.core.verification import WalkResult
 
 CONTEXTS = (1, 2, 4)
 tokens = st.integers(0, 3)

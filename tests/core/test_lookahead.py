@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, THOROUGH
+from strategies import BRIEF, THOROUGH, paths_of
 
-from vllm_recycle.core import walk
 from vllm_recycle.core.lookahead import advance_window, lengthened_template, lookahead_template
+from vllm_recycle.core.verification import walk
 
 sizes = st.fixed_dictionaries(
     {
@@ -84,7 +84,7 @@ def test_branches_hang_below_rows_of_the_trunk(data, branches, length):
     rows = [*range(early_rows), gamma]
     tree = lengthened_template(gamma=gamma, rows=rows, branches=branches, length=length)
     assert tree.num_nodes == gamma + len(rows) * branches * length
-    paths = [[row for row in path if row >= 0] for path in tree.paths.tolist()]
+    paths = paths_of(tree)
     assert paths[gamma] == list(range(gamma + 1))
     first = gamma + 1
     for row in rows:

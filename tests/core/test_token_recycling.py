@@ -17,9 +17,11 @@ from safetensors.torch import save_file
 from strategies import BRIEF, THOROUGH, step_times
 from strategies import trees as templates
 
-from vllm_recycle.core import SCOPES, Trees, TreeTemplate, reference
+from vllm_recycle.core import reference
+from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
+from vllm_recycle.core.tree import Trees, TreeTemplate
 
 FINGERPRINT = "model-a"
 
@@ -111,7 +113,6 @@ def test_a_request_starts_from_what_others_left_only_where_entries_are_shared():
     for scope, starts_warm in (("sequence", True), ("shared", True), ("isolated", False)):
         proposer = make_proposer(scope=scope)
         first, second = (steps_of(proposer, 0, [1, 1], 30) for _ in range(2))
-        proposer.release([0])
         assert (second < 0.7 * first) == starts_warm
 
 

@@ -6,18 +6,20 @@ import json
 import re
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, THOROUGH, trees
+from strategies import BRIEF, THOROUGH, paths_of, trees
 
-from vllm_recycle.core import Trees, TreeTemplate, load_tree, shipped_trees
 from vllm_recycle.core.tree import (
     FORMAT,
     MAX_NODES,
+    Trees,
+    TreeTemplate,
     children_of,
     from_rank_paths,
+    load_tree,
     parents_among,
+    shipped_trees,
 )
 
 # ALGORITHMS.md, Token Recycling: how many children, of rank 0 upwards, each rank path has.
@@ -37,19 +39,8 @@ PAPER_PATHS = {f"{path}{rank}" for path, n in PAPER_CHILDREN.items() for rank in
 TEXT = st.text('a "\\\né', max_size=6)
 
 
-def path_to(tree: TreeTemplate, row: int) -> list[int]:
-    return [0] if row == 0 else [*path_to(tree, tree.nodes[row - 1][0]), row]
-
-
 def rank_paths(tree: TreeTemplate) -> list[str]:
-    return [
-        "".join(str(tree.nodes[row - 1][1]) for row in path_to(tree, node)[1:])
-        for node in range(1, tree.num_nodes + 1)
-    ]
-
-
-def unpadded(rows: torch.Tensor) -> list[list[int]]:
-    return [[value for value in row if value >= 0] for row in rows.tolist()]
+    return ["".join(str(tree.nodes[row - 1][1]) for row in path[1:]) for path in paths_of(tree)[1:]]
 
 
 # Derived tables.
@@ -59,14 +50,13 @@ def unpadded(rows: torch.Tensor) -> list[list[int]]:
 @given(tree=trees())
 def test_tables_agree_with_their_definitions(tree):
     rows = range(tree.num_nodes + 1)
-    paths = [path_to(tree, row) for row in rows]
+    paths = paths_of(tree)
     depths = [len(path) - 1 for path in paths]
     assert list(zip(tree.parents.tolist(), tree.ranks.tolist(), strict=True)) == [
         (0, 0),
         *tree.nodes,
     ]
     assert tree.depths.tolist() == depths
-    assert unpadded(tree.paths) == paths
     assert tree.ancestor_mask.tolist() == [[column in path for column in rows] for path in paths]
     assert children_of(tree.parents[1:].tolist()) == [
         [node for node in rows[1:] if tree.nodes[node - 1][0] == row] for row in rows
@@ -87,7 +77,6 @@ def test_a_prefix_is_a_tree_with_the_same_tables_restricted(tree, data):
     assert prefix.ranks.equal(tree.ranks[:rows])
     assert prefix.depths.equal(tree.depths[:rows])
     assert prefix.ancestor_mask.equal(tree.ancestor_mask[:rows, :rows])
-    assert unpadded(prefix.paths) == unpadded(tree.paths[:rows])
     kept = [level[level < rows].tolist() for level in tree.levels]
     assert [level.tolist() for level in prefix.levels] == [level for level in kept if level]
 
@@ -256,7 +245,7 @@ def test_a_template_on_another_device_is_the_same_tree():
     tree = TreeTemplate(((0, 0), (0, 1), (1, 0)), "small")
     moved = tree.to("meta")
     assert (moved.nodes, moved.name, moved.depth) == (tree.nodes, "small", 2)
-    tables = [moved.parents, moved.paths, moved.ancestor_mask, *moved.levels]
+    tables = [moved.parents, moved.ranks, moved.ancestor_mask, *moved.levels]
     assert {table.device.type for table in tables} == {"meta"}
     assert tree.parents.device.type == "cpu"
     assert tree.to("cpu") is tree

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples, trees
 
-from vllm_recycle.core import Trees, TreeTemplate, WalkResult, step_down, walk
+from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.verification import WalkResult, step_down, walk
 
 VOCAB = 7
 

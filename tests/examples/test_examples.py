@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_recycle.core import load_tree
+from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.options import OuroborosOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

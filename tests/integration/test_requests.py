@@ -19,7 +19,7 @@ from engines import (
 )
 from vllm import SamplingParams
 
-from vllm_recycle.core import Trees
+from vllm_recycle.core.tree import Trees
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core import PhraseOperations, reference
+from vllm_recycle.core import reference
+from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.kernels.cpu import build, native_operations
 from vllm_recycle.kernels.triton import operations as triton_operations

@@ -21,7 +21,6 @@ from vllm_recycle.cli import OneLineParser
 DEFAULT_CONFIG = {"method": "token_recycling"}
 # By module: what it is for, and how to get it.
 OPTIONAL_MODULES = {
-    "matplotlib": ("bench --plot", "pip install matplotlib"),
     "ray": ("--distributed-executor-backend ray", "pip install ray"),
     "arctic_inference": ("vLLM's `suffix` in bench", "`make suffix`"),
 }

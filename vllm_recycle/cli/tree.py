@@ -16,8 +16,7 @@ from xml.sax.saxutils import escape
 
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import positive
-from vllm_recycle.core import TreeTemplate, load_tree
-from vllm_recycle.core.tree import children_of
+from vllm_recycle.core.tree import TreeTemplate, children_of, load_tree
 
 # Pixels of the picture.
 COLUMN, LEVEL, RADIUS, MARGIN, HEADING = 24, 56, 10, 24, 24

@@ -11,7 +11,7 @@ An entry is `[head, successor 0 .. successor k - 1, salt]`, int32, best first, p
 head is `tag << 3 | own << 2 | steadiness`, or -1 where the entry was never written. The tag (the
 token itself, or 28 bits of the hash that the place does not use) tells contexts of one place apart.
 Where two agree by chance a draft is wrong, which costs a row of the step and never an output.
-Steadiness counts, up to 3, how often in a row an update left the first successor as it was.
+Steadiness is how many updates running, up to 3, left the first successor as it was.
 
 What a sequence writes for itself (`own`) is hashed with its salt, a number that no other sequence
 has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. When the
@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+
+from vllm_recycle.core.state_file import is_int
 
 Scope = Literal["sequence", "shared", "isolated"]
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -77,7 +79,9 @@ class MatrixLayout:
     def reach(self) -> int:
         return self.contexts[-1]
 
-    def addresses(self, context: Sequence[int], salt: int) -> Iterator[tuple[int, int, int, int]]:
+    def each_address(
+        self, context: Sequence[int], salt: int
+    ) -> Iterator[tuple[int, int, int, int]]:
         """Where the entries of a context are, for each of `contexts`, the shortest first.
 
         Args:
@@ -200,10 +204,10 @@ class AdjacencyMatrix:
         return next(reversed(self.known_entries(context, salt)), None)
 
     def known_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
-        """As `find_entry`, all that are known: shorter ones first, of a length the shared one."""
+        """All known entries of a context: shorter lengths first, of one length the shared entry."""
         return [
             (address, index, own)
-            for index, own, address, head in self.layout.addresses(context, salt)
+            for index, own, address, head in self.layout.each_address(context, salt)
             if self.is_written(address, head, salt if own else 0)
         ]
 
@@ -232,9 +236,8 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
     """The lengths of contexts, which ascend from 1 to at most `MAX_CONTEXT`, or a ValueError."""
     lengths = tuple(contexts)
     if (
-        not all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
+        not all(is_int(length, 1, MAX_CONTEXT) for length in lengths)
         or lengths[:1] != (1,)
-        or lengths[-1] > MAX_CONTEXT
         or list(lengths) != sorted(set(lengths))
     ):
         raise ValueError(

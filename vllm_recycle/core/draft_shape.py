@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from vllm_recycle.core.lookahead import lengthened_template, lookahead_template
+from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 
 
@@ -36,7 +37,7 @@ class DraftShape:
         least = {"gamma": 1, "phrase_length": 3}
         for name in (field.name for field in dataclasses.fields(self)):
             value, low = getattr(self, name), least.get(name, 0)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            if not is_int(value, low):
                 raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
         if self.early_rows > self.gamma:
             raise ValueError(

@@ -84,16 +84,13 @@ def phrases_of_trunk(
         drafts: int64 [batch, rows], the last token and the trunk.
         sampled: int64 [batch, rows], the target's token at each of these rows.
         num_rows: int64 [batch], how many of them were verified.
-        length: tokens of a phrase, at most `rows`; there are rows - length + 1 phrases.
+        length: tokens of a phrase, 2 to `rows`; there are rows - length + 1 phrases.
 
     """
     phrases = sampled.unfold(1, length, 1)
     owners = drafts[:, : phrases.shape[1]]
     agrees = drafts[:, 1:] == sampled[:, :-1]
-    if length > 1:
-        coincides = agrees.unfold(1, length - 1, 1).all(dim=2)
-    else:
-        coincides = torch.ones_like(owners, dtype=torch.bool)
+    coincides = agrees.unfold(1, length - 1, 1).all(dim=2)
     row = torch.arange(owners.shape[1], device=drafts.device)
     verified = row + length <= num_rows[:, None]
     return owners.where(coincides & verified & (owners >= 0), NO_TOKEN), phrases

@@ -77,7 +77,7 @@ def learn(
                 _count(matrix, increments, contexts[row], salt, token)
         for row in [*(row for row in range(len(tokens)) if row not in path), *path]:
             best = step.successors[first + row].tolist()
-            for _, own, address, head in layout.addresses(contexts[row], salt):
+            for _, own, address, head in layout.each_address(contexts[row], salt):
                 writes[address] = (head, salt if own else 0, best)
     for address, (head, salt, best) in writes.items():
         matrix.write_entry(address, head, salt, best)
@@ -131,7 +131,7 @@ def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -
             for address, index, _ in matrix.known_entries(context, salt)
         }
         of_one = known.get(0, [])
-        for index, own, address, head in layout.addresses(context, salt):
+        for index, own, address, head in layout.each_address(context, salt):
             if own == layout.has_own:
                 rest = [t for t in known.get(index, of_one) if t not in (follower, NO_TOKEN)]
                 successors = [follower, *rest, *[NO_TOKEN] * layout.k][: layout.k]

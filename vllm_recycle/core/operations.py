@@ -1,7 +1,8 @@
 """The functions of a step that have faster twins, by their signatures.
 
-A module satisfies the protocols: `core.reference`, in plain torch, which defines what is correct,
-and modules of `vllm_recycle.kernels`.
+`core.reference`, in plain torch, defines what is correct. It and `kernels.cpu.calls` satisfy
+`Operations`; `kernels.triton.operations` satisfies `PhraseOperations`. Triton's kernels of Token
+Recycling write into buffers and have signatures of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PhraseOperations(Protocol):
 
     def insert_phrases(
         self,
-        rows: torch.Tensor,
+        table: torch.Tensor,
         token_ids: torch.Tensor,
         phrases: torch.Tensor,
         *,
@@ -43,7 +44,7 @@ class PhraseOperations(Protocol):
     ) -> None: ...
 
     def newest_phrases(
-        self, rows: torch.Tensor, token_ids: torch.Tensor, count: int
+        self, table: torch.Tensor, token_ids: torch.Tensor, count: int
     ) -> torch.Tensor: ...
 
     def harvest(

@@ -106,7 +106,7 @@ class OuroborosProposer:
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
         self.stops_early = stops_early
         self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
-        # Rows of the pool between the same token of two requests.
+        # Places of the pool's table between the same token of two requests.
         self.pool_stride = 0 if shares_pool else vocab_size
         self.pool = make_pool(
             shape, vocab_size, max_num_reqs=max_num_reqs, is_shared=shares_pool, device=device

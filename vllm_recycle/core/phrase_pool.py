@@ -7,7 +7,8 @@ places of the tokens are some for what belongs to none: what they hold is of no 
 
 Names of dimensions, beside those of `core.tree`:
 
-    per_token  phrases kept for a token, the paper's G      length  tokens of a phrase, its beta
+    owners     tokens that have phrases: all, or all of each request
+    per_token  phrases kept for a token, max(G, K)      length  tokens of a phrase, the paper's beta
 """
 
 from __future__ import annotations
@@ -23,24 +24,30 @@ from vllm_recycle.core.verification import NO_TOKEN
 class PhrasePool(SavedState):
     """All phrases of an engine, in the memory of a device.
 
+    Args:
+        num_owners: whose phrases it keeps: all tokens, or where each request has a pool of its own
+            all tokens of each request.
+        per_token, length: see above.
+        device: where the table lives.
+
     Raises:
         ValueError: `per_token` or `length` below 1.
 
     """
 
     def __init__(
-        self, vocab_size: int, *, per_token: int, length: int, device: torch.device | str = "cpu"
+        self, num_owners: int, *, per_token: int, length: int, device: torch.device | str = "cpu"
     ) -> None:
         for name, value in (("per_token", per_token), ("length", length)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected 1 or more")
-        shape = (vocab_size + 1, per_token, length)
+        shape = (num_owners + 1, per_token, length)
         self.table = torch.empty(shape, dtype=torch.int32, device=device)
         self.clear()
 
     @property
     def phrases(self) -> torch.Tensor:
-        """int32 [vocab, per_token, length], the newest of a token last (a view)."""
+        """int32 [owners, per_token, length], the newest of a token last (a view)."""
         return self.table[:-1]
 
     @property
@@ -81,22 +88,22 @@ class PhrasePool(SavedState):
 
     @property
     def facts(self) -> dict[str, object]:
-        vocab_size, per_token, length = self.phrases.shape
-        return {"vocab_size": vocab_size, "per_token": per_token, "length": length}
+        num_owners, per_token, length = self.phrases.shape
+        return {"vocab_size": num_owners, "per_token": per_token, "length": length}
 
 
-def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """The newest phrases of each token, the newest first.
 
-    Of int32 [vocab + 1, per_token, length] and int64 [...], -1 for none, this is int64
+    Of int32 [owners + 1, per_token, length] and int64 [...], -1 for none, this is int64
     [..., count, length], -1 where a token has no more; `count` is at most `per_token`.
     """
-    newest = rows[token_ids, rows.shape[1] - count :].flip(-2).to(torch.int64)
+    newest = table[token_ids, table.shape[1] - count :].flip(-2).to(torch.int64)
     return newest.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)
 
 
 def insert_phrases(
-    rows: torch.Tensor,
+    table: torch.Tensor,
     token_ids: torch.Tensor,
     phrases: torch.Tensor,
     *,
@@ -105,27 +112,27 @@ def insert_phrases(
     """Insert phrases as if one after the other; the last one given of a token is the newest.
 
     Args:
-        rows: int32 [vocab + 1, per_token, length], changed in place; the last row is nobody's.
+        table: int32 [owners + 1, per_token, length], changed in place; the last is nobody's.
         token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
         phrases: integer [n, length]; one with a negative token is ignored.
         replaced: integer [n, length], phrases of the same tokens, each to be forgotten before all
-            of these are inserted, if the pool has it and its row is not to be ignored.
+            of these are inserted, if the pool has it and its phrase is not to be ignored.
 
     """
-    nobody, per_token = rows.shape[0] - 1, rows.shape[1]
+    nobody, per_token = table.shape[0] - 1, table.shape[1]
     is_phrase = (token_ids >= 0) & (phrases >= 0).all(dim=1)
     owners, order = token_ids.where(is_phrase, nobody).sort(stable=True)
     # Candidates, by age: what a token has already, listed with the first that comes in for it, and
     # then what comes in.
-    known, starts = rows[owners], _run_starts(owners)
+    known, starts = table[owners], _run_starts(owners)
     if replaced is not None:
         group = starts.cumsum(0) - 1
-        goes = (known == replaced[order].to(rows.dtype)[:, None]).all(dim=2).to(torch.int32)
+        goes = (known == replaced[order].to(table.dtype)[:, None]).all(dim=2).to(torch.int32)
         goes = torch.zeros_like(goes).index_add_(0, group, goes)[group]
         known = known.masked_fill(goes[:, :, None] > 0, NO_TOKEN)
     known = known.masked_fill(~starts[:, None, None], NO_TOKEN)
-    candidates = torch.cat((known.flatten(0, 1), phrases[order].to(rows.dtype)))
-    rows[owners] = NO_TOKEN
+    candidates = torch.cat((known.flatten(0, 1), phrases[order].to(table.dtype)))
+    table[owners] = NO_TOKEN
     owners = torch.cat((owners.repeat_interleave(per_token), owners))
     owners = owners.where(candidates[:, 0] >= 0, nobody)
     # The youngest of equal ones of a token stays.
@@ -136,18 +143,18 @@ def insert_phrases(
     owners = owners.masked_fill(torch.empty_like(repeated).scatter_(0, order, repeated), nobody)
     # By token, the oldest first; places are counted from the last of each token.
     owners, order = owners.sort(stable=True)
-    index = torch.arange(len(owners), device=rows.device)
+    index = torch.arange(len(owners), device=table.device)
     is_last = _run_starts(owners.flip(0)).flip(0)
     last = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
     place = per_token - 1 - (last - index)
     owners = owners.where(place >= 0, nobody)
-    rows[owners, place.clamp(min=0)] = candidates[order]
+    table[owners, place.clamp(min=0)] = candidates[order]
 
 
-def _lexicographic_order(rows: torch.Tensor) -> torch.Tensor:
+def _lexicographic_order(keys: torch.Tensor) -> torch.Tensor:
     """int64 [n], the stable order of integer [n, m] by their columns, the first counting most."""
-    order = torch.arange(len(rows), device=rows.device)
-    for column in rows.flip(1).unbind(1):
+    order = torch.arange(len(keys), device=keys.device)
+    for column in keys.flip(1).unbind(1):
         order = order[column[order].argsort(stable=True)]
     return order
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_recycle.core.verification import NO_TOKEN
+
 # Requests of a step, 0 for any number, and the length of their contexts.
 Load = tuple[int, int]
 ANY = (0, 0)
@@ -151,6 +153,12 @@ def rate(
     taken = np.arange(worths.shape[1]) < counts.numpy()[:, None]
     tokens = rows + float(worths.numpy()[taken].sum())
     return tokens / float(times[min(rows + int(taken.sum()), last)])
+
+
+def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Leave of drafts, int64 [batch, nodes], the first `counts` nodes, int64 [batch]; in place."""
+    token_ids.numpy()[np.arange(token_ids.shape[1]) >= counts.numpy()[:, None]] = NO_TOKEN
+    return token_ids
 
 
 def _blocks(worths: list[float]) -> list[tuple[float, int]]:

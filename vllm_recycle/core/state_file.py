@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import stat
@@ -182,6 +183,11 @@ def open_tensors(
             yield file
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{nothing}{error}") from error
+
+
+def is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether a value of a file or an option is an integer from `low` to `high`; no bool is."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def shorten(value: object, most: int = 200) -> str:

@@ -6,7 +6,7 @@ learns from every row that the target computes (arXiv 2408.08696, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
 
@@ -19,13 +19,13 @@ from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
-from vllm_recycle.core.price import CHAINS, Price, rate
+from vllm_recycle.core.price import CHAINS, Price, cut, rate
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import CHAIN, TreeTemplate, load_tree
 from vllm_recycle.core.verification import NO_TOKEN
 
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
-# rows of longer contexts.
+# entries of longer contexts.
 FORMAT = "vllm_recycle.adjacency_matrix/3"
 
 # Matrix products may work in tiles of as many rows.
@@ -62,6 +62,14 @@ class TokenRecyclingState(SavedState):
         right, seen = tensors["acceptance"].unbind(-1)
         if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
             raise ValueError("it has counts that are none")
+
+    def describe(self) -> str:
+        """What it holds, as part of a start-up line."""
+        matrix, layout = self.matrix, self.matrix.layout
+        return (
+            f"k {layout.k}, contexts {list(layout.contexts)}, scope {matrix.scope}, "
+            f"{matrix.num_written} of {len(matrix.table)} entries known"
+        )
 
     @property
     def facts(self) -> dict[str, object]:
@@ -155,8 +163,7 @@ class TokenRecyclingProposer:
             promised = rate(worths, counts, price.times, num_other_rows=num_other_rows)
             offers.append((promised, growth, counts))
         _, growth, counts = max(offers, key=itemgetter(0))
-        token_ids = growth.token_ids[:, :max_nodes]
-        token_ids.numpy()[np.arange(token_ids.shape[1]) >= counts.numpy()[:, None]] = NO_TOKEN
+        token_ids = cut(growth.token_ids[:, :max_nodes], counts)
         return token_ids, growth.parents[:, 1 : 1 + max_nodes]
 
     def learn(self, tails: torch.Tensor, step: VerifiedStep) -> None:
@@ -171,9 +178,6 @@ class TokenRecyclingProposer:
         self.state.matrix.begin(req_state_idx)
         if self.seed_from_prompt:
             self.operations.seed(self.state.matrix, req_state_idx, token_ids)
-
-    def release(self, req_state_indices: Sequence[int]) -> None:
-        """These requests ended; what they wrote for themselves is found by nobody any more."""
 
 
 def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, num_reqs: int) -> Growth:

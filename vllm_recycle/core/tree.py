@@ -1,13 +1,13 @@
-"""Static draft trees: the one place where indices, depths, masks and paths are computed.
+"""Draft trees: templates, and the trees of a batch with their depths and masks.
 
 A tree is a flat list of nodes `(parent, rank)`, parents first, so that every prefix of the list
-is a tree again. Row 0 is the root (the last token of the content); node j of the list is row
+is a tree again. Row 0 is the root (the last token of the text); node j of the list is row
 j + 1 and means "the rank-th successor of the token at row `parent`".
 
 Names of dimensions, used in shape comments throughout the package:
 
     batch   requests in a step                    rows      nodes + 1, the root first
-    nodes   draft nodes of a template             levels    depths 1 .. depth of the template
+    nodes   draft nodes of a tree                 levels    depths 1 .. depth of the tree
     vocab   vocabulary size                       k         successors kept for each token
     path    depth + 1, rows from the root down
 
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core.state_file import read_json, shorten
+from vllm_recycle.core.state_file import is_int, read_json, shorten
 
 MAX_NODES = 256
 FORMAT = "vllm_recycle.tree/1"
@@ -146,15 +146,6 @@ class TreeTemplate:
     @property
     def depth(self) -> int:
         return len(self.levels)
-
-    @property
-    def paths(self) -> torch.Tensor:
-        """int64 [rows, path], rows from the root to each row, padded with -1."""
-        paths = [[0]]
-        for row, (parent, _) in enumerate(self.nodes, start=1):
-            paths.append([*paths[parent], row])
-        padded = [[*path, *[-1] * self.depth][: self.depth + 1] for path in paths]
-        return torch.tensor(padded, device=self.parents.device)
 
     @property
     def prefix_depths(self) -> list[int]:
@@ -292,9 +283,7 @@ def _validate(nodes: Sequence[Node]) -> None:
     seen: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         if not (
-            isinstance(node, tuple)
-            and len(node) == 2
-            and all(isinstance(value, int) and not isinstance(value, bool) for value in node)
+            isinstance(node, tuple) and len(node) == 2 and all(is_int(value) for value in node)
         ):
             raise ValueError(f"node {index}: got {shorten(node)}, expected [parent row, rank]")
         parent, rank = node

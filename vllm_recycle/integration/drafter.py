@@ -1,4 +1,4 @@
-"""What drafts within a worker, whatever the runner: it holds a proposer, and what that learns.
+"""What all drafters share. A drafter adapts a method to a runner, and owns what it learns.
 
 Runners (`cpu.runner`, `cuda.runner`) ask a drafter for drafts, and know of no method.
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Drafter(ABC):
-    """Holds a proposer, and brings what it learns, its `state`, in and out of a file."""
+    """Adapts a method to a runner, and brings what it learns, its `state`, in and out of a file."""
 
     state: SavedState
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import PhraseOperations
 from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.options import OuroborosOptions, options_of
 

@@ -182,7 +182,7 @@ class TreeScheduler(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """Count a tree: its scheduled rows as draft tokens, its depths as positions."""
+        """Count a tree: its scheduled nodes as draft tokens, its depths as positions."""
         if not self.log_stats or not num_draft_tokens:
             return None
         stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
@@ -195,7 +195,7 @@ class TreeScheduler(Scheduler):
         return stats
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Store the drafts as they are; `schedule` drops those that must not be used."""
+        """Store the drafts and their parents; on V1 without the nodes that a grammar forbids."""
         drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
         for index, (request_id, draft) in enumerate(drafts):
             request = self.requests.get(request_id)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import paths_of
+from torch.nn.utils.rnn import pad_sequence
 
-from vllm_recycle.core import load_tree
+from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 
 TREE = load_tree("paper-80").prefix(30)
+PATHS = paths_of(TREE)
 # No deadline: the first example pays for lazy imports, and test machines are shared.
 THOROUGH = settings(max_examples=80, deadline=None)
 
@@ -53,8 +56,10 @@ def make(batch: list[Request]) -> StepLayout:
     )
 
 
-def paths_to(row: int) -> list[int]:
-    return [0] if row == 0 else [*paths_to(TREE.nodes[row - 1][0]), row]
+def paths_to(rows: list[int]) -> torch.Tensor:
+    """int64 [n, path], padded with -1."""
+    paths = [torch.tensor(PATHS[row]) for row in rows]
+    return pad_sequence(paths, batch_first=True, padding_value=-1)
 
 
 @THOROUGH
@@ -89,13 +94,13 @@ def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
 def test_moves_bring_the_accepted_rows_to_the_front_and_move_no_other(batch, data):
     trees = make(batch)
     ends = [data.draw(st.integers(0, request.num_nodes)) for request in batch]
-    read, write = trees.moves(TREE.paths[ends])
+    read, write = trees.moves(paths_to(ends))
     token_rows = torch.arange(sum(len(request.tokens) for request in batch))
     moved = token_rows.clone()
     moved[write] = token_rows[read]
     expected = token_rows.tolist()
     for root, end in zip(trees.first_token_row.tolist(), ends, strict=True):
-        for place, row in enumerate(paths_to(end)):
+        for place, row in enumerate(PATHS[end]):
             expected[root + place] = root + row
     assert moved.tolist() == expected
     assert (read != write).all()
@@ -107,5 +112,5 @@ def test_a_path_that_lies_at_the_front_moves_nothing():
     trees = make(batch)
     # Nodes 1 and 9 are the first child of the root and its first child.
     for ends, moves in (([1, 0, 1], []), ([2, 0, 9], [(2, 1), (6 + 9, 6 + 2)])):
-        read, write = trees.moves(TREE.paths[ends])
+        read, write = trees.moves(paths_to(ends))
         assert list(zip(read.tolist(), write.tolist(), strict=True)) == moves

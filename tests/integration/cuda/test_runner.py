@@ -197,7 +197,7 @@ def main(folder: Path) -> dict[str, Any]:
     TREE.save(folder / "tree.json")
     template = {"method": "token_recycling", "tree": str(folder / "tree.json")}
     waits = Waits()
-    waits.watch(v2_runner, "logprobs_of_paths", "walk_trees")
+    waits.watch(v2_runner, "logprobs_of_paths", "walk")
     for name, seen, served in (
         ("trees", "seen", serve(GROWN, BATCHES, waits)),
         ("template", "seen of the template", serve(template, [MIXED], waits)),

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_recycle.core import load_tree
+from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 

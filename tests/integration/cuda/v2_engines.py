@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_recycle.core import TreeTemplate
+from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from recycling_steps import make_matrix, tails_of
 from strategies import batch_trees, repetitive_drafts, samples, trees
 
-from vllm_recycle.core import SCOPES, Trees, WalkResult, reference
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core import reference
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import build, calls
 
 VOCABS, LENGTHS = [3, 5, 40], [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 4, 8)]

@@ -20,9 +20,8 @@ from tree_steps import (
     rows_of,
 )
 
-from vllm_recycle.core import Trees, TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
-from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.core.tree import MAX_NODES, Trees, TreeTemplate
 from vllm_recycle.kernels.cpu import build, calls, tree_attention
 
 

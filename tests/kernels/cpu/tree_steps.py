@@ -9,7 +9,7 @@ import torch
 from cache_layouts import KV_HEADS, Layout, halves, write
 from vllm import _custom_ops as ops
 
-from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 HEADS = 6  # three queries a key: grouped-query attention

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch_twins
 
-from vllm_recycle.core import TreeTemplate, load_tree
+from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tiles import Tile
 from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention

@@ -12,8 +12,8 @@ import triton.language as tl  # noqa: TID253
 from triton.backends.compiler import GPUTarget  # noqa: TID253
 from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
-from vllm_recycle.core import load_tree
 from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.tree import load_tree
 from vllm_recycle.kernels.triton import inputs, kv_cache
 from vllm_recycle.kernels.triton import walk as walking
 from vllm_recycle.kernels.triton.attention import kernel as attention_kernel
@@ -262,7 +262,7 @@ def walk_case() -> Case:
         },
         {
             **{"NODES": num_nodes, "PATH": depth + 1, "LANES": lanes},
-            **{"PLACES": triton.next_power_of_2(depth + 1), "ROUNDS": depth.bit_length()},
+            **{"PATH_LANES": triton.next_power_of_2(depth + 1), "ROUNDS": depth.bit_length()},
         },
         {"num_warps": walking.num_warps(lanes)},
     )
@@ -296,7 +296,7 @@ def compact_case() -> Case:
         {
             **{"PATH": load_tree("default").depth + 1, "BLOCK_SIZE": 16, "HEADS": 8, "WIDTH": 64},
             **{"INTEGER": tl.int64, "ELEMENTS": kv_cache.ELEMENTS},
-            "PLACES": kv_cache.PLACES,
+            "TOKENS": kv_cache.TOKENS,
         },
         {"num_warps": 4},
     )

@@ -50,7 +50,7 @@ def top_k_cases(dtype: str, *, vocab: int) -> Iterator[Case]:
 
 def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
     name = f"k{layout.k}-contexts{len(layout.contexts)}"
-    places, of_counts = 2 * len(layout.contexts), ("counts", "rates", "increments")
+    kinds, of_counts = 2 * len(layout.contexts), ("counts", "rates", "increments")
     rows = {
         **dict.fromkeys(("table", "stamps", "numbers", "heads", "idx_mapping"), "*i32:16"),
         **dict.fromkeys(("addresses", "salts"), "*i64:16"),
@@ -73,7 +73,7 @@ def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
         },
         {"num_warps": 1},
     )
-    width, ranks = triton.next_power_of_2(layout.width), places * layout.k
+    width, ranks = triton.next_power_of_2(layout.width), kinds * layout.k
     types = dict(zip(of_counts, ("*fp64:16", "*fp32:16", "*i32:16"), strict=True))
     yield Case(
         f"learn-write-{name}",
@@ -81,9 +81,9 @@ def step_cases(layout: MatrixLayout, *, counted: bool) -> Iterator[Case]:
         {**rows, "successors": "*i32:16", "rows": "i32", **(types if counted else {})},
         {
             **{"MAX_ROWS": MAX_ROWS, "K": layout.k, "WIDTH": width},
-            **{"ROWS": max(1, learning.ELEMENTS // width), "PLACES": places},
+            **{"ROWS": max(1, learning.ELEMENTS // width), "KINDS": kinds},
             "WRITTEN": len(layout.contexts) * (1 + layout.has_shared),
-            **{"FIRST_PLACE": 1 - layout.has_shared, "PLACE_STEP": 2 - layout.has_shared},
+            **{"FIRST_KIND": 1 - layout.has_shared, "KIND_STEP": 2 - layout.has_shared},
             **{"RANKS": ranks, "LANES": learning.LANES},
             "FOLD_BLOCKS": -(-ranks // learning.LANES) if counted else 0,
             **({} if counted else dict.fromkeys(of_counts)),
@@ -100,7 +100,7 @@ def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
     }
     found = dict.fromkeys(("seconds", "thirds", "runs"), "*i32:16")
     sizes = {"count": "i32", "size": "i32"}
-    shape = {"PLACES": len(layout.contexts), "K": layout.k, "LANES": seeding.LANES}
+    shape = {"LENGTHS": len(layout.contexts), "LANES": seeding.LANES}
     yield Case(
         f"seed-mark-{name}",
         seeding._mark_prompt_kernel,
@@ -120,6 +120,7 @@ def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
             {**shape, "LAST": last},
             {"num_warps": 1},
         )
+    shape["K"] = layout.k
     yield Case(
         f"seed-merge-{name}",
         seeding._merge_kernel,

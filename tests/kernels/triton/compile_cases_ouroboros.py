@@ -52,7 +52,7 @@ def round_case() -> Case:
 def pool_cases() -> Iterator[Case]:
     """Insertion and look-up."""
     sizes = {"PER_TOKEN": 20, "LENGTH": 6, "TOKENS": 8}
-    pointers = {"rows": "*i32:16", "token_ids": "*i64:16"}
+    pointers = {"table": "*i32:16", "token_ids": "*i64:16"}
     yield Case(
         "newest",
         phrase_pool._newest_phrases_kernel,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_recycle.core import Trees, TreeTemplate
+from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from recycling_steps import K, make_matrix, write_entries
 from strategies import trees
 
-from vllm_recycle.core import TreeTemplate, load_tree
 from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import MAX_SALT
+from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow

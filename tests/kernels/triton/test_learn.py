@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core import SCOPES
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts

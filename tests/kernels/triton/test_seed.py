@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_learn import DEVICE, MAX_NUM_REQS, make_matrix
 
-from vllm_recycle.core import SCOPES
 from vllm_recycle.core import learn as core
+from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.kernels.triton.matrix.seed import seed
 
 

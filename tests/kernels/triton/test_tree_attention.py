@@ -29,9 +29,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import BRIEF, trees
 
-from vllm_recycle.core import TreeTemplate
 from vllm_recycle.core.lookahead import lookahead_template
-from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.kernels.triton.attention.tiles import WAVES, Tile, choose_num_splits, choose_tile
 from vllm_recycle.kernels.triton.attention.tree_attention import (
     COMBINED_SPLITS,

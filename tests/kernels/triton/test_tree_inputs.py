@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trees
 
-from vllm_recycle.core import TreeTemplate
+from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.triton import inputs
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import drafts, samples, trees
 
-from vllm_recycle.core import TreeTemplate, verification
-from vllm_recycle.kernels.triton.walk import walk, walk_trees
+from vllm_recycle.core import verification
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.kernels.triton.walk import walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -81,7 +82,7 @@ def test_walk_of_a_tree_for_each_request_equals_torch(steps, idx_type, deeper):
     by_state = torch.full((batch + 1, nodes), 3, device=DEVICE)
     by_state[idx_mapping] = drafted
     whose = torch.tensor(idx_mapping, device=DEVICE).to(idx_type)
-    got = walk_trees(sampled, by_state, starts, trees=placed, idx_mapping=whose)
+    got = walk(sampled, by_state, starts, trees=placed, idx_mapping=whose)
     assert got.lengths.equal(expected.lengths)
     for name in ("path", "token_ids"):
         padded = torch.nn.functional.pad(getattr(expected, name), (0, deeper), value=-1)

@@ -14,8 +14,7 @@ from attention_steps import (
     assert_close,
 )
 
-from vllm_recycle.core import TreeTemplate
-from vllm_recycle.core.tree import MAX_NODES
+from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.kernels.triton.attention.tiles import Tile
 from vllm_recycle.kernels.triton.attention.tree_attention import LEAST_SHARE
 

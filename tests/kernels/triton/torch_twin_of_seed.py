@@ -42,7 +42,7 @@ def seed(
                 index: matrix.table[address, 1:-1].tolist()
                 for address, index, _ in matrix.known_entries(context, salt)
             }
-            for index, own, address, head in layout.addresses(context, salt):
+            for index, own, address, head in layout.each_address(context, salt):
                 if bool(own) == layout.has_own:
                     rest = known.get(index, known.get(0, []))
                     one = ((head, salt if own else 0), text[end], rest)

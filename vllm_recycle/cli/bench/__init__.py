@@ -6,7 +6,7 @@
 Every method runs in a process of its own, one at work at a time; repeats are interleaved, so that a
 machine that slows down slows every method. `arguments`, `prompts` and `methods` check the command
 line and make a `plan` of it. `driver` leads the processes, `worker` is one of them. `report` makes
-the JSON; `table` and `plot` show it. Nothing but the worker imports vLLM, so that bad arguments are
+the JSON, `table` what is shown. Nothing but the worker imports vLLM, so that bad arguments are
 refused at once.
 """
 
@@ -35,12 +35,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="report each `category` of the prompt file as well as all prompts",
     )
     parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        help="draw speed-up over concurrency, with --by-category by category, to this file (SVG, "
-        "PNG or PDF)",
-    )
     parser.set_defaults(func=run)
 
 
@@ -101,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure, report."""
     plan = make_plan(args)
     from vllm_recycle.cli.bench.driver import measure
-    from vllm_recycle.cli.bench.plot import plot
     from vllm_recycle.cli.bench.report import make_report
     from vllm_recycle.cli.bench.table import format_table
 
@@ -110,6 +103,4 @@ def run(args: argparse.Namespace) -> int:
         plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
     print(format_table(report))
     print(json.dumps(report))
-    if plan.plot_path:
-        plot(report, plan.plot_path)
     return 0

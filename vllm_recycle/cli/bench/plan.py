@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from vllm_recycle.cli.bench.arguments import check_writable, read_workload
 from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt
 
-PLOT_FORMATS = (".svg", ".png", ".pdf")
-NO_CONDITIONS = {"prompts", "prompts_path", "profile", "by_category", "json_path", "plot_path"}
+NO_CONDITIONS = {"prompts", "prompts_path", "profile", "by_category", "json_path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Plan:
         max_engines: alive at once, None for all.
         profile: whether to find out where the time of a step goes.
         by_category: whether to report each category of the prompts too.
-        json_path, plot_path: what to write.
+        json_path: the report to write.
     """
 
     model: str
@@ -54,7 +52,6 @@ class Plan:
     profile: bool = False
     by_category: bool = False
     json_path: Path | None = None
-    plot_path: Path | None = None
 
     def __post_init__(self) -> None:
         if self.fresh_prompts and len(self.prompts) < self.num_passes:
@@ -98,14 +95,7 @@ class Plan:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Check the parsed arguments; raises UsageError for anything that cannot be accepted."""
     workload = read_workload(args)
-    for path in (args.json, args.plot):
-        check_writable(path)
-    if args.plot and args.plot.suffix not in PLOT_FORMATS:
-        raise UsageError(
-            f"--plot {args.plot}: expected a name that ends in {', '.join(PLOT_FORMATS)}"
-        )
-    if args.plot and not find_spec("matplotlib"):
-        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+    check_writable(args.json)
     same = ("concurrency", "repeats", "fresh_prompts", "ignore_eos", "temperature", "by_category")
     return Plan(
         **workload,
@@ -113,5 +103,4 @@ def make_plan(args: argparse.Namespace) -> Plan:
         methods=choose_methods(args),
         profile=not args.no_profile,
         json_path=args.json,
-        plot_path=args.plot,
     )

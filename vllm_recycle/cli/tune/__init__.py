@@ -1,10 +1,9 @@
 """`vllm-recycle tune`: options for your own models, prompts and machine.
 
-    vllm-recycle tune --method ouroboros --model examples/models/target \
-        --draft-model examples/models/draft --prompts examples/prompts/humaneval.jsonl \
-        --output ouroboros.json
+    vllm-recycle tune --model examples/models/target --draft-model examples/models/draft \
+        --prompts examples/prompts/humaneval.jsonl --output ouroboros.json
 
-It searches the sizes of a draft by wall clock (`ouroboros`) and writes a speculative configuration.
+It searches the sizes of `ouroboros` by wall clock and writes a speculative configuration.
 Every measurement goes to the state file at once, so that the same command goes on where an earlier
 run was interrupted. A template for `token_recycling` is measured by `examples/tune_tree.py`.
 """
@@ -28,7 +27,7 @@ from vllm_recycle.cli.bench import arguments
 from vllm_recycle.cli.bench.methods import A_DRAFT_MODEL
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.tune.ouroboros import State, search
-from vllm_recycle.integration.options import METHODS, OUROBOROS, OuroborosOptions
+from vllm_recycle.integration.options import OUROBOROS, OuroborosOptions
 
 # The paper's, Table 10, for both kinds of tasks, and smaller ones for where rows are dear.
 RANGES = {
@@ -47,7 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "tune", help="search the sizes of ouroboros for your models, prompts and machine"
     )
-    parser.add_argument("--method", default=OUROBOROS, choices=METHODS)
     arguments.add_workload(parser)
     for name, (default, least, meaning) in RANGES.items():
         parser.add_argument(
@@ -83,11 +81,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure what the state file lacks, write the result."""
-    if args.method != OUROBOROS:
-        raise UsageError(
-            f"--method {args.method} has no sizes to search, expected {OUROBOROS}; "
-            "examples/tune_tree.py of the repository measures a template"
-        )
     ranges = {name: getattr(args, name) for name in RANGES}
     fixed = _fixed_keys(args, ranges)
     workload = arguments.read_workload(args)
@@ -116,7 +109,7 @@ def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) ->
             f"--speculative-config: got {min(refused)!r}, expected none of {sorted(REFUSED_KEYS)}"
         )
     if args.draft_model is None:
-        raise UsageError(f"--method ouroboros needs {A_DRAFT_MODEL}")
+        raise UsageError(f"tune needs {A_DRAFT_MODEL}")
     is_directory = Path(args.draft_model).is_dir()
     model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
     # The sizes with the fewest rows. Which candidates have too many is seen in the search.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_recycle.core import WalkResult
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import find_step_times
 from vllm_recycle.integration.drafter import Drafter
@@ -124,6 +124,9 @@ class V1Drafter(Drafter):
             num_computed_tokens: tokens of it that are in the KV cache.
 
         """
+
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        """Some requests ended: finished, aborted or preempted."""
 
     @abstractmethod
     def observe(

@@ -1,11 +1,11 @@
 """Ouroboros on the V1 runner: vLLM's draft model, drafting by lookahead forwards.
 
-The draft model's layers share the block table with the target's. Each request has in a forward
-first the tokens that the draft's KV cache lacks (its head), which are written there, and behind the
-last of them the rows of lookahead decoding, a tree whose keys and values are never written. So the
-cache follows the text: each step takes in what the target has computed in it, before any block of
-that can be another request's prefix. Tokens that were drafted, taken in and then rejected are
-forgotten by counting back (`DraftedTexts`).
+The draft model's layers share the block table with the target's. A forward has for each request
+first its head: the tokens that the draft model's KV cache lacks. Their keys and values are written.
+Behind the last of them come the rows of lookahead decoding, a tree whose keys and values are never
+written. Each step takes in the tokens that the target has computed in it, before vLLM can give
+their blocks to another request as its prefix. Where the target rejects drafted tokens that the
+cache took in, `DraftedTexts` counts the cache back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.acceptance import NodeAcceptance
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import TREES
+from vllm_recycle.core.price import TREES, cut
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
@@ -42,9 +42,9 @@ NOTHING = np.empty(0, dtype=np.int64)
 
 
 class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
-    """vLLM's draft model with its loading and KV cache, driven by Ouroboros.
+    """Drafts with vLLM's draft model, which vLLM loads and gives a KV cache.
 
-    The target verifies what is worth its rows of what is drafted.
+    The target verifies the nodes of a draft that are worth their rows.
 
     Attributes:
         acceptance: what the nodes of a draft are worth.
@@ -58,8 +58,8 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         DraftModelProposer.__init__(self, vllm_config, device, runner)
         V1Drafter.__init__(self, vllm_config)
-        # Ours drafts after bookkeeping, when the tokens of the step are on the host. vLLM's, which
-        # was made before it, refuses this.
+        # This drafts after vLLM's bookkeeping, when the tokens of the step are on the host. vLLM's
+        # own proposer was made before this one, and refuses the flag.
         self.speculative_config.disable_padded_drafter_batch = True
         self.proposer = make_proposer(vllm_config, native_operations(), device, stops_early=True)
         self.state = self.proposer.pool
@@ -94,6 +94,9 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
         self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
         self.known.begin(req_state_idx, num_computed_tokens)
         self.drafted[req_state_idx] = NO_TOKEN
+
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        self.proposer.release(req_state_indices)
 
     def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
         owners = idx_mapping[step.request_of_logit_row]
@@ -130,8 +133,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             counts = native_operations().choose(
                 self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
-            is_behind = torch.arange(drafted.shape[1]) >= counts[:, None]
-            drafts[chosen] = drafted.masked_fill(is_behind, NO_TOKEN)
+            drafts[chosen] = cut(drafted, counts)
         return drafts, tree.parents[1:].expand(batch, -1)
 
     @torch.inference_mode()
@@ -217,7 +219,7 @@ class DraftedTexts:
         self.trunks[req_state_idx] = NO_TOKEN
 
     def follow(self, texts: Texts) -> None:
-        """Count each cache back to where the text is no more what was drafted; a round begins."""
+        """Count each cache back to the first token that differs from the draft; a round begins."""
         idx_mapping, computed = texts.idx_mapping.numpy(), texts.num_computed_tokens
         trunks, starts = self.trunks[idx_mapping], self.starts[idx_mapping]
         place = starts[:, None] + np.arange(trunks.shape[1])
@@ -345,37 +347,13 @@ class Round:
         step.place([positions], input_ids)
         positions.clamp_(max=drafter.max_model_len - 1)
         is_head = offset < num_heads[owner]
-        common = self._metadata(idx_mapping, lengths, owner, position, is_head)
-        hidden = drafter.run(len(owner), common, step)
-        self.known.num_cached[idx_mapping] += num_heads
-        return hidden[logit_rows]
-
-    def _metadata(
-        self,
-        idx_mapping: np.ndarray,
-        lengths: np.ndarray,
-        owner: np.ndarray,
-        position: np.ndarray,
-        is_head: np.ndarray,
-    ) -> CommonAttentionMetadata:
-        """vLLM's metadata of a forward.
-
-        Args:
-            idx_mapping: int64 [batch].
-            lengths: int64 [batch], tokens of each request.
-            owner: int64 [tokens], the request that each is of.
-            position: int64 [tokens], as if they were chains.
-            is_head: bool [tokens], those that have a slot.
-
-        """
         block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
-        size = self.drafter.block_size
+        size = drafter.block_size
         block = (position // size).clip(max=block_table.shape[1] - 1)
         slots = block_table.numpy()[owner, block] * size + position % size
-        starts = np.concatenate(([0], lengths.cumsum()))
         query_start_loc = torch.from_numpy(starts).to(torch.int32)
         seq_lens = self.known.num_cached[idx_mapping] + lengths
-        return CommonAttentionMetadata(
+        common = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=query_start_loc,
             seq_lens=torch.from_numpy(seq_lens).to(torch.int32),
@@ -386,3 +364,6 @@ class Round:
             block_table_tensor=block_table,
             slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
         )
+        hidden = drafter.run(len(owner), common, step)
+        self.known.num_cached[idx_mapping] += num_heads
+        return hidden[logit_rows]

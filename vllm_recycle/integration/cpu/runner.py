@@ -19,7 +19,8 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_recycle.core import ReqStateIndices, Trees
+from vllm_recycle.core.req_states import ReqStateIndices
+from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -94,7 +95,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # streamed comes as a new one again and again.
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
         if freed:
-            self.drafter.proposer.release(freed)
+            self.drafter.release(freed)
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]

@@ -1,7 +1,7 @@
 """The tree walk with vLLM's own sampler, so that every sampling parameter means what it does.
 
-Where the token of a row depends on nothing but its logits, all rows are sampled at once. Else the
-walk goes depth by depth: one row per request, sampled with the path so far as its output, and one
+Where every request is greedy and asks for nothing else, all rows are sampled at once. Any other
+batch goes depth by depth: one row per request, sampled with the path so far as its output, and one
 draw of a request's generator for each token that is emitted. So seeded outputs are those of
 decoding without speculation.
 """
@@ -22,8 +22,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_recycle.core import WalkResult, step_down
-from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult, step_down
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core import Trees
 from vllm_recycle.core.price import TREES, Load, StepTimes
+from vllm_recycle.core.tree import Trees
 from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.step_layout import StepLayout

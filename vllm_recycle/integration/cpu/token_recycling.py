@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core import WalkResult
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
-from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
@@ -99,14 +98,12 @@ class TokenRecyclingV1Drafter(V1Drafter):
         )
 
     def describe(self) -> str:
-        proposer, matrix = self.proposer, self.state.matrix
+        proposer, num_bytes = self.proposer, self.state.matrix.num_bytes
         cost = "measured" if self.row_cost is None else f"{self.row_cost:g} of a step"
         tree, what = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
         if tree is not None:
             what = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"
         return (
-            f"token_recycling: {what}, a row's cost {cost}, k {matrix.layout.k}, contexts "
-            f"{list(matrix.layout.contexts)}, scope {matrix.scope}, {matrix.num_written} of "
-            f"{len(matrix.table)} entries known, {matrix.num_bytes:,} bytes, kernels in "
-            f"{proposer.operations.name}"
+            f"token_recycling: {what}, a row's cost {cost}, {self.state.describe()}, "
+            f"{num_bytes:,} bytes, kernels in {proposer.operations.name}"
         )

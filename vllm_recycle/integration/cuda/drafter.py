@@ -44,7 +44,7 @@ class V2Drafter(Drafter):
     """What the V2 runner asks for; nothing of it waits for the device.
 
     Attributes:
-        trees: what the nodes of drafts are, of all requests.
+        trees: the topology of all requests' drafts, by `req_state_idx`.
 
     """
 

@@ -1,17 +1,17 @@
 """Which full CUDA graphs are captured for trees, and which graph a step gets.
 
-vLLM captures full graphs of uniform batches: one in which a request has a row more than another, or
-no tree, gets none. Tree attention reads from the device how many rows a request has, so that here a
-graph has bounds: so many rows, so many requests, and so many rows of one request. Any step without
-a prompt that is within them can be replayed. vLLM dispatches by such bounds (`max_query_len`), but
-would capture the longest alone, with the grids of large steps for small ones too.
+vLLM captures full graphs for uniform batches, in which each request has as many rows. A batch of
+trees is seldom uniform. Tree attention reads from the device how many rows a request has, so one of
+our graphs serves every step without a prompt that is within its bounds: the rows of the step, its
+requests, and the rows of one request. vLLM dispatches by such bounds (`max_query_len`), but would
+capture the longest alone, and small steps would run with the grids of large ones.
 
 Plain decoding has the graphs that it has without speculation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,10 +20,11 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_recycle.core.size_chooser import GraphShape, by_preference
 
-# A graph has room for so many times the requests that would use up its rows if each had as many as
-# one may have. Grids are made for all: of a request that is not there programs end at once.
+# The bound of a graph is at most this many times the rows of a request. So the graph has room for
+# this many times the requests that use up its rows at the bound. Grids are made for all of them:
+# the programs of a request that is not there end at once.
 SPREAD = 3
-# Steps are filled up by at most a quarter of their rows, or by so many.
+# A step is padded by at most a quarter of its rows, or by this many rows.
 FILLED = 8
 
 
@@ -51,8 +52,10 @@ def plan_full_graphs(
         if 0 < batch * (nodes + 1) <= largest
     }
     shapes = {GraphShape(size, size, 1) for size in plain}
-    for above, bound in pairwise([0, *_query_lens({rows for rows, _ in steps})]):
-        counts = _token_counts({total for rows, total in steps if above < rows <= bound})
+    lengths = _thinned({rows for rows, _ in steps}, lambda rows: SPREAD * rows)
+    for above, bound in pairwise([0, *reversed(lengths)]):
+        totals = {total for rows, total in steps if above < rows <= bound}
+        counts = _thinned(totals, lambda total: total + max(FILLED, total // 4))
         for num_tokens in counts:
             num_reqs = min(SPREAD * num_tokens // bound, num_tokens, max_num_reqs)
             shapes.add(GraphShape(num_tokens, num_reqs, bound))
@@ -61,21 +64,12 @@ def plan_full_graphs(
     return by_preference(shapes)
 
 
-def _query_lens(lengths: Iterable[int]) -> list[int]:
-    """Some of these, ascending; each has one of its length, or up to `SPREAD` times as long."""
+def _thinned(values: Iterable[int], bound: Callable[[int], int]) -> list[int]:
+    """Some of these, descending: each value has one that is no less, and at most its bound."""
     chosen: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        if not chosen or chosen[-1] > SPREAD * length:
-            chosen.append(length)
-    return chosen[::-1]
-
-
-def _token_counts(totals: Iterable[int]) -> list[int]:
-    """Some of these, so that each has one that it may be filled up to."""
-    chosen: list[int] = []
-    for total in sorted(totals, reverse=True):
-        if not chosen or chosen[-1] - total > max(FILLED, total // 4):
-            chosen.append(total)
+    for value in sorted(values, reverse=True):
+        if not chosen or chosen[-1] > bound(value):
+            chosen.append(value)
     return chosen
 
 

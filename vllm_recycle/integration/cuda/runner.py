@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
-from vllm_recycle.integration.cuda.drafters import make_drafter
+from vllm_recycle.integration.cuda.drafters import DRAFTERS
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
@@ -39,7 +39,7 @@ from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
-from vllm_recycle.kernels.triton.walk import walk_trees
+from vllm_recycle.kernels.triton.walk import walk
 
 
 class TreeModelRunner(GPUModelRunner):
@@ -53,7 +53,8 @@ class TreeModelRunner(GPUModelRunner):
         self.lora_state = TreeLoraState(self.max_num_reqs)
         # Whether the scheduler may take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
-        self.drafter = make_drafter(vllm_config, device, self.req_states)
+        method = options_of(vllm_config).method
+        self.drafter = DRAFTERS[method](vllm_config, device, self.req_states)
         self.speculator = self.drafter.make_speculator(self.may_speculate)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
@@ -211,7 +212,7 @@ class TreeModelRunner(GPUModelRunner):
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
         cu_num_logits = input_batch.cu_num_logits
-        result = walk_trees(
+        result = walk(
             sampled,
             self.req_states.draft_tokens,
             cu_num_logits,

@@ -17,11 +17,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_recycle.core import WalkResult
 from vllm_recycle.core.grow import BEAM, LEVELS
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.options import TokenRecyclingOptions, chooses_sizes
@@ -151,14 +151,11 @@ class TokenRecyclingV2Drafter(V2Drafter):
         return drafts
 
     def describe(self) -> str:
-        matrix, trees = self.state.matrix, self.trees
+        trees, num_bytes = self.trees, self.state.matrix.num_bytes + self.stamps.nbytes
         name = "dynamic trees" if self.template is None else f"tree {self.template.name}"
-        num_bytes = matrix.num_bytes + self.stamps.nbytes
         return (
             f"token_recycling: {name} of at most {trees.num_nodes} nodes and {trees.depth} levels, "
-            f"k {matrix.layout.k}, contexts {list(matrix.layout.contexts)}, scope {matrix.scope}, "
-            f"{matrix.num_written} of {len(matrix.table)} entries known, {num_bytes:,} bytes, "
-            "kernels in triton"
+            f"{self.state.describe()}, {num_bytes:,} bytes, kernels in triton"
         )
 
 

@@ -139,10 +139,6 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_int(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def expect(key: str, value: Any, valid: bool, expected: str) -> None:
     if not valid:
         raise ValueError(f"speculative_config: {key} is {shorten(value)}, expected {expected}")

@@ -7,9 +7,9 @@ from typing import Any
 
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
-from vllm_recycle.core.state_file import shorten
+from vllm_recycle.core.state_file import is_int, shorten
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import expect, is_int
+from vllm_recycle.integration.options.base import expect
 
 TABLE = "num_speculative_tokens_per_batch_size"
 ANY = 1 << 62

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
+from vllm_recycle.integration.options.base import MethodOptions, expect
 
 OUROBOROS = "ouroboros"
 # Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
@@ -39,7 +40,8 @@ class OuroborosOptions(MethodOptions):
         model: the draft model; it and the four below are vLLM's keys.
         gamma: tokens that the draft model drafts in a round.
         window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
-        guesses: phrases kept for a token and tried in a draft forward, the paper's G; likewise.
+        guesses: phrases tried in a draft forward, the paper's G; likewise. As many are kept for a
+            token, or `branches` if that is more.
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
         early_rows: rows, from the last token on, that have phrases below them as well.

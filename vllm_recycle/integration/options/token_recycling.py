@@ -8,10 +8,11 @@ from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.price import CHAINS, TREES
+from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import CHAIN, MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect, is_int
+from vllm_recycle.integration.options.base import MethodOptions, expect
 
 TOKEN_RECYCLING = "token_recycling"
 DYNAMIC = "dynamic"

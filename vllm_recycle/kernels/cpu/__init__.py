@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_recycle.core import Operations, reference
+from vllm_recycle.core import reference
+from vllm_recycle.core.operations import Operations
 from vllm_recycle.kernels.cpu import calls
 from vllm_recycle.kernels.cpu.build import load_library
 

@@ -219,13 +219,13 @@ def walk(
     return WalkResult(path, token_ids, lengths)
 
 
-def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """See `vllm_recycle.core.phrase_pool.newest_phrases`."""
-    _, per_token, length = rows.shape
+    _, per_token, length = table.shape
     newest = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
     token_ids = token_ids.contiguous()
     _library().newest_phrases(
-        _pointer(rows, torch.int32),
+        _pointer(table, torch.int32),
         _pointer(token_ids),
         token_ids.numel(),
         count,
@@ -237,18 +237,18 @@ def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
 
 
 def insert_phrases(
-    rows: torch.Tensor,
+    table: torch.Tensor,
     token_ids: torch.Tensor,
     phrases: torch.Tensor,
     *,
     replaced: torch.Tensor | None = None,
 ) -> None:
     """See `vllm_recycle.core.phrase_pool.insert_phrases`."""
-    _, per_token, length = rows.shape
+    _, per_token, length = table.shape
     token_ids, phrases = token_ids.contiguous(), phrases.contiguous()
     replaced = None if replaced is None else replaced.contiguous()
     _library().insert_phrases(
-        _pointer(rows, torch.int32),
+        _pointer(table, torch.int32),
         *_pointers(token_ids, phrases),
         _pointer(replaced),
         len(token_ids),

@@ -49,7 +49,7 @@ Context tail_of(const int64_t* tail, int64_t reach) {
   return context;
 }
 
-struct Place {
+struct Address {
   int64_t index, own;
   int32_t* entry;
   int32_t head, salt;
@@ -58,9 +58,9 @@ struct Place {
   bool is_known() const { return entry[0] >> 2 == head >> 2 && entry[k + 1] == salt; }
 };
 
-// Calls `visit` with the place of each entry of a context, the shortest first, shared before own.
+// Calls `visit` with the address of each entry of a context, the shortest first, shared before own.
 template <typename Visit>
-void each_place(const Matrix& matrix, const Context& context, int64_t salt, Visit visit) {
+void each_address(const Matrix& matrix, const Context& context, int64_t salt, Visit visit) {
   uint64_t hashed = 0;
   int64_t seen = 0;
   const int64_t slots = matrix.slots / matrix.parts;
@@ -75,7 +75,7 @@ void each_place(const Matrix& matrix, const Context& context, int64_t salt, Visi
     for (int64_t own = !matrix.has_shared; own < 1 + matrix.has_own; own++) {
       if (length == 1 && !own) {
         const int64_t token = context.tokens[0];
-        visit(Place{index, 0, matrix.entry(token), int32_t(token << 3), 0, matrix.k});
+        visit(Address{index, 0, matrix.entry(token), int32_t(token << 3), 0, matrix.k});
         continue;
       }
       const uint64_t salted = own && matrix.parts == 1 ? uint64_t(salt) : 0;
@@ -83,22 +83,22 @@ void each_place(const Matrix& matrix, const Context& context, int64_t salt, Visi
       key = (key ^ key >> 29) * MIX;
       const int64_t address = first + int64_t(key & uint64_t(slots - 1));
       const int32_t head = int32_t(key >> 36 << 3 | uint64_t(own) << 2);
-      visit(Place{index, own, matrix.entry(address), head, int32_t(own ? salt : 0), matrix.k});
+      visit(Address{index, own, matrix.entry(address), head, int32_t(own ? salt : 0), matrix.k});
     }
   }
 }
 
 // The entry to draft from; its `entry` is null where nothing is known.
-Place find_entry(const Matrix& matrix, const Context& context, int64_t salt) {
-  Place found = {};
-  each_place(matrix, context, salt, [&](const Place& place) {
-    if (place.is_known()) found = place;
+Address find_entry(const Matrix& matrix, const Context& context, int64_t salt) {
+  Address found = {};
+  each_address(matrix, context, salt, [&](const Address& address) {
+    if (address.is_known()) found = address;
   });
   return found;
 }
 
 // The rates of an entry's successors, each STEADINESSES behind the one before.
-const double* rates_of(const Matrix& matrix, const double* rates, const Place& found) {
+const double* rates_of(const Matrix& matrix, const double* rates, const Address& found) {
   const int64_t first = (found.index * 2 + found.own) * matrix.k;
   return rates + first * STEADINESSES + (found.entry[0] & 3);
 }
@@ -110,10 +110,10 @@ struct Write {
   const int32_t* successors;
 };
 
-Write write_to(const Place& place, const int32_t* successors) {
-  const bool stays = place.is_known() && place.entry[1] == successors[0];
-  const int32_t steadiness = stays ? std::min(3, (place.entry[0] & 3) + 1) : 0;
-  return {place.entry, place.head | steadiness, place.salt, successors};
+Write write_to(const Address& address, const int32_t* successors) {
+  const bool stays = address.is_known() && address.entry[1] == successors[0];
+  const int32_t steadiness = stays ? std::min(3, (address.entry[0] & 3) + 1) : 0;
+  return {address.entry, address.head | steadiness, address.salt, successors};
 }
 
 void apply(const Matrix& matrix, const Write& write) {
@@ -125,7 +125,7 @@ void apply(const Matrix& matrix, const Write& write) {
 // Which successor of the entry that a draft is made from was right, and all as seen.
 void count(const Matrix& matrix, double* increments, const Context& context, int64_t salt,
            int64_t token) {
-  const Place found = find_entry(matrix, context, salt);
+  const Address found = find_entry(matrix, context, salt);
   if (!found.entry) return;
   for (int64_t rank = 0; rank < matrix.k; rank++) {
     if (found.entry[1 + rank] < 0) continue;
@@ -180,7 +180,7 @@ void grow(const Matrix* of, const double* rates, const int64_t* salts, const int
     while (true) {
       const Row& above = rows[row];
       if (above.depth < max_depths[b]) {
-        const Place found = find_entry(matrix, above.context, salts[b]);
+        const Address found = find_entry(matrix, above.context, salts[b]);
         const double* rate = found.entry ? rates_of(matrix, rates, found) : nullptr;
         for (int64_t rank = 0; found.entry && rank < matrix.k; rank++, rate += STEADINESSES) {
           const int64_t token = found.entry[1 + rank];
@@ -209,7 +209,7 @@ void fill(const Matrix* of, const double* rates, const int64_t* salts, const int
           double* worths) {
   struct Row {
     Context context;
-    Place found;
+    Address found;
     double worth;
     bool is_filled, is_found;
   };
@@ -268,8 +268,8 @@ void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t
       if (counts) count(matrix, increments.data(), contexts[row], salts[b], emitted[num_visits]);
     }
     auto write = [&](int64_t row) {
-      each_place(matrix, contexts[row], salts[b], [&](const Place& place) {
-        writes.push_back(write_to(place, successors + (first + row) * matrix.k));
+      each_address(matrix, contexts[row], salts[b], [&](const Address& address) {
+        writes.push_back(write_to(address, successors + (first + row) * matrix.k));
       });
     };
     for (int64_t row = 0; row < rows; row++) {
@@ -291,8 +291,8 @@ void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t s
     context = context.below(tokens[end - 1]);
     if (!matrix.is_token(tokens[end])) continue;
     std::fill(known.begin(), known.end(), nullptr);
-    each_place(matrix, context, salt, [&](const Place& place) {
-      if (place.is_known()) known[place.index] = place.entry + 1;
+    each_address(matrix, context, salt, [&](const Address& address) {
+      if (address.is_known()) known[address.index] = address.entry + 1;
     });
     // All are read before one is written.
     const int32_t follower = int32_t(tokens[end]);
@@ -306,9 +306,9 @@ void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t s
       }
       std::fill(out + size, out + k, -1);
     }
-    each_place(matrix, context, salt, [&](const Place& place) {
-      if (place.own == matrix.has_own) {
-        apply(matrix, write_to(place, merged.data() + place.index * k));
+    each_address(matrix, context, salt, [&](const Address& address) {
+      if (address.own == matrix.has_own) {
+        apply(matrix, write_to(address, merged.data() + address.index * k));
       }
     });
   }

@@ -8,12 +8,9 @@ import triton.language as tl
 
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 
-# What one program holds of a token at a time, and of how many tokens.
+# A program moves so many elements of so many tokens at a time.
 ELEMENTS = 256
-PLACES = 8
-
-# Keys and values are moved as integers, eight bytes a lane where the layout allows.
-INTEGERS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+TOKENS = 8
 
 
 def compact_path(
@@ -34,12 +31,10 @@ def compact_path(
             ascending, padded with -1.
 
     """
-    kv_cache = layers.kv_caches[0]
+    # Keys and values are moved as integers, eight bytes a lane where the layout allows.
+    integer = f"int{8 * layers.grain}"
+    kv_cache = layers.kv_caches[0].view(getattr(torch, integer))
     _, heads, block_size, width = kv_cache.shape
-    block_stride, head_stride, token_stride, _ = (
-        stride * kv_cache.element_size() // layers.grain for stride in kv_cache.stride()
-    )
-    width = width * kv_cache.element_size() // layers.grain
     batch, length = path.shape
     programs = (batch, len(layers.kv_caches), triton.cdiv(heads * width, ELEMENTS))
     _compact_path_kernel[programs](
@@ -48,16 +43,14 @@ def compact_path(
         logits_indices.contiguous(),
         cu_num_logits.contiguous(),
         path.contiguous(),
-        block_stride,
-        head_stride,
-        token_stride,
+        *kv_cache.stride()[:3],
         PATH=length,
         BLOCK_SIZE=block_size,
         HEADS=heads,
         WIDTH=width,
-        INTEGER=INTEGERS[layers.grain],
+        INTEGER=getattr(tl, integer),
         ELEMENTS=ELEMENTS,
-        PLACES=PLACES,
+        TOKENS=TOKENS,
         num_warps=4,
     )
 
@@ -78,7 +71,7 @@ def _compact_path_kernel(
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     ELEMENTS: tl.constexpr,
-    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:
     """A program for a request, a layer and a part of a token's elements."""
     index = tl.program_id(0).to(tl.int64)
@@ -87,8 +80,8 @@ def _compact_path_kernel(
     kv_cache = tl.load(pointers + tl.program_id(1)).to(tl.pointer_type(INTEGER))
     elements = kv_cache + (element // WIDTH).to(tl.int64) * head_stride + element % WIDTH
     first = logits_indices + tl.load(cu_num_logits + index)
-    for start in range(0, PATH, PLACES):
-        place = start + tl.arange(0, PLACES)
+    for start in range(0, PATH, TOKENS):
+        place = start + tl.arange(0, TOKENS)
         row = tl.load(path + index * PATH + place, mask=place < PATH, other=-1)
         moves = row > place
         if tl.max(moves.to(tl.int32), axis=0) > 0:

@@ -1,7 +1,6 @@
-"""The walk, a lane per row: the twin of `core.verification.walk`, in one launch.
+"""The walk in one launch, a lane per row: the twin of `core.verification.walk`.
 
-Nothing on the host waits for it, so that it can be captured into a graph. Every rank computes the
-same.
+The host does not wait for it, so a CUDA graph can capture it. Every rank computes the same.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
-# Added up for as many rows as a path can have, still above the least int32.
+# Added up once for each row of the longest path, it is still above the least int32.
 _FAR = tl.constexpr(-(1 << 20))
 
 
@@ -23,46 +22,27 @@ def walk(
     draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     *,
-    trees: Trees,
+    trees: Trees | DeviceTrees,
+    idx_mapping: torch.Tensor | None = None,
 ) -> WalkResult:
-    """See `vllm_recycle.core.verification.walk`; the trees' tables are on the same device."""
-    index = torch.arange(len(draft_token_ids), device=sampled.device)
-    return _walk(sampled, draft_token_ids, cu_num_logits, trees.parents, index, trees.depth)
-
-
-def walk_trees(
-    sampled: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    *,
-    trees: DeviceTrees,
-    idx_mapping: torch.Tensor,
-) -> WalkResult:
-    """As `walk`, where drafts and trees lie by `req_state_idx`.
+    """Accept of each draft what the target agrees with; see `vllm_recycle.core.verification.walk`.
 
     Args:
         sampled: int64 [logit rows].
-        draft_token_ids: int64 [max_num_reqs, nodes], -1 where a node was not filled.
+        draft_token_ids: int64 [batch, nodes], -1 where a node was not filled; with `idx_mapping`
+            those of all requests, int64 [max_num_reqs, nodes].
         cu_num_logits: integer [batch + 1].
-        trees: of all requests.
-        idx_mapping: integer [batch].
+        trees: as the drafts, of the batch or of all requests; on the same device.
+        idx_mapping: integer [batch], where the requests of the batch are among all; None where
+            drafts and trees are those of the batch.
 
     """
-    return _walk(sampled, draft_token_ids, cu_num_logits, trees.parents, idx_mapping, trees.depth)
-
-
-def _walk(
-    sampled: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    parents: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    depth: int,
-) -> WalkResult:
+    if idx_mapping is None:
+        idx_mapping = torch.arange(len(draft_token_ids), device=sampled.device)
     batch, nodes = len(idx_mapping), draft_token_ids.shape[1]
-    assert nodes == parents.shape[1] - 1
-    assert parents.stride(1) == 1
-    places = depth + 1
+    assert nodes == trees.num_nodes
+    assert trees.parents.stride(1) == 1
+    places = trees.depth + 1
     path = torch.empty(batch, places, dtype=torch.int64, device=sampled.device)
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32, device=sampled.device)
@@ -74,14 +54,14 @@ def _walk(
         sampled.contiguous(),
         draft_token_ids.contiguous(),
         cu_num_logits.contiguous(),
-        parents,
-        parents.stride(0),
+        trees.parents,
+        trees.parents.stride(0),
         idx_mapping.contiguous(),
         NODES=nodes,
         PATH=places,
         LANES=lanes,
-        PLACES=triton.next_power_of_2(places),
-        ROUNDS=depth.bit_length(),
+        PATH_LANES=triton.next_power_of_2(places),
+        ROUNDS=trees.depth.bit_length(),
         num_warps=num_warps(lanes),
     )
     return WalkResult(path, token_ids, lengths)
@@ -105,10 +85,10 @@ def _walk_kernel(
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     LANES: tl.constexpr,
-    PLACES: tl.constexpr,
+    PATH_LANES: tl.constexpr,
     ROUNDS: tl.constexpr,
 ) -> None:
-    """A program per request, a lane per row: whether its whole path agrees, then the deepest."""
+    """A program serves a request: of the rows whose whole path agrees it walks to the deepest."""
     index = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping + index).to(tl.int64)
     parents += request * parents_stride
@@ -131,8 +111,8 @@ def _walk_kernel(
     last = LANES - 1 - best % LANES
     length = best // LANES + 1
     tl.store(lengths + index, length)
-    place = tl.arange(0, PLACES)
-    visited = tl.full([PLACES], -1, tl.int64)
+    place = tl.arange(0, PATH_LANES)
+    visited = tl.full([PATH_LANES], -1, tl.int64)
     for step in range(length):
         visited = tl.where(place == length - 1 - step, last.to(tl.int64), visited)
         last = tl.load(parents + last).to(tl.int32)

@@ -56,13 +56,7 @@ class OuroborosV2Drafter(V2Drafter):
         self.trees = DeviceTrees.of(self.proposer.tree, scheduler.max_num_seqs, device)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
-        return OuroborosSpeculator(
-            self,
-            self.vllm_config,
-            self.device,
-            req_states=self.req_states,
-            may_speculate=may_speculate,
-        )
+        return OuroborosSpeculator(self, may_speculate)
 
     def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
         all_token_ids = self.req_states.all_token_ids.gpu

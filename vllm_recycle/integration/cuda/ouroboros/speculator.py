@@ -1,15 +1,14 @@
-"""What V2 asks for drafts by Ouroboros, in the place of the speculator of vLLM's `draft_model`.
+"""The speculator of Ouroboros, in the place of that of vLLM's `draft_model`.
 
-Steps that draft nothing do not run the draft model. What it lacks of a text then comes with the
-first forward of the request's next round; where that is more than the forward has rows for, as of a
-prompt, forwards before the round take it in, one a step, of no more rows than a step may have.
+A step that drafts nothing does not run the draft model. The first forward of a request's next round
+takes in the tokens that the model's KV cache lacks. Where that forward has too few rows for them (a
+whole prompt), each step before the round takes in as many as a step may have, in one forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,13 +38,10 @@ if TYPE_CHECKING:
 
 
 class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
-    """vLLM's draft model with its loading and KV cache, in rounds of Ouroboros.
+    """Drafts with vLLM's draft model, which vLLM loads and gives a KV cache.
 
     Args:
-        drafter: the proposer, whose rounds it runs.
-        vllm_config: of the engine.
-        device: where the draft model is.
-        req_states: the runner's, whose texts are read.
+        drafter: has the proposer, whose rounds this runs.
         may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
 
     Attributes:
@@ -65,22 +61,14 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
     graphs: DraftGraphs | None = None
     num_drafted: int | None = None
 
-    def __init__(
-        self,
-        drafter: OuroborosV2Drafter,
-        vllm_config: Any,
-        device: torch.device,
-        *,
-        req_states: Any,
-        may_speculate: np.ndarray,
-    ) -> None:
-        super().__init__(vllm_config, device)
-        self.drafter, self.req_states, self.may_speculate = drafter, req_states, may_speculate
+    def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
+        super().__init__(drafter.vllm_config, drafter.device)
+        self.drafter, self.may_speculate = drafter, may_speculate
+        self.req_states = drafter.req_states
         self.head_length = head_length(drafter.proposer.shape)
         self.max_drafting = len(drafter.shapes)
-        self.drafts = torch.empty(
-            self.max_drafting, self.num_speculative_steps, dtype=torch.int64, device=device
-        )
+        shape = (self.max_drafting, self.num_speculative_steps)
+        self.drafts = torch.empty(shape, dtype=torch.int64, device=self.device)
 
     # The engine starts.
 
@@ -92,18 +80,13 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
         self.forwards = [made[shape] for shape in shapes]
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """As for all.
-
-        Raises:
-            NotImplementedError: a draft model whose layers do not share one block table.
-
-        """
+        """As vLLM's; NotImplementedError where the draft model's layers share no block table."""
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)
         group = group_of_draft_layers(kv_cache_config, self.draft_attn_layer_names)
         spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
         spec = getattr(spec, "first_spec", spec)
         if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < self.max_model_len:
-            # What it catches up with may lie in blocks that vLLM has given to others.
+            # Tokens that it has yet to take in may lie in blocks that vLLM has given to others.
             raise NotImplementedError(
                 "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
             )
@@ -126,20 +109,19 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
     @torch.inference_mode()
     def capture(self) -> None:
         if self.graphs is not None:
-            self.start.clear()  # of what steps that warmed up have left
+            self.start.clear()  # steps that warmed up have written to it
             self.graphs.capture_rounds(self._run_round)
 
     def drafting_runs(self) -> dict[int, Callable[[], None]]:
-        """As for all; rounds for no request: of one, and of the most of each shape."""
+        """Rounds that draft for nobody: of one request, and of the most requests of each shape."""
         self.start.clear()
-        shapes = pairwise([*self.forwards, None])
-        largest = [batch for batch, (this, more) in enumerate(shapes, start=1) if this is not more]
-        return {batch: partial(self._replay_round, batch) for batch in (1, *largest)}
+        largest = {forward: batch for batch, forward in enumerate(self.forwards, start=1)}
+        return {batch: partial(self._replay_round, batch) for batch in (1, *largest.values())}
 
     # A step.
 
     def take_report(self) -> DraftReport | None:
-        """As for all; nobody says what drafts are worth."""
+        """Times and how many drafted; no worths, which nobody knows."""
         times, num_drafted = self.times, self.num_drafted
         self.times = self.num_drafted = None
         if times is None and num_drafted is None:
@@ -172,13 +154,14 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
         chosen = np.zeros(0, dtype=np.int64)
         if not dummy_run:
             states = input_batch.idx_mapping_np
-            self.cache.missing[states] += self._most_computed(input_batch)
+            in_step, in_all = self._computed(input_batch)
+            self.cache.missing[states] += in_step
             if num_speculative_tokens:
                 self._catch_up(input_batch)
                 chosen = self._choose(input_batch)
                 self.num_drafted = len(chosen)
                 self.cache.missing[states[chosen]] = 0
-                self.cache.mark(states, self._least_computed(input_batch))
+                self.cache.mark(states, in_all)
         if len(chosen) == input_batch.num_reqs:
             return self._draft(input_batch.idx_mapping)
         shape = (input_batch.num_reqs, self.num_speculative_steps)
@@ -207,22 +190,18 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
         # Warm-up steps ask for drafts in batches of any size.
         return chosen[: self.max_drafting]
 
-    def _most_computed(self, input_batch: Any) -> np.ndarray:
-        """int [num_reqs], tokens of each text that the target has computed in the step, at most."""
-        rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
-        if nodes is None:
-            return rows
-        return rows - nodes + np.minimum(nodes, self.drafter.trees.depth)
+    def _computed(self, input_batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each text that the target computed: in the step at most, in all at least.
 
-    def _least_computed(self, input_batch: Any) -> np.ndarray:
-        """int [num_reqs], tokens of each text that the target has computed, at least.
-
-        Where steps are scheduled ahead, of the drafts of the last one all count as accepted.
+        Each is int [num_reqs]. Where vLLM schedules ahead, it counts all drafts of the last step as
+        accepted.
         """
         rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
-        ends = input_batch.num_computed_tokens_np + rows - (0 if nodes is None else nodes)
+        nodes = np.zeros_like(rows) if nodes is None else nodes
+        ends = input_batch.num_computed_tokens_np + rows - nodes
         sure = np.minimum(ends, input_batch.prefill_len_np)
-        return np.maximum(sure, ends - self.num_speculative_steps)
+        in_step = rows - nodes + np.minimum(nodes, self.drafter.trees.depth)
+        return in_step, np.maximum(sure, ends - self.num_speculative_steps)
 
     def _draft(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         """int64 [batch, nodes], the drafts of a round of these requests, int64 [batch]."""
@@ -307,15 +286,15 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
         slots = self.block_tables.compute_slot_mappings(
             idx_mapping, query_start_loc, positions, len(token), out=self.expanded_slot_mappings
         )
-        # Where a text has no more tokens: rows that are computed for nothing, and no other sees.
+        # Rows behind the end of a text: they are computed for nothing, and no other row sees them.
         return slots.masked_fill_(token >= num_computed[owner], PAD_SLOT_ID)
 
     def _run_largest_forwards(self) -> None:
-        """For vLLM to see what memory they take; they read and write no cache."""
+        """For vLLM to measure their memory; they read and write no KV cache."""
         num_rows = most_draft_rows(self.drafter.shapes)
         ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
         for count in (self.max_num_tokens, num_rows) if num_rows else ():
             hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)
         if num_rows:
-            # Those of heads have none, but for the last one.
+            # Of the rows of a head only the last one has logits.
             self.model.compute_logits(hidden_states).max(dim=1)

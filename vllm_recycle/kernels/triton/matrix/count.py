@@ -64,7 +64,7 @@ def count_visits(
     Args:
         increments: int32 [contexts, 2, k, 4, 2].
         text: int64 [PATH + REACH], to work in.
-        tail: int32 [PLACES], of the request.
+        tail: int32 [CONTEXT_LANES], of the request.
         path: int64 [PATH], the rows that it visited, padded with -1.
         token_ids: int64 [PATH], what the target said there.
         visit: int32 [lanes], the places.
@@ -77,7 +77,7 @@ def count_visits(
     place = tl.arange(0, PATH_LANES)
     emitted = tl.load(token_ids + place, mask=place < PATH, other=-1)
     tl.store(text + (PATH - 1) - place, emitted, mask=place < PATH)
-    place = tl.arange(0, LAYOUT.PLACES)
+    place = tl.arange(0, LAYOUT.CONTEXT_LANES)
     tl.store(text + PATH + place, tail.to(tl.int64), mask=place < LAYOUT.REACH)
     tl.debug_barrier()
     visits = (visit < PATH) & (visit < num_rows)

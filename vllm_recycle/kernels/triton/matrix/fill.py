@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
+from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, inputs_of, read_tail
 from vllm_recycle.kernels.triton.walk import num_warps
 
 
@@ -38,25 +38,17 @@ def fill(
         tree: the template, its tables on the device of the others.
 
     """
-    (batch, nodes), layout = drafts.shape, matrix.layout
+    batch, nodes = drafts.shape
     assert nodes == tree.num_nodes
-    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worths, matrix.table, rates, idx_mapping, matrix.salts):
-        assert tensor.is_contiguous()
-    assert texts.token_ids.stride(1) == 1
-    lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(layout)
-    scratch = torch.empty(batch, lanes, constants.PLACES, dtype=torch.int32, device=drafts.device)
+    read = inputs_of(drafts, worths, matrix, rates, idx_mapping, texts)
+    lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(matrix.layout)
+    shape = (batch, lanes, constants.CONTEXT_LANES)
+    scratch = torch.empty(shape, dtype=torch.int32, device=drafts.device)
     _fill_kernel[(batch,)](
         drafts,
         worths,
         scratch,
-        matrix.table,
-        rates,
-        idx_mapping,
-        matrix.salts,
-        texts.token_ids,
-        texts.token_ids.stride(0),
-        texts.lengths,
+        *read,
         tree.parents,
         tree.ranks,
         tree.depths,
@@ -90,7 +82,7 @@ def _fill_kernel(
 ) -> None:
     """A program per request."""
     K: tl.constexpr = LAYOUT.K
-    PLACES: tl.constexpr = LAYOUT.PLACES
+    STRIDE: tl.constexpr = LAYOUT.CONTEXT_LANES  # of contexts
     index = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping + index).to(tl.int64)
     salt = tl.load(salts + request)
@@ -99,8 +91,8 @@ def _fill_kernel(
     parent = tl.load(parents + row, mask=inside, other=0).to(tl.int32)
     rank = tl.load(ranks + row, mask=inside, other=0).to(tl.int32)
     depth = tl.load(depths + row, mask=inside, other=-1).to(tl.int32)
-    contexts = scratch + index * (LANES * PLACES)  # by row
-    place = tl.arange(0, PLACES)
+    contexts = scratch + index * (LANES * STRIDE)  # by row
+    place = tl.arange(0, STRIDE)
     tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
     tl.store(contexts + place, tail)
     is_known = row == 0
@@ -110,7 +102,7 @@ def _fill_kernel(
         tl.debug_barrier()  # The contexts were written by other threads.
         expands = is_known & (depth == level)
         address, length, own, head = find_entry(
-            table, contexts + row * PLACES, salt, expands, LAYOUT
+            table, contexts + row * STRIDE, salt, expands, LAYOUT
         )
         cell = (length * 2 + own) * (4 * K) + (head & 3)
         above = tl.gather(address, parent, 0)
@@ -122,12 +114,12 @@ def _fill_kernel(
         worth = tl.where(real, tl.gather(worth, parent, 0) * rate, worth)
         is_known = is_known | real
         older = tl.load(
-            contexts + parent[:, None] * PLACES + place[None, :] - 1,
+            contexts + parent[:, None] * STRIDE + place[None, :] - 1,
             mask=real[:, None] & (place > 0)[None, :],
             other=-1,
         )
         context = tl.where((place == 0)[None, :], child[:, None], older)
-        tl.store(contexts + row[:, None] * PLACES + place[None, :], context, mask=real[:, None])
+        tl.store(contexts + row[:, None] * STRIDE + place[None, :], context, mask=real[:, None])
     is_node = (row > 0) & inside
     tl.store(drafts + index * NODES + row - 1, token.to(tl.int64), mask=is_node)
     tl.store(worths + index * NODES + row - 1, worth, mask=is_node)

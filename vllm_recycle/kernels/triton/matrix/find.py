@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core import adjacency
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 
 _MIX = tl.constexpr(adjacency._MIX)
 _FINISH = tl.constexpr(adjacency._FINISH)
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     HAS_SHARED: bool
     PARTS: int
     REACH: int
-    PLACES: int  # a power of two, at least REACH
+    CONTEXT_LANES: int  # a power of two, at least REACH
 
     @classmethod
     def of(cls, layout: MatrixLayout) -> Layout:
@@ -52,6 +52,24 @@ class Texts(NamedTuple):
     lengths: torch.Tensor
 
 
+def inputs_of(
+    drafts: torch.Tensor,
+    worths: torch.Tensor,
+    matrix: AdjacencyMatrix,
+    rates: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    texts: Texts,
+) -> tuple[torch.Tensor | int, ...]:
+    """What the kernels that draft read, checked; see `grow` and `fill`."""
+    layout = matrix.layout
+    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
+    tables = (matrix.table, rates, idx_mapping, matrix.salts)
+    for tensor in (drafts, worths, *tables):
+        assert tensor.is_contiguous()
+    assert texts.token_ids.stride(1) == 1
+    return *tables, texts.token_ids, texts.token_ids.stride(0), texts.lengths
+
+
 @triton.jit
 def read_tail(
     token_ids: tl.tensor,
@@ -60,8 +78,8 @@ def read_tail(
     request: tl.tensor,
     LAYOUT: tl.constexpr,
 ) -> tl.tensor:
-    """int32 [PLACES], the end of a request's text, the newest token first, -1 before the first."""
-    place = tl.arange(0, LAYOUT.PLACES)
+    """int32 [CONTEXT_LANES], the end of a text, the newest token first, -1 before the first."""
+    place = tl.arange(0, LAYOUT.CONTEXT_LANES)
     position = tl.load(lengths + request).to(tl.int64) - 1 - place
     inside = (place < LAYOUT.REACH) & (position >= 0)
     return tl.load(token_ids + request * stride + position, mask=inside, other=-1)
@@ -75,11 +93,11 @@ def absorb(hashed: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def place_of(
+def address_of(
     hashed: tl.tensor,
     newest: tl.tensor,
     salt: tl.tensor,
-    LENGTH: tl.constexpr,
+    INDEX: tl.constexpr,
     OWN: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -89,8 +107,10 @@ def place_of(
         hashed: uint64, of the tokens of the context.
         newest: the first of them.
         salt: of the sequence, of any integer type; the entry carries it if it is its own, else 0.
+        INDEX: of the length of the context, among `CONTEXTS`.
 
     """
+    LENGTH: tl.constexpr = LAYOUT.CONTEXTS[INDEX]
     if LENGTH == 1 and not OWN:
         return newest.to(tl.int64), newest.to(tl.int32) << 3
     else:
@@ -164,7 +184,7 @@ def find_entry(
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
+                address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
                 written, there = is_written(table, address, head, salt * own, known, LAYOUT.K)
                 found = tl.where(written, address, found)
                 found_index = tl.where(written, index, found_index)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, read_tail
+from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, inputs_of, read_tail
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 _MOST = tl.constexpr(0x7FFFFFFF)
@@ -45,10 +45,7 @@ def grow(
     """
     (batch, nodes), layout = drafts.shape, matrix.layout
     assert nodes == trees.num_nodes
-    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    for tensor in (drafts, worths, matrix.table, rates, idx_mapping, matrix.salts):
-        assert tensor.is_contiguous()
-    assert texts.token_ids.stride(1) == 1
+    read = inputs_of(drafts, worths, matrix, rates, idx_mapping, texts)
     # Lanes for at least as many children as a tree has nodes. No more nodes of a level than a tree
     # has have a child that is chosen.
     beam = min(beam, nodes)
@@ -56,7 +53,7 @@ def grow(
     children = triton.next_power_of_2(layout.k)
     expanded = max(triton.next_power_of_2(beam), lanes // children)
     constants = Layout.of(layout)
-    size = trees.depth * (2 * expanded * children + expanded) + 2 * expanded * constants.PLACES
+    size = expanded * (trees.depth * (2 * children + 1) + 2 * constants.CONTEXT_LANES)
     scratch = torch.empty(batch, size, dtype=torch.int32, device=drafts.device)
     words = trees.ancestor_bits.shape[2]
     _grow_kernel[(batch,)](
@@ -66,13 +63,7 @@ def grow(
         trees.depths,
         trees.ancestor_bits,
         scratch,
-        matrix.table,
-        rates,
-        idx_mapping,
-        matrix.salts,
-        texts.token_ids,
-        texts.token_ids.stride(0),
-        texts.lengths,
+        *read,
         NODES=nodes,
         LANES=lanes,
         WORDS=words,
@@ -125,7 +116,7 @@ def _grow_kernel(
     key has what is worth the most, and of equals the first; that of none is 0.
     """
     K: tl.constexpr = LAYOUT.K
-    PLACES: tl.constexpr = LAYOUT.PLACES
+    STRIDE: tl.constexpr = LAYOUT.CONTEXT_LANES  # of contexts
     index = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping + index).to(tl.int64)
     salt = tl.load(salts + request)
@@ -136,16 +127,16 @@ def _grow_kernel(
     contexts = candidate_of + LEVELS * EXPANDED  # by lane, of this level and the next one in turn
     lane = tl.arange(0, EXPANDED)
     rank = tl.arange(0, CHILDREN)[None, :]
-    place = tl.arange(0, PLACES)
+    place = tl.arange(0, STRIDE)
     tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
     tl.store(contexts + place, tail)
     value = tl.where(lane == 0, 1.0, 0.0)
     best = tl.zeros([LANES], tl.int64)
     for level in range(LEVELS):
         tl.debug_barrier()  # The contexts were written by other threads.
-        context = contexts + (level % 2) * (EXPANDED * PLACES)
+        context = contexts + (level % 2) * (EXPANDED * STRIDE)
         address, length, own, head = find_entry(
-            table, context + lane * PLACES, salt, value > 0, LAYOUT
+            table, context + lane * STRIDE, salt, value > 0, LAYOUT
         )
         real = (address >= 0)[:, None] & (rank < K)
         first = table + address * (2 + K) + 1
@@ -169,13 +160,13 @@ def _grow_kernel(
         newest = tl.load(token_of + candidate_above, mask=goes_on, other=-1)
         lane_above = candidate_above % WIDTH // CHILDREN
         older = tl.load(
-            context + lane_above[:, None] * PLACES + place[None, :] - 1,
+            context + lane_above[:, None] * STRIDE + place[None, :] - 1,
             mask=goes_on[:, None] & (place > 0)[None, :],
             other=-1,
         )
-        following = contexts + ((level + 1) % 2) * (EXPANDED * PLACES)
+        following = contexts + ((level + 1) % 2) * (EXPANDED * STRIDE)
         tl.store(
-            following + lane[:, None] * PLACES + place[None, :],
+            following + lane[:, None] * STRIDE + place[None, :],
             tl.where((place == 0)[None, :], newest[:, None], older),
         )
 

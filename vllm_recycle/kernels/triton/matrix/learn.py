@@ -53,17 +53,16 @@ def learn(
     """
     table, layout, walked = matrix.table, matrix.layout, step.walked
     batch, path = walked.path.shape
-    for tensor in (table, stamps, matrix.salts, step.parents, step.row_token_ids, step.successors):
-        assert tensor.is_contiguous()
-    for tensor in (step.cu_num_logits, walked.path, walked.token_ids):
+    tensors = (table, stamps, matrix.salts, step.parents, step.row_token_ids, step.successors)
+    for tensor in (*tensors, step.cu_num_logits, walked.path, walked.token_ids):
         assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
     shared = (step.idx_mapping.contiguous(), matrix.salts, step.cu_num_logits)
     rows = batch * max_rows
-    places = 2 * len(layout.contexts)
+    kinds = 2 * len(layout.contexts)
     numbers = torch.empty(rows, dtype=torch.int32, device=table.device)
-    heads = torch.empty(places, rows, dtype=torch.int32, device=table.device)
-    addresses = torch.empty(places, rows, dtype=torch.int64, device=table.device)
+    heads = torch.empty(kinds, rows, dtype=torch.int32, device=table.device)
+    addresses = torch.empty(kinds, rows, dtype=torch.int64, device=table.device)
     text = torch.empty(batch, path + layout.reach, dtype=torch.int64, device=table.device)
     row_blocks = triton.cdiv(max_rows, LANES)
     path_blocks = triton.cdiv(path, LANES) if counts is not None else 0
@@ -94,9 +93,9 @@ def learn(
     )
     width = triton.next_power_of_2(layout.width)
     block = max(1, ELEMENTS // width)
-    ranks = places * layout.k
+    ranks = kinds * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
-    # Each length has the place of the shared entry, and then that of the own one.
+    # A kind of entry is a length of context and whether it is an own one; first the shared one.
     written = len(layout.contexts) * (layout.has_own + layout.has_shared)
     _write_step_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
         table,
@@ -114,10 +113,10 @@ def learn(
         K=layout.k,
         WIDTH=width,
         ROWS=block,
-        PLACES=places,
+        KINDS=kinds,
         WRITTEN=written,
-        FIRST_PLACE=0 if layout.has_shared else 1,
-        PLACE_STEP=2 * len(layout.contexts) // written,
+        FIRST_KIND=0 if layout.has_shared else 1,
+        KIND_STEP=2 * len(layout.contexts) // written,
         RANKS=ranks,
         FOLD_BLOCKS=fold_blocks,
         LANES=LANES,
@@ -220,28 +219,28 @@ def _write_step_kernel(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    PLACES: tl.constexpr,
+    KINDS: tl.constexpr,
     WRITTEN: tl.constexpr,
-    FIRST_PLACE: tl.constexpr,
-    PLACE_STEP: tl.constexpr,
+    FIRST_KIND: tl.constexpr,
+    KIND_STEP: tl.constexpr,
     RANKS: tl.constexpr,
     FOLD_BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """A program per place of `ROWS` rows, or per `LANES` ranks of the counts."""
+    """A program per kind of entry of `ROWS` rows, or per `LANES` ranks of the counts."""
     program = tl.program_id(0)
     if program >= FOLD_BLOCKS:
         program -= FOLD_BLOCKS
-        place = FIRST_PLACE + program % WRITTEN * PLACE_STEP
+        kind = FIRST_KIND + program % WRITTEN * KIND_STEP
         row = (program // WRITTEN * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         number = tl.load(numbers + row, mask=row < rows, other=0)
-        address = tl.load(addresses + place.to(tl.int64) * rows + row, mask=number > 0, other=-1)
-        head = tl.load(heads + place.to(tl.int64) * rows + row, mask=number > 0, other=0)
+        address = tl.load(addresses + kind.to(tl.int64) * rows + row, mask=number > 0, other=-1)
+        head = tl.load(heads + kind.to(tl.int64) * rows + row, mask=number > 0, other=0)
         stamp = tl.load(stamps + address, mask=address >= 0, other=0)
-        last = (address >= 0) & (stamp == number * PLACES + place)
+        last = (address >= 0) & (stamp == number * KINDS + kind)
         request = row // MAX_ROWS
         salt = tl.load(salts + tl.load(idx_mapping + request, mask=last, other=0), mask=last)
-        salt = tl.where(place % 2 == 1, salt, 0)
+        salt = tl.where(kind % 2 == 1, salt, 0)
         source = tl.load(cu_num_logits + request, mask=last, other=0) + row % MAX_ROWS
         most_probable = tl.load(successors + source * K, mask=last, other=-1)
         known, old = is_written(table, address, head, salt, last, K)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.triton.matrix.find import absorb, place_of
+from vllm_recycle.kernels.triton.matrix.find import absorb, address_of
 
 
 @triton.jit
@@ -29,9 +29,9 @@ def mark_entries(
     """Find the entries that some rows of one request write, and leave the rows' numbers there.
 
     Numbers are those of `start` and `row`, in the order of writing. A row that writes nothing has
-    the number 0, and a place without a context the address -1.
+    the number 0, and a kind of entry without a context the address -1.
     """
-    PLACES: tl.constexpr = 2 * len(LAYOUT.CONTEXTS)
+    KINDS: tl.constexpr = 2 * len(LAYOUT.CONTEXTS)
     filled = row < num_rows
     above = tl.where(filled, row, 0)
     while tl.max(above, axis=0) > 0:
@@ -65,9 +65,9 @@ def mark_entries(
             above = tl.load(parents + above, mask=in_tree, other=0).to(tl.int32)
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
+                address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
                 written = (2 * index + own) * rows + scratch
-                stamp = number * PLACES + (2 * index + own)
+                stamp = number * KINDS + (2 * index + own)
                 tl.atomic_max(stamps + address, stamp, mask=known, sem="relaxed")
                 address = tl.where(known, address, -1)
                 tl.store(addresses + written, address, mask=row < MAX_ROWS)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
-from vllm_recycle.kernels.triton.matrix.find import Layout, absorb, is_written, place_of
+from vllm_recycle.kernels.triton.matrix.find import Layout, absorb, address_of, is_written
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
@@ -62,21 +62,20 @@ def seed(
     requests = torch.tensor([starts, [*req_state_indices, 0]], dtype=torch.int32)
     if table.is_cuda:
         requests = requests.pin_memory().to(table.device, non_blocking=True)
-    size, places = min(slice_size, num_positions), len(layout.contexts)
+    size, num_lengths = min(slice_size, num_positions), len(layout.contexts)
     empty = partial(torch.empty, dtype=torch.int32, device=table.device)
     # Of each position, and of each entry that it writes.
     followers, of_salts = empty(2, size)
-    heads, seconds, thirds, runs = empty(4, places, size)
-    addresses, rests = empty(2, places, size, dtype=torch.int64)
-    merged = empty(places, size, layout.width)
-    constants = {"PLACES": places, "K": layout.k}
-    shape = {**constants, "LANES": LANES, "num_warps": 1}
+    heads, seconds, thirds, runs = empty(4, num_lengths, size)
+    addresses, rests = empty(2, num_lengths, size, dtype=torch.int64)
+    merged = empty(num_lengths, size, layout.width)
+    shape = {"LENGTHS": num_lengths, "LANES": LANES, "num_warps": 1}
     for first in range(0, num_positions, size):
         count = min(size, num_positions - first)
-        programs = (triton.cdiv(count, LANES), places)
-        rows = (stamps, addresses, heads, of_salts, followers)
+        programs = (triton.cdiv(count, LANES), num_lengths)
+        common = (stamps, addresses, heads, of_salts, followers)
         _mark_prompt_kernel[programs[:1]](
-            *rows,
+            *common,
             rests,
             seconds,
             thirds,
@@ -96,9 +95,11 @@ def seed(
             num_warps=1,
         )
         for last in (False, True):
-            _gather_kernel[programs](*rows, seconds, thirds, runs, count, size, LAST=last, **shape)
+            _gather_kernel[programs](
+                *common, seconds, thirds, runs, count, size, LAST=last, **shape
+            )
         latest = (rests, seconds, thirds, runs)
-        _merge_kernel[programs](merged, table, *rows, *latest, count, size, **shape)
+        _merge_kernel[programs](merged, table, *common, *latest, count, size, K=layout.k, **shape)
         _write_prompt_kernel[programs](
             table,
             stamps,
@@ -106,6 +107,7 @@ def seed(
             merged,
             count,
             size,
+            K=layout.k,
             WIDTH=triton.next_power_of_2(layout.width),
             **shape,
         )
@@ -136,30 +138,30 @@ def _mark_prompt_kernel(
     LAYOUT: tl.constexpr,
 ) -> None:
     """A lane per position: where its entries are, who writes each last, and what was known."""
-    PLACES: tl.constexpr = len(LAYOUT.CONTEXTS)
-    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    real = entry < count
-    position = first + entry
-    # The last request that begins at or before the position.
+    LENGTHS: tl.constexpr = len(LAYOUT.CONTEXTS)
+    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    real = position < count
+    absolute = first + position
+    # The last request that begins at or before it.
     request = tl.zeros([LANES], tl.int32)
     for bit in tl.static_range(BITS):
         later = request + (1 << (BITS - 1 - bit))
         begins = tl.load(requests + later, mask=later < num_requests, other=0x7FFFFFFF)
-        request = tl.where(begins <= position, later, request)
+        request = tl.where(begins <= absolute, later, request)
     begins = tl.load(requests + request)
     req_state_idx = tl.load(requests + num_requests + 1 + request).to(tl.int64)
     salt = tl.load(salts + req_state_idx)
-    newest_place = position - begins
+    newest_place = absolute - begins
     text = all_token_ids + req_state_idx * stride + newest_place
     follower = tl.load(text + 1, mask=real, other=-1)
-    tl.store(followers + entry, follower, mask=real)
-    tl.store(of_salts + entry, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=real)
+    tl.store(followers + position, follower, mask=real)
+    tl.store(of_salts + position, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=real)
 
     known = real & (follower >= 0) & (follower < LAYOUT.VOCAB)
     hashed = tl.zeros([LANES], tl.uint64)
     newest = tl.load(text, mask=real, other=-1).to(tl.int64)
     of_one = tl.full([LANES], -1, tl.int64)
-    for index in tl.static_range(PLACES):
+    for index in tl.static_range(LENGTHS):
         for place in tl.static_range(
             LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
         ):
@@ -170,20 +172,20 @@ def _mark_prompt_kernel(
         # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                address, head = place_of(hashed, newest, salt, LAYOUT.CONTEXTS[index], own, LAYOUT)
+                address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
                 written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
                 rest = tl.where(written, address, rest)
                 if own == LAYOUT.HAS_OWN:
-                    row = index * size + entry
+                    entry = index * size + position
                     tl.atomic_max(
-                        stamps + address, entry * PLACES + index + 1, mask=known, sem="relaxed"
+                        stamps + address, position * LENGTHS + index + 1, mask=known, sem="relaxed"
                     )
-                    tl.store(addresses + row, tl.where(known, address, -1), mask=real)
-                    tl.store(heads + row, head, mask=real)
-                    tl.store(seconds + row, 0, mask=real)
-                    tl.store(thirds + row, 0, mask=real)
-                    tl.store(runs + row, 0, mask=real)
-        tl.store(rests + index * size + entry, rest, mask=real)
+                    tl.store(addresses + entry, tl.where(known, address, -1), mask=real)
+                    tl.store(heads + entry, head, mask=real)
+                    tl.store(seconds + entry, 0, mask=real)
+                    tl.store(thirds + entry, 0, mask=real)
+                    tl.store(runs + entry, 0, mask=real)
+        tl.store(rests + index * size + position, rest, mask=real)
         if index == 0:
             of_one = rest
 
@@ -201,26 +203,25 @@ def _gather_kernel(
     count: int,
     size: int,
     LAST: tl.constexpr,
-    PLACES: tl.constexpr,
-    K: tl.constexpr,
+    LENGTHS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """What the others of its context leave with the last one: first who of another follower is
     the last of them; then who of a third one is, and how many came after the second."""
-    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    place = tl.program_id(1)
-    row = place * size + entry
-    address = tl.load(addresses + row, mask=entry < count, other=-1)
+    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    index = tl.program_id(1)
+    entry = index * size + position
+    address = tl.load(addresses + entry, mask=position < count, other=-1)
     real = address >= 0
-    number = entry * PLACES + place + 1
+    number = position * LENGTHS + index + 1
     winner = tl.load(stamps + address, mask=real, other=1) - 1
-    at = winner // PLACES
-    where = winner % PLACES * size + at
-    head = tl.load(heads + row, mask=real, other=0)
-    salt = tl.load(of_salts + entry, mask=real, other=0)
+    at = winner // LENGTHS
+    where = winner % LENGTHS * size + at
+    head = tl.load(heads + entry, mask=real, other=0)
+    salt = tl.load(of_salts + position, mask=real, other=0)
     real = real & (tl.load(heads + where, mask=real, other=-1) == head)
     real = real & (tl.load(of_salts + at, mask=real, other=-1) == salt)
-    follower = tl.load(followers + entry, mask=real, other=-1)
+    follower = tl.load(followers + position, mask=real, other=-1)
     differs = real & (tl.load(followers + at, mask=real, other=-1) != follower)
     if not LAST:
         tl.atomic_max(seconds + where, number, mask=differs, sem="relaxed")
@@ -228,7 +229,7 @@ def _gather_kernel(
         second = tl.load(seconds + where, mask=real, other=0)
         tl.atomic_add(runs + where, 1, mask=real & (number > second), sem="relaxed")
         differs = differs & (
-            tl.load(followers + (second - 1) // PLACES, mask=differs, other=-1) != follower
+            tl.load(followers + (second - 1) // LENGTHS, mask=differs, other=-1) != follower
         )
         tl.atomic_max(thirds + where, number, mask=differs, sem="relaxed")
 
@@ -248,44 +249,44 @@ def _merge_kernel(
     runs: tl.tensor,
     count: int,
     size: int,
-    PLACES: tl.constexpr,
+    LENGTHS: tl.constexpr,
     K: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """The entries that are to be written, before any is, since they are made of others."""
-    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    place = tl.program_id(1)
-    row = place * size + entry
-    address = tl.load(addresses + row, mask=entry < count, other=-1)
+    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    index = tl.program_id(1)
+    entry = index * size + position
+    address = tl.load(addresses + entry, mask=position < count, other=-1)
     stamp = tl.load(stamps + address, mask=address >= 0, other=0)
-    last = (address >= 0) & (stamp == entry * PLACES + place + 1)
-    head = tl.load(heads + row, mask=last, other=0)
-    salt = tl.load(of_salts + entry, mask=last, other=0)
-    first = tl.load(followers + entry, mask=last, other=-1)
-    second = tl.load(seconds + row, mask=last, other=0)
-    third = tl.load(thirds + row, mask=last, other=0)
-    run = tl.load(runs + row, mask=last, other=0)
+    last = (address >= 0) & (stamp == position * LENGTHS + index + 1)
+    head = tl.load(heads + entry, mask=last, other=0)
+    salt = tl.load(of_salts + position, mask=last, other=0)
+    first = tl.load(followers + position, mask=last, other=-1)
+    second = tl.load(seconds + entry, mask=last, other=0)
+    third = tl.load(thirds + entry, mask=last, other=0)
+    run = tl.load(runs + entry, mask=last, other=0)
 
     known, old = is_written(table, address, head, salt, last & (second == 0), K)
     stays = known & (tl.load(table + address * (2 + K) + 1, mask=known, other=-1) == first)
     steadiness = tl.minimum(_MAX_STEADINESS, tl.where(stays, (old & 3) + run, run - 1))
-    out = merged + row.to(tl.int64) * (2 + K)
+    out = merged + entry.to(tl.int64) * (2 + K)
     tl.store(out, head | steadiness, mask=last)
     tl.store(out + 1 + K, salt, mask=last)
-    size_of_row = tl.zeros([LANES], tl.int32)
-    one = tl.load(followers + (second - 1) // PLACES, mask=second > 0, other=-1)
-    other = tl.load(followers + (third - 1) // PLACES, mask=third > 0, other=-1)
-    rest = tl.load(rests + row, mask=last, other=-1)
+    num_kept = tl.zeros([LANES], tl.int32)
+    one = tl.load(followers + (second - 1) // LENGTHS, mask=second > 0, other=-1)
+    other = tl.load(followers + (third - 1) // LENGTHS, mask=third > 0, other=-1)
+    rest = tl.load(rests + entry, mask=last, other=-1)
     for rank in range(-3, K):
         token = tl.where(rank == -3, first, tl.where(rank == -2, one, other))
         if rank >= 0:
             token = tl.load(table + rest * (2 + K) + 1 + rank, mask=rest >= 0, other=-1)
             token = tl.where((token == first) | (token == one) | (token == other), -1, token)
-        kept = last & (token >= 0) & (size_of_row < K)
-        tl.store(out + 1 + size_of_row, token, mask=kept)
-        size_of_row += kept.to(tl.int32)
+        kept = last & (token >= 0) & (num_kept < K)
+        tl.store(out + 1 + num_kept, token, mask=kept)
+        num_kept += kept.to(tl.int32)
     for rank in range(K):
-        tl.store(out + 1 + rank, -1, mask=last & (rank >= size_of_row))
+        tl.store(out + 1 + rank, -1, mask=last & (rank >= num_kept))
 
 
 @triton.jit(do_not_specialize=["count", "size"])
@@ -296,20 +297,20 @@ def _write_prompt_kernel(
     merged: tl.tensor,
     count: int,
     size: int,
-    PLACES: tl.constexpr,
+    LENGTHS: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    place = tl.program_id(1)
-    row = (place * size + entry).to(tl.int64)
-    address = tl.load(addresses + row, mask=entry < count, other=-1)
+    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    index = tl.program_id(1)
+    entry = (index * size + position).to(tl.int64)
+    address = tl.load(addresses + entry, mask=position < count, other=-1)
     stamp = tl.load(stamps + address, mask=address >= 0, other=0)
-    last = (address >= 0) & (stamp == entry * PLACES + place + 1)
+    last = (address >= 0) & (stamp == position * LENGTHS + index + 1)
     column = tl.arange(0, WIDTH)[None, :]
     mask = last[:, None] & (column < 2 + K)
-    value = tl.load(merged + row[:, None] * (2 + K) + column, mask=mask, other=0)
+    value = tl.load(merged + entry[:, None] * (2 + K) + column, mask=mask, other=0)
     # All of a program's threads have read before one of them writes.
     tl.debug_barrier()
     tl.store(stamps + address, 0, mask=last)

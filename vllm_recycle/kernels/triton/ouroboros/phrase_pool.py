@@ -15,16 +15,16 @@ import triton.language as tl
 PHRASES = 32
 
 
-def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """See `vllm_recycle.core.phrase_pool.newest_phrases`."""
-    _, per_token, length = rows.shape
-    assert rows.is_contiguous()
+    _, per_token, length = table.shape
+    assert table.is_contiguous()
     shape = (*token_ids.shape, count, length)
-    newest = torch.empty(shape, dtype=torch.int64, device=rows.device)
+    newest = torch.empty(shape, dtype=torch.int64, device=table.device)
     if newest.numel():
         _newest_phrases_kernel[(token_ids.numel(),)](
             newest,
-            rows,
+            table,
             token_ids.contiguous(),
             COUNT=count,
             PER_TOKEN=per_token,
@@ -37,19 +37,19 @@ def newest_phrases(rows: torch.Tensor, token_ids: torch.Tensor, count: int) -> t
 
 
 def insert_phrases(
-    rows: torch.Tensor,
+    table: torch.Tensor,
     token_ids: torch.Tensor,
     phrases: torch.Tensor,
     *,
     replaced: torch.Tensor | None = None,
 ) -> None:
     """See `vllm_recycle.core.phrase_pool.insert_phrases`."""
-    _, per_token, length = rows.shape
+    _, per_token, length = table.shape
     num_phrases = len(token_ids)
-    assert rows.is_contiguous()
+    assert table.is_contiguous()
     if num_phrases:
         _insert_phrases_kernel[(num_phrases,)](
-            rows,
+            table,
             token_ids.contiguous(),
             phrases.contiguous(),
             None if replaced is None else replaced.contiguous(),
@@ -66,7 +66,7 @@ def insert_phrases(
 @triton.jit
 def _newest_phrases_kernel(
     newest: tl.tensor,
-    rows: tl.tensor,
+    table: tl.tensor,
     token_ids: tl.tensor,
     COUNT: tl.constexpr,
     PER_TOKEN: tl.constexpr,
@@ -82,13 +82,13 @@ def _newest_phrases_kernel(
     at = (token * PER_TOKEN + PER_TOKEN - 1 - place) * LENGTH + column
     # Of no token there are none. A limit, since a mask is no number and a tensor at once.
     count = tl.where(token >= 0, COUNT, 0)
-    phrase = tl.load(rows + at, mask=real & (place < count), other=-1)
+    phrase = tl.load(table + at, mask=real & (place < count), other=-1)
     tl.store(newest + (index * COUNT + place) * LENGTH + column, phrase.to(tl.int64), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_phrases"])
 def _insert_phrases_kernel(
-    rows: tl.tensor,
+    table: tl.tensor,
     token_ids: tl.tensor,
     phrases: tl.tensor,
     replaced: tl.tensor | None,
@@ -115,7 +115,7 @@ def _insert_phrases_kernel(
         return
 
     place, column = tl.arange(0, PLACES), tl.arange(0, TOKENS)
-    own = rows + token * (PER_TOKEN * LENGTH)
+    own = table + token * (PER_TOKEN * LENGTH)
     is_place, is_column = place < PER_TOKEN, column < LENGTH
     at = place[:, None] * LENGTH + column[None, :]
     is_here = is_place[:, None] & is_column[None, :]

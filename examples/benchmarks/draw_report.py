@@ -1,38 +1,47 @@
-"""A benchmark's report as a picture: speed-up by requests in flight, or by category."""
+"""Draw a report of `vllm-recycle bench --json`: speed-up by requests in flight, or by category.
+
+    python examples/benchmarks/draw_report.py result.json result.svg
+
+Needs matplotlib, which the package's extra `plot` has. It draws tokens/s where the report has no
+baseline. The ending of the picture's name says its format.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
 
 from vllm_recycle.cli.bench.report import BASELINE
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the speed-up (without a baseline: tokens/s), in the format of the path's ending."""
-    import matplotlib
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("report", type=Path, help="what --json of the benchmark wrote")
+    parser.add_argument("picture", type=Path, help="SVG, PNG or PDF, to be written")
+    args = parser.parse_args()
 
     matplotlib.use("agg")
     # Text stays text in an SVG, and the same report makes the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "vllm_recycle"}
-    from matplotlib import pyplot
-
+    report, path = json.loads(args.report.read_text()), args.picture
     rows = report["results"]
     quantity = "speedup" if rows[0]["speedup"] is not None else "tokens_per_s"
     draw = _draw_categories if rows[0]["categories"] else _draw_levels
-    figure = draw(
-        pyplot, rows, quantity, "speed-up over none" if quantity == "speedup" else "tokens/s"
-    )
+    figure = draw(rows, quantity, "speed-up over none" if quantity == "speedup" else "tokens/s")
     figure.suptitle(
         "{model}, {dtype}, {hardware[cores]} cores".format_map(
             report["conditions"] | {"model": Path(report["conditions"]["model"]).name}
         )
     )
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
 
 
-def _draw_levels(pyplot: Any, rows: list[dict[str, Any]], quantity: str, label: str) -> Any:
+def _draw_levels(rows: list[dict[str, Any]], quantity: str, label: str) -> Any:
     """A line for each method over the requests in flight."""
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for name in dict.fromkeys(row["method"] for row in rows):
@@ -47,7 +56,7 @@ def _draw_levels(pyplot: Any, rows: list[dict[str, Any]], quantity: str, label: 
     return figure
 
 
-def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, label: str) -> Any:
+def _draw_categories(rows: list[dict[str, Any]], quantity: str, label: str) -> Any:
     """Bars for each method by category and over all, one panel for each number in flight."""
     levels = sorted({row["concurrency"] for row in rows})
     figure, panels = pyplot.subplots(
@@ -75,3 +84,7 @@ def _draw_categories(pyplot: Any, rows: list[dict[str, Any]], quantity: str, lab
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
     return figure
+
+
+if __name__ == "__main__":
+    main()
