@@ -34,6 +34,12 @@ class Price(NamedTuple):
     slopes: torch.Tensor
 
 
+def free(max_rows: int) -> Price:
+    """A price at which rows cost nothing."""
+    rows = max_rows + 1
+    return Price(torch.ones(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64))
+
+
 class StepTimes:
     """The time of a step by the number of its rows, in units of its time without drafts.
 
@@ -43,12 +49,16 @@ class StepTimes:
         loads: that there are times for, ascending.
         times: float64 [loads, rows + 1], never falling.
         slopes: float64 [loads, rows + 1], what each row more costs at least, from there on.
+        seconds: of each load, what its unit is in seconds; 1 where nobody knows.
 
     """
 
-    def __init__(self, times: Mapping[Load, np.ndarray]) -> None:
+    def __init__(
+        self, times: Mapping[Load, np.ndarray], seconds: Mapping[Load, float] | None = None
+    ) -> None:
         """Take times as they are: by load, float64 [rows + 1], for 0, 1, ... rows."""
         self.loads = tuple(sorted(times))
+        self.seconds = tuple((seconds or {}).get(load, 1.0) for load in self.loads)
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
         self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
@@ -65,7 +75,7 @@ class StepTimes:
         `points` are, by load, at least two times by number of rows, the fewest without drafts.
         """
         rows = np.arange(max_rows + 1)
-        times = {}
+        times, seconds = {}, {}
         for load, of_rows in points.items():
             known, values = map(np.asarray, zip(*sorted(of_rows.items()), strict=True))
             values = _rising(values)
@@ -74,24 +84,37 @@ class StepTimes:
             beyond = values[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
             inside = np.interp(rows, known, values)
             times[load] = np.where(rows > known[-1], beyond, inside) / values[0]
-        return cls(times)
+            seconds[load] = float(values[0])
+        return cls(times, seconds)
+
+    def scaled(self, factors: np.ndarray) -> StepTimes:
+        """These times by factors, float64 [loads, rows + 1]; plain steps remain the unit."""
+        times = {}
+        for load, row, factor in zip(self.loads, self.times.numpy(), factors, strict=True):
+            plain = max(1, load[0])
+            times[load] = row * factor / factor[plain]
+        return StepTimes(times)
 
     @property
     def max_rows(self) -> int:
         return self.times.shape[1] - 1
 
-    def at(self, num_reqs: int, context: float) -> Price:
-        """The price at the nearest load.
-
-        That is the nearest number of requests by ratio, then the nearest length of context. A row
-        costs what it does there behind as many rows of drafts.
-        """
+    def nearest(self, num_reqs: int, context: float) -> int:
+        """The nearest load: by the ratio of requests, then by the length of context."""
 
         def distance(index: int) -> tuple[float, float]:
             requests, length = self.loads[index]
             return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
 
-        index = min(range(len(self.loads)), key=distance)
+        return min(range(len(self.loads)), key=distance)
+
+    def at(self, num_reqs: int, context: float) -> Price:
+        """The price at the nearest load.
+
+        A row costs what it does there behind as many rows of drafts.
+        """
+
+        index = self.nearest(num_reqs, context)
         fewer = (self.loads[index][0] or num_reqs) - num_reqs
         return Price(_moved(self.times[index], fewer), _moved(self.slopes[index], fewer))
 
@@ -184,7 +207,19 @@ def _rising(values: np.ndarray) -> np.ndarray:
 
 
 def _least_slopes(times: np.ndarray) -> np.ndarray:
-    """For each number of rows, the least slope to any larger one; infinite for the largest."""
-    rows = np.arange(len(times))
-    slopes = [(times[row + 1 :] - times[row]) / (rows[row + 1 :] - row) for row in rows]
-    return np.array([some.min(initial=np.inf) for some in slopes])
+    """For each number of rows, the least slope to any larger one; infinite for the largest.
+
+    It is the slope to the next corner of the lower hull of all that come behind.
+    """
+    values, hull = times.tolist(), [len(times) - 1]
+    slopes = np.full(len(times), np.inf)
+
+    def slope(first: int, second: int) -> float:
+        return (values[second] - values[first]) / (second - first)
+
+    for row in range(len(times) - 2, -1, -1):
+        while len(hull) > 1 and slope(row, hull[-1]) >= slope(hull[-1], hull[-2]):
+            hull.pop()
+        slopes[row] = slope(row, hull[-1])
+        hull.append(row)
+    return slopes

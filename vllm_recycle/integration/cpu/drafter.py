@@ -5,18 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes
+from vllm_recycle.core.served_times import CORRECT_EVERY, ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import find_step_times
-from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.drafter import Drafter, from_first_rank
 
 
 class Placeholder:
@@ -92,9 +93,12 @@ class V1Drafter(Drafter):
         row_cost: what the user says of a row, in units of a step of one row; None to measure.
         max_rows: most rows of a step that drafts may make.
         step_times: what a step takes by its rows, by what its drafts are.
+        follows_steps: whether these follow what served steps took.
+        served: what follows them, where rows were measured.
 
     """
 
+    follows_steps: ClassVar[bool] = False
     proposer: TokenRecyclingProposer | OuroborosProposer
 
     def __init__(self, vllm_config: Any) -> None:
@@ -105,6 +109,8 @@ class V1Drafter(Drafter):
         self.max_rows = scheduler.max_num_seqs + drafts
         linear = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
         self.step_times = dict.fromkeys(self.options.kinds, linear)
+        self.served: ServedTimes | None = None
+        self.num_served = 0
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
@@ -186,7 +192,22 @@ class V1Drafter(Drafter):
         if self.row_cost is not None:
             return None
         self.step_times, step_seconds, found = find_step_times(runner)
+        # Under `isolated` nothing that depends on other requests may be seen in a draft.
+        if step_seconds is not None and self.follows_steps and not self.options.isolates:
+            self.served = ServedTimes(self.step_times)
         return found if step_seconds is None else found + self.judge(step_seconds)
+
+    def serve(self, step: StepLayout, context: float, seconds: float) -> None:
+        """Take in what a step without prompts took, behind so many tokens on average."""
+        if self.served is None:
+            return
+        num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
+        kind = None if num_rows == num_reqs else CHAINS if step.are_chains else TREES
+        self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds)
+        self.num_served += 1
+        if self.num_served % CORRECT_EVERY == 0:
+            self.served.correct(from_first_rank(self.served.logs))
+            self.step_times = self.served.times
 
     def judge(self, step_seconds: float) -> str:
         """What is to be said of drafting where a plain step takes so long, if anything."""
@@ -194,4 +215,5 @@ class V1Drafter(Drafter):
 
     def statistics(self) -> dict[str, float]:
         _, slopes = next(iter(self.step_times.values())).at(1, 0)
-        return super().statistics() | {"row_cost": float(slopes[1])}
+        logs = {} if self.served is None else self.served.known()
+        return super().statistics() | {"row_cost": float(slopes[1])} | logs

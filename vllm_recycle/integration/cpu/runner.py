@@ -9,6 +9,7 @@ with the step that verifies it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         step: where its rows and trees lie.
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
+        began: when the step did.
 
     """
 
@@ -51,6 +53,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     step: StepLayout
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
+    began: float
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -103,6 +106,10 @@ class TreeCPUModelRunner(CPUModelRunner):
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, known, request.num_computed_tokens)
         return result
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.began = time.perf_counter()
+        return super().execute_model(*args, **kwargs)
 
     # Before the forward: positions, and what attention needs to know.
 
@@ -241,6 +248,9 @@ class TreeCPUModelRunner(CPUModelRunner):
             is_token=self.is_token,
         )
         token_ids, parents = self.drafter.draft(texts, batch.block_table)
+        if sum(scheduled) == len(self.step.row_token_ids):
+            before = float(computed.mean()) - len(self.step.row_token_ids) / len(scheduled)
+            self.drafter.serve(self.step, before, time.perf_counter() - self.began)
         drafts = token_ids[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.

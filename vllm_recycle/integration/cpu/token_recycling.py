@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.price import free
+from vllm_recycle.core.served_times import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -20,6 +22,7 @@ from vllm_recycle.kernels.cpu import native_operations
 class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
+    follows_steps = True
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
 
@@ -28,6 +31,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
+        self.num_drafts = 0
+        self.rows = 1  # of a request, on average, when drafts were last chosen by their price
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -88,7 +93,10 @@ class TokenRecyclingV1Drafter(V1Drafter):
             kind: times.of_each(*load) if self.isolates else times.at(*load)
             for kind, times in self.step_times.items()
         }
-        return self.proposer.propose(
+        if (look := self._look(*load)) is not None:
+            kind, max_nodes = look
+            prices = {kind or self.options.kinds[0]: free(self.max_rows)}
+        drafts, parents = self.proposer.propose(
             texts.idx_mapping[chosen],
             Ends(texts.token_ids, chosen, last, texts.is_token).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
@@ -96,6 +104,16 @@ class TokenRecyclingV1Drafter(V1Drafter):
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )
+        if look is None:
+            self.rows = 1 + int((drafts >= 0).sum()) // len(chosen)
+        return drafts, parents
+
+    def _look(self, num_reqs: int, context: float) -> tuple[str | None, int] | None:
+        """Of what kind drafts are, and how large at most, if that is to be seen in this step."""
+        self.num_drafts += 1
+        if self.served is None or self.num_drafts % LOOK_EVERY:
+            return None
+        return self.served.look_at(self.rows, num_reqs=num_reqs, context=context)
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes

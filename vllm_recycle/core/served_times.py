@@ -1,0 +1,123 @@
+"""Step times that follow the machine: what was measured at start-up, corrected by served steps.
+
+Times of a start-up may be those of a slow phase, or of a machine that was busy otherwise. What a
+served step took, in parts of what it was said to take, is averaged by its load and by its rows per
+request. A sample moves an average by little, so that a stall alone changes nothing; a change that
+lasts is followed within some dozen samples. What is not sampled any more is looked at again now and
+then: a step is told to have another size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from vllm_recycle.core.price import StepTimes
+
+# Rows per request, of which each power of two has an average of its own, and how many there are.
+NUM_SIZES = 7
+# The part of what is new in a sample that an average takes, and the most that a sample may say, as
+# logarithms of factors.
+GAIN, MOST = 1 / 8, 0.25
+# Steps between corrections, between steps of another size, and until an average is looked at again.
+CORRECT_EVERY, LOOK_EVERY, STALE = 32, 128, 512
+
+
+class ServedTimes:
+    """Corrects measured times.
+
+    Args:
+        measured: at start-up, by what the drafts of a step are; of the same loads.
+
+    Attributes:
+        times: what a step takes now, as far as is known.
+        logs: float64 [kinds, loads, NUM_SIZES], logarithms of what steps took in parts of what was
+            measured; not a number where none was served.
+
+    """
+
+    def __init__(self, measured: Mapping[str, StepTimes]) -> None:
+        self._measured = dict(measured)
+        self.times = dict(measured)
+        self._kinds, [first, *_] = list(measured), measured.values()
+        self.logs = np.full((len(measured), len(first.loads), NUM_SIZES), np.nan)
+        self._age = np.full(self.logs.shape, STALE)
+
+    def serve(
+        self, kind: str | None, num_rows: int, *, num_reqs: int, context: float, seconds: float
+    ) -> None:
+        """Take in a step without prompts.
+
+        Args:
+            kind: what its drafts were; None if there was none.
+            num_rows: of all requests.
+            num_reqs: of the step.
+            context: tokens before each request's rows, on average.
+            seconds: that it took.
+
+        """
+        self._age += 1
+        size = _place(num_rows / num_reqs)
+        for index, of in enumerate(self._kinds):
+            if kind in (None, of):
+                measured = self._measured[of]
+                load = measured.nearest(num_reqs, context)
+                said = float(measured.at(num_reqs, context).times[num_rows])
+                log = math.log(seconds / (said * measured.seconds[load]))
+                known = self.logs[index, load, size]
+                moved = known + GAIN * float(np.clip(log - known, -MOST, MOST))
+                self.logs[index, load, size] = log if math.isnan(known) else moved
+                self._age[index, load, size] = 0
+
+    def correct(self, logs: np.ndarray) -> None:
+        """Believe these `logs`, of this rank or of the one whose times count."""
+        self.logs = logs
+        for index, (kind, measured) in enumerate(self._measured.items()):
+            factors = [
+                np.exp(np.interp(_sizes(measured, load), *_known(of_load)))
+                for load, of_load in enumerate(logs[index])
+            ]
+            self.times[kind] = measured.scaled(np.stack(factors))
+
+    def known(self) -> dict[str, float]:
+        """What steps took in parts of what was measured, by kind, requests, context and rows."""
+        found = {}
+        for (index, load, size), log in np.ndenumerate(self.logs):
+            if not math.isnan(log):
+                requests, context = self._measured[self._kinds[index]].loads[load]
+                where = f"{self._kinds[index]}, {requests} requests, {context} tokens"
+                found[f"seconds_by_measured: {where}, {2**size} rows"] = math.exp(log)
+        return found
+
+    def look_at(self, rows: int, *, num_reqs: int, context: float) -> tuple[str | None, int] | None:
+        """What the drafts of a step should be to see what that takes now, and the most nodes.
+
+        It is what was not served for long: no drafts, else a draft of each kind as large as those
+        that are chosen, of so many `rows`, or twice as large. None where all of these are known.
+        """
+        load = self._measured[self._kinds[0]].nearest(num_reqs, context)
+        sizes = [(None, 1), *((kind, n) for kind in self._kinds for n in (rows, 2 * rows) if n > 1)]
+        for kind, size in sizes:
+            index = 0 if kind is None else self._kinds.index(kind)
+            if self._age[index, load, _place(size)] >= STALE:
+                return kind, size - 1
+        return None
+
+
+def _place(rows: float) -> int:
+    """Which average is that of so many rows per request."""
+    return min(int(math.log2(rows)), NUM_SIZES - 1)
+
+
+def _sizes(times: StepTimes, load: int) -> np.ndarray:
+    """log2 of the rows per request, float64 [rows + 1], of a load."""
+    rows = np.maximum(np.arange(times.max_rows + 1), 1) / max(1, times.loads[load][0])
+    return np.log2(np.maximum(rows, 1.0))
+
+
+def _known(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes that are known, and their logs; nothing is corrected where there is none."""
+    known = np.flatnonzero(~np.isnan(logs))
+    return (known, logs[known]) if len(known) else (np.zeros(1), np.zeros(1))
