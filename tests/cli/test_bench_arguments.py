@@ -28,7 +28,15 @@ from commands import DRAFT_MODEL, MODEL, bench, refused
         (["--methods=ouroboros"], "ouroboros needs --draft-model DIR"),
         (["--methods=none,draft_model"], "draft_model needs --draft-model DIR"),
         (["--draft-tokens=4"], "--draft-tokens needs --draft-model"),
-        (["--draft-model=/nowhere"], "--draft-model /nowhere: no config.json there"),
+        (
+            ["--draft-model=/nowhere"],
+            "--draft-model: no such folder /nowhere, expected a model dir",
+        ),
+        (
+            ["--model=a/b/c"],
+            "--model: no such folder a/b/c, expected a model directory or ORG/NAME",
+        ),
+        ([f"--model={DRAFT_MODEL.parent}"], f"--model: no config.json in {DRAFT_MODEL.parent}"),
         (["--methods=none", f"--draft-model={DRAFT_MODEL}"], "of which none is run"),
         (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),
         (["--methods=none", "--by-category"], "gsm8k.jsonl has prompts without a category"),

@@ -8,12 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import vllm
 from commands import refused
 from derived_models import mistral, qwen2_audio
 from engines import OUROBOROS, TARGET
 
+import vllm_recycle
 from vllm_recycle.cli import main
 from vllm_recycle.integration import config as engine_config
+from vllm_recycle.kernels.cpu import build
 
 VOCAB, FLAGS = 4096, ["--dtype", "float32", "--max-num-seqs", "2"]
 
@@ -61,7 +64,8 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
 
 
 def test_adapters_and_replicas_are_supported(capsys):
-    status, said = check(capsys, "--enable-lora", "--data-parallel-size", "2")
+    flags = ["--enable-lora", "--max-num-batched-tokens", "128", "--data-parallel-size", "2"]
+    status, said = check(capsys, *flags)
     assert status == 0, said
 
 
@@ -83,7 +87,6 @@ def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [
-        (["--enable-lora", "--max-num-batched-tokens", "128"], None, "got 128, expected with"),
         (["--kv-cache-dtype", "fp8"], None, "does not support --kv-cache-dtype fp8"),
         ([], {"method": "token_recycling", "k": 0}, "k is 0, expected an integer 1 to 64"),
         ([], {"method": "ouroboros"}, "'model' is missing"),
@@ -101,9 +104,11 @@ def test_what_is_refused_names_one_thing(flags, config, message, capsys):
 
 
 def test_a_model_that_is_not_there(capsys, tmp_path):
-    status, said = check(capsys, model=str(tmp_path / "none"))
-    assert status == 1
-    assert str(tmp_path / "none") in said["refused"]
+    expected = f"no such folder {tmp_path}/none, expected a model directory or ORG/NAME on the hub"
+    status, said = check(capsys, model=f"{tmp_path}/none")
+    assert (status, said["refused"]) == (1, f"MODEL: {expected}")
+    status, said = check(capsys, config={"method": "ouroboros", "model": f"{tmp_path}/none"})
+    assert (status, said["refused"]) == (1, f"model of --speculative-config: {expected}")
 
 
 def test_a_platform_that_is_not_supported(capsys, monkeypatch):
@@ -115,11 +120,46 @@ def test_a_platform_that_is_not_supported(capsys, monkeypatch):
 
 def test_what_is_missing_says_how_to_get_it(tmp_path):
     """In a process of its own, with a path that has no compiler."""
-    command = [sys.executable, "-m", "vllm_recycle.cli", "check", TARGET, *FLAGS]
+    command = [sys.executable, "-m", "vllm_recycle", "check", TARGET, *FLAGS]
     environment = {**os.environ, "PATH": str(tmp_path), "CXX": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+    assert "Triton" not in result.stderr
     assert "g++               missing: CPU kernels run in torch, slower" in result.stdout
+
+
+def test_kernels_are_built_ahead_without_a_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # in a tenth of the time
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["check", "--build"]) == 0
+    (kept,) = tmp_path.glob("vllm_recycle/*.so")
+    assert f"{'kernels':18}{kept}\n" in capsys.readouterr().out
+    # And where they cannot be kept, or compiled.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    assert main(["check", "--build"]) == 1
+    assert f"{'not built':18}the kernels cannot be kept (" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    assert main(["check", "--build"]) == 1
+    assert f"{'not built':18}no C++ compiler found\n" in capsys.readouterr().out
+
+
+def test_neither_a_model_nor_kernels(capsys):
+    assert refused(["check"], capsys).endswith("error: expected a MODEL, or --build\n")
+
+
+def test_a_method_that_is_nearly_ours(capsys):
+    status, said = check(capsys, config={"method": "token-recycling"})
+    assert status == 1
+    assert said["refused"].endswith("method is 'token-recycling', did you mean 'token_recycling'?")
+
+
+def test_versions(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    expected = f"vllm-recycle {vllm_recycle.__version__}, vllm {vllm.__version__}\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_flags_that_vllm_does_not_have(capsys):

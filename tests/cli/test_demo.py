@@ -29,7 +29,7 @@ def replies(*outputs):
 @pytest.mark.slow
 def test_answers_are_streamed_in_colour_and_compared(tmp_path):
     arguments = [EMBEDDED, "--num-prompts=2", "--max-tokens=16"]
-    command = [sys.executable, "-m", "vllm_recycle.cli", "demo", *arguments]
+    command = [sys.executable, "-m", "vllm_recycle", "demo", *arguments]
     terminal, inside = pty.openpty()
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=inside, stderr=subprocess.PIPE, text=True
@@ -116,21 +116,21 @@ def test_the_chat_model_is_asked_a_question_of_each_category(tmp_path, monkeypat
     assert set(plan.prompts) <= set(read_prompts(SPEC_BENCH))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [([], "--model"), ([f"--prompts={GSM8K}"], "--model"), ([EMBEDDED], "--prompts")],
-)
-def test_an_installed_package_names_what_it_needs(arguments, option, monkeypatch, tmp_path, capsys):
+def test_an_installed_package_needs_a_model_and_nothing_else(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "EXAMPLES", tmp_path / "examples")
-    line = refused(["demo", *arguments], capsys)
-    assert line.startswith(f"vllm-recycle demo: error: no {tmp_path}/examples/")
-    assert line.endswith(f"name your own with {option}\n")
+    line = refused(["demo", f"--prompts={GSM8K}"], capsys)
+    assert line.startswith("vllm-recycle demo: error: no --model: the embedded models come with")
+    assert str(tmp_path) not in line
+    plan = make_plan(EMBEDDED)
+    assert tuple(prompt.turns[0] for prompt in plan.prompts) == demo.PROMPTS_OF_PACKAGE
+    assert len(plan.prompts) == demo.NUM_PROMPTS
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model=/nowhere"], "--model /nowhere: no config.json there"),
+        (["--model=/nowhere"], "--model: no such folder /nowhere, expected a model directory"),
+        ([f"--model={ROOT}"], f"--model: no config.json in {ROOT}, expected a model directory"),
         ([EMBEDDED, "--prompts=/nowhere.jsonl"], "--prompts /nowhere.jsonl cannot be read"),
         ([EMBEDDED, "--num-prompts=81"], "--num-prompts is 81, but there are 80"),
     ],

@@ -52,7 +52,7 @@ def test_max_nodes_shows_a_prefix(file, capsys):
 def test_a_reader_that_leaves_ends_it_quietly():
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "vllm_recycle.cli", "tree", "show", "paper-80"]
+    command = [sys.executable, "-m", "vllm_recycle", "tree", "show", "paper-80"]
     with os.fdopen(writing, "wb") as output:
         result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False)
     assert (result.returncode, result.stderr) == (141, b"")

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "integration": {"core", "integration"},
     "integration.cpu": {"core", "kernels.cpu", "integration", "integration.cpu"},
     "integration.cuda": {"core", "kernels.triton", "integration", "integration.cuda"},
-    "cli": {"", "core", "integration", "cli"},
+    "cli": {"", "core", "kernels.cpu", "integration", "cli"},
 }
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from adapters import write_adapter
 from engines import (
+    GROWN,
+    OUROBOROS,
+    SMALL_BUDGET,
     SMALL_OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
@@ -16,11 +19,8 @@ from engines import (
     read_prompts,
     runner,
 )
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-
-from vllm_recycle.integration.plugin import register
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +30,13 @@ PARAMS = [
     SamplingParams(**(GREEDY | extra))
     for extra in ({}, {"temperature": 0.7, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.2})
 ]
-# Of each method: its options, and how many adapters are in a step. With one the base model's
-# requests are beside each adapter in turn, in the only slot.
+# Of each method: its options, how many adapters are in a step, and vLLM's flags. With one adapter
+# the base model's requests are beside each in turn, in the only slot.
 METHODS = {
-    "priced with an adapter": (TOKEN_RECYCLING, 2),
-    "template": ({**TOKEN_RECYCLING, "tree": "default"}, 2),
-    "ouroboros": (SMALL_OUROBOROS, 1),
+    "priced with an adapter": (TOKEN_RECYCLING, 2, {}),
+    "template": ({**TOKEN_RECYCLING, "tree": "default"}, 2, {}),
+    "ouroboros": (SMALL_OUROBOROS, 1, {}),
+    "cut": (GROWN, 2, SMALL_BUDGET),
 }
 
 
@@ -78,9 +79,9 @@ def test_adapters_differ(expected):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_all_adapters_mixed_in_one_batch(name, adapters, expected):
-    method, max_loras = METHODS[name]
-    caching = {"enable_prefix_caching": True, "block_size": 32}
-    with engine(method, enable_lora=True, max_loras=max_loras, **caching) as llm:
+    method, max_loras, flags = METHODS[name]
+    flags = {**flags, "enable_prefix_caching": True, "block_size": 32}
+    with engine(method, enable_lora=True, max_loras=max_loras, **flags) as llm:
         assert not runner(llm).list_loras(), "those that steps were timed with"
         assert answer(llm, adapters) == expected
         # Again, with prompts from the cache, and drafts from what was learnt.
@@ -90,14 +91,15 @@ def test_all_adapters_mixed_in_one_batch(name, adapters, expected):
         assert counter(llm, "prefix_cache_hits") > 0
 
 
-def test_steps_that_cannot_hold_all_drafts():
-    register()
-    message = (
-        "--max-num-batched-tokens: got 512, expected with --enable-lora at least 648, "
-        "--max-num-seqs 8 times the 81 rows of a draft"
-    )
-    flags = {"enable_lora": True, "max_num_seqs": 8, "max_num_batched_tokens": 512}
-    with pytest.raises(ValueError, match=message):
-        EngineArgs(TARGET, speculative_config=TOKEN_RECYCLING, **flags).create_engine_config()
-    fewer = {**TOKEN_RECYCLING, "max_nodes": 63}
-    EngineArgs(TARGET, speculative_config=fewer, **flags).create_engine_config()
+@pytest.mark.parametrize("method", [GROWN, {**OUROBOROS, "row_cost": 0}])
+def test_lora_with_the_flags_that_vllm_has_by_default(method, adapters, expected):
+    """But for what makes outputs comparable, and the memory of this machine."""
+    flags = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 28, "disable_log_stats": False}
+    llm = LLM(TARGET, enable_lora=True, speculative_config=method, **flags)
+    try:
+        for index, adapter in enumerate(adapters):
+            first = index * len(PROMPTS)
+            assert answer(llm, [adapter]) == expected[first : first + len(PROMPTS)]
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+    finally:
+        llm.llm_engine.engine_core.shutdown()

@@ -72,6 +72,16 @@ def test_trees_starve_nobody_at_64_requests_and_a_small_budget(share, method):
             assert max(sizes) <= 256 * share / len(sizes) or sum(sizes) < 256 * share
 
 
+def test_drafts_that_cost_nothing_stay_within_their_share_of_a_step():
+    """Of 8 requests with all their nodes they would be 640."""
+    with engine(GROWN, max_num_seqs=8, max_num_batched_tokens=256) as llm:
+        generate(llm, read_prompts(8), GREEDY)  # what is known now is drafted
+        steps = watch_steps(llm)
+        generate(llm, read_prompts(8), GREEDY)
+    drafts = [sum(map(len, step.scheduled_spec_decode_tokens.values())) for step in steps]
+    assert 64 < max(drafts) <= 128
+
+
 @both_methods
 def test_drafts_take_no_kv_cache_that_the_rest_of_a_prompt_needs(method):
     short = [{"prompt_token_ids": [7 + i] * 30} for i in range(4)]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from engines import OUROBOROS, TARGET
+from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import refusals, versions
-from vllm_recycle.integration.options import TokenRecyclingOptions, options_of
+from vllm_recycle.integration.options import METHODS, TokenRecyclingOptions, options_of
+from vllm_recycle.integration.options.given import given_keys
 from vllm_recycle.integration.plugin import register
 
 
@@ -131,6 +135,31 @@ def test_what_is_no_configuration(given, message):
         EngineArgs(TARGET, speculative_config=given).create_engine_config()
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("token-recycling", "token_recycling"),
+        ("Token_Recycling", "token_recycling"),
+        ("tokenrecycling", "token_recycling"),
+        ("recycling", "token_recycling"),
+        ("Ouroboros", "ouroboros"),
+        ("ouroborus", "ouroboros"),
+    ],
+)
+def test_a_method_that_is_nearly_ours(given, meant):
+    with pytest.raises(ValueError, match=f"method is '{given}', did you mean '{meant}'"):
+        make_config({"method": given})
+
+
+def test_no_method_of_vllm_is_nearly_ours():
+    flags = dict.fromkeys(("spec_method", "spec_model", "spec_tokens"))
+    names = get_args(SpeculativeMethod)
+    assert "ngram" in names
+    for name in (*names, "xyz", "", None):
+        engine_args = SimpleNamespace(speculative_config={"method": name}, **flags)
+        assert given_keys(engine_args, METHODS) is None
+
+
 def test_a_flag_of_vllm_and_its_key():
     with pytest.raises(ValueError, match="--spec-tokens is given and 'num_speculative_tokens' of"):
         make_config({"num_speculative_tokens": 7}, spec_tokens=8)
@@ -225,6 +254,50 @@ def test_bad_tree_file(tmp_path):
 def test_tree_deeper_than_the_context():
     with pytest.raises(ValueError, match="expected less than --max-model-len 6"):
         make_config({"tree": "paper-80"}, max_model_len=6)
+
+
+@pytest.mark.parametrize("method", [None, OUROBOROS])
+@pytest.mark.parametrize(
+    ("flags", "raises"),
+    [
+        ({}, True),
+        ({"max_num_batched_tokens": 512}, True),
+        ({"max_num_batched_tokens": 512, "max_num_scheduled_tokens": 300}, True),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 4}, False),
+    ],
+)
+def test_with_lora_steps_are_as_large_as_without(flags, raises, method, monkeypatch):
+    """Where vLLM asks for more rows than a step has, it gets them, and one line says so."""
+    lines = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *args: lines.append(line % args))
+    plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
+    rows = lora.scheduler_config.max_num_seqs * (1 + lora.num_speculative_tokens)
+    plain, lora = plain.scheduler_config, lora.scheduler_config
+    assert lora.max_num_seqs == plain.max_num_seqs
+    assert lora.max_num_scheduled_tokens == plain.max_num_scheduled_tokens
+    assert lora.max_num_batched_tokens == (rows if raises else plain.max_num_batched_tokens)
+    assert [f"from {plain.max_num_batched_tokens} to {rows}, " in line for line in lines] == (
+        [True] * raises
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"max_num_batched_tokens": 8, "max_num_seqs": 16},
+            "or equal to max_num_seqs",
+        ),
+        (
+            {"max_num_batched_tokens": 64, "enable_chunked_prefill": False},
+            "smaller than max_mod",
+        ),
+    ],
+)
+def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
+    for on in (False, True):
+        with pytest.raises(ValueError, match=message):
+            make_config(enable_lora=on, **flags)
 
 
 @pytest.mark.parametrize(
@@ -334,18 +407,22 @@ def test_installed_logits_processors_are_refused(monkeypatch):
         make_config()
 
 
-def test_other_versions_of_vllm_are_refused(monkeypatch):
-    monkeypatch.setattr(versions.vllm, "__version__", "0.31.2")
-    with pytest.raises(RuntimeError, match=r"supports vllm >=0\.32,<0\.33, found 0\.31\.2$"):
-        register()
-
-
-def test_a_version_that_was_never_run_must_be_asked_for(monkeypatch):
-    monkeypatch.setattr(versions.vllm, "__version__", "0.33.1")
-    with pytest.raises(RuntimeError, match=r"set VLLM_RECYCLE_ALLOW_UNTESTED_VLLM=1 to try it"):
-        register()
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.1", "0.34.0rc1+cu130", "dev"])
+def test_a_version_that_is_not_supported_must_be_asked_for(version, monkeypatch):
+    monkeypatch.setattr(versions.vllm, "__version__", version)
+    message = (
+        rf"supports vllm >=0\.32,<0\.33, found {re.escape(version)}; set VLLM_RECYCLE_ALLOW_UN"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        versions.check_vllm_version()
     monkeypatch.setenv("VLLM_RECYCLE_ALLOW_UNTESTED_VLLM", "1")
-    register()
+    versions.check_vllm_version()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc2", "0.32.3.dev7+g12ab.cpu"])
+def test_versions_that_are_supported(version, monkeypatch):
+    monkeypatch.setattr(versions.vllm, "__version__", version)
+    versions.check_vllm_version()
 
 
 def test_registering_again_changes_nothing():

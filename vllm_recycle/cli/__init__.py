@@ -12,7 +12,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
+
+import vllm_recycle
 
 COMMANDS = ("check", "bench", "tune", "tree", "demo")
 SIGPIPE_STATUS = 141  # what a shell reports of tools whose reader has gone
@@ -26,11 +29,32 @@ class RunError(Exception):
     """A run that failed for a reason outside the command's arguments."""
 
 
+def check_folder(model: str, option: str) -> None:
+    """Raise UsageError for a model that can only be a folder, and is not there."""
+    is_path = model.startswith(("/", ".", "~")) or (model.count("/") > 1 and "://" not in model)
+    if is_path and not Path(model).exists():
+        raise UsageError(
+            f"{option}: no such folder {model}, expected a model directory or ORG/NAME on the hub"
+        )
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, without the usage text before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class ShowVersions(argparse.Action):
+    """`--version`: of this package, and of vLLM, which is imported for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        try:
+            from vllm import __version__ as installed
+        except ImportError:
+            installed = "is not installed"
+        print(f"vllm-recycle {vllm_recycle.__version__}, vllm {installed}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(
         prog="vllm-recycle", description="Train-free tree speculative decoding for vLLM."
     )
+    parser.add_argument("--version", action=ShowVersions, nargs=0, help="ours and vLLM's")
     subparsers = parser.add_subparsers(dest="command", required=True)
     called = arguments[0] if arguments and arguments[0] in COMMANDS else None
     for name in COMMANDS if called is None else (called,):

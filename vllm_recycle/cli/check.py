@@ -2,21 +2,24 @@
 
     vllm-recycle check MODEL
     vllm-recycle check MODEL --max-num-seqs 64 --speculative-config '{"method": "ouroboros", ...}'
+    vllm-recycle check --build
 
 It makes the configuration that `vllm serve` would make, with `vllm_recycle.integration.config`, and
 reports what that refuses. It loads no weights, and does not look at what only a running engine
-knows, such as the memory that is left.
+knows, such as the memory that is left. With `--build` it compiles the kernels that an engine on CPU
+compiles at its first start.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-import shutil
+import shlex
 from importlib.util import find_spec
 from typing import Any
 
-from vllm_recycle.cli import OneLineParser
+from vllm_recycle.cli import OneLineParser, UsageError, check_folder
 
 DEFAULT_CONFIG = {"method": "token_recycling"}
 # By module: what it is for, and how to get it.
@@ -32,7 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "check", help="whether a model, vLLM's flags and this machine are supported"
     )
-    parser.add_argument("model", metavar="MODEL", help="as for `vllm serve`")
+    parser.add_argument(
+        "--build", action="store_true", help="compile the CPU kernels ahead; MODEL may be left out"
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="as for `vllm serve`")
     parser.add_argument(
         "flags",
         nargs=argparse.REMAINDER,
@@ -43,15 +49,34 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what is supported and what is there. The status is 1 where an engine would not start."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    """Say what is supported and what is there.
+
+    The status is 1 where an engine would not start, or kernels to build are not kept.
+    """
+    if args.model is None and not args.build:
+        raise UsageError("expected a MODEL, or --build")
+    # Before vLLM is imported, which logs before it has read its own level.
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level.upper())
+    facts = _build() if args.build else {}
     try:
-        facts = _describe(_make_config(args.model, args.flags))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        facts = {"refused": _reason(error)}
+        if args.model is not None:
+            facts |= _describe(_make_config(args.model, args.flags))
+    except (ImportError, OSError, RuntimeError, UsageError, ValueError) as error:
+        facts |= {"refused": _reason(error)}
     for name, fact in (facts | _optional_parts()).items():
         print(f"{name:{NAME_WIDTH}}{fact}")
-    return 1 if "refused" in facts else 0
+    return 1 if facts.keys() & {"refused", "not built"} else 0
+
+
+def _build() -> dict[str, str]:
+    """Where the compiled kernels lie, or why they do not."""
+    from vllm_recycle.kernels.cpu.build import find_or_build
+
+    built = find_or_build()
+    name = "not built" if built.path is None else "kernels"
+    said = [str(built.path), *built.problems] if built.path else built.problems
+    return {name: "; ".join(said)}
 
 
 def _make_config(model: str, flags: list[str]) -> Any:
@@ -60,7 +85,7 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
     check_vllm_version()  # before what another version may not have
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -73,6 +98,9 @@ def _make_config(model: str, flags: list[str]) -> Any:
     args.model = args.model_tag
     if args.speculative_config is None and args.spec_method is None:
         args.speculative_config = DEFAULT_CONFIG
+    check_folder(args.model, "MODEL")
+    if isinstance(args.speculative_config, dict):
+        check_folder(str(args.speculative_config.get("model")), "model of --speculative-config")
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
@@ -105,11 +133,13 @@ def _describe(config: Any) -> dict[str, str]:
 
 def _optional_parts() -> dict[str, str]:
     """Which optional parts are installed."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    parts = {"g++": compiler or "missing: CPU kernels run in torch, slower"}
+    from vllm_recycle.kernels.cpu.build import compilers
+
+    found = [*map(shlex.join, compilers([])), "missing: CPU kernels run in torch, slower"]
+    parts = {"g++": found[0]}
     for name, (use, command) in OPTIONAL_MODULES.items():
-        found = "found" if find_spec(name) is not None else f"missing ({command})"
-        parts[name] = f"{found}, for {use}"
+        state = "found" if find_spec(name) is not None else f"missing ({command})"
+        parts[name] = f"{state}, for {use}"
     return parts
 
 

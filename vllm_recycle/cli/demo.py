@@ -5,8 +5,9 @@
 
 Greedy, one prompt at a time, in float32: there the two outputs have to be equal token for token,
 and the command fails where they are not. The text of the method is shown as it comes; on a
-terminal, tokens that one step gave together share a colour. By default it runs the chat model that
-`make model` fetches, else the embedded target. Driver and worker are those of `vllm-recycle bench`.
+terminal, tokens that one step gave together share a colour. In a checkout it runs by default the
+chat model that `make model` fetches, else the embedded target. Driver and worker are those of
+`vllm-recycle bench`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ CHAT_MODEL = Path("models/smollm2-135m-instruct")
 CHAT_PROMPTS = (Path("prompts/spec_bench.jsonl"),)
 EMBEDDED_MODEL = Path("models/target")
 EMBEDDED_PROMPTS = (Path("prompts/gsm8k.jsonl"), Path("prompts/humaneval.jsonl"))
+# Where the repository's are not there; drafts come from the text before them, so two repeat theirs.
+PROMPTS_OF_PACKAGE = (
+    "Rename the function `area` to `surface` and write down the whole program:\n\n"
+    "def area(width, height):\n    return width * height\n\nprint(area(2, 3))\nprint(area(4, 5))",
+    "A baker sells 12 loaves a day, at 3 dollars each. What does she earn in a week? Step by step.",
+    "List the months of the year, one on each line, with the number of days of each.",
+    "Correct the spelling, and repeat the text: The trane to Lyon leeves at nine. The trane to "
+    "Paris leeves at ten. Both tranes stop in Dijon.",
+    "Explain in three sentences why the sky is blue.",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+)
 PLAIN, RECYCLING = "none", "token_recycling"
 TITLES = {PLAIN: "plain decoding", RECYCLING: "token recycling"}
 NUM_PROMPTS = 6
@@ -49,14 +61,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help=f"default: the repository's examples/{CHAT_MODEL}, which `make model` fetches, else "
+        help=f"default: in a checkout, examples/{CHAT_MODEL}, which `make model` fetches, else "
         f"examples/{EMBEDDED_MODEL}",
     )
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines with `prompt` or `turns`; default: the repository's, that suit the model",
+        help="JSON lines with `prompt` or `turns`; default: the repository's, that suit the model, "
+        "else six of the package's own",
     )
     parser.add_argument("--num-prompts", type=positive, help=f"default: {NUM_PROMPTS}, or all")
     parser.add_argument("--max-tokens", type=positive, default=64, help="default: %(default)s")
@@ -84,15 +97,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """Find model and prompts; raises UsageError for what is missing or cannot be accepted."""
     model = args.model or EXAMPLES / CHAT_MODEL
     if not args.model and not (model / "config.json").is_file():
-        missing, model = model, EXAMPLES / EMBEDDED_MODEL
+        chat_model, model = model, EXAMPLES / EMBEDDED_MODEL
         if not model.exists():
             raise UsageError(
-                f"no {model}: the embedded model comes with the repository, not with an installed "
-                "package; name your own with --model"
+                "no --model: the embedded models come with the repository, not with an installed "
+                "package; expected a model directory"
             )
-        print(f"no {missing} (`make model` fetches it): the small embedded model instead")
+        print(f"no {chat_model} (`make model` fetches it): the small embedded model instead")
     if not (model / "config.json").is_file():
-        raise UsageError(f"--model {model}: no config.json there, expected a model directory")
+        missing = f"config.json in {model}" if model.exists() else f"such folder {model}"
+        raise UsageError(f"--model: no {missing}, expected a model directory")
     chat = has_chat_template(str(model))
     prompts = _prompts(args.prompts, chat=chat)
     if args.num_prompts and args.num_prompts > len(prompts):
@@ -114,12 +128,10 @@ def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
     if given:
         return read_prompts(given)
     kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
-    for path in [EXAMPLES / name for name in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]:
-        if not path.exists():
-            raise UsageError(
-                f"no {path}: the prompts come with the repository, not with an installed package; "
-                "name your own with --prompts"
-            )
+    files = [EXAMPLES / name for name in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]
+    if not all(path.exists() for path in files):
+        return tuple(Prompt((text,)) for text in PROMPTS_OF_PACKAGE)
+    for path in files:
         for prompt in read_prompts(path):
             kinds.setdefault((path, prompt.category), []).append(prompt)
     mixed = itertools.chain(*itertools.zip_longest(*kinds.values()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm import envs
@@ -17,11 +18,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration import refusals
+from vllm_recycle.integration import refusals, versions
 from vllm_recycle.integration.options import (
     METHODS,
     OUROBOROS,
     TOKEN_RECYCLING,
+    OuroborosOptions,
     TokenRecyclingOptions,
     chooses_sizes,
     options_of,
@@ -37,6 +39,8 @@ ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
 # vLLM's V1 runner makes one of these for `custom_class`; ours puts its drafter in the place of it.
 PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 
+# A draft model with one of these anywhere in its path is of another method for vLLM.
+WORDS_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 
 # The largest token count that vLLM captures a CUDA graph for, on a Blackwell GPU and on others; it
 # captures multiples of the stride.
@@ -140,7 +144,42 @@ def rewrite(engine_args: Any) -> Any | None:
         rewritten.async_scheduling = False
     if platform.attention_backend is not None:
         _choose_attention_backend(rewritten, platform.attention_backend, needs)
+    if rewritten.enable_lora:
+        versions.after_batch_defaults(rewritten, _make_room_with_lora)
+    if isinstance(options, OuroborosOptions):
+        _keep_method(rewritten, options.model)
     return rewritten
+
+
+def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:
+    """Raise the rows that vLLM has buffers for to what it asks for; steps stay as they were.
+
+    It asks for whole drafts of all requests, though no step has more rows than it schedules.
+    """
+    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    rows = requests * (1 + engine_args.speculative_config["num_speculative_tokens"])
+    # Of what vLLM refuses without drafts too nothing is changed.
+    least = 1 if engine_args.enable_chunked_prefill else model_config.max_model_len
+    if max(requests, least) <= tokens < rows:
+        engine_args.max_num_scheduled_tokens = engine_args.max_num_scheduled_tokens or tokens
+        engine_args.max_num_batched_tokens = rows
+        logger.info(
+            "--enable-lora: raised --max-num-batched-tokens from %d to %d, --max-num-seqs %d times "
+            "the %d rows of a draft, which vLLM asks for; a step has at most %d tokens as before",
+            tokens, rows, requests, rows // requests, engine_args.max_num_scheduled_tokens,
+        )  # fmt: skip
+
+
+def _keep_method(engine_args: Any, path: str) -> None:
+    """Keep vLLM from taking a draft model's path for a method of its own."""
+    word = next((word for word in WORDS_OF_METHODS if word in path.lower()), None)
+    if word and not Path(path).is_dir():
+        raise ValueError(
+            f"speculative_config: model is {path!r}, which vLLM takes for one of its method "
+            f"{word.strip('-')!r}, expected a folder, or a name without {word!r}"
+        )
+    if word:
+        versions.hide_draft_path(engine_args, path)
 
 
 def _check_places(engine_args: Any, needs: str) -> None:
@@ -194,6 +233,12 @@ def finish(vllm_config: Any) -> None:
     """
     options = options_of(vllm_config)
     platform = get_platform(options.method)
+    host, got = platform.hosts[options.method]["method"], vllm_config.speculative_config.method
+    if got != host:
+        raise ValueError(
+            f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
+            f"takes for one of its method {got!r}, expected an ordinary language model"
+        )
     reasoning = vllm_config.reasoning_config
     if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
         # From --reasoning-parser alone, for thinking budgets, which our V2 runner does not have:

@@ -7,7 +7,6 @@ draft model costs rows too, those of its forwards, which fewer guesses make fewe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_recycle.core.draft_shape import DraftShape
 
@@ -135,18 +134,3 @@ def even_limit(lengths: Sequence[int], budget: int) -> int:
             return share
         budget -= length
     return remaining[-1] if remaining else 0
-
-
-def explain_missing_rows(engine_args: Any) -> None:
-    """Say with numbers what vLLM has refused without, given its arguments as far as it came.
-
-    Raises ValueError if, with LoRA, a step has no room for a whole draft of each request.
-    """
-    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
-    rows = 1 + engine_args.speculative_config["num_speculative_tokens"]
-    if engine_args.enable_lora and tokens and requests and tokens < requests * rows:
-        raise ValueError(
-            f"--max-num-batched-tokens: got {tokens}, expected with --enable-lora at least "
-            f"{requests * rows}, --max-num-seqs {requests} times the {rows} rows of a draft: "
-            "raise it, or lower --max-num-seqs or the nodes of a draft (max_nodes)"
-        ) from None

@@ -10,14 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_recycle.integration import versions
+from vllm_recycle.integration.options import METHODS
+
 
 def register() -> None:
-    """Install the shims of `versions`; raises RuntimeError if that of vLLM is not supported."""
-    from vllm_recycle.integration import config, draft_limits, requests, versions
+    """Install the shims of `versions`; where that fails, only our methods are refused.
 
+    It never raises: it runs for all who have the package installed, whatever they use.
+    """
+    try:
+        _install()
+    except Exception as error:
+        versions.refuse_methods(list(METHODS), error)
+
+
+def _install() -> None:
+    """Install the shims; raises RuntimeError if vLLM's version is not supported."""
     versions.check_vllm_version()
-    versions.wrap_create_engine_config(config.rewrite, draft_limits.explain_missing_rows, _finish)
+    from vllm_recycle.integration import config, requests
+
     versions.wrap_validate_spec_decode(requests.validate_sampling_params)
+    # The last, since with it our methods are there.
+    versions.wrap_create_engine_config(config.rewrite, _finish)
 
 
 def _finish(vllm_config: Any) -> None:
@@ -37,7 +52,7 @@ class Registered:
     def __init__(self, traces: bool) -> None:
         self.traces = traces
         if traces:
-            from vllm_recycle.integration import tracing, versions
+            from vllm_recycle.integration import tracing
 
             versions.wrap_do_tracing(tracing.span_attributes)
 
@@ -46,5 +61,5 @@ class Registered:
 
 
 def _arrive(traces: bool) -> Registered:
-    register()
+    _install()
     return Registered(traces)

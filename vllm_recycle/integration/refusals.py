@@ -121,9 +121,9 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
                 f"tree {tree.name!r}: depth {tree.depth}, expected less than "
                 f"--max-model-len {max_model_len}"
             )
-    max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    share, has_room = options.budget_share, options.budget_share * max_num_batched_tokens >= 1
-    expected = f"a token or more of --max-num-batched-tokens {max_num_batched_tokens} for drafts"
+    tokens = vllm_config.scheduler_config.max_num_scheduled_tokens
+    share, has_room = options.budget_share, options.budget_share * tokens >= 1
+    expected = f"a token or more of --max-num-scheduled-tokens {tokens} for drafts"
     expect("budget_share", share, has_room, expected)
 
 

@@ -8,35 +8,41 @@ compute, and says when it can go.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import multiprocessing
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import vllm
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
+
+# Not vLLM's `init_logger`: this module works with any vLLM.
+logger = logging.getLogger("vllm.recycle")
 
 SUPPORTED_VLLM = ">=0.32,<0.33"
-# Written for, but never run: it has no build for CPU, and the code for CUDA has not met it yet.
-UNTESTED_VLLM = ">=0.33,<0.34"
 ALLOW_UNTESTED = "VLLM_RECYCLE_ALLOW_UNTESTED_VLLM"
 
 _SHIM = "_vllm_recycle_shim"
 
 
 def check_vllm_version() -> None:
-    """Raise RuntimeError where vLLM is not of a supported version."""
-    installed = Version(vllm.__version__)
-    base = installed.base_version
-    if SpecifierSet(SUPPORTED_VLLM).contains(base):
-        return
-    message = f"vllm_recycle supports vllm {SUPPORTED_VLLM}, found {installed}"
-    if SpecifierSet(UNTESTED_VLLM).contains(base):
-        if os.environ.get(ALLOW_UNTESTED) == "1":
-            return
-        message += f"; set {ALLOW_UNTESTED}=1 to try it, on CUDA"
-    raise RuntimeError(message)
+    """Raise RuntimeError where vLLM is of no supported version, and none was to be tried."""
+    try:
+        base = Version(vllm.__version__).base_version
+        is_supported = SpecifierSet(SUPPORTED_VLLM).contains(base)
+    except InvalidVersion:  # "dev": built from sources without tags
+        is_supported = False
+    if not is_supported and os.environ.get(ALLOW_UNTESTED) != "1":
+        raise RuntimeError(
+            f"vllm_recycle supports vllm {SUPPORTED_VLLM}, found {vllm.__version__}; set "
+            f"{ALLOW_UNTESTED}=1 to try it, untested"
+        )
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -53,15 +59,39 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     setattr(owner, name, shim)
 
 
-def wrap_create_engine_config(
-    rewrite: Callable[[Any], Any], explain: Callable[[Any], None], finish: Callable[[Any], None]
-) -> None:
+def refuse_methods(names: Sequence[str], reason: Exception) -> None:
+    """Let `EngineArgs` refuse the methods of these names, and warn, where ours cannot be installed.
+
+    Whatever else vLLM is asked for runs as without us. Raises nothing, and needs nothing of vLLM
+    but this one class: it may be any version.
+    """
+    message = str(reason)
+    if not isinstance(reason, RuntimeError):
+        message = f"vllm_recycle does not run in vllm {vllm.__version__}: {reason!r}"
+    if multiprocessing.parent_process() is None:  # once, and not in each process of an engine
+        logger.warning(
+            "%s: %s are refused, all else runs as without them", message, " and ".join(names)
+        )
+
+    def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "speculative_config", None)
+        method = config.get("method") if isinstance(config, Mapping) else None
+        if (method or getattr(self, "spec_method", None)) in names:
+            raise RuntimeError(message) from reason
+        return original(self, *args, **kwargs)
+
+    with contextlib.suppress(ImportError, AttributeError):
+        from vllm.engine.arg_utils import EngineArgs
+
+        _replace(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[Any], None]) -> None:
     """Let `EngineArgs` accept our method names in `speculative_config`.
 
     Args:
         rewrite: from engine arguments to those that vLLM itself accepts, or None where our
             methods are not asked for.
-        explain: given those that vLLM refused with a ValueError, raises a clearer one if it can.
         finish: completes the configuration that vLLM made of those; raises for one that our
             methods do not support.
 
@@ -73,15 +103,27 @@ def wrap_create_engine_config(
         rewritten = rewrite(self)
         if rewritten is None:
             return original(self, *args, **kwargs)
-        try:
-            config = original(rewritten, *args, **kwargs)
-        except ValueError:
-            explain(rewritten)
-            raise
+        config = original(rewritten, *args, **kwargs)
         finish(config)
         return config
 
     _replace(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def after_batch_defaults(engine_args: Any, change: Callable[[Any, Any], None]) -> None:
+    """Let a function change these arguments once vLLM has put in its batch sizes.
+
+    `change` is given them and the model's configuration. Remove when vLLM asks, with LoRA, for
+    room for what a step may have, and not for whole drafts of all requests.
+    """
+    name = "_set_default_max_num_seqs_and_batched_tokens_args"
+    original = getattr(engine_args, name)
+
+    def set_defaults(usage_context: Any, model_config: Any, *args: Any) -> None:
+        original(usage_context, model_config, *args)
+        change(engine_args, model_config)
+
+    setattr(engine_args, name, set_defaults)
 
 
 def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
@@ -136,3 +178,25 @@ def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
     """
     if hasattr(worker, "num_bonus_tokens"):  # it packs rows
         worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()
+
+
+def hide_draft_path(engine_args: Any, path: str) -> None:
+    """Show vLLM the folder of a draft model under another name while it makes a configuration.
+
+    Some words in a path change the method, whatever was asked for. The configuration has the path
+    that was given. Remove when vLLM leaves the method `draft_model` as it is.
+    """
+    original = engine_args.create_speculative_config
+
+    def create_speculative_config(*args: Any, **kwargs: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder, "draft")
+            link.symlink_to(Path(path).absolute())
+            engine_args.speculative_config["model"] = str(link)
+            made = original(*args, **kwargs)
+        draft = made.draft_model_config
+        made.model = draft.model = draft.served_model_name = path
+        draft.hf_config._name_or_path = path  # by which compiled code is kept
+        return made
+
+    engine_args.create_speculative_config = create_speculative_config

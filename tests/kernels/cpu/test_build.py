@@ -5,6 +5,11 @@ Attention agrees within a tolerance, that of `test_tree_attention`, which has mo
 
 from __future__ import annotations
 
+import os
+import pwd
+import shutil
+import tempfile
+
 import pytest
 import torch
 from cache_layouts import STALE, skip_reason
@@ -23,6 +28,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# Compiled for speed, the same sources take ten times as long.
+QUICK = ("-O0", *build.FLAGS[1:])
 BLOCK_SIZE, NUM_BLOCKS, KV_HEADS, HEAD_SIZE = 32, 12, 2, 32
 
 
@@ -64,15 +71,103 @@ def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa)
     assert is_within_tolerance(got, expected)
 
 
-def test_without_a_compiler_the_reference_does_the_work(monkeypatch, caplog):
+@pytest.fixture(scope="module")
+def full_cache(tmp_path_factory):
+    """A cache with the kernels, quickly compiled."""
+    folder = tmp_path_factory.mktemp("full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("CXX", raising=False)
+        patch.setattr(build, "FLAGS", QUICK)
+        assert build.find_or_build().problems == []
+    return folder
+
+
+@pytest.fixture
+def cache(full_cache, tmp_path, monkeypatch):
+    """The file of the kernels in a copy of it, which is the cache of this test."""
+    shutil.copytree(full_cache, tmp_path / "cache")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    monkeypatch.setattr(build, "FLAGS", QUICK)
+    (library,) = tmp_path.glob("cache/vllm_recycle/*.so")
+    yield library
+    assert not [*tmp_path.glob("tmp/*")], "what was compiled was left behind"
     build.load_library.cache_clear()
-    try:
-        with caplog.at_level("WARNING"):
-            assert native_operations() is native_operations() is reference
-        (message,) = [record.message for record in caplog.records]
-        assert "no C++ compiler found" in message
-        assert message.endswith("install the package g++")
-    finally:
-        build.load_library.cache_clear()
+
+
+def start(caplog, operations=calls) -> list[str]:
+    """The warnings of a start that leads to these operations."""
+    build.load_library.cache_clear()
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        assert native_operations() is native_operations() is operations
+    assert operations is reference or build.load_library().reads_amx_layout() in (0, 1)
+    return [record.message for record in caplog.records]
+
+
+def test_kernels_that_are_kept_are_not_compiled_again(cache, caplog):
+    written = cache.stat().st_mtime_ns
+    assert start(caplog) == []
+    assert cache.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("size", [0, 3000])
+def test_a_library_that_was_cut_is_compiled_anew(size, cache, caplog):
+    """The loader would end the process by SIGBUS."""
+    os.truncate(cache, size)
+    assert start(caplog) == [f"{cache} is damaged, and is compiled anew"]
+    assert start(caplog) == []
+
+
+@pytest.mark.parametrize("place", ["no such home", "an unknown home", "an unknown CPU"])
+def test_where_kernels_cannot_be_kept_they_are_compiled_all_the_same(
+    place, cache, caplog, monkeypatch
+):
+    if place == "an unknown CPU":
+        monkeypatch.setattr(build, "CPU_INFO", cache / "cpuinfo")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        monkeypatch.setenv("HOME", "/proc/nohome")
+    if place == "an unknown home":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    (warning,) = start(caplog)
+    assert warning.startswith("the kernels cannot be kept (")
+    assert warning.endswith("each start: set XDG_CACHE_HOME to a folder that can be written")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("env g++ -m64", None),
+        ("no-such-compiler -O", "CXX is 'no-such-compiler -O', expected a compiler that is there"),
+        ("'g++", 'CXX is "\'g++", expected a compiler that is there'),
+        ("false", f"{shutil.which('false')} cannot compile the kernels (exit status 1)"),
+    ],
+)
+def test_a_compiler_of_the_users(given, problem, cache, caplog, monkeypatch):
+    """It may have options; where it is none, g++ is taken, whose kernels are there."""
+    monkeypatch.setenv("CXX", given)
+    written, warnings = cache.stat().st_mtime_ns, start(caplog)
+    assert len(warnings) == (problem is not None)
+    assert all(problem in warning for warning in warnings)
+    assert cache.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("", "no C++ compiler found: "),
+        ("no-such-compiler", "CXX is 'no-such-compiler', expected a compiler that is there: "),
+        (shutil.which("false"), "false cannot compile the kernels (exit status 1): "),
+    ],
+)
+def test_without_a_compiler_the_reference_does_the_work(given, problem, cache, caplog, monkeypatch):
+    monkeypatch.setenv("PATH", str(cache.parent))
+    monkeypatch.setenv("CXX", given)
+    (warning,) = start(caplog, reference)
+    assert problem in warning
+    assert warning.endswith("install the package g++")

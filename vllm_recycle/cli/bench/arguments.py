@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_recycle.cli import UsageError
+from vllm_recycle.cli import UsageError, check_folder
 from vllm_recycle.cli.bench.prompts import has_chat_template, read_prompts
 
 SAME_FIELDS = ("model", "chat", "max_tokens", "dtype", "max_engines")  # of arguments and plans
@@ -146,12 +146,9 @@ def check_writable(path: Path | None) -> None:
 
 
 def _check_model(model: str, option: str) -> None:
-    if (Path(model) / "config.json").is_file():
-        return
-    if Path(model).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
-        raise UsageError(
-            f"{option} {model}: no config.json there, expected a model directory or ORG/NAME"
-        )
+    check_folder(model, option)
+    if Path(model).exists() and not (Path(model) / "config.json").is_file():
+        raise UsageError(f"{option}: no config.json in {model}, expected a model directory")
 
 
 def _check_vocabularies(model: str, draft_model: str) -> None:

@@ -105,7 +105,7 @@ class V1Drafter(Drafter):
         super().__init__(vllm_config)
         scheduler = vllm_config.scheduler_config
         self.row_cost = self.options.row_cost
-        drafts = int(self.options.budget_share * scheduler.max_num_batched_tokens)
+        drafts = int(self.options.budget_share * scheduler.max_num_scheduled_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
         linear = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
         self.step_times = dict.fromkeys(self.options.kinds, linear)

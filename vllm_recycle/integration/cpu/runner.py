@@ -57,6 +57,10 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        # With LoRA there are buffers for more rows than a step has, and vLLM warms up with as many.
+        scheduler = vllm_config.scheduler_config
+        steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+        self.max_num_tokens = min(steps)
         self.drafter = DRAFTERS[options_of(vllm_config).method](vllm_config, device, self)
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
@@ -20,7 +21,8 @@ FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens
 def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] | None:
     """The keys and values of a speculative configuration of ours, None of any other.
 
-    Raises ValueError for what is no configuration, keys that are no names or are given twice.
+    Raises ValueError for what is no configuration, a method that is nearly ours, keys that are no
+    names or are given twice.
     """
     config = engine_args.speculative_config
     if config is not None and not isinstance(config, Mapping):
@@ -34,6 +36,10 @@ def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] |
     method = config.get("method", flags.get("method"))
     expect("method", method, method is None or isinstance(method, str), "a name")
     if method not in methods:
+        # A name that is nearly one of ours; vLLM would answer with its own forty.
+        plain = (method or "").lower().replace("-", "_")
+        for close in get_close_matches(plain, methods, n=1, cutoff=0.7):
+            raise ValueError(f"speculative_config: method is {method!r}, did you mean {close!r}?")
         return None
     given: dict[str, str] = {}
     for key in config:

@@ -1,24 +1,31 @@
 """Compiling the C++ kernels at first use, for the machine's own instruction set.
 
-vLLM's default compile mode needs the same compiler. What is compiled is kept in a cache directory.
+vLLM's default compile mode needs the same compiler. What is compiled is kept in a cache directory,
+with its digest behind it. Without either an engine starts all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 from ctypes import c_double, c_float, c_int64, c_void_p
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from vllm_recycle.core.state_file import write_file
 
 logger = logging.getLogger("vllm.recycle")
 
+CPU_INFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("matrix", "phrases", "tree_attention", "walk"))
 HEADERS = tuple(
@@ -43,43 +50,132 @@ SIGNATURES = {
 TYPES = {"p": c_void_p, "i": c_int64, "f": c_float, "d": c_double}
 
 
+@dataclass
+class Built:
+    """What a search for the kernels found.
+
+    Attributes:
+        library: the kernels; None where this machine cannot compile them.
+        path: of the file that they are kept in; None where they are not.
+        problems: what went wrong on the way.
+    """
+
+    library: ctypes.CDLL | None = None
+    path: Path | None = None
+    problems: list[str] = field(default_factory=list)
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where this machine cannot compile them."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
+    """The compiled kernels; None where this machine cannot compile them. One warning says why."""
+    built = find_or_build()
+    problems = "; ".join(built.problems)
+    if built.library is None:
         logger.warning(
-            "no C++ compiler found: vllm_recycle drafts in Python, which takes longer than it "
-            "saves; install the package g++"
+            "%s: vllm_recycle drafts in Python, which takes longer than it saves; install the "
+            "package g++",
+            problems,
         )
         return None
-    library = ctypes.CDLL(str(_build(compiler)))
+    if problems:
+        logger.warning("%s", problems)
     for name, signature in SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(built.library, name)
         function.argtypes = [TYPES[letter] for letter in signature]
         function.restype = None
-    library.reads_amx_layout.restype = c_int64
-    return library
+    built.library.reads_amx_layout.restype = c_int64
+    return built.library
 
 
-def _build(compiler: str) -> Path:
-    """Compile once for each source, compiler, flags and CPU; safe against other processes."""
-    cpu = Path("/proc/cpuinfo")
-    flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1]
+def find_or_build() -> Built:
+    """The kernels from the cache, or compiled by the first compiler that can."""
+    built = Built()
+    for command in compilers(built.problems):
+        try:
+            _load(command, built)
+            return built
+        except OSError as error:
+            said = [str(error)]
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.splitlines() or [f"exit status {error.returncode}"]
+        line = next((line for line in said if "error:" in line), said[-1])
+        built.problems.append(f"{shlex.join(command)} cannot compile the kernels ({line})")
+    built.problems = built.problems or ["no C++ compiler found"]
+    return built
+
+
+def compilers(problems: list[str]) -> list[list[str]]:
+    """The compilers that are there: CXX, which may have options, then g++."""
+    given = os.environ.get("CXX", "")
+    try:
+        named = shlex.split(given)
+    except ValueError:  # a quotation without its end
+        named = [given]
+    commands: list[list[str]] = []
+    for program, *options in filter(None, (named, ["g++"])):
+        if found := shutil.which(program):
+            commands += [[found, *options]] if [found, *options] not in commands else []
+        elif program != "g++":
+            problems.append(f"CXX is {given!r}, expected a compiler that is there")
+    return commands
+
+
+def _load(command: list[str], built: Built) -> None:
+    """Load the kernels that a compiler has compiled, or does; safe against other processes.
+
+    Raises OSError or CalledProcessError where it cannot.
+    """
+    with contextlib.suppress(OSError):
+        path = _path(command)
+        if _is_whole(path):
+            built.library, built.path = ctypes.CDLL(str(path)), path
+            return
+    # Nobody else's, and gone as soon as it is loaded, if not kept.
+    with tempfile.TemporaryDirectory(prefix="vllm_recycle-") as folder:
+        compiled = Path(folder) / "cpu_native.so"
+        arguments = [*FLAGS, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(compiled)]
+        subprocess.run([*command, *arguments], capture_output=True, errors="replace", check=True)
+        try:
+            path = _path(command)
+            _keep(compiled, path)
+            built.library, built.path = ctypes.CDLL(str(path)), path
+        except OSError as error:
+            built.library = ctypes.CDLL(str(compiled))
+            built.problems.append(
+                f"the kernels cannot be kept ({error}) and are compiled at each start: set "
+                "XDG_CACHE_HOME to a folder that can be written"
+            )
+
+
+def _path(command: list[str]) -> Path:
+    """Where the kernels are kept, for each source, compiler, flags, C library and CPU.
+
+    Raises OSError where it cannot be known.
+    """
+    lines = CPU_INFO.read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    identity = repr((texts, compiler, FLAGS, platform.machine(), flags))
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_recycle"
-    path = root / f"cpu_native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:
-            built = Path(folder) / path.name
-            command = [compiler, *FLAGS, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(built)]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                raise RuntimeError(
-                    f"{compiler} cannot compile the kernels; set CXX to a compiler with C++17:\n"
-                    f"{result.stderr}"
-                )
-            built.replace(path)
-    return path
+    identity = repr((texts, command, FLAGS, platform.machine(), platform.libc_ver(), cpu))
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without a home
+        raise FileNotFoundError(error) from error
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return root / "vllm_recycle" / f"cpu_native-{digest}.so"
+
+
+def _keep(compiled: Path, path: Path) -> None:
+    """Put a library in its place, with its digest, which the loader does not look at."""
+    content = compiled.read_bytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content + hashlib.sha256(content).digest(), kind="kernels")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is what was written, since one that was cut ends the process by SIGBUS."""
+    content = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(content[:-size]).digest() == content[-size:]:
+        return True
+    logger.warning("%s is damaged, and is compiled anew", path)
+    return False

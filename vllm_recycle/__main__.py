@@ -1,4 +1,4 @@
-"""`python -m vllm_recycle.cli`, the same as the `vllm-recycle` script."""
+"""`python -m vllm_recycle`, the same as the `vllm-recycle` script."""
 
 from __future__ import annotations
 

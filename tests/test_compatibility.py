@@ -1,0 +1,75 @@
+"""patches/compatibility.py: the names of vLLM that we use, in this version and in a changed one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VLLM = Path(find_spec("vllm").origin).parent
+STATS = "v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats"
+# What is said of a name, where in a file one text becomes another.
+CHANGES = {
+    STATS: (
+        "v1/core/sched/scheduler.py", "make_spec_decoding_stats(", "make_stats(", "**missing**"
+    ),
+    "logger.init_logger": (
+        "logger.py", "init_logger(name: str)", "init_logger(label: str, /, *, level=2)",
+        "parameters: `-name +label +level=2`",
+    ),
+    "v1.engine.output_processor.OutputProcessor": (
+        "v1/engine/output_processor.py", "class OutputProcessor", "class Processor", "**missing**"
+    ),
+    "distributed.parallel_state.get_tp_group": (
+        "distributed/parallel_state.py", "assert _TP is not None", "assert _TP", "code differs"
+    ),
+}  # fmt: skip
+
+
+def table_of(*arguments: object) -> tuple[int, dict[str, list[str]]]:
+    """The exit status, and by name: how it is used, in which files, and what became of it."""
+    command = [sys.executable, str(ROOT / "patches/compatibility.py"), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode in (0, 1), result.stderr
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", result.stdout, re.MULTILINE)
+    return result.returncode, {name: row.split(" | ", 2) for name, row in rows}
+
+
+def test_every_name_is_in_the_installed_vllm():
+    status, table = table_of()
+    assert status == 0
+    assert {said for _, _, said in table.values()} == {"same"}
+    replaced = table["engine.arg_utils.EngineArgs.create_engine_config"]
+    assert replaced[:2] == ["replaced", "integration/versions"]
+    assert table[STATS][:2] == ["overridden", "integration/scheduler"]
+    assert table["v1.attention.backend.AttentionImpl.forward"][0] == "called, overridden"
+    assert table["envs.VLLM_BATCH_INVARIANT"][:2] == ["read", "integration/refusals"]
+    assert "v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn" in table
+
+
+def test_what_another_version_changed_is_seen(tmp_path):
+    shutil.copytree(VLLM, tmp_path / "vllm", copy_function=os.symlink)
+    for name, old, new, _ in CHANGES.values():
+        file = tmp_path / "vllm" / name
+        text = file.read_text()
+        assert text.count(old) >= 1
+        file.unlink()
+        file.write_text(text.replace(old, new))
+    status, table = table_of(tmp_path / "vllm")
+    assert status == 1
+    for name, (*_, said) in CHANGES.items():
+        assert table[name][2] == said
+    unchanged = "v1.sample.metadata.SamplingMetadata"
+    assert table[unchanged][2] == "same"
+
+
+def test_a_folder_that_is_no_vllm_is_refused(tmp_path):
+    command = [sys.executable, str(ROOT / "patches/compatibility.py"), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"no vllm in {tmp_path}, expected the folder of the package\n"
