@@ -4,7 +4,7 @@ Times of a start-up may be those of a slow phase, or of a machine that was busy 
 served step took, in parts of what it was said to take, is averaged by its load and by its rows per
 request. A sample moves an average by little, so that a stall alone changes nothing; a change that
 lasts is followed within some dozen samples. What is not sampled any more is looked at again now and
-then: a step is told to have another size.
+then: a step is told to have another size, and tells more than others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_recycle.core.price import StepTimes
 
-# Rows per request, of which each power of two has an average of its own, and how many there are.
+# Rows per request, of which each power of two has an average; between them they lie on lines.
 NUM_SIZES = 7
 # The part of what is new in a sample that an average takes, and the most that a sample may say, as
 # logarithms of factors.
@@ -59,17 +59,24 @@ class ServedTimes:
 
         """
         self._age += 1
-        size = _place(num_rows / num_reqs)
+        places = _places(num_rows / num_reqs)
         for index, of in enumerate(self._kinds):
             if kind in (None, of):
                 measured = self._measured[of]
                 load = measured.nearest(num_reqs, context)
                 said = float(measured.at(num_reqs, context).times[num_rows])
                 log = math.log(seconds / (said * measured.seconds[load]))
-                known = self.logs[index, load, size]
-                moved = known + GAIN * float(np.clip(log - known, -MOST, MOST))
-                self.logs[index, load, size] = log if math.isnan(known) else moved
-                self._age[index, load, size] = 0
+                logs, ages = self.logs[index, load], self._age[index, load]
+                known = np.interp(np.arange(NUM_SIZES), *_known(logs))
+                new = log - sum(weight * known[place] for place, weight in places)
+                is_stale = max(ages[place] for place, _ in places) >= STALE
+                # A stall only lengthens a step: what is shorter is believed.
+                moved = min(MOST / 2, new) if is_stale else GAIN * min(MOST, max(-MOST, new))
+                for place, weight in places:
+                    logs[place] = known[place] + moved * weight / sum(w * w for _, w in places)
+                    # What is found to be far longer is looked at again.
+                    if not (is_stale and new > MOST):
+                        ages[place] = 0
 
     def correct(self, logs: np.ndarray) -> None:
         """Believe these `logs`, of this rank or of the one whose times count."""
@@ -101,14 +108,16 @@ class ServedTimes:
         sizes = [(None, 1), *((kind, n) for kind in self._kinds for n in (rows, 2 * rows) if n > 1)]
         for kind, size in sizes:
             index = 0 if kind is None else self._kinds.index(kind)
-            if self._age[index, load, _place(size)] >= STALE:
+            if max(self._age[index, load, place] for place, _ in _places(size)) >= STALE:
                 return kind, size - 1
         return None
 
 
-def _place(rows: float) -> int:
-    """Which average is that of so many rows per request."""
-    return min(int(math.log2(rows)), NUM_SIZES - 1)
+def _places(rows: float) -> list[tuple[int, float]]:
+    """Between which averages so many rows per request lie, and the weight of each."""
+    size = min(math.log2(rows), NUM_SIZES - 1)
+    first, rest = int(size), size - int(size)
+    return [(first, 1.0 - rest), (first + 1, rest)] if rest else [(first, 1.0)]
 
 
 def _sizes(times: StepTimes, load: int) -> np.ndarray:
