@@ -48,7 +48,6 @@ class StepTimes:
     Attributes:
         loads: that there are times for, ascending.
         times: float64 [loads, rows + 1], never falling.
-        slopes: float64 [loads, rows + 1], what each row more costs at least, from there on.
         seconds: of each load, what its unit is in seconds; 1 where nobody knows.
 
     """
@@ -61,7 +60,7 @@ class StepTimes:
         self.seconds = tuple((seconds or {}).get(load, 1.0) for load in self.loads)
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
-        self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
+        self._slopes: dict[int, torch.Tensor] = {}  # of loads that were asked for
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -116,7 +115,13 @@ class StepTimes:
 
         index = self.nearest(num_reqs, context)
         fewer = (self.loads[index][0] or num_reqs) - num_reqs
-        return Price(_moved(self.times[index], fewer), _moved(self.slopes[index], fewer))
+        return Price(_moved(self.times[index], fewer), _moved(self.slopes(index), fewer))
+
+    def slopes(self, load: int) -> torch.Tensor:
+        """What each row more costs at least, from there on, float64 [rows + 1], of a load."""
+        if load not in self._slopes:
+            self._slopes[load] = torch.from_numpy(_least_slopes(self.times[load].numpy()))
+        return self._slopes[load]
 
     def of_each(self, num_reqs: int, context: float) -> Price:
         """As `at`, but by the rows of one request, where each of them has as many."""

@@ -22,7 +22,7 @@ NUM_SIZES = 7
 # logarithms of factors.
 GAIN, MOST = 1 / 8, 0.25
 # Steps between corrections, between steps of another size, and until an average is looked at again.
-CORRECT_EVERY, LOOK_EVERY, STALE = 32, 128, 512
+CORRECT_EVERY, LOOK_EVERY, STALE = 64, 128, 512
 
 
 class ServedTimes:
@@ -67,7 +67,7 @@ class ServedTimes:
                 said = float(measured.at(num_reqs, context).times[num_rows])
                 log = math.log(seconds / (said * measured.seconds[load]))
                 logs, ages = self.logs[index, load], self._age[index, load]
-                known = np.interp(np.arange(NUM_SIZES), *_known(logs))
+                known = np.interp(np.arange(NUM_SIZES), *_known(logs)).tolist()
                 new = log - sum(weight * known[place] for place, weight in places)
                 is_stale = max(ages[place] for place, _ in places) >= STALE
                 # A stall only lengthens a step: what is shorter is believed.
