@@ -50,10 +50,11 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
-        self.traces = traces
-        if traces:
-            from vllm_recycle.integration import tracing
+        from vllm_recycle.integration import request_stats, tracing
 
+        self.traces = traces
+        versions.wrap_request_stats(request_stats)
+        if traces:
             versions.wrap_do_tracing(tracing.span_attributes)
 
     def __reduce__(self) -> tuple[Callable[[bool], Registered], tuple[bool]]:

@@ -93,7 +93,20 @@ class TreeScheduler(Scheduler):
         """Take in a step as vLLM does, and learn what trees are worth."""
         if self.sizes is not None:
             self.sizes.learn(scheduler_output, model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.spec_decode_metrics_level != "none":
+            self._send_metrics(outputs)
+        return outputs
+
+    def _send_metrics(self, outputs: dict[int, Any]) -> None:
+        """Send the metrics of requests that a stop string may end, of which nobody here hears.
+
+        Those of the others vLLM sends with their last tokens. Remove when it sends these.
+        """
+        for output in (output for of_client in outputs.values() for output in of_client.outputs):
+            request = self.requests.get(output.request_id)
+            if request is not None and request.sampling_params.stop:
+                output.spec_decode_metrics = request.spec_decode_metrics
 
     def _draft_limits(self, drafting: list[Any]) -> list[int]:
         """The longest draft of each of these requests that harms no other."""

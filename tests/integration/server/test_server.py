@@ -26,7 +26,7 @@ METHODS = {
     ),
     "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
 }
-DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class MethodServer(Server):
@@ -120,16 +120,19 @@ def test_metrics(server):
     assert 0 < accepted <= 6 * drafts
 
 
-def test_the_dashboard_asks_for_what_the_server_has(server):
+@pytest.mark.parametrize(("file", "names"), [("grafana.json", 12), ("alerts.yaml", 5)])
+def test_dashboard_and_alerts_ask_for_what_the_server_has(server, file, names):
     there = {re.split("[{ ]", line)[0] for line in server.metrics()}
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    asked = {name for panel in panels for name in re.findall(r"vllm:\w+", json.dumps(panel))}
-    assert len(asked) > 10
+    asked = set(re.findall(r"vllm:\w+", (EXAMPLES / file).read_text()))
+    assert len(asked) >= names
     assert asked <= there
 
 
-def test_metrics_of_a_request(server):
-    answer = server.complete(PROMPTS[0])
+@pytest.mark.parametrize("stop", [None, " the"])
+def test_metrics_of_a_request(server, stop):
+    before = server.counter("generation_tokens_total")
+    answer = server.complete(PROMPTS[0], stop=stop)
+    assert server.counter("generation_tokens_total") - before == answer.usage.completion_tokens
     found = answer.model_extra["metrics"]["speculative_decoding"]
     drafted, accepted = found["per_step_drafted"], found["per_step_accepted"]
     assert found["num_draft_tokens"] == sum(drafted) > 0
