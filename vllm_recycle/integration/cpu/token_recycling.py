@@ -94,8 +94,11 @@ class TokenRecyclingV1Drafter(V1Drafter):
             for kind, times in self.step_times.items()
         }
         if (look := self._look(*load)) is not None:
-            kind, max_nodes = look
-            prices = {kind or self.options.kinds[0]: free(self.max_rows)}
+            kind, max_nodes = look[0], min(look[1], max_nodes)
+            if kind is None:
+                none = torch.empty(len(chosen), 0, dtype=torch.int64)
+                return none, none
+            prices = {kind: free(self.max_rows)}
         drafts, parents = self.proposer.propose(
             texts.idx_mapping[chosen],
             Ends(texts.token_ids, chosen, last, texts.is_token).tails(self.proposer.layout.reach),
