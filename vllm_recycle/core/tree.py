@@ -20,6 +20,7 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,18 @@ class Trees:
     @classmethod
     def from_drafts(cls, parents: Sequence[Sequence[int]]) -> Trees:
         """The trees of drafts, from the parent row of each node of each draft."""
-        table = np.zeros((len(parents), 1 + max(map(len, parents), default=0)), dtype=np.int64)
+        most = max(map(len, parents), default=0)
+        if all(list(of_nodes) == list(range(len(of_nodes))) for of_nodes in parents):
+            return _chain(most).expand(len(parents))
+        table = np.zeros((len(parents), 1 + most), dtype=np.int64)
         for row, of_nodes in zip(table, parents, strict=True):
             row[1 : 1 + len(of_nodes)] = of_nodes
         return cls.from_parents(torch.from_numpy(table))
+
+    def expand(self, batch: int) -> Trees:
+        """The one tree that this is for each request of a batch; the tables are shared."""
+        parents, depths = self.parents.expand(batch, -1), self.depths.expand(batch, -1)
+        return Trees(parents, depths, self.ancestor_mask.expand(batch, -1, -1), self.depth)
 
     @property
     def num_nodes(self) -> int:
@@ -94,6 +103,12 @@ class Trees:
         """Only the trees that an index or a mask chooses."""
         tables = self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen]
         return Trees(*tables, self.depth)
+
+
+@cache
+def _chain(num_nodes: int) -> Trees:
+    """A tree whose nodes have one child each."""
+    return Trees.from_parents(torch.arange(-1, num_nodes).clamp(min=0)[None])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,12 +170,8 @@ class TreeTemplate:
 
     def of_batch(self, batch: int) -> Trees:
         """This tree for each request of a batch; the tables are shared."""
-        return Trees(
-            self.parents.expand(batch, -1),
-            self.depths.expand(batch, -1),
-            self.ancestor_mask.expand(batch, -1, -1),
-            self.depth,
-        )
+        parents, depths = self.parents[None], self.depths[None]
+        return Trees(parents, depths, self.ancestor_mask[None], self.depth).expand(batch)
 
     def prefix(self, num_nodes: int) -> TreeTemplate:
         """The tree of the first `num_nodes` nodes; itself where it has no more than these."""
