@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
+from vllm_recycle.cli.bench.methods import HINTS
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt, read_prompts
 
@@ -91,6 +93,40 @@ def test_an_answer_follows_the_schema_of_its_prompt():
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert not tokenizer.decode(free).lstrip().startswith("{")
     assert json.loads(tokenizer.decode(follows, skip_special_tokens=True)).keys() == {"ok"}
+
+
+@pytest.mark.slow
+def test_only_the_method_hints_is_told_the_hints():
+    prompt, own = PROMPTS[1], {"method": "token_recycling", "row_cost": 0, "scope": "isolated"}
+    settings = {"dtype": "float32", "engine_args": EAGER, "max_tokens": 24}
+    plan = Plan(str(EXAMPLES / "models/target"), Path("p"), (prompt,), {"none": None}, **settings)
+    with driver.children(plan) as running:
+        driver.load(plan, running["none"], None)
+        answer = running["none"].ask("run", **driver.pass_arguments(plan, 1, 0))["outputs"][0]
+    text = AutoTokenizer.from_pretrained(plan.model).decode(answer)
+    methods = {"token_recycling": own, HINTS: own}
+    plan = replace(plan, prompts=(replace(prompt, hint=text),), methods=methods)
+    with driver.children(plan) as running:
+        found = {}
+        for name, child in running.items():
+            driver.load(plan, child, own)
+            found[name] = child.ask("run", **driver.pass_arguments(plan, 1, 0))
+    assert [one["outputs"] for one in found.values()] == [[answer]] * 2
+    assert found["hints"]["steps"] < found["token_recycling"]["steps"]
+
+
+def test_there_are_prompts_with_hints():
+    prompts = read_prompts(EXAMPLES / "prompts/edits.jsonl")
+    assert len(prompts) == 16
+    for prompt in prompts:
+        (turn,) = prompt.turns
+        assert prompt.hint
+        assert prompt.hint not in turn
+        # What is renamed is so in the hint alone.
+        names = re.findall(r"`(\w+)`", turn.partition("\n")[0])
+        assert len(names) == (2 if prompt.category == "rename" else 0)
+        found = [re.search(rf"\b{name}\(", prompt.hint) is not None for name in names]
+        assert found == [False, True][: len(names)]
 
 
 def test_there_are_prompts_with_schemas():

@@ -102,6 +102,26 @@ def test_accepted_tokens_rise(scope, tree):
     assert sum(emitted[-10:]) > 10 * (2 + proposer.num_nodes)
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("whose", [0, 1, None])
+def test_a_text_is_taken_in_for_one_request_or_for_all(scope, whose):
+    proposer, text = make_proposer(scope=scope, slots=1024), greedy([1, 1], 30)
+    matrix = proposer.state.matrix
+    for req_state_idx in (0, 1):
+        proposer.begin(req_state_idx, torch.tensor([0]))
+    if whose is None and scope == "isolated":
+        with pytest.raises(ValueError, match="scope is 'isolated', expected one with shared"):
+            proposer.take_in(torch.tensor(text))
+        assert matrix.num_written == 0
+        return
+    proposer.take_in(torch.tensor(text), whose)
+    is_shared = whose is None or scope == "shared"
+    assert ((matrix.shared_entries()[:, 0] >= 0).sum() == matrix.num_written) == is_shared
+    drafts, _ = propose(proposer, torch.tensor([0, 1]), [text[:9], text[:9]])
+    knows = [draft[0] == text[9] for draft in drafts.tolist()]
+    assert knows == [is_shared or whose == req_state_idx for req_state_idx in (0, 1)]
+
+
 def test_a_longer_context_makes_it_fewer_steps():
     steps = [
         steps_of(make_proposer(contexts=contexts), 0, [1, 1], 80) for contexts in ((1,), (1, 2))

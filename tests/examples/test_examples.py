@@ -49,6 +49,12 @@ def test_custom_tree_is_written_shown_and_used(tmp_path):
     assert mean_accepted(output) > 1
 
 
+def test_a_hint_makes_it_fewer_steps(tmp_path):
+    output = run_example("hints.py", "--max-tokens=48", cwd=tmp_path)
+    none, right, _wrong = map(int, re.findall(r"^48 tokens, (\d+) steps$", output, re.MULTILINE))
+    assert right < none
+
+
 def test_a_template_is_measured_best_first(tmp_path):
     arguments = ["--num-prompts=2", "--max-tokens=24", "--dtype=float32", "--max-nodes=12"]
     output = run_example("tune_tree.py", *arguments, cwd=tmp_path)

@@ -43,6 +43,13 @@ def mixed_params(count: int, *, max_tokens: int) -> list[Any]:
     return [SamplingParams(temperature=0.7 * (i % 2), seed=i, **given) for i in range(count)]
 
 
+def with_hint(params: Any, hint: str | list[int]) -> Any:
+    """A copy of sampling parameters, with a hint."""
+    params = params.clone()
+    params.extra_args = {"hint": hint}
+    return params
+
+
 def read_prompts(count: int, *, max_words: int = 120) -> list[str]:
     """Prompts of three kinds in turn, of mixed lengths."""
     kinds = []

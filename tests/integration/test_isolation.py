@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engines import GROWN, PAPER, core, engine, read_prompts
+from engines import GROWN, PAPER, core, engine, generate, read_prompts, with_hint
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -29,6 +29,8 @@ class Attack:
         lengths: of the neighbours' prompts, of those that repeat themselves and the others.
         they_decode: whether they have their prompts behind them before the request comes.
         their_tokens: how many tokens they may have, more than they get beside the request.
+        hinted: whether the neighbours have the same prompts, and the ones are told the beginnings
+            of their answers.
 
     """
 
@@ -37,6 +39,7 @@ class Attack:
     lengths: tuple[int, int] = (60, 60)
     they_decode: bool = True
     their_tokens: int = 400
+    hinted: bool = False
 
 
 ATTACKS = {
@@ -53,6 +56,7 @@ ATTACKS = {
         lengths=(360, 60),
         they_decode=False,
     ),
+    "hints": Attack({**GROWN, "row_cost": 0.05}, their_tokens=1000, hinted=True),
     "room in the table": Attack({**GROWN, "context_mib": 1, "k": 64}, their_tokens=1000),
 }
 
@@ -82,22 +86,34 @@ def attack(how: Attack, scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
             [(phrase * repeated)[:repeated] for phrase in phrases],
             [[choose.randrange(vocab) for _ in range(mixed)] for _ in phrases],
         ]
-        return [trace(llm, how, neighbours, monkeypatch) for neighbours in kinds]
+        endless = SamplingParams(temperature=0, max_tokens=how.their_tokens, ignore_eos=True)
+        told = [[endless] * NUM_NEIGHBOURS] * 2
+        if how.hinted:
+            kinds = kinds[1:] * 2
+            first = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+            answers = generate(llm, [{"prompt_token_ids": ids} for ids in kinds[0]], first)
+            told[0] = [with_hint(endless, [*answer]) for (answer,) in answers]
+        return [
+            trace(llm, [*zip(neighbours, params, strict=True)], how.they_decode, monkeypatch)
+            for neighbours, params in zip(kinds, told, strict=True)
+        ]
 
 
 def trace(
-    llm: Any, how: Attack, neighbours: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    llm: Any,
+    neighbours: list[tuple[list[int], SamplingParams]],
+    they_decode: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Trace:
     """What is drafted for a request in each step, and behind how many tokens of its output.
 
     The others come before it, and stay until it has ended.
     """
-    endless = SamplingParams(temperature=0, max_tokens=how.their_tokens, ignore_eos=True)
-    for number, token_ids in enumerate(neighbours):
+    for number, (token_ids, params) in enumerate(neighbours):
         prompt = TokensPrompt(prompt_token_ids=token_ids)
-        llm.llm_engine.add_request(f"other-{number}", prompt, endless)
+        llm.llm_engine.add_request(f"other-{number}", prompt, params)
     decoding: set[str] = set()
-    while how.they_decode and len(decoding) < len(neighbours):
+    while they_decode and len(decoding) < len(neighbours):
         decoding |= {output.request_id for output in llm.llm_engine.step()}
     scheduler, seen = core(llm).scheduler, []
     schedule = scheduler.schedule

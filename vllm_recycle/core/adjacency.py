@@ -26,7 +26,8 @@ context, has the last token of each text first, and -1 before the first token of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -185,6 +186,17 @@ class AdjacencyMatrix:
         self._num_begun[part] = self._num_begun[part] % (MAX_SALT // parts) + 1
         # Never 0, which is what is shared.
         self.salts[req_state_idx] = self._num_begun[part] * parts + part
+
+    def of_all(self) -> AdjacencyMatrix:
+        """The same table for texts that are nobody's: what is seeded into it is shared.
+
+        Raises ValueError under `isolated`, where nothing is.
+        """
+        if not self.layout.has_shared:
+            raise ValueError(f"scope is {self.scope!r}, expected one with shared entries")
+        view = copy(self)
+        view.layout = replace(self.layout, has_own=False)
+        return view
 
     def shared_entries(self) -> torch.Tensor:
         """A copy of the table without what sequences wrote for themselves."""

@@ -179,6 +179,13 @@ class TokenRecyclingProposer:
         if self.seed_from_prompt:
             self.operations.seed(self.state.matrix, req_state_idx, token_ids)
 
+    def take_in(self, token_ids: torch.Tensor, req_state_idx: int | None = None) -> None:
+        """Take in a text, int64 [length], as a prompt: of one request, or else for all of them."""
+        matrix = self.state.matrix
+        if req_state_idx is None:
+            matrix, req_state_idx = matrix.of_all(), 0
+        self.operations.seed(matrix, req_state_idx, token_ids)
+
 
 def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, num_reqs: int) -> Growth:
     """Grow trees without nodes that `choose` would never take, since most could be grown for long.

@@ -6,6 +6,7 @@ Runners (`cpu.runner`, `cuda.runner`) ask a drafter for drafts, and know of no m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -52,6 +53,13 @@ class Drafter(ABC):
                 # Ranks must agree, and may see different files, or one that is being replaced.
                 for tensor in self.state.tensors.values():
                     get_tp_group().broadcast(tensor)
+
+    def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
+        """Take in a text, as a prompt: of one request, or else for all of them.
+
+        Raises ValueError where the method, or its scope, has no place for it.
+        """
+        raise ValueError(f"the method {self.options.method} takes in no texts")
 
     def make_saver(self) -> StateSaver | None:
         """What writes the state file from now on; None where there is none."""

@@ -50,9 +50,10 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
-        from vllm_recycle.integration import request_stats, tracing
+        from vllm_recycle.integration import request_stats, requests, tracing
 
         self.traces = traces
+        versions.wrap_process_inputs(requests.read_hint)
         versions.wrap_request_stats(request_stats)
         if traces:
             versions.wrap_do_tracing(tracing.span_attributes)

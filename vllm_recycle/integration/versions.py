@@ -144,6 +144,34 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     _replace(SamplingParams, "_validate_spec_decode", validate_spec_decode)
 
 
+def wrap_process_inputs(read_hint: Callable[[Any, Any], None]) -> None:
+    """Let requests bring hints, and read them where the tokenizer is.
+
+    `read_hint`, given vLLM's input processor and the parameters of a request of an engine of ours,
+    puts token ids in the place of texts. OpenAI's `prediction`, which vLLM takes and leaves unread,
+    becomes one of the parameters.
+
+    Remove when plugins may see a request before it is sent to the engine.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        if request.sampling_params is not None:
+            read_hint(self, request.sampling_params)
+        return request
+
+    def to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        if (prediction := (self.model_extra or {}).get("prediction")) is not None:
+            params.extra_args = {**(params.extra_args or {}), "prediction": prediction}
+        return params
+
+    _replace(InputProcessor, "process_inputs", process_inputs)
+    _replace(ChatCompletionRequest, "to_sampling_params", to_sampling_params)
+
+
 def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     """Let the span of a request say more.
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_recycle.core.price import TREES
-from vllm_recycle.core.state_file import StateFileError
+from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.options import options_of
+from vllm_recycle.integration.requests import to_token_ids
 from vllm_recycle.integration.saved_state import StateSaver
 
 logger = init_logger("vllm.recycle")
@@ -89,6 +92,35 @@ class TreeWorker(Worker):
         All data-parallel ranks do, of which vLLM returns the result of the first, here and below.
         """
         return None if self.saver is None else self.saver.save()
+
+    @torch.inference_mode()
+    def learn_texts(self, texts: list[str | list[int]]) -> int:
+        """Take in what requests may say or be like, for all of them; for `collective_rpc`.
+
+        Args:
+            texts: what a prompt may be, a text or its token ids, each; they are nobody's.
+
+        Returns:
+            How many tokens that is.
+
+        Raises:
+            ValueError: if something is neither, if the method takes in no texts, or under a scope
+                in which requests share nothing. Then none was taken in.
+
+        """
+        config = self.model_config
+        if not isinstance(texts, list):
+            raise ValueError(f"learn_texts: got {shorten(texts)}, expected a list of texts")
+        tokenizer, vocab_size = cached_tokenizer_from_config(config), config.get_vocab_size()
+        names = (f"text {number} of learn_texts" for number, _ in enumerate(texts, start=1))
+        read = [
+            to_token_ids(text, name, tokenizer, vocab_size)
+            for text, name in zip(texts, names, strict=True)
+        ]
+        with self._changing_state():
+            for token_ids in read:
+                self.drafter.take_in(token_ids)
+        return sum(map(len, read))
 
     def draft_statistics(self) -> dict[str, float]:
         """What vLLM's own metrics have no place for; for `collective_rpc`.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -35,7 +38,7 @@ class MethodServer(Server):
     def __init__(self, folder: Path, method: str, *flags: str, **environment: str) -> None:
         options, file_option, self.start_up_line = METHODS[method]
         self.state_file = folder / "state.safetensors"
-        options = {**options, file_option: str(self.state_file)}
+        self.options = options = {**options, file_option: str(self.state_file)}
         super().__init__(
             folder / "server.log",
             *("--speculative-config", json.dumps(options), "--shutdown-timeout", "20"),
@@ -50,7 +53,9 @@ class MethodServer(Server):
     params=["token_recycling", pytest.param("ouroboros", marks=pytest.mark.slow)],
 )
 def server(request, tmp_path_factory):
-    server = MethodServer(tmp_path_factory.mktemp("server"), request.param)
+    server = MethodServer(
+        tmp_path_factory.mktemp("server"), request.param, VLLM_SERVER_DEV_MODE="1"
+    )
     try:
         server.wait_until_healthy()
         yield server
@@ -149,6 +154,7 @@ def test_metrics_of_a_request(server, stop):
         {"max_tokens": -1},
         {"temperature": -2},
         {"extra_body": {"vllm_xargs": {"speculate": "perhaps"}}},
+        {"extra_body": {"vllm_xargs": {"hint": ["no token id"]}}},
     ],
 )
 def test_bad_input_is_a_4xx(server, bad):
@@ -161,6 +167,29 @@ def test_a_request_can_opt_out(server, expected):
     answer = server.complete(PROMPTS[0], extra_body={"vllm_xargs": {"speculate": False}})
     assert answer.choices[0].text == expected[0]
     assert server.counter("spec_decode_num_draft_tokens_total") == before
+
+
+def test_hints_and_learnt_texts(server, expected):
+    drafts = server.options["method"] == "token_recycling"
+    hint = {"extra_body": {"vllm_xargs": {"hint": expected[0]}}}
+    call = urllib.request.Request(
+        f"{server.url}/collective_rpc",
+        json.dumps({"method": "learn_texts", "args": [["One text.", [5, 6, 7]]]}).encode(),
+    )
+    with contextlib.nullcontext() if drafts else pytest.raises(openai.BadRequestError):
+        assert server.complete(PROMPTS[0], **hint).choices[0].text == expected[0]
+    with contextlib.nullcontext() if drafts else pytest.raises(urllib.error.HTTPError):
+        (learnt,) = json.loads(urllib.request.urlopen(call).read())["results"]
+        assert int(learnt) > 3
+    prediction = {"type": "content", "content": 5}
+    question = {"model": "target", "messages": [{"role": "user", "content": "How many?"}]}
+    with (
+        pytest.raises(openai.BadRequestError, match="'prediction' is")
+        if drafts
+        else (contextlib.nullcontext())
+    ):
+        server.client.chat.completions.create(**question, extra_body={"prediction": prediction})
+    assert server.complete(PROMPTS[0]).choices[0].text == expected[0]
 
 
 def test_shuts_down_cleanly_and_saves_what_it_learnt(server):

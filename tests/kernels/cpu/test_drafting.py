@@ -223,6 +223,9 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
     for proposer in proposers:
         for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
             proposer.begin(req_state_idx, torch.tensor(text))
+            proposer.take_in(torch.tensor(text[::-1]), req_state_idx)
+        if scope != "isolated":
+            proposer.take_in(torch.tensor(texts[0] + texts[1]))
     for _ in range(3):
         tails = tails_of(texts, first.layout.reach)
         max_depths = torch.tensor([0, 2, 50, 50])[torch.randint(4, (2,))]

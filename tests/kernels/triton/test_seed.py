@@ -83,3 +83,19 @@ def test_where_nothing_is_lost_it_is_what_is_seeded_one_by_one(scope, contexts, 
         core.seed(expected, req_state_idx, torch.tensor(text[:length]))
     assert matrix.table.equal(expected.table)
     assert matrix.num_written > 10
+
+
+@pytest.mark.parametrize("scope", ["sequence", "shared"])
+def test_a_text_that_is_nobodys_is_seeded_for_all(scope):
+    matrix = make_matrix(scope, (1, 2, 4), 4, vocab_size=40, slots=1 << 20)
+    matrix.begin(0)
+    expected, before = copy.deepcopy(matrix), matrix.table.clone()
+    text = torch.tensor([3 * place % 37 for place in range(50)], dtype=torch.int32, device=DEVICE)
+    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
+    # As it is given: one text in the place of everybody's.
+    texts = text.expand(MAX_NUM_REQS, -1)
+    seed(matrix.of_all(), stamps, texts, req_state_indices=[0], lengths=[50])
+    core.seed(expected.of_all(), 0, text)
+    assert matrix.table.equal(expected.table)
+    assert matrix.shared_entries().equal(matrix.table)
+    assert not matrix.table.equal(before)

@@ -42,7 +42,8 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     """Add what is compared."""
     parser.add_argument(
         "--methods",
-        help=f"from {', '.join(methods.METHODS)}, with --draft-model draft_model and ouroboros, "
+        help=f"from {', '.join(methods.METHODS)} (hints: token_recycling, told each "
+        "line's `hint`), with --draft-model draft_model and ouroboros, "
         f"and the names given by --speculative-config; default: {methods.DEFAULT_METHODS}, with "
         f"--draft-model {methods.DEFAULT_METHODS_WITH_DRAFT_MODEL}; suffix only where its package "
         "is installed",

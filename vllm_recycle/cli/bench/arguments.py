@@ -29,7 +29,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         help="JSON lines with `prompt` (a string) or `turns` (a list; without --chat only the "
-        "first), and perhaps `category` and `json_schema`, which the answers then follow",
+        "first), and perhaps `category`, `json_schema`, which the answers then follow, and `hint`",
     )
     parser.add_argument(
         "--chat",

@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm_recycle.cli import RunError
-from vllm_recycle.cli.bench.methods import SpeculativeConfig, needs_plugin
+from vllm_recycle.cli.bench.methods import HINTS, SpeculativeConfig, needs_plugin
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.progress import Progress
 
@@ -220,6 +220,8 @@ def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:
     """Make a child's engine."""
     engine = engine_arguments(plan, config)
     prompts = [dataclasses.asdict(prompt) for prompt in plan.prompts]
+    if child.name != HINTS:
+        prompts = [prompt | {"hint": None} for prompt in prompts]
     return child.ask("load", engine=engine, prompts=prompts, chat=plan.chat)
 
 

@@ -17,6 +17,7 @@ SpeculativeConfig = dict[str, Any] | None  # None: plain decoding
 Methods = dict[str, SpeculativeConfig]
 
 DRAFT_MODEL = "draft_model"
+HINTS = "hints"  # with which the engine is given the hints of the prompts
 METHODS: Methods = {
     "none": None,
     "ngram": {
@@ -28,6 +29,7 @@ METHODS: Methods = {
     # The best of those tried, as for ngram: examples/benchmarks/README.md.
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.3},
     "token_recycling": {"method": "token_recycling"},
+    HINTS: {"method": "token_recycling"},
     "paper-80": {"method": "token_recycling", "preset": "paper"},
 }
 DEFAULT_METHODS = "none,ngram,suffix,token_recycling"

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import check_writable, read_workload
-from vllm_recycle.cli.bench.methods import SpeculativeConfig, choose_methods
+from vllm_recycle.cli.bench.methods import HINTS, SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt
 
 NO_CONDITIONS = {"prompts", "prompts_path", "profile", "by_category", "json_path"}
@@ -59,6 +59,8 @@ class Plan:
                 f"got {len(self.prompts)} prompts, expected at least {self.num_passes}: each of "
                 "the repeats and the first pass needs prompts of its own"
             )
+        if HINTS in self.methods and not any(prompt.hint for prompt in self.prompts):
+            raise UsageError(f"the method {HINTS}: {self.prompts_path} has no line with a `hint`")
         if self.by_category and not all(prompt.category for prompt in self.prompts):
             raise UsageError(
                 f"--by-category: {self.prompts_path} has prompts without a category, expected "

@@ -19,11 +19,13 @@ class Prompt:
         turns: at least one; more than one only where they are put into a chat template.
         category: what the file calls its kind, if anything.
         json_schema: that each answer has to follow, if any.
+        hint: what the answers may say, if anything; for the method `hints`.
     """
 
     turns: tuple[str, ...]
     category: str | None = None
     json_schema: Mapping[str, Any] | None = None
+    hint: str | None = None
 
 
 def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
@@ -75,8 +77,10 @@ def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
         raise UsageError(
             f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
         )
-    for key, kind, expected in (("category", str, "a string"), ("json_schema", dict, "an object")):
+    fields = (("category", str), ("json_schema", dict), ("hint", str))
+    for key, kind in fields:
         if (value := row.get(key)) is not None and not isinstance(value, kind):
+            expected = "a string" if kind is str else "an object"
             raise UsageError(f"{where}: `{key}` must be {expected}, got {json.dumps(value)}")
     turns = turns if chat else turns[:1]
-    return Prompt(tuple(turns), row.get("category"), row.get("json_schema"))
+    return Prompt(tuple(turns), *(row.get(key) for key, _ in fields))

@@ -176,12 +176,14 @@ class Worker:
         flying[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
-        """The parameters of one prompt: with its seed and its schema."""
+        """The parameters of one prompt: with its seed, its schema and its hint."""
         from vllm.sampling_params import StructuredOutputsParams
 
         params = params.clone()
         if params.temperature:
             params.seed = index
+        if hint := self.prompts[index]["hint"]:
+            params.extra_args = {"hint": hint}
         if schema := self.prompts[index]["json_schema"]:
             params.structured_outputs = StructuredOutputsParams(json=schema)
         return params

@@ -30,7 +30,7 @@ from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import options_of
-from vllm_recycle.integration.requests import may_speculate
+from vllm_recycle.integration.requests import hinted_text, may_speculate
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
@@ -106,9 +106,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            known = torch.tensor([*_prompt_of(request), *request.output_token_ids])
+            known = [*_prompt_of(request), *request.output_token_ids]
             req_state_idx = self.req_state_indices.assign(request_id)
-            self.drafter.begin(req_state_idx, known, request.num_computed_tokens)
+            self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
+            if hinted := hinted_text(request.sampling_params, known):
+                self.drafter.take_in(hinted, req_state_idx)
         return result
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
         self.proposer.begin(req_state_idx, token_ids)
+
+    def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
+        self.proposer.take_in(torch.tensor(token_ids, dtype=torch.int64), req_state_idx)
 
     def observe(
         self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor

@@ -34,7 +34,7 @@ from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_row
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
-from vllm_recycle.integration.requests import may_speculate
+from vllm_recycle.integration.requests import hinted_text, may_speculate
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -129,6 +129,9 @@ class TreeModelRunner(GPUModelRunner):
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             lengths = [len(request.prefill_token_ids) for request in new]
             self.drafter.begin(indices, lengths)
+            for index, request in zip(indices, new, strict=True):
+                if hinted := hinted_text(request.sampling_params, request.prefill_token_ids):
+                    self.drafter.take_in(hinted, index)
             self.may_speculate[indices] = [
                 may_speculate(request.sampling_params, on_v2=True) for request in new
             ]

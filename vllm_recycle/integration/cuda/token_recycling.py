@@ -106,6 +106,19 @@ class TokenRecyclingV2Drafter(V2Drafter):
                 lengths=lengths,
             )
 
+    def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
+        matrix = self.state.matrix
+        if req_state_idx is None:
+            matrix, req_state_idx = matrix.of_all(), 0
+        text = async_tensor_h2d([*token_ids], device=matrix.table.device, dtype=torch.int32)
+        seed(
+            matrix,
+            self.stamps,
+            text.expand(len(matrix.salts), -1),  # where each request has its text
+            req_state_indices=[req_state_idx],
+            lengths=[len(text)],
+        )
+
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)
 
