@@ -46,15 +46,17 @@ def _finish(vllm_config: Any) -> None:
 class Registered:
     """What a configuration of ours carries: where it is unpickled, `register` was called.
 
-    With `traces`, spans of requests are made, which then say what was drafted.
+    Servers then stream token by token to parsers. With `traces`, spans of requests are made, which
+    then say what was drafted.
     """
 
     def __init__(self, traces: bool) -> None:
-        from vllm_recycle.integration import request_stats, requests, tracing
+        from vllm_recycle.integration import request_stats, requests, streaming, tracing
 
         self.traces = traces
         versions.wrap_process_inputs(requests.read_hint)
         versions.wrap_request_stats(request_stats)
+        versions.wrap_streams(streaming.Detokenizer, streaming.by_token)
         if traces:
             versions.wrap_do_tracing(tracing.span_attributes)
 

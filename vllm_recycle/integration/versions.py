@@ -197,6 +197,55 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     _replace(output_processor.OutputProcessor, "do_tracing", do_tracing)
 
 
+def wrap_streams(
+    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
+) -> None:
+    """Let a server that parses tool calls or reasoning hand on a step's tokens one by one.
+
+    `detokenizer` is given vLLM's detokenizer of a streaming request, and returns what takes its
+    place. `by_token`, given a server, its parser or None and what a request is answered from,
+    returns what it is to be answered from.
+
+    Other servers, engines and workers are left as they are: this waits until a parser is made.
+    Remove when vLLM's parsers do not depend on how a text is cut into deltas.
+    """
+    from vllm.parser import ParserManager
+
+    def get_parser(original: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        if parser is not None:
+            _wrap_servers(detokenizer, by_token)
+        return parser
+
+    _replace(ParserManager, "get_parser", get_parser)
+
+
+def _wrap_servers(
+    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
+) -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    def from_new_request(original: Any, tokenizer: Any, request: Any) -> Any:
+        made = original(tokenizer, request)
+        streams = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        return detokenizer(made) if streams else made
+
+    def chat(original: Any, self: Any, request: Any, results: Any, *args: Any, **kw: Any) -> Any:
+        return original(self, request, by_token(self, self.parser_cls, results), *args, **kw)
+
+    def respond(
+        original: Any, self: Any, request: Any, params: Any, contexts: Any, *args: Any
+    ) -> Any:
+        return original(self, request, params, by_token(self, self.parser, contexts), *args)
+
+    _replace(IncrementalDetokenizer, "from_new_request", from_new_request)
+    _replace(OpenAIServingChat, "chat_completion_stream_generator", chat)
+    _replace(OpenAIServingResponses, "_process_simple_streaming_events", respond)
+
+
 def wrap_request_stats(stats: Any) -> None:
     """Count what requests get by `stats`, which has the functions of `request_stats`.
 
