@@ -66,7 +66,7 @@ def serve(served: ServedTimes, machine: dict[str, float], steps: int, noise: np.
         at = None if rows == 1 else kind
         served.serve(at, rows, num_reqs=1, context=256, seconds=seconds)
         if step % CORRECT_EVERY == 0:
-            served.correct(served.logs)
+            served.correct(served.logs, served.ages)
     return looks
 
 
@@ -104,7 +104,7 @@ def test_a_stall_moves_little():
     served = ServedTimes(measured(**FAST))
     for seconds in (0.010, 10.0):
         served.serve(None, 1, num_reqs=1, context=256, seconds=seconds)
-    served.correct(served.logs)
+    served.correct(served.logs, served.ages)
     assert math.exp(np.nanmax(served.logs)) < 1.05
     assert served.known() == {
         f"seconds_by_measured: {kind}, 1 requests, 256 tokens, 1 rows": pytest.approx(
@@ -117,7 +117,7 @@ def test_a_stall_moves_little():
 def test_what_is_not_known_is_not_corrected():
     times = measured(**FAST)
     served = ServedTimes(times)
-    served.correct(served.logs)
+    served.correct(served.logs, served.ages)
     for kind in KINDS:
         assert np.allclose(served.times[kind].times, times[kind].times)
         assert np.allclose(served.times[kind].slopes(1)[:-1], times[kind].slopes(1)[:-1])

@@ -71,19 +71,20 @@ class StepTimes:
     def measured(cls, points: Mapping[Load, Mapping[int, float]], max_rows: int) -> StepTimes:
         """Between rows that were measured, and beyond them, times lie on straight lines.
 
-        `points` are, by load, at least two times by number of rows, the fewest without drafts.
+        `points` are, by load, at least two times by number of rows, the fewest without drafts: the
+        unit, also where more rows were measured to take less.
         """
         rows = np.arange(max_rows + 1)
         times, seconds = {}, {}
         for load, of_rows in points.items():
             known, values = map(np.asarray, zip(*sorted(of_rows.items()), strict=True))
+            seconds[load] = float(values[0])
             values = _rising(values)
             slopes = (values[-1] - values[[-2, 0]]) / (known[-1] - known[[-2, 0]])
             # Not flatter than on average: two noisy times must not make all that is beyond free.
             beyond = values[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
             inside = np.interp(rows, known, values)
-            times[load] = np.where(rows > known[-1], beyond, inside) / values[0]
-            seconds[load] = float(values[0])
+            times[load] = np.where(rows > known[-1], beyond, inside) / seconds[load]
         return cls(times, seconds)
 
     def scaled(self, factors: np.ndarray) -> StepTimes:

@@ -21,7 +21,7 @@ from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.price import CHAINS, Price, cut, rate
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
-from vllm_recycle.core.tree import CHAIN, TreeTemplate, load_tree
+from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate, chain
 from vllm_recycle.core.verification import NO_TOKEN
 
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
@@ -109,7 +109,7 @@ class TokenRecyclingProposer:
             max_nodes = tree.num_nodes
         self.state = state
         self.tree = tree
-        self.chain = load_tree(CHAIN).prefix(max_nodes)
+        self.chain = chain(min(max_nodes, MAX_CHAIN))
         self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
         self.operations = operations

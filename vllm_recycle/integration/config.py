@@ -266,7 +266,7 @@ def _choose_chains(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRec
     if reason is None:
         return options
     logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
-    options = options.as_chains()
+    options = options.as_chains(vllm_config.model_config.max_model_len - 1)
     vllm_config.additional_config = put(
         vllm_config.additional_config, options, chooses_sizes=chooses_sizes(vllm_config)
     )

@@ -14,7 +14,6 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_recycle.core.price import TREES
 from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
@@ -38,8 +37,8 @@ class TreeWorker(Worker):
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether attention must be ours; chains are verified by vLLM's own."""
-        return TREES in options_of(self.vllm_config).kinds
+        """Whether attention must be ours."""
+        return True
 
     @property
     def drafter(self) -> Drafter:
@@ -129,7 +128,8 @@ class TreeWorker(Worker):
             `rounds`, drafts that a draft model made since the start, and `forwards`, draft
             forwards, both counted once for each request that took part; 0 without a draft model.
             `table_fill`, the part of the matrix or pool that is written. Where rows are priced
-            one by one, `row_cost`: what a row more costs a step of one at least, in units of it.
+            one by one, `row_cost`: what a row more costs a step of one at least, in units of it;
+            and `seconds_by_measured: ...`: what steps take in parts of what they did at start-up.
         """
         return self.drafter.statistics()
 

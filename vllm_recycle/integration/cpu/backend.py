@@ -100,11 +100,9 @@ def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
         attn_groups: vLLM's, of each KV cache group.
 
     """
-    if step.are_chains:
-        return
     for groups in attn_groups:
         for group in groups:
-            group.get_metadata_builder().step = step
+            group.get_metadata_builder().step = None if step.are_chains else step
 
 
 def _without_trees(

@@ -68,9 +68,16 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.input_batch.logitsprocs = LogitsProcessors(
             processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
         )
-        # The walk asks what is to be thought at each row, with the path so far as output.
+        self._count_thinking_by_row()
+
+    def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        self._count_thinking_by_row()
+
+    def _count_thinking_by_row(self) -> None:
+        """Count budgets of thinking as without drafts: the walk has the path so far as output."""
         self.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
-            vllm_config.reasoning_config, self.max_num_reqs, 0, device, False
+            self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
         )
 
     @property
@@ -106,7 +113,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            known = [*_prompt_of(request), *request.output_token_ids]
+            is_encoder_decoder = self.model_config.is_encoder_decoder
+            prompt = prompt_of(request, is_encoder_decoder=is_encoder_decoder)
+            known = [*prompt, *request.output_token_ids]
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
             if hinted := hinted_text(request.sampling_params, known):
@@ -255,8 +264,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         )
         token_ids, parents = self.drafter.draft(texts, batch.block_table)
         if sum(scheduled) == len(self.step.row_token_ids):
-            before = float(computed.mean()) - len(self.step.row_token_ids) / len(scheduled)
-            self.drafter.serve(self.step, before, time.perf_counter() - self.began)
+            before = batch.num_computed_tokens_cpu[: batch.num_reqs].mean()
+            self.drafter.serve(self.step, float(before), time.perf_counter() - self.began)
         drafts = token_ids[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.
@@ -278,13 +287,16 @@ class TreeCPUModelRunner(CPUModelRunner):
         return self.drafter.price(self)
 
 
-def _prompt_of(request: Any) -> list[int]:
-    """The prompt of a request, with -1 where its input is no token."""
+def prompt_of(request: Any, *, is_encoder_decoder: bool) -> list[int]:
+    """The prompt of a request, of the decoder, with -1 where its input is no token."""
     if request.prompt_token_ids is None:
         return [NO_TOKEN] * request.num_prompt_tokens
     tokens = list(request.prompt_token_ids)
-    for feature in request.mm_features:
-        first, length = feature.mm_position.offset, feature.mm_position.length
-        tokens[first : first + length] = [NO_TOKEN] * length
-    is_token = request.prompt_is_token_ids or [True] * len(tokens)
-    return [token if one else NO_TOKEN for token, one in zip(tokens, is_token, strict=True)]
+    for feature in () if is_encoder_decoder else request.mm_features:
+        first = feature.mm_position.offset
+        end = first + feature.mm_position.length
+        tokens[first:end] = [NO_TOKEN] * (end - first)
+    if request.prompt_is_token_ids:
+        holes = zip(tokens, request.prompt_is_token_ids, strict=True)
+        return [token if is_token else NO_TOKEN for token, is_token in holes]
+    return tokens

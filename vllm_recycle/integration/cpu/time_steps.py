@@ -48,15 +48,15 @@ def find_step_times(runner: Any) -> tuple[dict[str, StepTimes], float | None, st
     started = time.perf_counter()
     measured = from_first_rank(_measure(runner, most))
     seconds = time.perf_counter() - started
+    requests, context = first = min(next(iter(measured.values())))
     times, shown = {}, []
     for kind, points in measured.items():
         times[kind] = StepTimes.measured(points, max_rows)
-        (requests, context), of_rows = min(points.items())
-        found = ", ".join(f"{rows}: {1e3 * of_rows[rows]:.1f}" for rows in sorted(of_rows))
-        shown.append(f"{kind} {found}")
+        of_rows = sorted(points[first].items())
+        shown.append(f"{kind} " + ", ".join(f"{rows}: {1e3 * time:.1f}" for rows, time in of_rows))
     return (
         times,
-        of_rows[1],
+        points[first][1],
         (
             f"a step by its rows, in ms, of {requests} request behind {context} tokens: "
             f"{'; '.join(shown)}; measured in {seconds:.1f} s for {len(points)} loads"
@@ -123,7 +123,8 @@ def _time_steps(
         kinds: what drafts may be.
 
     """
-    steps = [(kind, rows) for rows in sizes for kind in kinds if rows > 1 or kind == min(kinds)]
+    plain, *_ = kinds  # of all kinds alike
+    steps = [(kind, rows) for rows in sizes for kind in kinds if rows > 1 or kind == plain]
     ends = [step for step in steps if step[1] in sizes[:2]]
     for kind, rows in ends:
         _time_step(runner, requests, rows, context, kind)  # what is slow at the first time only
@@ -135,9 +136,8 @@ def _time_steps(
         seconds = _time_step(runner, requests, rows, context, kind)
         # What is beyond the shortest is somebody else's.
         times[kind, rows] = min(seconds, times.get((kind, rows), math.inf))
-    plain = times[min(kinds), 1]
     return {
-        kind: {requests: plain}
+        kind: {requests: times[plain, 1]}
         | {requests * rows: seconds for (of, rows), seconds in times.items() if of == kind}
         for kind in kinds
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_recycle.core.price import TREES
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
+from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.worker import TreeWorker
 from vllm_recycle.kernels.cpu.kv_cache import ISAS
 
@@ -29,6 +32,11 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         # CPUWorker names its runner class in `init_device`, so the runner that it made is
         # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
         self.model_runner = self._make_model_runner()
+
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether attention must be ours; chains are verified by vLLM's own."""
+        return TREES in options_of(self.vllm_config).kinds
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -51,11 +59,13 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
 
 def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
     """Whether a layer with MLA gives all heads of all rows their positions."""
-    rotary = layer.rotary_emb
-    if rotary is None:
+    if layer.rotary_emb is None:
         return True
-    # Parts of wider rows, as layers give them.
-    query, key = torch.ones(2, 3, 2, 2 * rotary.rotary_dim)[..., : rotary.rotary_dim]
-    given = torch.arange(1, 4), query, key[:, :1]
-    got = rotary(*(tensor.clone() for tensor in given))
-    return all(map(torch.allclose, got, rotary.forward_native(*given)))
+    rotary = copy.deepcopy(layer.rotary_emb)  # which may convert its table to what it is given
+
+    def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Parts of wider rows, as layers give them.
+        query, key = torch.ones(2, 3, 2, 2 * rotary.rotary_dim)[..., : rotary.rotary_dim]
+        return torch.arange(1, 4), query, key[:, :1]
+
+    return all(map(torch.allclose, rotary(*given()), rotary.forward_native(*given())))

@@ -9,7 +9,7 @@ from typing import Any, Self
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.state_file import is_int
-from vllm_recycle.core.tree import CHAIN, MAX_NODES, TreeTemplate, load_tree
+from vllm_recycle.core.tree import CHAIN, MAX_CHAIN, MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions, expect
@@ -129,10 +129,9 @@ class TokenRecyclingOptions(MethodOptions):
             return self.max_nodes
         return super().num_nodes
 
-    def as_chains(self) -> Self:
-        """The same in chains, for an engine that trees do not go with."""
-        num_nodes = min(self.num_nodes, load_tree(CHAIN).num_nodes)
-        return replace(self, tree=CHAIN, max_nodes=num_nodes)
+    def as_chains(self, longest: int) -> Self:
+        """The same in chains of at most so many nodes, where trees do not go."""
+        return replace(self, tree=CHAIN, max_nodes=max(1, min(self.num_nodes, longest, MAX_CHAIN)))
 
     def load_tree(self) -> TreeTemplate:
         """The template; raises ValueError if there is no such tree, or it does not fit k."""
