@@ -113,7 +113,10 @@ def test_a_file_that_is_no_tree_is_refused(content, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.json"], "expected one of ['default', 'paper-80'] or the path of a JSON file"),
+        (
+            ["missing.json"],
+            "expected one of ['chain', 'default', 'paper-80'] or the path of a JSON file",
+        ),
         (["paper-80", "--max-nodes=81"], "got 81, expected at most the 80 nodes"),
         (["paper-80", "--max-nodes=0"], "got '0', expected an integer of at least 1"),
         (["paper-80", "--svg=/nowhere/tree.svg"], "--svg /nowhere/tree.svg cannot be written"),

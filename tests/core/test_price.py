@@ -125,7 +125,7 @@ def test_of_equally_good_numbers_of_nodes_the_least_is_taken():
 @given(times=step_times())
 def test_a_slope_is_the_least_to_any_larger_number_of_rows(times):
     values = times.times[0].tolist()
-    for rows, slope in enumerate(times.slopes[0].tolist()):
+    for rows, slope in enumerate(times.slopes(0).tolist()):
         further = range(rows + 1, len(values))
         least = min(((values[b] - values[rows]) / (b - rows) for b in further), default=torch.inf)
         assert slope == least
@@ -142,7 +142,7 @@ def test_linear_times_are_in_units_of_one_row():
     times = StepTimes.linear(0.25, 4)
     assert times.max_rows == 4
     assert times.times.tolist() == [[1, 1, 1.25, 1.5, 1.75]]
-    assert times.slopes.tolist() == [[0, 0.25, 0.25, 0.25, torch.inf]]
+    assert times.slopes(0).tolist() == [0, 0.25, 0.25, 0.25, torch.inf]
 
 
 def test_between_and_beyond_what_was_measured_times_lie_on_lines():

@@ -19,7 +19,7 @@ from strategies import trees as templates
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES
-from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees, TreeTemplate
 
@@ -47,7 +47,7 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
         tree=tree,
         operations=operations,
     )
-    proposer.price = StepTimes.linear(row_cost, 40).at(1, 0)
+    proposer.prices = {TREES: StepTimes.linear(row_cost, 40).at(1, 0)}
     return proposer
 
 
@@ -57,8 +57,7 @@ def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, 
         idx_mapping,
         tails_of(texts, proposer.layout.reach),
         max_depths=max_depths,
-        times=proposer.price[0],
-        slopes=proposer.price[1],
+        prices=proposer.prices,
         num_other_rows=0,
     )
     return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
@@ -194,17 +193,16 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     state.acceptance.counts[..., :4, 0] = 8 * setting.rates
     state.acceptance.counts[..., :4, 1] = 4
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
-    (values, slopes), growth = times.at(1, 0), setting.grow()
+    price, growth = times.at(1, 0), setting.grow()
     texts = setting.arguments[-1]
     drafts, parents = proposer.propose(
         texts.idx_mapping,
         texts.tails,
         max_depths=texts.max_depths,
-        times=values,
-        slopes=slopes,
+        prices={TREES: price},
         num_other_rows=others,
     )
-    counts = reference.choose(growth.worths, values, num_other_rows=others)
+    counts = reference.choose(growth.worths, price.times, num_other_rows=others)
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
     assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])
@@ -225,6 +223,27 @@ def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays(
     assert sizes[0] == 5 > sizes[1] > sizes[2] == 0
     with pytest.raises(ValueError, match=f"rank {K} is not below k = {K}"):
         make_proposer(tree=TreeTemplate(((0, K),)))
+
+
+def test_chains_are_drafted_where_they_promise_more_for_their_time():
+    proposer = make_proposer(contexts=(1,))
+    for token in range(VOCAB):
+        successors = [(token + 1 + rank) % VOCAB for rank in range(K)]
+        write_entries(proposer.state.matrix, [token], 1, successors, own=False, shared=True)
+    idx_mapping, texts = torch.tensor([0, 1]), [[3], [5]]
+    dear, cheap = (StepTimes.linear(cost, 40).at(2, 0) for cost in (0.06, 0.04))
+    as_dear, _ = propose(proposer, idx_mapping, texts)
+    for prices in ({TREES: cheap, CHAINS: dear}, {TREES: dear, CHAINS: dear}):
+        proposer.prices = prices
+        _, trees = propose(proposer, idx_mapping, texts)
+        assert (trees.parents[:, 1:3] == 0).any()
+    proposer.prices = {TREES: dear, CHAINS: StepTimes.linear(0.001, 40).at(2, 0)}
+    drafts, trees = propose(proposer, idx_mapping, texts)
+    counts = (drafts >= 0).sum(1)
+    for text, draft, parents, count in zip(texts, drafts, trees.parents, counts, strict=True):
+        assert parents[1 : 1 + count].tolist() == list(range(count))
+        assert draft[:count].tolist() == [(text[0] + 1 + i) % VOCAB for i in range(count)]
+    assert int(counts.sum()) > int((as_dear >= 0).sum())
 
 
 # The file.

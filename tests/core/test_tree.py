@@ -172,7 +172,7 @@ def test_a_file_that_is_no_tree_is_refused_by_its_name(tmp_path, content, messag
 
 def test_an_unknown_name_is_refused_with_the_names_there_are(tmp_path):
     for unknown in ("no-such-tree", tmp_path):
-        with pytest.raises(ValueError, match=r"expected one of \['default', 'paper-80'\]"):
+        with pytest.raises(ValueError, match=r"expected one of \['chain', 'default', 'paper-80'\]"):
             load_tree(unknown)
 
 

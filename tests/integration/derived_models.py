@@ -6,15 +6,48 @@ Their text is natural enough that drafts are accepted, and a layer's kind matter
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from engines import TARGET
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 
 WEIGHTS = "model.safetensors"
+AUDIO = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    **dict.fromkeys(("mscale", "mscale_all_dim"), 0.7),
+}
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
 NUM_LAYERS = 6
 EXPERTS = 4
 
@@ -137,20 +170,59 @@ def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:
     return write_model(folder, config.to_dict(), weights=weights | of_layers)
 
 
-def qwen2_audio(folder: Path) -> str:
-    """The target as the text part of a Qwen2-Audio, and no weights for what hears."""
+def qwen2_audio(folder: Path, *, hears: bool = False) -> str:
+    """The target as the text part of a Qwen2-Audio, whose ear has random weights or none."""
     text, weights = as_qwen2(TARGET)
+    if hears:
+        embedding = "model.embed_tokens.weight"
+        weights[embedding] = torch.nn.functional.pad(weights[embedding], (0, 0, 0, len(AUDIO)))
+        text["vocab_size"] += len(AUDIO)
     sizes = {"d_model": 32, "encoder_ffn_dim": 64}
-    layers = {"encoder_layers": 1, "encoder_attention_heads": 2}
+    layers = {"encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 16}
     config = {
         "architectures": ["Qwen2AudioForConditionalGeneration"],
         "model_type": "qwen2_audio",
         "text_config": text,
         "audio_config": {"model_type": "qwen2_audio_encoder", **sizes, **layers},
         "tie_word_embeddings": text["tie_word_embeddings"],
+        "audio_token_index": text["vocab_size"] - 1,  # the last of AUDIO
     }
     wrapped = {f"language_model.{name}": weight for name, weight in weights.items()}
-    return write_model(folder, config, weights=wrapped)
+    if hears:
+        made = Qwen2AudioConfig.from_dict(config)
+        ear = random_weights(made, norms=1.0, kind=Qwen2AudioForConditionalGeneration)
+        wrapped |= {
+            name.removeprefix("model."): weight
+            for name, weight in ear.items()
+            if "audio_tower" in name or "projector" in name
+        }
+    write_model(folder, config, weights=wrapped)
+    if hears:
+        WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
+        add_tokens(folder, AUDIO)
+        name_processor(folder, "Qwen2AudioProcessor")
+    return str(folder)
+
+
+def add_tokens(folder: Path, tokens: Sequence[str]) -> None:
+    """Give the tokenizer of a model, which is linked, some special tokens more."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    size, flags = len(content["model"]["vocab"]), ("lstrip", "rstrip", "single_word", "normalized")
+    content["added_tokens"] += [
+        {"id": size + i, "content": token, "special": True, **dict.fromkeys(flags, False)}
+        for i, token in enumerate(tokens)
+    ]
+    path.unlink()
+    path.write_text(json.dumps(content))
+
+
+def name_processor(folder: Path, name: str) -> None:
+    """Say what prepares the inputs of a model beside its tokenizer."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"processor_class": name}
+    path.unlink()  # it is a link
+    path.write_text(json.dumps(config))
 
 
 def with_mrope(folder: Path, *, source: str = TARGET) -> str:
@@ -176,10 +248,13 @@ def as_qwen2(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config | architecture, weights | biases
 
 
-def random_weights(config: Any, *, norms: float, std: float = 0.05) -> dict[str, torch.Tensor]:
-    """Those of a model of `transformers`, of norms one number."""
+def random_weights(
+    config: Any, *, norms: float, std: float = 0.05, kind: type | None = None
+) -> dict[str, torch.Tensor]:
+    """Those of a model of `transformers`, of norms one number; `kind` if it only writes."""
     with torch.device("meta"):
-        shapes = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+        model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        shapes = dict(model.named_parameters())
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.full(weight.shape, norms)
@@ -187,3 +262,93 @@ def random_weights(config: Any, *, norms: float, std: float = 0.05) -> dict[str,
         else torch.empty(weight.shape).normal_(std=std, generator=generator)
         for name, weight in shapes.items()
     }
+
+
+def gemma2(folder: Path) -> str:
+    """A Gemma 2, whose attention has a soft cap, with random weights."""
+    config = Gemma2Config(
+        **SMALL,
+        architectures=["Gemma2ForCausalLM"],
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=0.0))
+
+
+def llama4(folder: Path) -> str:
+    """A Llama 4 of layers with chunked attention and one without, with random weights."""
+    config = Llama4TextConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        architectures=["Llama4ForCausalLM"],
+        intermediate_size_mlp=128,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+        attention_chunk_size=64,
+        no_rope_layers=[1, 1, 0, 1],
+        attn_temperature_tuning=False,
+        use_qk_norm=False,
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
+
+
+def bloom(folder: Path) -> str:
+    """A Bloom, whose positions are slopes (ALiBi), with random weights."""
+    config = BloomConfig(
+        vocab_size=SMALL["vocab_size"],
+        hidden_size=64,
+        n_layer=2,
+        n_head=2,
+        architectures=["BloomForCausalLM"],
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
+
+
+def whisper(folder: Path) -> str:
+    """A Whisper with random weights."""
+    config = WhisperConfig(
+        vocab_size=SMALL["vocab_size"],
+        num_mel_bins=16,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=100,
+        max_target_positions=448,
+        architectures=["WhisperForConditionalGeneration"],
+        **dict.fromkeys(("decoder_start_token_id", "bos_token_id"), 1),
+        eos_token_id=2,
+        pad_token_id=0,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    weights = random_weights(config, norms=1.0, kind=WhisperForConditionalGeneration)
+    write_model(folder, config.to_dict(), weights=weights)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
+    name_processor(folder, "WhisperProcessor")
+    return str(folder)
+
+
+def deepseek(folder: Path, *, rope: dict[str, Any] = YARN) -> str:
+    """A DeepSeek-V2 (MLA) of dense layers, with random weights."""
+    config = DeepseekV2Config(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": None},
+        architectures=["DeepseekV2ForCausalLM"],
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=SMALL["num_hidden_layers"],
+        moe_intermediate_size=64,
+        rope_parameters=rope,
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))

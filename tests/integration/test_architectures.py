@@ -103,7 +103,7 @@ def test_what_is_other_about_a_model_matters(expected, tmp_path):
 )
 def test_models_that_are_refused(models, draft, flags, message):
     register()
-    method = {**SMALL_OUROBOROS, "model": models[draft]} if draft else GROWN
+    method = {**SMALL_OUROBOROS, "model": models[draft]} if draft else PAPER
     model = models[draft or "text part"]
     with pytest.raises(NotImplementedError, match=message):
         EngineArgs(

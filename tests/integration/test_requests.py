@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from engines import (
@@ -20,6 +22,7 @@ from engines import (
 from vllm import SamplingParams
 
 from vllm_recycle.core.tree import Trees
+from vllm_recycle.integration.cpu import time_steps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 both_methods = pytest.mark.parametrize(
@@ -224,6 +227,29 @@ def test_start_up_lines_of_grown_trees():
     assert (step_times.times[:, 1] == 1).all()
     assert (step_times.times.diff() >= 0).all()
     assert step_times.times[0, -1] > 1
+
+
+@pytest.mark.slow
+def test_prices_follow_served_steps(monkeypatch):
+    """Plain steps looked three times as long at start-up: rows seemed to be free."""
+    time_step = time_steps._time_step
+
+    def slow(runner: Any, requests: int, rows: int, *args: Any) -> float:
+        return time_step(runner, requests, rows, *args) + (0.03 if rows == 1 else 0.0)
+
+    monkeypatch.setattr(time_steps, "_time_step", slow)
+    prompts = read_prompts(1)
+    with engine(TOKEN_RECYCLING) as llm:
+        drafter = runner(llm).drafter
+        before = {kind: times.at(1, 256).times[8] for kind, times in drafter.step_times.items()}
+        for _ in range(3):
+            generate(llm, prompts, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        after = {kind: times.at(1, 256).times[8] for kind, times in drafter.step_times.items()}
+        found = statistics(llm)
+    assert all(time < 1.01 for time in before.values())
+    assert all(after[kind] > before[kind] for kind in before)
+    plain = "seconds_by_measured: chains, 1 requests, 256 tokens, 1 rows"
+    assert 0 < found[plain] < 0.9
 
 
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])

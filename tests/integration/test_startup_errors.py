@@ -307,12 +307,7 @@ def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
         ({"async_scheduling": True}, "--async-scheduling"),
         ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
          "--data-parallel-size above 1 with a mixture-of-experts model"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"hf_overrides": {"rswa_window": 64}}, "reference sliding-window"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
-        ({"reasoning_config": {"reasoning_start_str": "<", "reasoning_end_str": ">"}},
-         "--reasoning-config"),
         ({"structured_outputs_config": {"backend": "lm-format-enforcer"}},
          "--structured-outputs-config.backend lm-format-enforcer"),
     ],
@@ -338,8 +333,27 @@ REFUSED_BY_CONFIG = {
     "ec_transfer_config": (None, object()),
     "watermark_config": (None, object()),
     "diffusion_config": (None, object()),
-    "kv_transfer_config": (None, object()),
 }
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
+        ({"hf_overrides": {"attn_logit_softcapping": 30.0}}, "a model with a logits soft cap"),
+    ],
+)
+def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
+    said = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda *words: said.append(words))
+    options = options_of(make_config({"max_nodes": 10}, **flags))
+    assert said == [("%s drafts chains: trees do not go with %s", "token_recycling", feature)]
+    assert (options.tree, options.num_nodes) == ("chain", 10)
+    for method in ({"tree": "default"}, {"preset": "paper"}):
+        with pytest.raises(NotImplementedError, match=f"does not support {feature}"):
+            make_config(method, **flags)
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_CONFIG)

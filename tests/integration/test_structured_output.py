@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import GROWN, PAPER, SMALL_OUROBOROS, core, engine, generate, read_prompts
+from engines import GROWN, PAPER, SMALL_OUROBOROS, core, counter, engine, generate, read_prompts
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
@@ -269,8 +268,6 @@ def test_there_are_no_drafts_before_a_request_has_reasoned(monkeypatch):
     with engine(**settings) as llm:
         plain = generate(llm, prompts, params)
     with engine(GROWN, **settings) as llm:
-        with pytest.raises(VLLMValidationError, match="thinking_token_budget: got 8, expected"):
-            generate(llm, prompts, SamplingParams(thinking_token_budget=8))
         generate(llm, prompts, params)
         scheduler, seen = core(llm).scheduler, []
         schedule = scheduler.schedule
@@ -286,3 +283,26 @@ def test_there_are_no_drafts_before_a_request_has_reasoned(monkeypatch):
         assert generate(llm, prompts, params) == plain
     assert {(False, False), (True, True)} <= set(seen)
     assert (False, True) not in seen
+
+
+@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
+def test_budgets_of_tokens_to_think_with(method):
+    ends = {"reasoning_start_str": "Question", "reasoning_end_str": "Answer"}
+    settings = {"reasoning_config": ends}
+    prompts = [f"{prompt} Question" for prompt in read_prompts(6, max_words=60)]
+
+    def params(budgets: list[int | None]) -> list[SamplingParams]:
+        given = {"max_tokens": 40, "ignore_eos": True}
+        return [
+            SamplingParams(temperature=i % 2, seed=i, thinking_token_budget=budget, **given)
+            for i, budget in enumerate(budgets)
+        ]
+
+    budgets = [None, 0, 1, 3, 7, 12]
+    with engine(**settings) as llm:
+        free = generate(llm, prompts, params([None] * 6))
+        expected = generate(llm, prompts, params(budgets))
+    assert [a == b for a, b in zip(free, expected, strict=True)] == [True, *[False] * 5]
+    with engine(method, **settings) as llm:
+        assert generate(llm, prompts, params(budgets)) == expected
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0

@@ -101,6 +101,30 @@ def hostile_files(folder: Path) -> dict[str, Any]:
     return refused
 
 
+def odd_caches(folder: Path, cases: list[Case]) -> dict[str, Any]:
+    """A cache of kernels that is a file, and libraries in one that are damaged: it answers."""
+    place = folder / "cache"
+    place.write_text("")
+    answered = {"a file": _answers(folder, "cache-is-a-file", place, cases)}
+    place.unlink()
+    _answers(folder, "cache-is-filled", place, cases[:1])
+    for name, damage in (("cut", lambda data: data[:3000]), ("empty", lambda data: b"")):
+        for library in place.glob("vllm_recycle/*.so"):
+            library.write_bytes(damage(library.read_bytes()))
+        answered[name] = _answers(folder, f"cache-is-{name}", place, cases)
+    return answered
+
+
+def _answers(folder: Path, name: str, cache: Path, cases: list[Case]) -> int:
+    """How many cases a server answers that keeps its kernels there."""
+    server = serve(folder, name, environment={"XDG_CACHE_HOME": str(cache)})
+    try:
+        server.wait_until_healthy()
+        return sum(bool(case.ask(server)) for case in cases)
+    finally:
+        server.kill()
+
+
 def _says(server: Server, *texts: str) -> bool:
     """Whether a line of the log has all of these; vLLM's own repeats what was asked for."""
     lines = server.log.read_text().splitlines()

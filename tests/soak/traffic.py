@@ -31,6 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "adapter": {"model": ADAPTER},
     "sampling adapter": {"model": ADAPTER, "temperature": 0.7, "seed": 5},
+    "hint": {"extra_body": {"vllm_xargs": {"hint": "The answer is that there are three of them."}}},
+    "sampled with a hint": {
+        "temperature": 0.8,
+        "seed": 6,
+        "extra_body": {"vllm_xargs": {"hint": "She has two apples, and he has none."}},
+    },
     "opted out": {"extra_body": {"vllm_xargs": {"speculate": False}}},
     "JSON schema": {
         "extra_body": {"structured_outputs": {"json": SCHEMA}},

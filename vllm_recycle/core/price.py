@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,30 @@ Load = tuple[int, int]
 ANY = (0, 0)
 
 
+# What the drafts of a step are, which says what its rows cost: where all are chains, attention is
+# that of a step without drafts.
+TREES, CHAINS = "trees", "chains"
+
+
+class Price(NamedTuple):
+    """What steps cost at one load.
+
+    Attributes:
+        times: float64 [rows + 1], the time of a step by its rows, never falling.
+        slopes: float64 [rows + 1], what each row more costs at least, from there on.
+
+    """
+
+    times: torch.Tensor
+    slopes: torch.Tensor
+
+
+def free(max_rows: int) -> Price:
+    """A price at which rows cost nothing."""
+    rows = max_rows + 1
+    return Price(torch.ones(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64))
+
+
 class StepTimes:
     """The time of a step by the number of its rows, in units of its time without drafts.
 
@@ -23,16 +48,19 @@ class StepTimes:
     Attributes:
         loads: that there are times for, ascending.
         times: float64 [loads, rows + 1], never falling.
-        slopes: float64 [loads, rows + 1], what each row more costs at least, from there on.
+        seconds: of each load, what its unit is in seconds; 1 where nobody knows.
 
     """
 
-    def __init__(self, times: Mapping[Load, np.ndarray]) -> None:
+    def __init__(
+        self, times: Mapping[Load, np.ndarray], seconds: Mapping[Load, float] | None = None
+    ) -> None:
         """Take times as they are: by load, float64 [rows + 1], for 0, 1, ... rows."""
         self.loads = tuple(sorted(times))
+        self.seconds = tuple((seconds or {}).get(load, 1.0) for load in self.loads)
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
-        self.slopes = torch.from_numpy(np.stack([_least_slopes(row) for row in rising]))
+        self._slopes: dict[int, torch.Tensor] = {}  # of loads that were asked for
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -43,43 +71,63 @@ class StepTimes:
     def measured(cls, points: Mapping[Load, Mapping[int, float]], max_rows: int) -> StepTimes:
         """Between rows that were measured, and beyond them, times lie on straight lines.
 
-        `points` are, by load, at least two times by number of rows, the fewest without drafts.
+        `points` are, by load, at least two times by number of rows, the fewest without drafts: the
+        unit, also where more rows were measured to take less.
         """
         rows = np.arange(max_rows + 1)
-        times = {}
+        times, seconds = {}, {}
         for load, of_rows in points.items():
             known, values = map(np.asarray, zip(*sorted(of_rows.items()), strict=True))
+            seconds[load] = float(values[0])
             values = _rising(values)
             slopes = (values[-1] - values[[-2, 0]]) / (known[-1] - known[[-2, 0]])
             # Not flatter than on average: two noisy times must not make all that is beyond free.
             beyond = values[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
             inside = np.interp(rows, known, values)
-            times[load] = np.where(rows > known[-1], beyond, inside) / values[0]
-        return cls(times)
+            times[load] = np.where(rows > known[-1], beyond, inside) / seconds[load]
+        return cls(times, seconds)
+
+    def scaled(self, factors: np.ndarray) -> StepTimes:
+        """These times by factors, float64 [loads, rows + 1]; plain steps remain the unit."""
+        times = {}
+        for load, row, factor in zip(self.loads, self.times.numpy(), factors, strict=True):
+            plain = max(1, load[0])
+            times[load] = row * factor / factor[plain]
+        return StepTimes(times)
 
     @property
     def max_rows(self) -> int:
         return self.times.shape[1] - 1
 
-    def at(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Times and slopes, float64 [rows + 1] each, for the nearest load.
-
-        That is the nearest number of requests by ratio, then the nearest length of context. A row
-        costs what it does there behind as many rows of drafts.
-        """
+    def nearest(self, num_reqs: int, context: float) -> int:
+        """The nearest load: by the ratio of requests, then by the length of context."""
 
         def distance(index: int) -> tuple[float, float]:
             requests, length = self.loads[index]
             return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
 
-        index = min(range(len(self.loads)), key=distance)
-        fewer = (self.loads[index][0] or num_reqs) - num_reqs
-        return _moved(self.times[index], fewer), _moved(self.slopes[index], fewer)
+        return min(range(len(self.loads)), key=distance)
 
-    def of_each(self, num_reqs: int, context: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, num_reqs: int, context: float) -> Price:
+        """The price at the nearest load.
+
+        A row costs what it does there behind as many rows of drafts.
+        """
+
+        index = self.nearest(num_reqs, context)
+        fewer = (self.loads[index][0] or num_reqs) - num_reqs
+        return Price(_moved(self.times[index], fewer), _moved(self.slopes(index), fewer))
+
+    def slopes(self, load: int) -> torch.Tensor:
+        """What each row more costs at least, from there on, float64 [rows + 1], of a load."""
+        if load not in self._slopes:
+            self._slopes[load] = torch.from_numpy(_least_slopes(self.times[load].numpy()))
+        return self._slopes[load]
+
+    def of_each(self, num_reqs: int, context: float) -> Price:
         """As `at`, but by the rows of one request, where each of them has as many."""
         times, slopes = self.at(num_reqs, context)
-        return times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs
+        return Price(times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs)
 
 
 def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -126,6 +174,16 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
     return counts
 
 
+def rate(
+    worths: torch.Tensor, counts: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
+) -> float:
+    """Expected tokens by the time of a step that verifies so many nodes; see `choose`."""
+    rows, last = len(worths) + num_other_rows, len(times) - 1
+    taken = np.arange(worths.shape[1]) < counts.numpy()[:, None]
+    tokens = rows + float(worths.numpy()[taken].sum())
+    return tokens / float(times[min(rows + int(taken.sum()), last)])
+
+
 def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Leave of drafts, int64 [batch, nodes], the first `counts` nodes, int64 [batch]; in place."""
     token_ids.numpy()[np.arange(token_ids.shape[1]) >= counts.numpy()[:, None]] = NO_TOKEN
@@ -155,7 +213,19 @@ def _rising(values: np.ndarray) -> np.ndarray:
 
 
 def _least_slopes(times: np.ndarray) -> np.ndarray:
-    """For each number of rows, the least slope to any larger one; infinite for the largest."""
-    rows = np.arange(len(times))
-    slopes = [(times[row + 1 :] - times[row]) / (rows[row + 1 :] - row) for row in rows]
-    return np.array([some.min(initial=np.inf) for some in slopes])
+    """For each number of rows, the least slope to any larger one; infinite for the largest.
+
+    It is the slope to the next corner of the lower hull of all that come behind.
+    """
+    values, hull = times.tolist(), [len(times) - 1]
+    slopes = np.full(len(times), np.inf)
+
+    def slope(first: int, second: int) -> float:
+        return (values[second] - values[first]) / (second - first)
+
+    for row in range(len(times) - 2, -1, -1):
+        while len(hull) > 1 and slope(row, hull[-1]) >= slope(hull[-1], hull[-2]):
+            hull.pop()
+        slopes[row] = slope(row, hull[-1])
+        hull.append(row)
+    return slopes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -18,9 +19,9 @@ from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
-from vllm_recycle.core.price import cut
+from vllm_recycle.core.price import CHAINS, Price, cut, rate
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate, chain
 from vllm_recycle.core.verification import NO_TOKEN
 
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
@@ -108,6 +109,7 @@ class TokenRecyclingProposer:
             max_nodes = tree.num_nodes
         self.state = state
         self.tree = tree
+        self.chain = chain(min(max_nodes, MAX_CHAIN))
         self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
         self.operations = operations
@@ -122,38 +124,45 @@ class TokenRecyclingProposer:
         tails: torch.Tensor,
         *,
         max_depths: torch.Tensor,
-        times: torch.Tensor,
-        slopes: torch.Tensor,
+        prices: Mapping[str, Price],
         num_other_rows: int,
         max_nodes: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft below the last token of each request, as many nodes as pay.
+
+        All drafts are of one kind, of those that have a price: the one that promises the most
+        tokens by its time.
 
         Args:
             idx_mapping: int64 [batch].
             tails: int64 [batch, reach], the end of each text, the newest token first, padded
                 with -1.
             max_depths: int64 [batch], the most tokens that a path of each may have.
-            times: float64 [rows + 1], the time of a step by its rows.
-            slopes: float64 [rows + 1], what each row more costs at least.
+            prices: of the step, by what its drafts are.
             num_other_rows: requests of the step that is drafted for beside these.
             max_nodes: the most nodes of a tree; None for as many as there is room for.
 
         Returns:
-            Token ids, int64 [batch, max_nodes], -1 where a node is not filled, and behind the last
-            one; and the parent row of each node, int64 [batch, max_nodes].
+            Token ids, int64 [batch, nodes], at most `max_nodes`, -1 where a node is not filled, and
+            behind the last one; and the parent row of each node, int64 [batch, nodes].
 
         """
         max_nodes = self.num_nodes if max_nodes is None else max_nodes
         texts = TextEnds(idx_mapping, tails, max_depths)
         given = (self.state.matrix, self.state.acceptance.rates(), texts)
-        if self.tree is not None:
-            growth = self.operations.fill(*given, tree=self.tree)
-        else:
-            grow = partial(self.operations.grow, *given, max_nodes=max_nodes)
-            growth = _grow_what_may_pay(grow, times, slopes, num_other_rows + len(tails))
-        worths = growth.worths[:, :max_nodes]
-        counts = self.operations.choose(worths, times, num_other_rows=num_other_rows)
+        offers = []
+        for kind, price in prices.items():
+            tree = self.chain if kind == CHAINS else self.tree
+            if tree is not None:
+                growth = self.operations.fill(*given, tree=tree)
+            else:
+                grow = partial(self.operations.grow, *given, max_nodes=max_nodes)
+                growth = _grow_what_may_pay(grow, price, num_other_rows + len(tails))
+            worths = growth.worths[:, :max_nodes]
+            counts = self.operations.choose(worths, price.times, num_other_rows=num_other_rows)
+            promised = rate(worths, counts, price.times, num_other_rows=num_other_rows)
+            offers.append((promised, growth, counts))
+        _, growth, counts = max(offers, key=itemgetter(0))
         token_ids = cut(growth.token_ids[:, :max_nodes], counts)
         return token_ids, growth.parents[:, 1 : 1 + max_nodes]
 
@@ -178,9 +187,7 @@ class TokenRecyclingProposer:
         self.operations.seed(matrix, req_state_idx, token_ids)
 
 
-def _grow_what_may_pay(
-    grow: Callable[..., Growth], times: torch.Tensor, slopes: torch.Tensor, num_reqs: int
-) -> Growth:
+def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, num_reqs: int) -> Growth:
     """Grow trees without nodes that `choose` would never take, since most could be grown for long.
 
     A step without drafts gives its tokens at some rate, and the best step at this rate or a better
@@ -191,13 +198,14 @@ def _grow_what_may_pay(
     `grow` grows trees whose nodes are worth more than `least_worth`; `num_reqs` are the rows of the
     step without drafts.
     """
+    times, slopes = price
     last = len(times) - 1
     first = min(num_reqs, last)
-    rate = num_reqs / float(times[first])
+    plain = num_reqs / float(times[first])
     # Where times rise in stairs, the slope by the next stairs too, so that once is mostly enough.
     slope = float(slopes.numpy()[first : first + NEXT_ROWS].min())
     while True:
-        growth = grow(least_worth=rate * slope)
+        growth = grow(least_worth=plain * slope)
         num_rows = num_reqs + int(np.count_nonzero(growth.token_ids.numpy() != NO_TOKEN))
         behind = float(slopes[min(num_rows, last)])
         if behind >= slope:

@@ -20,6 +20,7 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_recycle.core.state_file import is_int, read_json, shorten
 
 MAX_NODES = 256
 FORMAT = "vllm_recycle.tree/1"
+CHAIN, MAX_CHAIN = "chain", 24  # the name of templates whose nodes have one child, and the longest
 
 Node = tuple[int, int]
 
@@ -39,8 +41,8 @@ Node = tuple[int, int]
 class Trees:
     """The trees of a batch, one for each request; those of a template have stride 0.
 
-    A tree that has fewer nodes than there is room for has rows behind its last one whose parent is
-    the root; nobody asks for them.
+    A tree that has fewer nodes than there is room for has rows behind its last one; nobody asks for
+    them.
 
     Attributes:
         parents: int64 [batch, rows]; the root has parent 0.
@@ -80,7 +82,10 @@ class Trees:
     @classmethod
     def from_drafts(cls, parents: Sequence[Sequence[int]]) -> Trees:
         """The trees of drafts, from the parent row of each node of each draft."""
-        table = np.zeros((len(parents), 1 + max(map(len, parents), default=0)), dtype=np.int64)
+        most = max(map(len, parents), default=0)
+        if most and all(list(of_nodes) == list(range(len(of_nodes))) for of_nodes in parents):
+            return chain(most).of_batch(len(parents))
+        table = np.zeros((len(parents), 1 + most), dtype=np.int64)
         for row, of_nodes in zip(table, parents, strict=True):
             row[1 : 1 + len(of_nodes)] = of_nodes
         return cls.from_parents(torch.from_numpy(table))
@@ -154,12 +159,8 @@ class TreeTemplate:
 
     def of_batch(self, batch: int) -> Trees:
         """This tree for each request of a batch; the tables are shared."""
-        return Trees(
-            self.parents.expand(batch, -1),
-            self.depths.expand(batch, -1),
-            self.ancestor_mask.expand(batch, -1, -1),
-            self.depth,
-        )
+        parents, depths = self.parents.expand(batch, -1), self.depths.expand(batch, -1)
+        return Trees(parents, depths, self.ancestor_mask.expand(batch, -1, -1), self.depth)
 
     def prefix(self, num_nodes: int) -> TreeTemplate:
         """The tree of the first `num_nodes` nodes; itself where it has no more than these."""
@@ -199,6 +200,8 @@ class TreeTemplate:
 
 def load_tree(source: str | Path) -> TreeTemplate:
     """A shipped template by name, or a template file by path; a ValueError where it is neither."""
+    if source == CHAIN:
+        return chain(MAX_CHAIN)
     shipped = shipped_trees()
     path = shipped.get(str(source), Path(source))
     try:
@@ -207,7 +210,8 @@ def load_tree(source: str | Path) -> TreeTemplate:
         is_file = False
     if not is_file:
         raise ValueError(
-            f"tree {shorten(source)}: expected one of {sorted(shipped)} or the path of a JSON file"
+            f"tree {shorten(source)}: expected one of {sorted([CHAIN, *shipped])} or the path of a "
+            "JSON file"
         )
     content = read_json(path, kind="tree file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -226,6 +230,12 @@ def load_tree(source: str | Path) -> TreeTemplate:
         return TreeTemplate(tuples, name, provenance)
     except ValueError as error:
         raise ValueError(f"tree file {path}: {error}") from error
+
+
+@cache
+def chain(num_nodes: int) -> TreeTemplate:
+    """The template of so many nodes, each the likeliest successor of the one before it."""
+    return TreeTemplate(tuple((row, 0) for row in range(num_nodes)), CHAIN)
 
 
 def shipped_trees() -> dict[str, Path]:

@@ -24,6 +24,8 @@ from vllm_recycle.integration.options import (
     OUROBOROS,
     TOKEN_RECYCLING,
     OuroborosOptions,
+    TokenRecyclingOptions,
+    chooses_sizes,
     options_of,
     put,
     table_of,
@@ -245,8 +247,9 @@ def finish(vllm_config: Any) -> None:
     setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     reasoning = vllm_config.reasoning_config
     if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
-        # From --reasoning-parser alone, for thinking budgets, which requests are refused with.
-        vllm_config.reasoning_config = None
+        # From --reasoning-parser alone, for thinking budgets, which our V2 runner does not have:
+        # vLLM refuses requests with one then.
+        vllm_config.reasoning_config = None if platform.on_v2 else reasoning
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
@@ -258,8 +261,27 @@ def finish(vllm_config: Any) -> None:
         _warn_of_missing_graphs(vllm_config)
         if why := penalties_without_drafts(vllm_config.model_config):
             logger.warning_once("%s", why)
+    if isinstance(options, TokenRecyclingOptions) and options.is_dynamic and not platform.on_v2:
+        options = _choose_chains(vllm_config, options)
     refusals.check(vllm_config, options, on_v2=platform.on_v2)
     check_state_file(options, vllm_config)
+
+
+def _choose_chains(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRecyclingOptions:
+    """The options; with chains in place of grown trees, where trees cannot go."""
+    reasons = refusals.unsupported_by_trees(vllm_config)
+    reason = next((feature for feature, present in reasons.items() if present), None)
+    if reason is None:
+        return options
+    logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
+    options = options.as_chains(vllm_config.model_config.max_model_len - 1)
+    vllm_config.additional_config = put(
+        vllm_config.additional_config,
+        options,
+        chooses_sizes=chooses_sizes(vllm_config),
+        table=table_of(vllm_config),
+    )
+    return options
 
 
 def _warn_of_missing_graphs(vllm_config: Any) -> None:

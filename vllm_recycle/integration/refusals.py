@@ -1,4 +1,7 @@
-"""What our methods were not built and tested with, refused at start-up and by name."""
+"""What our methods were not built and tested with, refused at start-up and by name.
+
+What only trees do not go with is no reason to refuse: chains go wherever vLLM itself speculates.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from vllm import envs
 
+from vllm_recycle.core.price import CHAINS
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions, table_of
@@ -33,14 +37,20 @@ def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
     _check_sizes(vllm_config, options)
     if isinstance(options, OuroborosOptions):
         check_draft_model(vllm_config, options, on_v2=on_v2)
-    refuse(options.method, unsupported(vllm_config, on_v2=on_v2))
+    features = unsupported(vllm_config, on_v2=on_v2)
+    if on_v2 or options.kinds != (CHAINS,):
+        features |= unsupported_by_trees(vllm_config)
+    # Last: others of these lead to it.
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    other = f"Model Runner {runner}, which this configuration leads to"
+    features[other] = on_v2 != vllm_config.use_v2_model_runner
+    refuse(options.method, features)
 
 
 def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     return {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
@@ -51,15 +61,13 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-dbo": parallel.enable_dbo,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
-        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--kv-offloading-size": cache.kv_offloading_size is not None,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
-        "--reasoning-config": vllm_config.reasoning_config is not None,
+        "--reasoning-config on a GPU": vllm_config.reasoning_config is not None and on_v2,
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
@@ -70,26 +78,35 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         ),
         "--enable-sleep-mode": model.enable_sleep_mode,
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
-        "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
-        **_features_of("model", model),
-        # Last: others of these lead to it.
-        f"Model Runner {runner}, which this configuration leads to": on_v2
-        != vllm_config.use_v2_model_runner,
+        "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
     }
 
 
-def _features_of(name: str, model: Any) -> dict[str, bool]:
-    """What a model has that the trees were not built for."""
+def unsupported_by_trees(vllm_config: Any) -> dict[str, bool]:
+    """What the kernels and the KV moves of trees do not have, and whether the engine has it."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+        "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
+        **_attention_of("model", model),
+    }
+
+
+def _attention_of(name: str, model: Any) -> dict[str, bool]:
+    """The kinds of attention that trees were not built for, and whether a model has them."""
+    soft_cap = getattr(model.hf_text_config, "attn_logit_softcapping", None)
     return {
         f"a {name} with reference sliding-window attention": model.rswa_window is not None,
+        f"a {name} with chunked attention": model.attention_chunk_size is not None,
+        f"a {name} with a logits soft cap": bool(soft_cap),
         f"a {name} with ALiBi": model.uses_alibi,
         f"a {name} with MLA": model.use_mla,
-        f"a hybrid or Mamba {name}": model.is_hybrid or model.is_attention_free,
         f"an encoder-decoder {name}": model.is_encoder_decoder,
     }
 
@@ -115,7 +132,8 @@ def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: boo
     scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
     draft = spec.draft_model_config
     features = {
-        **_features_of("draft model", draft),
+        **_attention_of("draft model", draft),
+        "a hybrid or Mamba draft model": draft.is_hybrid or draft.is_attention_free,
         "a multimodal draft model": draft.is_multimodal_model,
         "a draft model with M-RoPE": draft.uses_mrope,
     }

@@ -65,7 +65,7 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
     """Judge a request's parameters where the engine runs one of ours; see `versions`.
 
     Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
-    Refused are opt-outs that are neither true nor false, and a budget of tokens to think with.
+    Refused are opt-outs that are neither true nor false.
     """
     if not is_ours(speculative_config):
         return False
@@ -75,13 +75,6 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
             f"extra_args: {OPT_OUT!r} is {speculate!r}, expected true or false",
             parameter="extra_args",
             value=speculate,
-        )
-    if params.thinking_token_budget is not None:
-        raise VLLMValidationError(
-            f"thinking_token_budget: got {params.thinking_token_budget}, expected none: the "
-            "--speculative-config of this engine does not support it",
-            parameter="thinking_token_budget",
-            value=params.thinking_token_budget,
         )
     return True
 

@@ -36,10 +36,18 @@ class TreeWorker(Worker):
         return self.runner_class(self.vllm_config, self.device)
 
     @property
+    def verifies_trees(self) -> bool:
+        """Whether attention must be ours."""
+        return True
+
+    @property
     def drafter(self) -> Drafter:
         return self.model_runner.drafter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if not self.verifies_trees:
+            super().load_model(*args, **kwargs)
+            return
         with override_backend(self.replaced_backend, self.tree_backend):
             super().load_model(*args, **kwargs)
         # Kinds of layers that vLLM serves by a backend derived from ours see other tokens.
@@ -122,7 +130,8 @@ class TreeWorker(Worker):
             `table_fill`, the part of the matrix or pool that is written. `undrafted_requests`, how
             often a request began that gets no drafts by its sampling parameters: an opt-out, on a
             GPU penalties and bad words too. Where rows are priced one by one, `row_cost`: what a
-            row more costs a step of one at least, in units of it.
+            row more costs a step of one at least, in units of it; and `seconds_by_measured: ...`:
+            what steps take in parts of what they did at start-up.
         """
         return self.drafter.statistics()
 

@@ -17,7 +17,7 @@ from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.price import TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
@@ -217,7 +217,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
         )
         for operations in (reference, calls)
     ]
-    times, slopes = StepTimes.linear(row_cost, 60).at(3, 0)
+    prices = {TREES: StepTimes.linear(row_cost, 60).at(3, 0)}
     texts = random_texts(first.state.matrix, 2, 30)
     idx_mapping = torch.tensor([2, 0])
     for proposer in proposers:
@@ -234,8 +234,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
                 idx_mapping,
                 tails,
                 max_depths=max_depths,
-                times=times,
-                slopes=slopes,
+                prices=prices,
                 num_other_rows=1,
             )
             for proposer in proposers

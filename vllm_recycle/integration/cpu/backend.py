@@ -96,13 +96,13 @@ def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
     """Let the metadata that vLLM's runner builds next know of a step's trees.
 
     Args:
-        step: that is prepared.
+        step: that is prepared. Of chains nobody need know: vLLM's metadata say it all.
         attn_groups: vLLM's, of each KV cache group.
 
     """
     for groups in attn_groups:
         for group in groups:
-            group.get_metadata_builder().step = step
+            group.get_metadata_builder().step = None if step.are_chains else step
 
 
 def _without_trees(

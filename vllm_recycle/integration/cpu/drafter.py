@@ -5,18 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes
+from vllm_recycle.core.served_times import CORRECT_EVERY, ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import find_step_times
-from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.drafter import Drafter, from_first_rank
 
 
 class Placeholder:
@@ -41,6 +42,7 @@ class Texts:
         wants_draft: bool [batch]; these have one more token, which the target sampled.
         max_depths: int64 [batch], the most drafted tokens that could be accepted of each.
         num_nodes: the most nodes of a draft in a batch of this size.
+        is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
 
     """
 
@@ -50,6 +52,7 @@ class Texts:
     wants_draft: np.ndarray
     max_depths: np.ndarray
     num_nodes: int
+    is_token: np.ndarray | None = None
 
     def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
         """int64 [n], of those requests that want a draft."""
@@ -65,18 +68,21 @@ class Ends:
         token_ids: int32 [max_num_reqs, max_model_len], of each request of a step.
         rows: int64 [batch], which of these the texts are.
         last: int64 [batch], the place of the last token of each.
+        is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
 
     """
 
     token_ids: np.ndarray
     rows: np.ndarray
     last: np.ndarray
+    is_token: np.ndarray | None = None
 
     def tails(self, reach: int) -> torch.Tensor:
-        """int64 [batch, reach], the newest token first, -1 before the first token of a text."""
+        """int64 [batch, reach], the newest token first, -1 where there is none."""
         place = self.last[:, None] - np.arange(reach)
-        found = self.token_ids[self.rows[:, None], place.clip(min=0)]
-        return torch.from_numpy(np.where(place >= 0, found, -1).astype(np.int64))
+        where = self.rows[:, None], place.clip(min=0)
+        known = place >= 0 if self.is_token is None else (place >= 0) & self.is_token[where]
+        return torch.from_numpy(np.where(known, self.token_ids[where], -1).astype(np.int64))
 
 
 class V1Drafter(Drafter):
@@ -86,10 +92,13 @@ class V1Drafter(Drafter):
         proposer: what drafts and learns.
         row_cost: what the user says of a row, in units of a step of one row; None to measure.
         max_rows: most rows of a step that drafts may make.
-        step_times: what a step takes by its rows.
+        step_times: what a step takes by its rows, by what its drafts are.
+        follows_steps: whether these follow what served steps took.
+        served: what follows them, where rows were measured.
 
     """
 
+    follows_steps: ClassVar[bool] = False
     proposer: TokenRecyclingProposer | OuroborosProposer
 
     def __init__(self, vllm_config: Any) -> None:
@@ -98,7 +107,10 @@ class V1Drafter(Drafter):
         self.row_cost = self.options.row_cost
         drafts = int(self.options.budget_share * scheduler.max_num_scheduled_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
-        self.step_times = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+        linear = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+        self.step_times = dict.fromkeys(self.options.kinds, linear)
+        self.served: ServedTimes | None = None
+        self.num_served = 0
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
@@ -180,12 +192,30 @@ class V1Drafter(Drafter):
         if self.row_cost is not None:
             return None
         self.step_times, step_seconds, found = find_step_times(runner)
+        # Under `isolated` nothing that depends on other requests may be seen in a draft.
+        if step_seconds is not None and self.follows_steps and not self.options.isolates:
+            self.served = ServedTimes(self.step_times)
         return found if step_seconds is None else found + self.judge(step_seconds)
+
+    def serve(self, step: StepLayout, context: float, seconds: float) -> None:
+        """Take in what a step without prompts took, behind so many tokens on average."""
+        if self.served is None:
+            return
+        num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
+        # A draft of one node is a chain and a tree.
+        is_any = int(step.num_nodes.max()) <= 1
+        kind = None if is_any else CHAINS if step.are_chains else TREES
+        self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds)
+        self.num_served += 1
+        if self.num_served % CORRECT_EVERY == 0:
+            self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
+            self.step_times = self.served.times
 
     def judge(self, step_seconds: float) -> str:
         """What is to be said of drafting where a plain step takes so long, if anything."""
         return ""
 
     def statistics(self) -> dict[str, float]:
-        _, slopes = self.step_times.at(1, 0)
-        return super().statistics() | {"row_cost": float(slopes[1])}
+        _, slopes = next(iter(self.step_times.values())).at(1, 0)
+        logs = {} if self.served is None else self.served.known()
+        return super().statistics() | {"row_cost": float(slopes[1])} | logs

@@ -24,7 +24,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.acceptance import NodeAcceptance
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import cut
+from vllm_recycle.core.price import TREES, cut
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
@@ -129,7 +129,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times, _ = self.step_times.at(batch, float(last.mean()))
+            times, _ = self.step_times[TREES].at(batch, float(last.mean()))
             counts = native_operations().choose(
                 self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
@@ -145,7 +145,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             self.model.compute_logits(self.run(rows))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times, _ = self.step_times.at(1, 0)
+        times, _ = self.step_times[TREES].at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())

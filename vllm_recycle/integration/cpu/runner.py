@@ -9,6 +9,7 @@ with the step that verifies it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core.req_states import ReqStateIndices
@@ -42,6 +44,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         step: where its rows and trees lie.
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
+        began: when the step did.
 
     """
 
@@ -50,6 +53,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     step: StepLayout
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
+    began: float
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -64,6 +68,22 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.input_batch.logitsprocs = LogitsProcessors(
             processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
         )
+        self._count_thinking_by_row()
+
+    def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        self._count_thinking_by_row()
+
+    def _count_thinking_by_row(self) -> None:
+        """Count budgets of thinking as without drafts: the walk has the path so far as output."""
+        self.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+            self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
+        )
+
+    @property
+    def is_token(self) -> np.ndarray | None:
+        """bool [max_num_reqs, max_model_len], where input is a token; None if all of it is."""
+        return self.input_batch.is_token_ids if self.enable_prompt_embeds else None
 
     def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_lora_model(*args, **kwargs)
@@ -93,13 +113,19 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            known = [*request.prompt_token_ids, *request.output_token_ids]
+            is_encoder_decoder = self.model_config.is_encoder_decoder
+            prompt = prompt_of(request, is_encoder_decoder=is_encoder_decoder)
+            known = [*prompt, *request.output_token_ids]
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
             self.drafter.num_undrafted += not may_speculate(request.sampling_params, on_v2=False)
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         return result
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.began = time.perf_counter()
+        return super().execute_model(*args, **kwargs)
 
     # Before the forward: positions, and what attention needs to know.
 
@@ -164,6 +190,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.input_batch.token_ids_cpu,
             np.arange(len(step.num_nodes)),
             self.positions[step.first_token_row].numpy(),
+            self.is_token,
         )
         self.drafter.accept(self.idx_mapping, step, result, ends)
         self._compact_kv_cache(result.path)
@@ -234,8 +261,12 @@ class TreeCPUModelRunner(CPUModelRunner):
             wants_draft=goes_on & (left > 0) & may_draft,
             max_depths=np.maximum(left - 1, 0),
             num_nodes=num_nodes,
+            is_token=self.is_token,
         )
         token_ids, parents = self.drafter.draft(texts, batch.block_table)
+        if sum(scheduled) == len(self.step.row_token_ids):
+            before = batch.num_computed_tokens_cpu[: batch.num_reqs].mean()
+            self.drafter.serve(self.step, float(before), time.perf_counter() - self.began)
         drafts = token_ids[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.
@@ -255,3 +286,18 @@ class TreeCPUModelRunner(CPUModelRunner):
     def price_rows(self) -> str | None:
         """See `V1Drafter.price`."""
         return self.drafter.price(self)
+
+
+def prompt_of(request: Any, *, is_encoder_decoder: bool) -> list[int]:
+    """The prompt of a request, of the decoder, with -1 where its input is no token."""
+    if request.prompt_token_ids is None:
+        return [NO_TOKEN] * request.num_prompt_tokens
+    tokens = list(request.prompt_token_ids)
+    for feature in () if is_encoder_decoder else request.mm_features:
+        first = feature.mm_position.offset
+        end = first + feature.mm_position.length
+        tokens[first:end] = [NO_TOKEN] * (end - first)
+    if request.prompt_is_token_ids:
+        holes = zip(tokens, request.prompt_is_token_ids, strict=True)
+        return [token if is_token else NO_TOKEN for token, is_token in holes]
+    return tokens

@@ -28,6 +28,7 @@ from vllm_recycle.integration.cpu.step_layout import StepLayout
 
 def rows_are_independent(metadata: SamplingMetadata) -> bool:
     """Whether each row's token is the argmax of its own logits, and nothing else is asked for."""
+    thinking = metadata.thinking_budget_state_holder
     return (
         metadata.all_greedy
         and metadata.no_penalties
@@ -35,6 +36,7 @@ def rows_are_independent(metadata: SamplingMetadata) -> bool:
         and not metadata.logprob_token_ids
         and not metadata.bad_words_token_ids
         and metadata.allowed_token_ids_mask is None
+        and not (thinking is not None and thinking.has_tracked_requests())
         and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
     )
 
@@ -84,6 +86,7 @@ def walk_by_depth(
                 logits=logits[step.cu_num_logits[:-1] + row.clamp(min=0)],
                 sampling_metadata=replace(
                     sampling_metadata,
+                    spec_token_ids=None,
                     generators={
                         i: g for i, g in sampling_metadata.generators.items() if visiting[i]
                     },

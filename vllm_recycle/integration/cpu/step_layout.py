@@ -23,6 +23,8 @@ class StepLayout:
 
     Attributes:
         trees: of the requests, of which each has a prefix.
+        are_chains: whether each node is the only child of the row before it, in all of them: such
+            a step is as vLLM prepares it.
         num_nodes: int64 [batch], scheduled nodes of each request.
         first_token_row: int64 [batch], token row of each root.
         cu_num_logits: int64 [batch + 1], logit row of each root, and the number of logit rows.
@@ -37,6 +39,7 @@ class StepLayout:
     """
 
     trees: Trees
+    are_chains: bool
     num_nodes: torch.Tensor
     first_token_row: torch.Tensor
     cu_num_logits: torch.Tensor
@@ -73,6 +76,7 @@ class StepLayout:
         node_rows = cu_num_logits[:-1, None] + np.minimum(row[1:], column)
         drafts = np.where(row[1:] <= column, row_token_ids.numpy()[node_rows], -1)
         in_tree = (row <= column) & (column > 0)
+        are_chains = not (trees.parents.numpy()[:, 1:] != row[:-1])[in_tree[:, 1:]].any()
         tree_token_rows = (first_token_row[:, None] + row)[in_tree]
         arrays = {
             "first_token_row": first_token_row,
@@ -84,7 +88,7 @@ class StepLayout:
             "tree_requests": np.nonzero(in_tree)[0],
         }
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return cls(trees=trees, num_nodes=num_nodes, row_token_ids=row_token_ids, **tensors)
+        return cls(trees, are_chains, num_nodes, row_token_ids=row_token_ids, **tensors)
 
     def place(self, positions: Sequence[torch.Tensor], input_ids: torch.Tensor) -> None:
         """Turn the inputs that were prepared for chains into those of trees.
@@ -97,9 +101,10 @@ class StepLayout:
             input_ids: integer [tokens]; nodes that were not filled get a token in place.
 
         """
-        depths = self.trees.depths[self.tree_requests, self.tree_rows]
-        for of_rows in positions:
-            of_rows[..., self.tree_token_rows] += depths - self.tree_rows
+        if not self.are_chains:
+            depths = self.trees.depths[self.tree_requests, self.tree_rows]
+            for of_rows in positions:
+                of_rows[..., self.tree_token_rows] += depths - self.tree_rows
         # A node that was not filled still has a row; any token will do for it.
         input_ids.clamp_(min=0)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from vllm_recycle.core.price import Load, StepTimes
+from vllm_recycle.core.price import TREES, Load, StepTimes
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
@@ -28,8 +29,8 @@ ROUNDS = 5
 MAX_SECONDS = 0.8  # for a load, but for the fewest rows and the most
 
 
-def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
-    """Measure the times of steps.
+def find_step_times(runner: Any) -> tuple[dict[str, StepTimes], float | None, str]:
+    """Measure the times of steps, by what their drafts are.
 
     Args:
         runner: a `TreeCPUModelRunner` whose KV cache is there, and which
@@ -43,18 +44,22 @@ def find_step_times(runner: Any) -> tuple[StepTimes, float | None, str]:
     max_rows = runner.drafter.max_rows
     most = _most_rows(runner, max_rows)
     if most < 2:
-        return StepTimes.linear(0.0, max_rows), None, "no step has room for a draft"
+        return runner.drafter.step_times, None, "no step has room for a draft"
     started = time.perf_counter()
-    points = from_first_rank(_measure(runner, most))
+    measured = from_first_rank(_measure(runner, most))
     seconds = time.perf_counter() - started
-    first = min(points)
-    shown = ", ".join(f"{rows}: {1e3 * points[first][rows]:.1f}" for rows in sorted(points[first]))
+    requests, context = first = min(next(iter(measured.values())))
+    times, shown = {}, []
+    for kind, points in measured.items():
+        times[kind] = StepTimes.measured(points, max_rows)
+        of_rows = sorted(points[first].items())
+        shown.append(f"{kind} " + ", ".join(f"{rows}: {1e3 * time:.1f}" for rows, time in of_rows))
     return (
-        StepTimes.measured(points, max_rows),
+        times,
         points[first][1],
         (
-            f"a step by its rows, in ms, of {first[0]} request behind {first[1]} tokens: {shown}; "
-            f"measured in {seconds:.1f} s for {len(points)} loads"
+            f"a step by its rows, in ms, of {requests} request behind {context} tokens: "
+            f"{'; '.join(shown)}; measured in {seconds:.1f} s for {len(points)} loads"
         ),
     )
 
@@ -65,10 +70,10 @@ def _most_rows(runner: Any, max_rows: int) -> int:
     return min(max_rows, runner.max_num_tokens, 1 + nodes, runner.max_model_len - 1)
 
 
-def _measure(runner: Any, most: int) -> Points:
-    """Time steps with trees of several sizes, at several loads."""
+def _measure(runner: Any, most: int) -> dict[str, Points]:
+    """Time steps with drafts of several sizes, at several loads."""
     longest = runner.max_model_len - most
-    points = {}
+    points: dict[str, Points] = {kind: {} for kind in options_of(runner.vllm_config).kinds}
     with _spread_blocks(runner):
         for requests, context in dict.fromkeys((n, min(c, longest)) for n, c in LOADS):
             largest = min(most, runner.max_num_tokens // requests)
@@ -77,7 +82,8 @@ def _measure(runner: Any, most: int) -> Points:
             else:
                 sizes = [1, *(rows for rows in ROWS_OF_SEVERAL if rows <= largest)]
             if requests <= runner.max_num_reqs and len(sizes) > 1:
-                points[requests, context] = _time_steps(runner, requests, sizes, context)
+                for kind, times in _time_steps(runner, requests, sizes, context, points).items():
+                    points[kind][requests, context] = times
     runner.maybe_remove_all_loras(runner.lora_config)
     return points
 
@@ -102,35 +108,51 @@ def _spread_blocks(runner: Any) -> Iterator[None]:
             table.zero_()
 
 
-def _time_steps(runner: Any, requests: int, sizes: list[int], context: int) -> dict[int, float]:
-    """Seconds of a step by its rows; the sizes take turns, so that a disturbance hits all.
+def _time_steps(
+    runner: Any, requests: int, sizes: list[int], context: int, kinds: Collection[str]
+) -> dict[str, dict[int, float]]:
+    """Seconds of a step by what its drafts are and by its rows.
+
+    They take turns, so that a disturbance hits all. Without drafts all kinds are one.
 
     Args:
         runner: see `find_step_times`.
         requests: of the step.
         sizes: rows of each request; of the first two there is always a time.
         context: tokens before these.
+        kinds: what drafts may be.
 
     """
-    ends = sizes[:2]
-    for rows in ends:
-        _time_step(runner, requests, rows, context)  # what is slow at the first time only
-    times: dict[int, list[float]] = {}
-    started = time.perf_counter()
-    for rows in [*ends, *sizes * ROUNDS]:
-        if len(times) > 1 and not from_first_rank(time.perf_counter() - started < MAX_SECONDS):
+    plain, *_ = kinds  # of all kinds alike
+    steps = [(kind, rows) for rows in sizes for kind in kinds if rows > 1 or kind == plain]
+    ends = [step for step in steps if step[1] in sizes[:2]]
+    for kind, rows in ends:
+        _time_step(runner, requests, rows, context, kind)  # what is slow at the first time only
+    times: dict[tuple[str, int], float] = {}
+    started, most = time.perf_counter(), MAX_SECONDS * len(kinds)
+    for kind, rows in [*ends, *steps * ROUNDS]:
+        if len(times) >= len(ends) and not from_first_rank(time.perf_counter() - started < most):
             break
-        seconds = _time_step(runner, requests, rows, context)
-        times.setdefault(requests * rows, []).append(seconds)
-    # What is beyond the shortest is somebody else's.
-    return {rows: min(seconds) for rows, seconds in times.items()}
+        seconds = _time_step(runner, requests, rows, context, kind)
+        # What is beyond the shortest is somebody else's.
+        times[kind, rows] = min(seconds, times.get((kind, rows), math.inf))
+    return {
+        kind: {requests: times[plain, 1]}
+        | {requests * rows: seconds for (of, rows), seconds in times.items() if of == kind}
+        for kind in kinds
+    }
 
 
 @torch.inference_mode()
-def _time_step(runner: Any, requests: int, rows: int, context: int) -> float:
-    """Seconds of a forward, of an adapter with LoRA, its logits and what is done with these."""
+def _time_step(runner: Any, requests: int, rows: int, context: int, kind: str) -> float:
+    """Seconds of a forward, of an adapter with LoRA, its logits and what is done with these.
+
+    A tree is a chain but for the second node, which is below the root as the first one is.
+    """
     num_rows = requests * rows
     parents = torch.arange(-1, rows - 1).clamp(min=0)
+    if kind == TREES:
+        parents[2:3] = 0
     step = StepLayout.make(
         trees=Trees.from_parents(parents.repeat(requests, 1)),
         num_nodes=torch.full((requests,), rows - 1),

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.price import free
+from vllm_recycle.core.served_times import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -21,6 +23,7 @@ from vllm_recycle.kernels.cpu import native_operations
 class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
+    follows_steps = True
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
 
@@ -29,6 +32,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
+        self.num_drafts = 0
+        self.rows = 1  # of a request, on average, when drafts were last chosen by their price
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -73,7 +78,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
         chosen = np.nonzero(texts.wants_draft)[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                drafts[group], parents[group] = self._propose(texts, group, max_nodes)
+                token_ids, above = self._propose(texts, group, max_nodes)
+                num_nodes = token_ids.shape[1]
+                drafts[group, :num_nodes], parents[group, :num_nodes] = token_ids, above
         return drafts, parents
 
     def _propose(
@@ -85,17 +92,35 @@ class TokenRecyclingV1Drafter(V1Drafter):
         that its size depends on its own text and on how many requests there are.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        prices = self.step_times.of_each if self.isolates else self.step_times.at
-        times, slopes = prices(batch, float(last.mean()))
-        return self.proposer.propose(
+        load = batch, float(last.mean())
+        prices = {
+            kind: times.of_each(*load) if self.isolates else times.at(*load)
+            for kind, times in self.step_times.items()
+        }
+        if (look := self._look(*load)) is not None:
+            kind, max_nodes = look[0], min(look[1], max_nodes)
+            if kind is None:
+                none = torch.empty(len(chosen), 0, dtype=torch.int64)
+                return none, none
+            prices = {kind: free(self.max_rows)}
+        drafts, parents = self.proposer.propose(
             texts.idx_mapping[chosen],
-            Ends(texts.token_ids, chosen, last).tails(self.proposer.layout.reach),
+            Ends(texts.token_ids, chosen, last, texts.is_token).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
-            times=times,
-            slopes=slopes,
+            prices=prices,
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )
+        if look is None:
+            self.rows = 1 + int((drafts >= 0).sum()) // len(chosen)
+        return drafts, parents
+
+    def _look(self, num_reqs: int, context: float) -> tuple[str | None, int] | None:
+        """Of what kind drafts are, and how large at most, if that is to be seen in this step."""
+        self.num_drafts += 1
+        if self.served is None or self.num_drafts % LOOK_EVERY:
+            return None
+        return self.served.look_at(self.rows, num_reqs=num_reqs, context=context)
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes

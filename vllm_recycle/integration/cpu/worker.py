@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_recycle.core.price import TREES
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
+from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.worker import TreeWorker
 from vllm_recycle.kernels.cpu.kv_cache import ISAS
 
@@ -28,10 +33,39 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
         self.model_runner = self._make_model_runner()
 
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether attention must be ours; chains are verified by vLLM's own."""
+        return TREES in options_of(self.vllm_config).kinds
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for name, layer in self.model_runner.model.named_modules():
+            if isinstance(layer, MultiHeadLatentAttentionWrapper) and not rotates_each_head(layer):
+                raise NotImplementedError(
+                    f"layer {name}: vLLM's kernel rotates its first head alone, and tokens depend "
+                    "on what else is in a step; apply patches/0008 to vLLM"
+                )
+
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        for name, layer in layers.items() if self.verifies_trees else ():
             if layer.isa not in ISAS:
                 raise NotImplementedError(
                     f"layer {name}: KV cache layout {layer.isa!r}, expected one of {ISAS}"
                 )
+
+
+def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
+    """Whether a layer with MLA gives all heads of all rows their positions."""
+    if layer.rotary_emb is None:
+        return True
+    rotary = copy.deepcopy(layer.rotary_emb)  # which may convert its table to what it is given
+
+    def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Parts of wider rows, as layers give them.
+        query, key = torch.ones(2, 3, 2, 2 * rotary.rotary_dim)[..., : rotary.rotary_dim]
+        return torch.arange(1, 4), query, key[:, :1]
+
+    return all(map(torch.allclose, rotary(*given()), rotary.forward_native(*given())))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeGuard
 
+from vllm_recycle.core.price import TREES
 from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import Schedule
@@ -109,6 +110,11 @@ class MethodOptions(ABC):
     def is_dynamic(self) -> bool:
         """Whether trees are grown, and there is no template."""
         return False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What its drafts may be, see `price.TREES`."""
+        return (TREES,)
 
     @property
     def isolates(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
+from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.state_file import is_int
-from vllm_recycle.core.tree import MAX_NODES, TreeTemplate, load_tree
+from vllm_recycle.core.tree import CHAIN, MAX_CHAIN, MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions, expect
@@ -111,6 +112,13 @@ class TokenRecyclingOptions(MethodOptions):
         return self.tree == DYNAMIC
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.tree == CHAIN:
+            return (CHAINS,)
+        # With a cost of the user's, a chain promises no more than the tree that it is a part of.
+        return (TREES, CHAINS) if self.is_dynamic and self.row_cost is None else (TREES,)
+
+    @property
     def isolates(self) -> bool:
         return self.scope == "isolated"
 
@@ -120,6 +128,10 @@ class TokenRecyclingOptions(MethodOptions):
             assert self.max_nodes is not None
             return self.max_nodes
         return super().num_nodes
+
+    def as_chains(self, longest: int) -> Self:
+        """The same in chains of at most so many nodes, where trees do not go."""
+        return replace(self, tree=CHAIN, max_nodes=max(1, min(self.num_nodes, longest, MAX_CHAIN)))
 
     def load_tree(self) -> TreeTemplate:
         """The template; raises ValueError if there is no such tree, or it does not fit k."""

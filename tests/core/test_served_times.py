@@ -1,0 +1,123 @@
+"""Times that follow what served steps take: right sizes after a start or a change that misled."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes
+from vllm_recycle.core.served_times import CORRECT_EVERY, LOOK_EVERY, ServedTimes
+
+MAX_ROWS = 64
+LOADS = ((1, 256), (8, 512))
+# What the first 0, 1, ... rows of a request give, in tokens.
+GAINS = {TREES: np.cumsum(0.75 ** np.arange(33)), CHAINS: np.cumsum(0.72 ** np.arange(33))}
+KINDS = (TREES, CHAINS)
+
+
+def seconds_of(kind: str | None, rows: int, *, plain: float, of_row: float, of_trees: float):
+    return plain + of_row * (rows - 1) + (of_trees if kind == TREES else 0.0)
+
+
+def measured(**machine: float) -> dict[str, StepTimes]:
+    def points(kind: str) -> dict[tuple[int, int], dict[int, float]]:
+        rows = (1, 2, 4, 8, 16, 32)
+        return {
+            (requests, context): {
+                requests * n: seconds_of(kind if n > 1 else None, requests * n, **machine)
+                for n in rows
+            }
+            for requests, context in LOADS
+        }
+
+    return {kind: StepTimes.measured(points(kind), MAX_ROWS) for kind in KINDS}
+
+
+def chosen(times: dict[str, StepTimes]) -> tuple[str, int]:
+    """The kind and the rows of one request that promise the most."""
+    rates = {
+        kind: GAINS[kind][:32] / of.at(1, 256).times.numpy()[1:33] for kind, of in times.items()
+    }
+    kind = max(rates, key=lambda kind: rates[kind].max())
+    return kind, 1 + int(rates[kind].argmax())
+
+
+def rate_of(kind: str, rows: int, machine: dict[str, float]) -> float:
+    return GAINS[kind][rows - 1] / seconds_of(kind if rows > 1 else None, rows, **machine)
+
+
+def serve(served: ServedTimes, machine: dict[str, float], steps: int, noise: np.random.Generator):
+    """Serve steps of one request; returns how many were not of the size that pays."""
+    looks = 0
+    for step in range(1, steps + 1):
+        kind, rows = chosen(served.times)
+        look = None
+        if step % LOOK_EVERY == 0:
+            look = served.look_at(rows, num_reqs=1, context=256)
+        if look is not None:
+            looks += 1
+            kind, rows = look[0] or kind, 1 + look[1]
+        seconds = seconds_of(kind if rows > 1 else None, rows, **machine)
+        seconds *= float(noise.lognormal(sigma=0.05))
+        if noise.random() < 0.01:
+            seconds *= 20  # a stall
+        at = None if rows == 1 else kind
+        served.serve(at, rows, num_reqs=1, context=256, seconds=seconds)
+        if step % CORRECT_EVERY == 0:
+            served.correct(served.logs, served.ages)
+    return looks
+
+
+FAST = {"plain": 0.010, "of_row": 0.0006, "of_trees": 0.0012}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(FAST | {"plain": 0.030}, id="rows looked free"),
+        pytest.param(FAST | {"of_row": 0.004}, id="rows looked dear"),
+        pytest.param(FAST | {"of_trees": 0.010}, id="trees looked dear"),
+        pytest.param(FAST, id="right"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_are_right_after_a_start_that_misled(start, seed):
+    served, noise = ServedTimes(measured(**start)), np.random.default_rng(seed)
+    looks = serve(served, FAST, 1500, noise)
+    assert looks <= 1500 / LOOK_EVERY
+    best = max(rate_of(kind, rows, FAST) for kind in KINDS for rows in range(1, 33))
+    assert rate_of(*chosen(served.times), FAST) > 0.95 * best
+
+
+def test_a_machine_that_changes_is_followed():
+    served, noise = ServedTimes(measured(**FAST)), np.random.default_rng(0)
+    slow = {"plain": 0.011, "of_row": 0.005, "of_trees": 0.0012}
+    for machine in (FAST, slow, FAST):
+        serve(served, machine, 1500, noise)
+        best = max(rate_of(kind, rows, machine) for kind in KINDS for rows in range(1, 33))
+        assert rate_of(*chosen(served.times), machine) > 0.93 * best
+
+
+def test_a_stall_moves_little():
+    served = ServedTimes(measured(**FAST))
+    for seconds in (0.010, 10.0):
+        served.serve(None, 1, num_reqs=1, context=256, seconds=seconds)
+    served.correct(served.logs, served.ages)
+    assert math.exp(np.nanmax(served.logs)) < 1.05
+    assert served.known() == {
+        f"seconds_by_measured: {kind}, 1 requests, 256 tokens, 1 rows": pytest.approx(
+            1.03, abs=0.01
+        )
+        for kind in KINDS
+    }
+
+
+def test_what_is_not_known_is_not_corrected():
+    times = measured(**FAST)
+    served = ServedTimes(times)
+    served.correct(served.logs, served.ages)
+    for kind in KINDS:
+        assert np.allclose(served.times[kind].times, times[kind].times)
+        assert np.allclose(served.times[kind].slopes(1)[:-1], times[kind].slopes(1)[:-1])

@@ -1,0 +1,157 @@
+"""Step times that follow the machine: what was measured at start-up, corrected by served steps.
+
+Times of a start-up may be those of a slow phase, or of a machine that was busy otherwise. What a
+served step took, in parts of what it was said to take, is averaged by its load and by its rows per
+request. Where steps are served, a sample moves an average by little, so that a stall changes
+nothing and a change that lasts is followed within some dozen samples. Sizes that nobody chooses are
+looked at now and then; there a shorter time is believed at once, since a stall only lengthens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from vllm_recycle.core.price import StepTimes
+
+# Rows per request, of which each power of two has an average; between them they lie on lines.
+NUM_SIZES = 7
+# The part of what is new in a sample that an average takes, and the most that a sample may say, as
+# logarithms of factors.
+GAIN, MOST = 1 / 8, 0.25
+# Steps between corrections, between looks, and until an average is to be looked at again.
+CORRECT_EVERY, LOOK_EVERY, STALE = 64, 128, 512
+
+
+class ServedTimes:
+    """Corrects measured times.
+
+    Args:
+        measured: at start-up, by what the drafts of a step are; of the same loads.
+
+    Attributes:
+        times: what a step takes now, as far as is known.
+        logs: float64 [kinds, loads, NUM_SIZES], logarithms of what steps took in parts of what was
+            measured, not a number where none was served. The first size is a step without drafts,
+            which is the same of all kinds.
+        ages: int64, of the same shape: steps since one was served.
+
+    """
+
+    def __init__(self, measured: Mapping[str, StepTimes]) -> None:
+        self._measured = dict(measured)
+        self.times = dict(measured)
+        self._kinds, [self._loads, *_] = list(measured), [of.loads for of in measured.values()]
+        self.logs = np.full((len(measured), len(self._loads), NUM_SIZES), np.nan)
+        self.ages = np.full(self.logs.shape, STALE)
+        self._asked = np.zeros_like(self.ages)  # which look each was asked for last
+        self._num_looks = 0
+
+    def serve(
+        self, kind: str | None, num_rows: int, *, num_reqs: int, context: float, seconds: float
+    ) -> None:
+        """Take in a step without prompts.
+
+        Args:
+            kind: what its drafts were; None if they might be of any kind, or there were none.
+            num_rows: of all requests.
+            num_reqs: of the step.
+            context: tokens before each request's rows, on average.
+            seconds: that it took.
+
+        """
+        self.ages += 1
+        load, requests = self._load(num_reqs, context)
+        # Rows of drafts cost what as many do at the load.
+        places = _places((num_rows - num_reqs + requests) / requests)
+        for index, of in enumerate(self._kinds):
+            if kind in (None, of):
+                measured = self._measured[of]
+                said = float(measured.at(num_reqs, context).times[num_rows])
+                log = math.log(seconds / (said * measured.seconds[load]))
+                self._move(self.logs[index, load], self.ages[index, load], places, log)
+                moved = index
+        for averages in (self.logs, self.ages):
+            averages[:, load, 0] = averages[moved, load, 0]
+
+    def _move(
+        self, logs: np.ndarray, ages: np.ndarray, places: list[tuple[int, float]], log: float
+    ) -> None:
+        """Move the averages at some places of a load towards a sample between them."""
+        known = np.interp(np.arange(NUM_SIZES), *_known(logs)).tolist()
+        new = log - sum(weight * known[place] for place, weight in places)
+        is_stale = max(ages[place] for place, _ in places) >= STALE
+        moved = min(MOST / 2, new) if is_stale else GAIN * min(MOST, max(-MOST, new))
+        for place, weight in places:
+            logs[place] = known[place] + moved * weight / sum(w * w for _, w in places)
+            # What is found to be far longer is looked at again.
+            if not (is_stale and new > MOST):
+                ages[place] = 0
+
+    def correct(self, logs: np.ndarray, ages: np.ndarray) -> None:
+        """Believe these, of this rank or of the one whose times count."""
+        self.logs, self.ages = logs, ages
+        for index, (kind, measured) in enumerate(self._measured.items()):
+            factors = [
+                np.exp(np.interp(_sizes(measured, load), *_known(of_load)))
+                for load, of_load in enumerate(logs[index])
+            ]
+            self.times[kind] = measured.scaled(np.stack(factors))
+
+    def known(self) -> dict[str, float]:
+        """What steps took in parts of what was measured, by kind, requests, context and rows."""
+        found = {}
+        for (index, load, size), log in np.ndenumerate(self.logs):
+            if not math.isnan(log):
+                requests, context = self._loads[load]
+                where = f"{self._kinds[index]}, {requests} requests, {context} tokens"
+                found[f"seconds_by_measured: {where}, {2**size} rows"] = math.exp(log)
+        return found
+
+    def look_at(self, rows: int, *, num_reqs: int, context: float) -> tuple[str | None, int] | None:
+        """What the drafts of a step should be to see what that takes now, and the most nodes.
+
+        It is what was not served for long, and of this what was asked for least lately: no drafts,
+        or drafts of one kind, as large as those that are chosen, of so many `rows`, or twice as
+        large. None where all of these are known.
+        """
+        load, _ = self._load(num_reqs, context)
+        stale: list[tuple[int, int, list[int], str | None, int]] = []
+        for index, of in enumerate(self._kinds):
+            for size in (1, rows, 2 * rows):
+                places = [place for place, _ in _places(size)]
+                if self.ages[index, load, places].max() >= STALE:
+                    asked = int(self._asked[index, load, places].min())
+                    stale.append((asked, index, places, None if size == 1 else of, size - 1))
+        if not stale:
+            return None
+        _, index, places, kind, nodes = min(stale, key=lambda one: one[0])
+        self._num_looks += 1
+        self._asked[index if nodes else slice(None), load, places] = self._num_looks
+        return kind, nodes
+
+    def _load(self, num_reqs: int, context: float) -> tuple[int, int]:
+        """The nearest load, and its requests."""
+        load = self._measured[self._kinds[0]].nearest(num_reqs, context)
+        return load, self._loads[load][0] or num_reqs
+
+
+def _places(rows: float) -> list[tuple[int, float]]:
+    """Between which averages so many rows per request lie, and the weight of each."""
+    size = min(math.log2(rows), NUM_SIZES - 1)
+    first, rest = int(size), size - int(size)
+    return [(first, 1.0 - rest), (first + 1, rest)] if rest else [(first, 1.0)]
+
+
+def _sizes(times: StepTimes, load: int) -> np.ndarray:
+    """log2 of the rows per request, float64 [rows + 1], of a load."""
+    rows = np.maximum(np.arange(times.max_rows + 1), 1) / max(1, times.loads[load][0])
+    return np.log2(np.maximum(rows, 1.0))
+
+
+def _known(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes that are known, and their logs; nothing is corrected where there is none."""
+    known = np.flatnonzero(~np.isnan(logs))
+    return (known, logs[known]) if len(known) else (np.zeros(1), np.zeros(1))
