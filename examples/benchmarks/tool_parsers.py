@@ -91,8 +91,10 @@ def steps(
     )
     processor.add_request(request, None)
     state = processor.request_states["0"]
-    if by_token:
-        state.detokenizer = streaming.Detokenizer(state.detokenizer)
+    plain = state.detokenizer
+    if isinstance(plain, streaming.Detokenizer):  # an engine of this process has ours in its place
+        plain = plain._detokenizer
+    state.detokenizer = streaming.Detokenizer(plain) if by_token else plain
     for start in range(0 if cut == ALL else 1 - cut, len(token_ids), cut):
         new = token_ids[max(start, 0) : start + cut]
         ends = FinishReason.STOP if start + cut >= len(token_ids) else None

@@ -78,23 +78,28 @@ def test_a_window_that_no_text_reaches_is_supported(capsys, tmp_path):
 def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):
     model = qwen2_audio(tmp_path / "model")
     status, said = check(capsys, model=model)
+    assert (status, said["drafts"]) == (0, "tree chain, at most 24 nodes")
+    status, said = check(
+        capsys, model=model, config={"method": "token_recycling", "tree": "default"}
+    )
     assert status == 1
     assert "a multimodal model without --language-model-only" in said["refused"]
     status, said = check(capsys, "--language-model-only", model=model)
-    assert status == 0, said
+    assert (status, said["drafts"]) == (0, "grown trees, at most 80 nodes")
 
 
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [
-        (["--kv-cache-dtype", "fp8"], None, "does not support --kv-cache-dtype fp8"),
+        (["--kv-cache-dtype", "fp8"], {"method": "token_recycling", "preset": "paper"},
+         "does not support --kv-cache-dtype fp8"),
         ([], {"method": "token_recycling", "k": 0}, "k is 0, expected an integer 1 to 64"),
         ([], {"method": "ouroboros"}, "'model' is missing"),
         ([], {"method": "ngram", "num_speculative_tokens": 2}, "got method 'ngram', expected one"),
         (["--max-model-len", "99999999"], None, "max_model_len"),
         (["--worker-cls", "x.Y"], None, "--worker-cls: got 'x.Y', expected none"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused_names_one_thing(flags, config, message, capsys):
     status, said = check(capsys, *flags, config=config)
     assert status == 1

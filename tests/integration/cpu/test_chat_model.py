@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 from derived_models import random_weights, write_model
 from engines import (
+    GROWN,
     PAPER,
     SMALL_BUDGET,
     TARGET,
-    TOKEN_RECYCLING,
     counter,
     engine,
     generate,
@@ -60,7 +60,7 @@ def expected(model) -> list[list[tuple[int, ...]]]:
     return outputs
 
 
-@pytest.mark.parametrize("method", [TOKEN_RECYCLING, PAPER], ids=["default", "paper-80"])
+@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
 def test_output_equals_vllm(model, expected, method):
     with engine(method, model=model, max_model_len=MAX_MODEL_LEN) as llm:
         assert generate(llm, PROMPTS, GREEDY) == expected

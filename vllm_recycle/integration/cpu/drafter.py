@@ -202,10 +202,16 @@ class V1Drafter(Drafter):
         if self.served is None:
             return
         num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
+        kind = CHAINS if step.are_chains else TREES
         # A draft of one node is a chain and a tree.
-        is_any = int(step.num_nodes.max()) <= 1
-        kind = None if is_any else CHAINS if step.are_chains else TREES
-        self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds)
+        is_any = kind not in self.step_times or int(step.num_nodes.max()) <= 1
+        self.served.serve(
+            None if is_any else kind,
+            num_rows,
+            num_reqs=num_reqs,
+            context=context,
+            seconds=seconds,
+        )
         self.num_served += 1
         if self.num_served % CORRECT_EVERY == 0:
             self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
