@@ -224,7 +224,7 @@ def test_start_up_lines_of_grown_trees():
         assert part in lines
     assert "a step by its rows, in ms, of 1 request behind 256 tokens: trees 1: " in lines
     assert {requests for requests, _ in step_times.loads} == {1, 3, 8}
-    assert (step_times.times[:, 1] == 1).all()
+    assert ((step_times.times[:, 1] > 0.5) & (step_times.times[:, 1] <= 1)).all()
     assert (step_times.times.diff() >= 0).all()
     assert step_times.times[0, -1] > 1
 
