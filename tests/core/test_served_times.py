@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
-from vllm_recycle.core.served_times import CORRECT_EVERY, LOOK_EVERY, ServedTimes
+from vllm_recycle.core.served_times import LOOK_EVERY, ServedTimes
 
 MAX_ROWS = 64
 LOADS = ((1, 256), (8, 512))
@@ -51,12 +51,10 @@ def rate_of(kind: str, rows: int, machine: dict[str, float]) -> float:
 def serve(served: ServedTimes, machine: dict[str, float], steps: int, noise: np.random.Generator):
     """Serve steps of one request; returns how many were not of the size that pays."""
     looks = 0
-    for step in range(1, steps + 1):
-        kind, rows = chosen(served.times)
-        look = None
-        if step % LOOK_EVERY == 0:
-            look = served.look_at(rows, num_reqs=1, context=256)
-        if look is not None:
+    for _ in range(steps):
+        kind, served.rows = chosen(served.times)
+        rows = served.rows
+        if (look := served.look_at(1, 256)) is not None:
             looks += 1
             kind, rows = look[0] or kind, 1 + look[1]
         seconds = seconds_of(kind if rows > 1 else None, rows, **machine)
@@ -64,8 +62,7 @@ def serve(served: ServedTimes, machine: dict[str, float], steps: int, noise: np.
         if noise.random() < 0.01:
             seconds *= 20  # a stall
         at = None if rows == 1 else kind
-        served.serve(at, rows, num_reqs=1, context=256, seconds=seconds)
-        if step % CORRECT_EVERY == 0:
+        if served.serve(at, rows, num_reqs=1, context=256, seconds=seconds):
             served.correct(served.logs, served.ages)
     return looks
 
@@ -91,13 +88,14 @@ def test_sizes_are_right_after_a_start_that_misled(start, seed):
     assert rate_of(*chosen(served.times), FAST) > 0.95 * best
 
 
-def test_a_machine_that_changes_is_followed():
-    served, noise = ServedTimes(measured(**FAST)), np.random.default_rng(0)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_machine_that_changes_is_followed(seed):
+    served, noise = ServedTimes(measured(**FAST)), np.random.default_rng(seed)
     slow = {"plain": 0.011, "of_row": 0.005, "of_trees": 0.0012}
     for machine in (FAST, slow, FAST):
-        serve(served, machine, 1500, noise)
+        serve(served, machine, 2500, noise)
         best = max(rate_of(kind, rows, machine) for kind in KINDS for rows in range(1, 33))
-        assert rate_of(*chosen(served.times), machine) > 0.93 * best
+        assert rate_of(*chosen(served.times), machine) > 0.9 * best
 
 
 def test_a_stall_moves_little():

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from engines import OUROBOROS, TARGET
+from engines import OUROBOROS, TARGET, make_config
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import refusals, versions
+from vllm_recycle.integration import versions
 from vllm_recycle.integration.options import METHODS, TokenRecyclingOptions, options_of
 from vllm_recycle.integration.options.given import given_keys
 from vllm_recycle.integration.plugin import register
@@ -23,14 +23,6 @@ from vllm_recycle.integration.plugin import register
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     register()
-
-
-def make_config(method: dict | None = None, **flags):
-    config = {"method": "token_recycling", **(method or {})}
-    settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 24}
-    return EngineArgs(
-        TARGET, speculative_config=config, **(settings | flags)
-    ).create_engine_config()
 
 
 def test_good_options_are_accepted():
@@ -303,74 +295,6 @@ def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"async_scheduling": True}, "--async-scheduling"),
-        ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
-         "--data-parallel-size above 1 with a mixture-of-experts model"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
-        ({"structured_outputs_config": {"backend": "lm-format-enforcer"}},
-         "--structured-outputs-config.backend lm-format-enforcer"),
-    ],
-)  # fmt: skip
-def test_features_that_are_not_supported(flags, message):
-    with pytest.raises((NotImplementedError, ValueError), match=message):
-        make_config(**flags)
-
-
-REFUSED_BY_CONFIG = {
-    "decode_context_parallel_size": ("parallel_config", 2),
-    "prefill_context_parallel_size": ("parallel_config", 2),
-    "enable_dbo": ("parallel_config", True),
-    "enable_expert_parallel": ("parallel_config", True),
-    "enable_batch_sharded_sampling": ("parallel_config", True),
-    "kv_sharing_fast_prefill": ("cache_config", True),
-    "return_sampling_mask": ("model_config", True),
-    "enable_trace_replay": ("model_config", True),
-    "enable_sleep_mode": ("model_config", True),
-    "runner_type": ("model_config", "pooling"),
-    "logits_processors": ("model_config", ["a:b"]),
-    "enable_return_routed_experts": ("aux_output_config", True),
-    "ec_transfer_config": (None, object()),
-    "watermark_config": (None, object()),
-    "diffusion_config": (None, object()),
-}
-
-
-@pytest.mark.parametrize(
-    ("flags", "feature"),
-    [
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
-        ({"hf_overrides": {"attn_logit_softcapping": 30.0}}, "a model with a logits soft cap"),
-    ],
-)
-def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
-    said = []
-    monkeypatch.setattr(engine_config.logger, "info", lambda *words: said.append(words))
-    options = options_of(make_config({"max_nodes": 10}, **flags))
-    assert said == [("%s drafts chains: trees do not go with %s", "token_recycling", feature)]
-    assert (options.tree, options.num_nodes) == ("chain", 10)
-    for method in ({"tree": "default"}, {"preset": "paper"}):
-        with pytest.raises(NotImplementedError, match=f"does not support {feature}"):
-            make_config(method, **flags)
-
-
-@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
-def test_every_refusal_names_its_flag(name):
-    """Those that this machine or model cannot turn on by themselves: set on a good config."""
-    config = make_config()
-    part, value = REFUSED_BY_CONFIG[name]
-    owner = config if part is None else getattr(config, part)
-    object.__setattr__(owner, name, value)
-    flag = "--runner" if name == "runner_type" else f"--{name.replace('_', '-')}"
-    with pytest.raises(NotImplementedError, match=flag):
-        engine_config.finish(config)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
         ({"worker_cls": "some.Worker"}, "--worker-cls: got 'some.Worker', expected none"),
         ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls: got 'some.Scheduler'"),
     ],
@@ -378,33 +302,6 @@ def test_every_refusal_names_its_flag(name):
 def test_flags_that_the_method_needs_for_itself(flags, message):
     with pytest.raises(ValueError, match=message):
         make_config(**flags)
-
-
-def test_other_platforms_are_refused(monkeypatch):
-    platform = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
-    monkeypatch.setattr(engine_config, "current_platform", platform)
-    message = r"got platform 'abacus', expected one of \['cpu', 'cuda'\]"
-    with pytest.raises(NotImplementedError, match=message):
-        make_config()
-
-
-def test_model_runner_v2_is_refused_on_cpu(monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
-        make_config()
-
-
-def test_batch_invariance_is_refused(monkeypatch):
-    config = make_config()
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT=1"):
-        engine_config.finish(config)
-
-
-def test_installed_logits_processors_are_refused(monkeypatch):
-    monkeypatch.setattr(refusals, "entry_points", lambda group: [group])
-    with pytest.raises(NotImplementedError, match=r"vllm\.logits_processors"):
-        make_config()
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.1", "0.34.0rc1+cu130", "dev"])

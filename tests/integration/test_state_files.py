@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import OUROBOROS, TARGET, core, engine
+from engines import OUROBOROS, core, engine, make_config
 from safetensors.torch import save_file
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
@@ -31,13 +30,6 @@ STATES = {
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     register()
-
-
-def make_config(method: dict, **flags):
-    settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 24}
-    return EngineArgs(
-        TARGET, speculative_config=method, **(settings | flags)
-    ).create_engine_config()
 
 
 def write_state(method: dict, path: Path, **changed) -> None:

@@ -37,8 +37,11 @@ class ServedTimes:
             measured, not a number where none was served. The first size is a step without drafts,
             which is the same of all kinds.
         ages: int64, of the same shape: steps since one was served.
+        rows: of a request, on average, when drafts were last chosen by their price.
 
     """
+
+    rows = 1
 
     def __init__(self, measured: Mapping[str, StepTimes]) -> None:
         self._measured = dict(measured)
@@ -47,12 +50,12 @@ class ServedTimes:
         self.logs = np.full((len(measured), len(self._loads), NUM_SIZES), np.nan)
         self.ages = np.full(self.logs.shape, STALE)
         self._asked = np.zeros_like(self.ages)  # which look each was asked for last
-        self._num_looks = 0
+        self._num_served = self._num_drafts = self._num_looks = 0
 
     def serve(
         self, kind: str | None, num_rows: int, *, num_reqs: int, context: float, seconds: float
-    ) -> None:
-        """Take in a step without prompts.
+    ) -> bool:
+        """Take in a step without prompts; whether it is time to `correct`.
 
         Args:
             kind: what its drafts were; None if they might be of any kind, or there were none.
@@ -75,6 +78,8 @@ class ServedTimes:
                 moved = index
         for averages in (self.logs, self.ages):
             averages[:, load, 0] = averages[moved, load, 0]
+        self._num_served += 1
+        return self._num_served % CORRECT_EVERY == 0
 
     def _move(
         self, logs: np.ndarray, ages: np.ndarray, places: list[tuple[int, float]], log: float
@@ -110,17 +115,20 @@ class ServedTimes:
                 found[f"seconds_by_measured: {where}, {2**size} rows"] = math.exp(log)
         return found
 
-    def look_at(self, rows: int, *, num_reqs: int, context: float) -> tuple[str | None, int] | None:
+    def look_at(self, num_reqs: int, context: float) -> tuple[str | None, int] | None:
         """What the drafts of a step should be to see what that takes now, and the most nodes.
 
         It is what was not served for long, and of this what was asked for least lately: no drafts,
-        or drafts of one kind, as large as those that are chosen, of so many `rows`, or twice as
-        large. None where all of these are known.
+        or drafts of one kind, as large as those that were chosen, or twice as large. None where all
+        of these are known, and mostly; to be called for each step that is drafted for.
         """
+        self._num_drafts += 1
+        if self._num_drafts % LOOK_EVERY:
+            return None
         load, _ = self._load(num_reqs, context)
         stale: list[tuple[int, int, list[int], str | None, int]] = []
         for index, of in enumerate(self._kinds):
-            for size in (1, rows, 2 * rows):
+            for size in (1, self.rows, 2 * self.rows):
                 places = [place for place, _ in _places(size)]
                 if self.ages[index, load, places].max() >= STALE:
                     asked = int(self._asked[index, load, places].min())

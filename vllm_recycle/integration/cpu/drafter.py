@@ -12,7 +12,7 @@ import torch
 
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
-from vllm_recycle.core.served_times import CORRECT_EVERY, ServedTimes
+from vllm_recycle.core.served_times import ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
@@ -110,7 +110,6 @@ class V1Drafter(Drafter):
         linear = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
         self.step_times = dict.fromkeys(self.options.kinds, linear)
         self.served: ServedTimes | None = None
-        self.num_served = 0
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
@@ -205,15 +204,8 @@ class V1Drafter(Drafter):
         kind = CHAINS if step.are_chains else TREES
         # A draft of one node is a chain and a tree.
         is_any = kind not in self.step_times or int(step.num_nodes.max()) <= 1
-        self.served.serve(
-            None if is_any else kind,
-            num_rows,
-            num_reqs=num_reqs,
-            context=context,
-            seconds=seconds,
-        )
-        self.num_served += 1
-        if self.num_served % CORRECT_EVERY == 0:
+        load = {"num_reqs": num_reqs, "context": context}
+        if self.served.serve(None if is_any else kind, num_rows, seconds=seconds, **load):
             self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
             self.step_times = self.served.times
 

@@ -10,7 +10,6 @@ import torch
 
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import free
-from vllm_recycle.core.served_times import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
@@ -32,8 +31,6 @@ class TokenRecyclingV1Drafter(V1Drafter):
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
-        self.num_drafts = 0
-        self.rows = 1  # of a request, on average, when drafts were last chosen by their price
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -97,7 +94,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
             kind: times.of_each(*load) if self.isolates else times.at(*load)
             for kind, times in self.step_times.items()
         }
-        if (look := self._look(*load)) is not None:
+        look = None if self.served is None else self.served.look_at(*load)
+        if look is not None:
             kind, max_nodes = look[0], min(look[1], max_nodes)
             if kind is None:
                 none = torch.empty(len(chosen), 0, dtype=torch.int64)
@@ -111,16 +109,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
             num_other_rows=0 if self.isolates else batch - len(chosen),
             max_nodes=max_nodes,
         )
-        if look is None:
-            self.rows = 1 + int((drafts >= 0).sum()) // len(chosen)
+        if self.served is not None and look is None:
+            self.served.rows = 1 + int((drafts >= 0).sum()) // len(chosen)
         return drafts, parents
-
-    def _look(self, num_reqs: int, context: float) -> tuple[str | None, int] | None:
-        """Of what kind drafts are, and how large at most, if that is to be seen in this step."""
-        self.num_drafts += 1
-        if self.served is None or self.num_drafts % LOOK_EVERY:
-            return None
-        return self.served.look_at(self.rows, num_reqs=num_reqs, context=context)
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes
