@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,12 +48,12 @@ batches = st.lists(requests(), min_size=1, max_size=6)
 
 
 def make(batch: list[Request]) -> StepLayout:
-    lengths = torch.tensor([len(request.tokens) for request in batch])
+    lengths = np.array([len(request.tokens) for request in batch])
     return StepLayout.make(
         trees=TREE.of_batch(len(batch)),
-        num_nodes=torch.tensor([request.num_nodes for request in batch]),
-        last_token_row=lengths.cumsum(0) - 1,
-        row_token_ids=torch.tensor([token for request in batch for token in request.logit_tokens]),
+        num_nodes=np.array([request.num_nodes for request in batch]),
+        last_token_row=lengths.cumsum() - 1,
+        row_token_ids=np.array([token for request in batch for token in request.logit_tokens]),
     )
 
 
@@ -82,8 +83,9 @@ def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
         token_row += len(request.tokens)
         logit_row += size + 1
     assert trees.cu_num_logits[-1] == logit_row
-    assert trees.tree_token_rows.tolist() == tree_token_rows
-    assert trees.tree_rows.tolist() == tree_rows
+    _, rows, token_rows = trees.tree_rows()
+    assert token_rows.tolist() == tree_token_rows
+    assert rows.tolist() == tree_rows
     assert trees.row_token_ids.tolist() == [
         token for request in batch for token in request.logit_tokens
     ]

@@ -63,7 +63,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
         """
         metadata = super().build(0, common)
-        if step is None or not len(step.tree_rows):
+        if step is None or not step.num_nodes.any():
             return metadata
         # On a few numbers, where numpy's calls cost a third of torch's.
         nodes = step.num_nodes.numpy()
@@ -85,7 +85,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         metadata.others = None
         if other_lengths.any():
             is_other = torch.ones(common.num_actual_tokens, dtype=torch.bool)
-            is_other[step.tree_token_rows] = False
+            is_other.numpy()[step.tree_rows()[2]] = False
             rows = is_other.nonzero().flatten()
             alone = _without_trees(common, rows, torch.from_numpy(other_lengths))
             metadata.others = (rows, super().build(0, alone))

@@ -99,7 +99,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
         self.proposer.release(req_state_indices)
 
     def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
-        owners = idx_mapping[step.request_of_logit_row]
+        owners = idx_mapping.repeat_interleave(step.num_nodes + 1)
         self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
 
     def accept(
@@ -340,11 +340,11 @@ class Round:
         positions.copy_(torch.from_numpy(position))
         step = StepLayout.make(
             trees=drafter.proposer.lookahead.of_batch(len(idx_mapping)),
-            num_nodes=torch.from_numpy(num_rows),
-            last_token_row=torch.from_numpy(starts[1:] - 1),
-            row_token_ids=input_ids[logit_rows].long(),
+            num_nodes=num_rows,
+            last_token_row=starts[1:] - 1,
+            row_token_ids=token_ids[logit_rows.numpy()],
         )
-        step.place([positions], input_ids)
+        step.place([positions], input_ids.numpy())
         positions.clamp_(max=drafter.max_model_len - 1)
         is_head = offset < num_heads[owner]
         block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]

@@ -131,26 +131,27 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        logits_indices, metadata, _ = prepared
+        logits_indices, _, _ = prepared
         num_reqs = self.input_batch.num_reqs
-        self.idx_mapping = torch.tensor(
-            [self.req_state_indices[request_id] for request_id in self.input_batch.req_ids]
+        names, starts = self.input_batch.req_ids, self.query_start_loc.np[: num_reqs + 1]
+        self.idx_mapping = torch.from_numpy(
+            np.array([self.req_state_indices[name] for name in names])
         )
         # As the scheduler has cut the drafts, by grammars and to what fits.
-        drafts = scheduler_output.draft_parents
+        drafts = [scheduler_output.draft_parents.get(name, ()) for name in names]
+        input_ids = self.input_ids.np[: starts[-1]]
         self.step = StepLayout.make(
-            trees=Trees.from_drafts([drafts.get(name, ()) for name in self.input_batch.req_ids]),
-            num_nodes=torch.tensor(metadata.num_draft_tokens),
-            last_token_row=self.query_start_loc.cpu[1 : num_reqs + 1].long() - 1,
-            row_token_ids=self.input_ids.gpu[logits_indices].long(),
+            trees=Trees.from_drafts(drafts),
+            num_nodes=np.array([*map(len, drafts)]),
+            last_token_row=starts[1:] - 1,
+            row_token_ids=input_ids[logits_indices.numpy()],
         )
         # In the middle of a prompt, which goes on as it does: nothing is learnt there. Else where
         # others made a prompt be cut would be seen in what is drafted for it.
-        discarded = torch.from_numpy(self.discard_request_mask.np[:num_reqs])
-        self.step.row_token_ids[self.step.cu_num_logits[:-1][discarded]] = NO_TOKEN
+        roots = self.step.cu_num_logits.numpy()[:-1]
+        self.step.row_token_ids.numpy()[roots[self.discard_request_mask.np[:num_reqs]]] = NO_TOKEN
         mrope = [self.mrope_positions.gpu] if self.uses_mrope else []
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        self.step.place([self.positions, *mrope], self.input_ids.gpu[:num_tokens])
+        self.step.place([self.positions, *mrope], input_ids)
         hand_over(self.step, self.attn_groups)
         return prepared
 

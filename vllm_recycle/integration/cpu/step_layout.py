@@ -31,10 +31,7 @@ class StepLayout:
         row_token_ids: int64 [logit rows], input token of each logit row, -1 where a node was not
             filled, and at roots that nothing is sampled for.
         drafts: int64 [batch, nodes], -1 where not filled or not scheduled.
-        request_of_logit_row: int64 [logit rows], the request that each logit row belongs to.
-        tree_token_rows: int64 [n], token rows of all requests that have a draft.
-        tree_rows: int64 [n], the row of its tree that each of these is.
-        tree_requests: int64 [n], whose each of these is.
+        is_scheduled: bool [batch, rows], which rows of the trees there are.
 
     """
 
@@ -45,52 +42,48 @@ class StepLayout:
     cu_num_logits: torch.Tensor
     row_token_ids: torch.Tensor
     drafts: torch.Tensor
-    request_of_logit_row: torch.Tensor
-    tree_token_rows: torch.Tensor
-    tree_rows: torch.Tensor
-    tree_requests: torch.Tensor
+    is_scheduled: np.ndarray
 
     @classmethod
     def make(
         cls,
         *,
         trees: Trees,
-        num_nodes: torch.Tensor,
-        last_token_row: torch.Tensor,
-        row_token_ids: torch.Tensor,
+        num_nodes: np.ndarray,
+        last_token_row: np.ndarray,
+        row_token_ids: np.ndarray,
     ) -> StepLayout:
         """Lay out a step.
 
         Args:
             trees: of the requests.
             num_nodes: int64 [batch], scheduled nodes of each request.
-            last_token_row: int64 [batch], the last token row of each request.
-            row_token_ids: int64 [logit rows], input token of each logit row.
+            last_token_row: integer [batch], the last token row of each request.
+            row_token_ids: integer [logit rows], input token of each logit row.
 
         """
-        nodes = num_nodes.numpy()
-        cu_num_logits = np.concatenate(([0], np.cumsum(nodes + 1)))
-        first_token_row = last_token_row.numpy() - nodes
         row = np.arange(trees.num_nodes + 1)
-        column = nodes[:, None]
-        node_rows = cu_num_logits[:-1, None] + np.minimum(row[1:], column)
-        drafts = np.where(row[1:] <= column, row_token_ids.numpy()[node_rows], -1)
-        in_tree = (row <= column) & (column > 0)
-        are_chains = not (trees.parents.numpy()[:, 1:] != row[:-1])[in_tree[:, 1:]].any()
-        tree_token_rows = (first_token_row[:, None] + row)[in_tree]
+        is_scheduled = row <= num_nodes[:, None]
+        drafts = np.full(is_scheduled.shape, -1)
+        drafts[is_scheduled] = row_token_ids
+        is_branch = (trees.parents.numpy()[:, 1:] != row[:-1]) & is_scheduled[:, 1:]
         arrays = {
-            "first_token_row": first_token_row,
-            "cu_num_logits": cu_num_logits,
-            "drafts": drafts,
-            "request_of_logit_row": np.repeat(np.arange(len(nodes)), nodes + 1),
-            "tree_token_rows": tree_token_rows,
-            "tree_rows": np.broadcast_to(row, in_tree.shape)[in_tree],
-            "tree_requests": np.nonzero(in_tree)[0],
+            "num_nodes": num_nodes,
+            "first_token_row": last_token_row - num_nodes,
+            "cu_num_logits": np.concatenate(([0], (num_nodes + 1).cumsum())),
+            "row_token_ids": row_token_ids.astype(np.int64),
+            "drafts": drafts[:, 1:],
         }
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return cls(trees, are_chains, num_nodes, row_token_ids=row_token_ids, **tensors)
+        return cls(trees, not is_branch.any(), is_scheduled=is_scheduled, **tensors)
 
-    def place(self, positions: Sequence[torch.Tensor], input_ids: torch.Tensor) -> None:
+    def tree_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of all rows of requests that have a draft: whose, which of its tree, and token row."""
+        has_draft = self.num_nodes.numpy()[:, None] > 0
+        requests, rows = np.nonzero(self.is_scheduled & has_draft)
+        return requests, rows, self.first_token_row.numpy()[requests] + rows
+
+    def place(self, positions: Sequence[torch.Tensor], input_ids: np.ndarray) -> None:
         """Turn the inputs that were prepared for chains into those of trees.
 
         To be called after the slots were computed from the positions, since slots stay linear.
@@ -102,11 +95,12 @@ class StepLayout:
 
         """
         if not self.are_chains:
-            depths = self.trees.depths[self.tree_requests, self.tree_rows]
+            requests, rows, token_rows = self.tree_rows()
+            shifts = self.trees.depths.numpy()[requests, rows] - rows
             for of_rows in positions:
-                of_rows[..., self.tree_token_rows] += depths - self.tree_rows
+                of_rows.numpy()[..., token_rows] += shifts
         # A node that was not filled still has a row; any token will do for it.
-        input_ids.clamp_(min=0)
+        np.maximum(input_ids, 0, out=input_ids)
 
     def moves(self, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token rows to move after a walk, so that the accepted KV lies in the first slots.

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_recycle.core.price import TREES, Load, StepTimes
@@ -155,9 +156,9 @@ def _time_step(runner: Any, requests: int, rows: int, context: int, kind: str) -
         parents[2:3] = 0
     step = StepLayout.make(
         trees=Trees.from_parents(parents.repeat(requests, 1)),
-        num_nodes=torch.full((requests,), rows - 1),
-        last_token_row=torch.arange(rows - 1, num_rows, rows),
-        row_token_ids=torch.zeros(num_rows, dtype=torch.int64),
+        num_nodes=np.full(requests, rows - 1),
+        last_token_row=np.arange(rows - 1, num_rows, rows),
+        row_token_ids=np.zeros(num_rows, dtype=np.int64),
     )
     started = time.perf_counter()
     hand_over(step, runner.attn_groups)
