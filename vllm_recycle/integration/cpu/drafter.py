@@ -67,7 +67,7 @@ class Ends:
     Attributes:
         token_ids: int32 [max_num_reqs, max_model_len], of each request of a step.
         rows: int64 [batch], which of these the texts are.
-        last: int64 [batch], the place of the last token of each.
+        last: int64 [batch], the place of the last token of each; -1 where there is none.
         is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
 
     """
@@ -80,7 +80,7 @@ class Ends:
     def tails(self, reach: int) -> torch.Tensor:
         """int64 [batch, reach], the newest token first, -1 where there is none."""
         place = self.last[:, None] - np.arange(reach)
-        where = self.rows[:, None], place.clip(min=0)
+        where = self.rows[:, None], np.maximum(place, 0)
         known = place >= 0 if self.is_token is None else (place >= 0) & self.is_token[where]
         return torch.from_numpy(np.where(known, self.token_ids[where], -1).astype(np.int64))
 
@@ -165,7 +165,7 @@ class V1Drafter(Drafter):
         """
 
     @abstractmethod
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[np.ndarray, np.ndarray]:
         """Draft behind each text that wants it; to be called after each step.
 
         Args:
@@ -204,8 +204,9 @@ class V1Drafter(Drafter):
         kind = CHAINS if step.are_chains else TREES
         # A draft of one node is a chain and a tree.
         is_any = kind not in self.step_times or int(step.num_nodes.max()) <= 1
-        load = {"num_reqs": num_reqs, "context": context}
-        if self.served.serve(None if is_any else kind, num_rows, seconds=seconds, **load):
+        if self.served.serve(
+            None if is_any else kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds
+        ):
             self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
             self.step_times = self.served.times
 

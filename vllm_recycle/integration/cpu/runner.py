@@ -187,12 +187,11 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
-        ends = Ends(
-            self.input_batch.token_ids_cpu,
-            np.arange(len(step.num_nodes)),
-            self.positions[step.first_token_row].numpy(),
-            self.is_token,
-        )
+        # Nothing is learnt at roots that nothing is sampled for.
+        roots = self.positions.numpy()[step.first_token_row.numpy()]
+        roots[self.discard_request_mask.np[: len(roots)]] = -1
+        places = np.arange(len(roots))
+        ends = Ends(self.input_batch.token_ids_cpu, places, roots, self.is_token)
         self.drafter.accept(self.idx_mapping, step, result, ends)
         self._compact_kv_cache(result.path)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
@@ -204,6 +203,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             path: int64 [batch, path], the accepted rows of each tree, padded with -1.
 
         """
+        if self.step.are_chains:
+            return
         source, target = self.step.moves(path)
         if not len(source):
             return
@@ -224,9 +225,8 @@ class TreeCPUModelRunner(CPUModelRunner):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw
         # for these, and CPU generators cannot rewind. Remove with patches/0001.
-        generators = self.input_batch.generators
-        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-        hidden = {int(i): generators.pop(int(i)) for i in discarded if int(i) in generators}
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
+        hidden = {i: generators.pop(i) for i in [*generators] if discarded[i]}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:

@@ -51,13 +51,12 @@ class TokenRecyclingV1Drafter(V1Drafter):
     ) -> torch.Tensor | None:
         proposer = self.proposer
         self.successors = proposer.operations.top_k(logits, proposer.layout.k)
-        return self.successors[:, 0].long().clamp(min=0)  # where no logit is a number
+        best = np.maximum(self.successors.numpy()[:, 0], 0)  # where no logit is a number
+        return torch.from_numpy(best.astype(np.int64))
 
     def accept(
         self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:
-        tails = ends.tails(self.proposer.layout.reach)
-        tails[step.row_token_ids[step.cu_num_logits[:-1]] == NO_TOKEN] = NO_TOKEN
         verified = VerifiedStep(
             idx_mapping,
             step.trees.parents,
@@ -66,13 +65,13 @@ class TokenRecyclingV1Drafter(V1Drafter):
             self.successors,
             walked,
         )
-        self.proposer.learn(tails, verified)
+        self.proposer.learn(ends.tails(self.proposer.layout.reach), verified)
 
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[np.ndarray, np.ndarray]:
         max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
-        drafts = torch.full((len(texts.wants_draft), max_nodes), NO_TOKEN)
-        parents = torch.zeros_like(drafts)
-        chosen = np.nonzero(texts.wants_draft)[0]
+        drafts = np.full((len(texts.wants_draft), max_nodes), NO_TOKEN)
+        parents = np.zeros_like(drafts)
+        chosen = texts.wants_draft.nonzero()[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
                 token_ids, above = self._propose(texts, group, max_nodes)
@@ -89,7 +88,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         that its size depends on its own text and on how many requests there are.
         """
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        load = batch, float(last.mean())
+        load = batch, sum(last.tolist()) / len(last)
         prices = {
             kind: times.of_each(*load) if self.isolates else times.at(*load)
             for kind, times in self.step_times.items()
@@ -102,7 +101,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
                 return none, none
             prices = {kind: free(self.max_rows)}
         drafts, parents = self.proposer.propose(
-            texts.idx_mapping[chosen],
+            torch.from_numpy(texts.idx_mapping.numpy()[chosen]),
             Ends(texts.token_ids, chosen, last, texts.is_token).tails(self.proposer.layout.reach),
             max_depths=torch.from_numpy(texts.max_depths[chosen]),
             prices=prices,
@@ -110,7 +109,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
             max_nodes=max_nodes,
         )
         if self.served is not None and look is None:
-            self.served.rows = 1 + int((drafts >= 0).sum()) // len(chosen)
+            self.served.rows = 1 + int(np.count_nonzero(drafts.numpy() >= 0)) // len(chosen)
         return drafts, parents
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int64, c_void_p
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -37,16 +38,27 @@ class _Matrix(ctypes.Structure):
 
     _fields_ = (
         ("table", c_void_p),
+        ("salts", c_void_p),
         *((name, c_int64) for name in NUMBERS),
         ("num_contexts", c_int64),
         ("lengths", c_int64 * MAX_CONTEXT),
     )
 
 
+_MATRICES: WeakKeyDictionary[AdjacencyMatrix, Any] = WeakKeyDictionary()
+
+
 def _matrix(matrix: AdjacencyMatrix) -> Any:
-    layout, table = matrix.layout, _pointer(matrix.table, torch.int32)
-    numbers = (getattr(layout, name) for name in NUMBERS)
-    return ctypes.byref(_Matrix(table, *numbers, len(layout.contexts), layout.contexts))
+    """For C++; made once, since a matrix keeps its table and its salts."""
+    if (known := _MATRICES.get(matrix)) is None:
+        layout, tables = (
+            matrix.layout,
+            (_pointer(matrix.table, torch.int32), *_pointers(matrix.salts)),
+        )
+        numbers = (getattr(layout, name) for name in NUMBERS)
+        known = ctypes.byref(_Matrix(*tables, *numbers, len(layout.contexts), layout.contexts))
+        _MATRICES[matrix] = known
+    return known
 
 
 def _library() -> ctypes.CDLL:
@@ -77,11 +89,11 @@ def _rows_pointer(tensor: torch.Tensor) -> int:
 
 
 def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
-    """Salts, tails and depths."""
-    salts = matrix.salts[texts.idx_mapping]
-    assert texts.tails.shape[1] == matrix.layout.reach
-    assert len(salts) == len(texts.max_depths) == len(texts.tails)
-    return salts, texts.tails, texts.max_depths
+    """Numbers, tails and depths."""
+    batch, reach = texts.tails.shape
+    assert reach == matrix.layout.reach
+    assert texts.idx_mapping.shape == texts.max_depths.shape == (batch,)
+    return texts.idx_mapping, texts.tails, texts.max_depths
 
 
 def grow(
@@ -135,12 +147,11 @@ def learn(
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
     assert tails.shape[1] == matrix.layout.reach
-    salts = matrix.salts[step.idx_mapping]
     path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     _library().learn(
         _matrix(matrix),
         _pointer(counts, torch.float64),
-        *_pointers(salts, tails),
+        *_pointers(step.idx_mapping, tails),
         _rows_pointer(step.parents),
         step.parents.stride(0),
         *_pointers(step.row_token_ids, step.cu_num_logits),
@@ -153,8 +164,7 @@ def learn(
 
 def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -> None:
     """See `vllm_recycle.core.learn.seed`."""
-    salt = int(matrix.salts[req_state_idx])
-    _library().seed(_matrix(matrix), _pointer(token_ids), len(token_ids), salt)
+    _library().seed(_matrix(matrix), _pointer(token_ids), len(token_ids), req_state_idx)
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 // The table and its layout, see MatrixLayout; as calls.py fills it in.
 struct Matrix {
   int32_t* table;
+  const int64_t* salts;  // by req_state_idx
   int64_t vocab, k, slots, has_own, has_shared, parts, num_contexts;
   int64_t lengths[MAX_REACH];  // of contexts, ascending from 1
 
@@ -159,7 +160,7 @@ struct Candidate {
 
 extern "C" {
 
-void grow(const Matrix* of, const double* rates, const int64_t* salts, const int64_t* tails,
+void grow(const Matrix* of, const double* rates, const int64_t* idx_mapping, const int64_t* tails,
           const int64_t* max_depths, int64_t batch, int64_t max_nodes, double least_worth,
           int64_t* token_ids, double* worths, int64_t* parents) {
   struct Row {
@@ -180,7 +181,7 @@ void grow(const Matrix* of, const double* rates, const int64_t* salts, const int
     while (true) {
       const Row& above = rows[row];
       if (above.depth < max_depths[b]) {
-        const Address found = find_entry(matrix, above.context, salts[b]);
+        const Address found = find_entry(matrix, above.context, matrix.salts[idx_mapping[b]]);
         const double* rate = found.entry ? rates_of(matrix, rates, found) : nullptr;
         for (int64_t rank = 0; found.entry && rank < matrix.k; rank++, rate += STEADINESSES) {
           const int64_t token = found.entry[1 + rank];
@@ -203,7 +204,7 @@ void grow(const Matrix* of, const double* rates, const int64_t* salts, const int
 }
 
 // Parents and depths are of the rows of the template, ranks too; parents come before children.
-void fill(const Matrix* of, const double* rates, const int64_t* salts, const int64_t* tails,
+void fill(const Matrix* of, const double* rates, const int64_t* idx_mapping, const int64_t* tails,
           const int64_t* max_depths, const int64_t* parents, const int64_t* ranks,
           const int64_t* depths, int64_t batch, int64_t num_rows, int64_t* token_ids,
           double* worths) {
@@ -226,7 +227,7 @@ void fill(const Matrix* of, const double* rates, const int64_t* salts, const int
       Row& above = rows[parents[row]];
       if (!above.is_filled || depths[row] > max_depths[b]) continue;
       if (!above.is_found) {
-        above.found = find_entry(matrix, above.context, salts[b]);
+        above.found = find_entry(matrix, above.context, matrix.salts[idx_mapping[b]]);
         above.is_found = true;
       }
       if (!above.found.entry || above.found.entry[1 + ranks[row]] < 0) continue;
@@ -238,7 +239,7 @@ void fill(const Matrix* of, const double* rates, const int64_t* salts, const int
 }
 
 // All is read before anything is written; of several writes to an entry the last one stays.
-void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t* tails,
+void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const int64_t* tails,
            const int64_t* parents, int64_t parents_stride, const int64_t* row_token_ids,
            const int64_t* cu_num_logits, const int32_t* successors, const int64_t* path,
            const int64_t* token_ids, int64_t path_length, int64_t batch) {
@@ -250,6 +251,7 @@ void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t
   std::vector<Write> writes;
   for (int64_t b = 0; b < batch; b++) {
     const int64_t first = cu_num_logits[b], rows = cu_num_logits[b + 1] - first;
+    const int64_t salt = matrix.salts[idx_mapping[b]];
     if (!rows) continue;
     contexts.assign(rows, tail_of(nullptr, 0));  // of no token, where a node was not filled
     visited.assign(rows, 0);
@@ -265,10 +267,10 @@ void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t
     for (; num_visits < path_length && visits[num_visits] >= 0; num_visits++) {
       const int64_t row = visits[num_visits];
       visited[row] = 1;
-      if (counts) count(matrix, increments.data(), contexts[row], salts[b], emitted[num_visits]);
+      if (counts) count(matrix, increments.data(), contexts[row], salt, emitted[num_visits]);
     }
     auto write = [&](int64_t row) {
-      each_address(matrix, contexts[row], salts[b], [&](const Address& address) {
+      each_address(matrix, contexts[row], salt, [&](const Address& address) {
         writes.push_back(write_to(address, successors + (first + row) * matrix.k));
       });
     };
@@ -281,9 +283,9 @@ void learn(const Matrix* of, double* counts, const int64_t* salts, const int64_t
   if (counts) fold(counts, increments);
 }
 
-void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t salt) {
+void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t req_state_idx) {
   const Matrix& matrix = *of;
-  const int64_t k = matrix.k;
+  const int64_t k = matrix.k, salt = matrix.salts[req_state_idx];
   Context context = tail_of(tokens, 0);
   std::vector<const int32_t*> known(matrix.num_contexts);
   std::vector<int32_t> merged(matrix.num_contexts * k);
