@@ -77,6 +77,7 @@ def grow(
     *,
     max_nodes: int,
     least_worth: float = 0.0,
+    ranks: int | None = None,
     beam: int | None = None,
     levels: int | None = None,
 ) -> Growth:
@@ -92,6 +93,7 @@ def grow(
         texts: of each of which a tree is grown.
         max_nodes: the most nodes of a tree.
         least_worth: nodes that are worth no more than this are left out, and all below them.
+        ranks: the most successors of a row that are nodes below it, the first ones; None for any.
         beam: the most nodes of a level that have nodes below them, the best ones; None for any.
         levels: the most levels of any tree; None for any number.
 
@@ -112,7 +114,7 @@ def grow(
                 num_expanded[level] += 1
                 successors = _successors(matrix, rates, contexts[row], salt, row_worths[row])
                 for rank, token, worth in successors:
-                    if worth > least_worth:
+                    if worth > least_worth and (ranks is None or rank < ranks):
                         heapq.heappush(heap, (-worth, level + 1, row, rank, token))
             if not heap or row == max_nodes:
                 break

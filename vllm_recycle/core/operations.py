@@ -68,6 +68,7 @@ class Operations(PhraseOperations, Protocol):
         *,
         max_nodes: int,
         least_worth: float = 0.0,
+        ranks: int | None = None,
     ) -> Growth: ...
 
     def fill(

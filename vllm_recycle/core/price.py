@@ -61,6 +61,7 @@ class StepTimes:
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
         self._slopes: dict[int, torch.Tensor] = {}  # of loads that were asked for
+        self._prices: dict[Load, Price] = {}  # by load and requests
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -113,10 +114,12 @@ class StepTimes:
 
         A row costs what it does there behind as many rows of drafts.
         """
-
         index = self.nearest(num_reqs, context)
-        fewer = (self.loads[index][0] or num_reqs) - num_reqs
-        return Price(_moved(self.times[index], fewer), _moved(self.slopes(index), fewer))
+        if (index, num_reqs) not in self._prices:
+            fewer = (self.loads[index][0] or num_reqs) - num_reqs
+            moved = (_moved(values, fewer) for values in (self.times[index], self.slopes(index)))
+            self._prices[index, num_reqs] = Price(*moved)
+        return self._prices[index, num_reqs]
 
     def slopes(self, load: int) -> torch.Tensor:
         """What each row more costs at least, from there on, float64 [rows + 1], of a load."""
@@ -179,14 +182,15 @@ def rate(
 ) -> float:
     """Expected tokens by the time of a step that verifies so many nodes; see `choose`."""
     rows, last = len(worths) + num_other_rows, len(times) - 1
-    taken = np.arange(worths.shape[1]) < counts.numpy()[:, None]
-    tokens = rows + float(worths.numpy()[taken].sum())
-    return tokens / float(times[min(rows + int(taken.sum()), last)])
+    taken = zip(worths.tolist(), sizes := counts.tolist(), strict=True)
+    tokens = rows + sum(sum(of_nodes[:size]) for of_nodes, size in taken)
+    return tokens / float(times[min(rows + sum(sizes), last)])
 
 
 def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Leave of drafts, int64 [batch, nodes], the first `counts` nodes, int64 [batch]; in place."""
-    token_ids.numpy()[np.arange(token_ids.shape[1]) >= counts.numpy()[:, None]] = NO_TOKEN
+    for draft, count in zip(token_ids.numpy(), counts.tolist(), strict=True):
+        draft[count:] = NO_TOKEN
     return token_ids
 
 

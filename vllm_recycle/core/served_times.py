@@ -85,7 +85,9 @@ class ServedTimes:
         self, logs: np.ndarray, ages: np.ndarray, places: list[tuple[int, float]], log: float
     ) -> None:
         """Move the averages at some places of a load towards a sample between them."""
-        known = np.interp(np.arange(NUM_SIZES), *_known(logs)).tolist()
+        known = logs.tolist()
+        if any(math.isnan(known[place]) for place, _ in places):
+            known = np.interp(np.arange(NUM_SIZES), *_known(logs)).tolist()
         new = log - sum(weight * known[place] for place, weight in places)
         is_stale = max(ages[place] for place, _ in places) >= STALE
         moved = min(MOST / 2, new) if is_stale else GAIN * min(MOST, max(-MOST, new))

@@ -21,7 +21,7 @@ from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.price import CHAINS, Price, cut, rate
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
-from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate, chain
+from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
 # Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
@@ -109,7 +109,6 @@ class TokenRecyclingProposer:
             max_nodes = tree.num_nodes
         self.state = state
         self.tree = tree
-        self.chain = chain(min(max_nodes, MAX_CHAIN))
         self.num_nodes = max_nodes
         self.seed_from_prompt = seed_from_prompt
         self.operations = operations
@@ -152,11 +151,12 @@ class TokenRecyclingProposer:
         given = (self.state.matrix, self.state.acceptance.rates(), texts)
         offers = []
         for kind, price in prices.items():
-            tree = self.chain if kind == CHAINS else self.tree
-            if tree is not None:
-                growth = self.operations.fill(*given, tree=tree)
+            if kind != CHAINS and self.tree is not None:
+                growth = self.operations.fill(*given, tree=self.tree)
             else:
                 grow = partial(self.operations.grow, *given, max_nodes=max_nodes)
+                if kind == CHAINS:
+                    grow = partial(grow, max_nodes=min(max_nodes, MAX_CHAIN), ranks=1)
                 growth = _grow_what_may_pay(grow, price, num_other_rows + len(tails))
             worths = growth.worths[:, :max_nodes]
             counts = self.operations.choose(worths, price.times, num_other_rows=num_other_rows)
@@ -198,12 +198,12 @@ def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, num_reqs: int)
     `grow` grows trees whose nodes are worth more than `least_worth`; `num_reqs` are the rows of the
     step without drafts.
     """
-    times, slopes = price
+    times, slopes = (values.numpy() for values in price)
     last = len(times) - 1
     first = min(num_reqs, last)
     plain = num_reqs / float(times[first])
     # Where times rise in stairs, the slope by the next stairs too, so that once is mostly enough.
-    slope = float(slopes.numpy()[first : first + NEXT_ROWS].min())
+    slope = min(slopes[first : first + NEXT_ROWS].tolist())
     while True:
         growth = grow(least_worth=plain * slope)
         num_rows = num_reqs + int(np.count_nonzero(growth.token_ids.numpy() != NO_TOKEN))

@@ -92,11 +92,12 @@ def assert_same_growths(got: Growth, expected: Growth) -> None:
     max_nodes=st.integers(1, 20),
     equal=st.booleans(),
     least_worth=st.sampled_from([0.0, 0.1, 0.25]),
+    ranks=st.sampled_from([None, 1, 2]),
 )
-def test_grow_equals_the_reference(matrix, batch, max_nodes, equal, least_worth):
+def test_grow_equals_the_reference(matrix, batch, max_nodes, equal, least_worth, ranks):
     arguments, before = arguments_of(matrix, batch, equal=equal), matrix.table.clone()
     expected, got = (
-        twin.grow(*arguments, max_nodes=max_nodes, least_worth=least_worth)
+        twin.grow(*arguments, max_nodes=max_nodes, least_worth=least_worth, ranks=ranks)
         for twin in (reference, calls)
     )
     assert_same_growths(got, expected)

@@ -239,35 +239,35 @@ class TreeCPUModelRunner(CPUModelRunner):
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
-        batch = self.input_batch
-        names = batch.req_ids
-        requests = [self.requests[name] for name in names]
-        params = [request.sampling_params for request in requests]
-        scheduled = [scheduler_output.num_scheduled_tokens[name] for name in names]
+        batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
-        goes_on = np.array([bool(token_ids) for token_ids in sampled_token_ids])
-        computed = batch.num_computed_tokens_cpu[: batch.num_reqs] + scheduled
-        # Tokens that a request may still have; one of them comes without a draft.
-        had = [len(request.output_token_ids) for request in requests]
-        left = np.array([one.max_tokens for one in params]) - had
-        may_draft = [num_nodes > 0 and may_speculate(one, on_v2=False) for one in params]
+        before = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        computed, wants_draft, max_depths = [], [], []
+        for index, name in enumerate(batch.req_ids):
+            request, goes_on = self.requests[name], bool(sampled_token_ids[index])
+            params = request.sampling_params
+            # Tokens that a request may still have; one of them comes without a draft.
+            left = params.max_tokens - len(request.output_token_ids)
+            # Of those that were sampled for, without the draft tokens that were not accepted.
+            known = batch.num_tokens_no_spec[index] - 1
+            computed.append(known if goes_on else before[index] + scheduled[name])
+            may_draft = num_nodes > 0 and may_speculate(params, on_v2=False)
+            wants_draft.append(goes_on and left > 0 and may_draft)
+            max_depths.append(max(left - 1, 0))
         texts = Texts(
             idx_mapping=self.idx_mapping,
             token_ids=batch.token_ids_cpu,
-            # Of those that were sampled for, without the draft tokens that were not accepted.
-            num_computed_tokens=np.where(
-                goes_on, batch.num_tokens_no_spec[: batch.num_reqs] - 1, computed
-            ),
-            wants_draft=goes_on & (left > 0) & may_draft,
-            max_depths=np.maximum(left - 1, 0),
+            num_computed_tokens=np.array(computed, dtype=np.int64),
+            wants_draft=np.array(wants_draft, dtype=bool),
+            max_depths=np.array(max_depths, dtype=np.int64),
             num_nodes=num_nodes,
             is_token=self.is_token,
         )
         token_ids, parents = self.drafter.draft(texts, batch.block_table)
-        if sum(scheduled) == len(self.step.row_token_ids):
-            before = batch.num_computed_tokens_cpu[: batch.num_reqs].mean()
-            self.drafter.serve(self.step, float(before), time.perf_counter() - self.began)
+        if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
+            context = sum(before) / len(before)
+            self.drafter.serve(self.step, context, time.perf_counter() - self.began)
         drafts = token_ids[:, :num_nodes].tolist()
         for draft in drafts:
             # Rows behind the last filled node would be verified for nothing.

@@ -41,7 +41,7 @@ SIGNATURES = {
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    "grow": "ppppp" + "ii" + "d" + "ppp",
+    "grow": "ppppp" + "iii" + "d" + "ppp",
     "fill": "pppppppp" + "ii" + "pp",
     "learn": "ppppp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",

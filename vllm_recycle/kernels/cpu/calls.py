@@ -103,6 +103,7 @@ def grow(
     *,
     max_nodes: int,
     least_worth: float = 0.0,
+    ranks: int | None = None,
 ) -> Growth:
     """See `vllm_recycle.core.grow.grow`."""
     batch, ends = len(texts.tails), _ends(matrix, texts)
@@ -115,6 +116,7 @@ def grow(
         *_pointers(*ends),
         batch,
         max_nodes,
+        min(ranks or matrix.layout.k, matrix.layout.k),
         least_worth,
         _pointer(token_ids),
         _pointer(worths, torch.float64),

@@ -161,8 +161,8 @@ struct Candidate {
 extern "C" {
 
 void grow(const Matrix* of, const double* rates, const int64_t* idx_mapping, const int64_t* tails,
-          const int64_t* max_depths, int64_t batch, int64_t max_nodes, double least_worth,
-          int64_t* token_ids, double* worths, int64_t* parents) {
+          const int64_t* max_depths, int64_t batch, int64_t max_nodes, int64_t ranks,
+          double least_worth, int64_t* token_ids, double* worths, int64_t* parents) {
   struct Row {
     Context context;
     int64_t depth;
@@ -183,7 +183,7 @@ void grow(const Matrix* of, const double* rates, const int64_t* idx_mapping, con
       if (above.depth < max_depths[b]) {
         const Address found = find_entry(matrix, above.context, matrix.salts[idx_mapping[b]]);
         const double* rate = found.entry ? rates_of(matrix, rates, found) : nullptr;
-        for (int64_t rank = 0; found.entry && rank < matrix.k; rank++, rate += STEADINESSES) {
+        for (int64_t rank = 0; found.entry && rank < ranks; rank++, rate += STEADINESSES) {
           const int64_t token = found.entry[1 + rank];
           const double below = worth * *rate;
           if (token >= 0 && below > least_worth) {
