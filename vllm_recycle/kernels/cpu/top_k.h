@@ -10,6 +10,9 @@
 
 namespace {
 
+// Logits that are looked at together: few groups have one that is among the largest.
+constexpr int64_t GROUP = 64;
+
 // The k largest of a row, largest first; of equal ones the lower index first.
 template <typename T>
 inline void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
@@ -22,19 +25,14 @@ inline void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
     if (at < k) value[at] = x, best[at] = int32_t(index);
   };
   std::fill(best, best + k, -1);
-  int64_t c = 0;
-  for (; c + LANES <= vocab; c += LANES) {
-    Vec chunk = load(logits + c);
-    IntVec above = chunk > value[k - 1];
-    bool any = false;
-    for (int64_t lane = 0; lane < LANES; lane++) any |= above[lane] != 0;
-    if (!any) continue;
-    for (int64_t lane = 0; lane < LANES; lane++) {
-      if (chunk[lane] > value[k - 1]) offer(chunk[lane], c + lane);
+  for (int64_t first = 0; first < vocab; first += GROUP) {
+    const int64_t end = std::min(first + GROUP, vocab);
+    const float least = value[k - 1];
+    int32_t any = 0;
+    for (int64_t c = first; c < end; c++) any |= to_float(logits[c]) > least;
+    for (int64_t c = first; any && c < end; c++) {
+      if (to_float(logits[c]) > value[k - 1]) offer(to_float(logits[c]), c);
     }
-  }
-  for (; c < vocab; c++) {
-    if (to_float(logits[c]) > value[k - 1]) offer(to_float(logits[c]), c);
   }
 }
 
