@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import BRIEF, THOROUGH, step_times
 
-from vllm_recycle.core.price import StepTimes, choose
+from vllm_recycle.core import price
+from vllm_recycle.core.price import StepTimes
+
+
+def choose(*args, **options) -> torch.Tensor:
+    """How many nodes of each request."""
+    return price.choose(*args, **options)[0]
 
 
 def rate_of(worths: list[list[float]], sizes: tuple[int, ...], others: int, times) -> float:
@@ -41,10 +47,10 @@ def test_no_other_prefixes_give_more_tokens_for_the_time_where_worths_never_rise
     worths, times, others
 ):
     worths, values = [sorted(row, reverse=True) for row in worths], times.times[0]
-    chosen = choose(torch.tensor(worths), values, num_other_rows=others)
+    chosen, rate = price.choose(torch.tensor(worths), values, num_other_rows=others)
     every = itertools.product(range(len(worths[0]) + 1), repeat=len(worths))
     rates = {sizes: rate_of(worths, sizes, others, values) for sizes in every}
-    assert rates[tuple(chosen.tolist())] == max(rates.values())
+    assert rates[tuple(chosen.tolist())] == max(rates.values()) == pytest.approx(rate)
     fewest = min(sum(sizes) for sizes, rate in rates.items() if rate == max(rates.values()))
     assert int(chosen.sum()) == fewest
 

@@ -202,7 +202,7 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
         prices={TREES: price},
         num_other_rows=others,
     )
-    counts = reference.choose(growth.worths, price.times, num_other_rows=others)
+    counts, _ = reference.choose(growth.worths, price.times, num_other_rows=others)
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
     assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])

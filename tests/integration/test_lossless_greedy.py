@@ -165,11 +165,11 @@ def test_output_equals_vllm_whatever_is_drafted():
             rates = torch.rand(rates.shape, dtype=rates.dtype, generator=random)
             return operations.grow(matrix, rates, *args, **options)
 
-        def choose(worths: torch.Tensor, times: torch.Tensor, **options: Any) -> torch.Tensor:
+        def choose(worths: torch.Tensor, times: torch.Tensor, **options: Any) -> Any:
             times = 1 + torch.rand(len(times), dtype=times.dtype, generator=random).cumsum(0) / 20
-            counts = operations.choose(worths, times, **options)
+            counts, rate = operations.choose(worths, times, **options)
             sizes.update(counts.tolist())
-            return counts
+            return counts, rate
 
         proposer.operations = SimpleNamespace(
             **{**vars(operations), "grow": grow, "choose": choose}

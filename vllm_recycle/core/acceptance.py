@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib import resources
-from typing import Any
 
 import torch
 
@@ -58,13 +57,15 @@ class AcceptanceTable:
             self.counts[index] = known[:, ranks]
 
     def rates(self) -> torch.Tensor:
-        """float64 [contexts, 2, k, 4], the chance that a successor is right."""
-        # In each step on a CPU, where numpy takes a fraction of torch's time.
-        counts: Any = self.counts.numpy() if self.counts.device.type == "cpu" else self.counts
-        right, seen = counts[..., 0], counts[..., 1]
-        of_all = right[..., -1:] / seen[..., -1:].clip(min=1)
-        rates = (right[..., :-1] + PRIOR_WEIGHT * of_all) / (seen[..., :-1] + PRIOR_WEIGHT)
-        return torch.as_tensor(rates)
+        """See `rates`."""
+        return rates(self.counts)
+
+
+def rates(counts: torch.Tensor) -> torch.Tensor:
+    """float64 [contexts, 2, k, 4], the chance that a successor is right; see `AcceptanceTable`."""
+    right, seen = counts[..., 0], counts[..., 1]
+    of_all = right[..., -1:] / seen[..., -1:].clip(min=1)
+    return (right[..., :-1] + PRIOR_WEIGHT * of_all) / (seen[..., :-1] + PRIOR_WEIGHT)
 
 
 @cache

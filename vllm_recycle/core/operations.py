@@ -58,7 +58,7 @@ class PhraseOperations(Protocol):
 
 
 class Operations(PhraseOperations, Protocol):
-    """All functions; see `grow`, `learn` and `price` for those of the adjacency matrix."""
+    """All functions; those of the matrix are in `grow`, `learn`, `acceptance` and `price`."""
 
     def grow(
         self,
@@ -91,4 +91,6 @@ class Operations(PhraseOperations, Protocol):
 
     def choose(
         self, worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
-    ) -> torch.Tensor: ...
+    ) -> tuple[torch.Tensor, float]: ...
+
+    def rates(self, counts: torch.Tensor) -> torch.Tensor: ...

@@ -138,7 +138,9 @@ def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
     return values[rows:] if rows >= 0 else torch.cat((values[:1].expand(-rows), values))
 
 
-def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) -> torch.Tensor:
+def choose(
+    worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
+) -> tuple[torch.Tensor, float]:
     """How many nodes of each request a step verifies, for the most expected tokens by its time.
 
     Each request has a prefix of its own. A prefix grows by blocks: the next nodes with the highest
@@ -153,7 +155,7 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
 
     Returns:
         int64 [batch]; of equally good choices the one with the fewest nodes, of equal blocks those
-        of the first request.
+        of the first request. And the rate of the step, expected tokens by its time.
 
     """
     blocks = [
@@ -174,17 +176,7 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
     counts = torch.zeros(len(worths), dtype=torch.int64)
     for _, b, size, _ in blocks[:num_taken]:
         counts[b] += size
-    return counts
-
-
-def rate(
-    worths: torch.Tensor, counts: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
-) -> float:
-    """Expected tokens by the time of a step that verifies so many nodes; see `choose`."""
-    rows, last = len(worths) + num_other_rows, len(times) - 1
-    taken = zip(worths.tolist(), sizes := counts.tolist(), strict=True)
-    tokens = rows + sum(sum(of_nodes[:size]) for of_nodes, size in taken)
-    return tokens / float(times[min(rows + sum(sizes), last)])
+    return counts, best
 
 
 def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
 from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
-from vllm_recycle.core.price import CHAINS, Price, cut, rate
+from vllm_recycle.core.price import CHAINS, Price, cut
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
@@ -148,7 +148,8 @@ class TokenRecyclingProposer:
         """
         max_nodes = self.num_nodes if max_nodes is None else max_nodes
         texts = TextEnds(idx_mapping, tails, max_depths)
-        given = (self.state.matrix, self.state.acceptance.rates(), texts)
+        rates = self.operations.rates(self.state.acceptance.counts)
+        given = (self.state.matrix, rates, texts)
         offers = []
         for kind, price in prices.items():
             if kind != CHAINS and self.tree is not None:
@@ -159,10 +160,9 @@ class TokenRecyclingProposer:
                     grow = partial(grow, max_nodes=min(max_nodes, MAX_CHAIN), ranks=1)
                 growth = _grow_what_may_pay(grow, price, num_other_rows + len(tails))
             worths = growth.worths[:, :max_nodes]
-            counts = self.operations.choose(worths, price.times, num_other_rows=num_other_rows)
-            promised = rate(worths, counts, price.times, num_other_rows=num_other_rows)
-            offers.append((promised, growth, counts))
-        _, growth, counts = max(offers, key=itemgetter(0))
+            chosen = self.operations.choose(worths, price.times, num_other_rows=num_other_rows)
+            offers.append((growth, *chosen))
+        growth, counts, _ = max(offers, key=itemgetter(2))
         token_ids = cut(growth.token_ids[:, :max_nodes], counts)
         return token_ids, growth.parents[:, 1 : 1 + max_nodes]
 

@@ -77,8 +77,8 @@ class Trees:
     def from_drafts(cls, parents: Sequence[Sequence[int]]) -> Trees:
         """The trees of drafts, from the parent row of each node of each draft."""
         most = max(map(len, parents), default=0)
-        if most and all(list(of_nodes) == list(range(len(of_nodes))) for of_nodes in parents):
-            return chain(most).of_batch(len(parents))
+        if all(list(of_nodes) == list(range(len(of_nodes))) for of_nodes in parents):
+            return _chains(len(parents), most)
         table = np.zeros((len(parents), 1 + most), dtype=np.int64)
         for row, of_nodes in zip(table, parents, strict=True):
             row[1 : 1 + len(of_nodes)] = of_nodes
@@ -230,6 +230,14 @@ def load_tree(source: str | Path) -> TreeTemplate:
 def chain(num_nodes: int) -> TreeTemplate:
     """The template of so many nodes, each the likeliest successor of the one before it."""
     return TreeTemplate(tuple((row, 0) for row in range(num_nodes)), CHAIN)
+
+
+@cache
+def _chains(batch: int, num_nodes: int) -> Trees:
+    """The trees of a batch whose nodes have one child; the tables are shared."""
+    one = Trees.from_parents(torch.arange(-1, num_nodes).clamp(min=0)[None])
+    parents, depths = one.parents.expand(batch, -1), one.depths.expand(batch, -1)
+    return Trees(parents, depths, one.ancestor_mask.expand(batch, -1, -1), num_nodes)
 
 
 def shipped_trees() -> dict[str, Path]:

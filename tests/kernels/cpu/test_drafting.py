@@ -132,7 +132,17 @@ def test_choose_equals_the_reference(seed, shape, others, num_rows, eighths, row
     expected, got = (
         twin.choose(worths, times, num_other_rows=others) for twin in (reference, calls)
     )
-    assert got.equal(expected)
+    assert got[0].equal(expected[0])
+    assert got[1] == expected[1]
+
+
+@MANY
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 8))
+def test_rates_equal_the_reference(seed, k):
+    torch.manual_seed(seed)
+    seen = torch.randint(3000, (2, 2, k, 5, 1)).double()
+    counts = torch.cat(((seen * torch.rand(seen.shape)).floor(), seen), dim=-1)
+    assert calls.rates(counts).equal(reference.rates(counts))
 
 
 @MANY

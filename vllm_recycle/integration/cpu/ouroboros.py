@@ -130,7 +130,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
             times, _ = self.step_times[TREES].at(batch, float(last.mean()))
-            counts = native_operations().choose(
+            counts, _ = native_operations().choose(
                 self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
             drafts[chosen] = cut(drafted, counts)

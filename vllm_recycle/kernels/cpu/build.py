@@ -41,6 +41,7 @@ SIGNATURES = {
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
+    "find_rates": "p" + "i" + "p",
     "grow": "ppppp" + "iii" + "d" + "ppp",
     "fill": "pppppppp" + "ii" + "pp",
     "learn": "ppppp" + "i" + "ppppp" + "ii",
@@ -84,6 +85,7 @@ def load_library() -> ctypes.CDLL | None:
         function.argtypes = [TYPES[letter] for letter in signature]
         function.restype = None
     built.library.reads_amx_layout.restype = c_int64
+    built.library.choose.restype = c_double
     return built.library
 
 

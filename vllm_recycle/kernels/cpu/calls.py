@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix
+from vllm_recycle.core.adjacency import MAX_CONTEXT, MAX_STEADINESS, AdjacencyMatrix
 from vllm_recycle.core.grow import Growth, TextEnds
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
@@ -94,6 +94,17 @@ def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
     assert reach == matrix.layout.reach
     assert texts.idx_mapping.shape == texts.max_depths.shape == (batch,)
     return texts.idx_mapping, texts.tails, texts.max_depths
+
+
+def rates(counts: torch.Tensor) -> torch.Tensor:
+    """See `vllm_recycle.core.acceptance.rates`."""
+    found = torch.empty(*counts.shape[:-2], MAX_STEADINESS + 1, dtype=torch.float64)
+    _library().find_rates(
+        _pointer(counts, torch.float64),
+        found.numel() // found.shape[-1],
+        _pointer(found, torch.float64),
+    )
+    return found
 
 
 def grow(
@@ -187,11 +198,13 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     return best
 
 
-def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) -> torch.Tensor:
+def choose(
+    worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
+) -> tuple[torch.Tensor, float]:
     """See `vllm_recycle.core.price.choose`."""
     worths = worths.double().contiguous()
     counts = torch.empty(len(worths), dtype=torch.int64)
-    _library().choose(
+    rate = _library().choose(
         _pointer(worths, torch.float64),
         _pointer(times, torch.float64),
         len(times),
@@ -199,7 +212,7 @@ def choose(worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int) ->
         *worths.shape,
         _pointer(counts),
     )
-    return counts
+    return counts, rate
 
 
 def walk(

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t STEADINESSES = 4;
 constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
 constexpr int64_t MAX_REACH = 8;
-constexpr double MOST_SEEN = 2000.0;
+constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 
 // The table and its layout, see MatrixLayout; as calls.py fills it in.
@@ -159,6 +159,16 @@ struct Candidate {
 }  // namespace
 
 extern "C" {
+
+void find_rates(const double* counts, int64_t num_successors, double* rates) {
+  for (int64_t i = 0; i < num_successors; i++, counts += CELLS * 2) {
+    const double* all = counts + STEADINESSES * 2;
+    const double of_all = all[0] / std::max(all[1], 1.0);
+    for (int64_t cell = 0; cell < STEADINESSES; cell++, rates++) {
+      *rates = (counts[cell * 2] + PRIOR_WEIGHT * of_all) / (counts[cell * 2 + 1] + PRIOR_WEIGHT);
+    }
+  }
+}
 
 void grow(const Matrix* of, const double* rates, const int64_t* idx_mapping, const int64_t* tails,
           const int64_t* max_depths, int64_t batch, int64_t max_nodes, int64_t ranks,

@@ -19,8 +19,8 @@ struct Block {
 
 extern "C" {
 
-void choose(const double* worths, const double* times, int64_t num_times, int64_t num_other_rows,
-            int64_t batch, int64_t nodes, int64_t* counts) {
+double choose(const double* worths, const double* times, int64_t num_times, int64_t num_other_rows,
+              int64_t batch, int64_t nodes, int64_t* counts) {
   std::vector<Block> blocks;
   for (int64_t b = 0; b < batch; b++) {
     const size_t first = blocks.size();
@@ -49,6 +49,7 @@ void choose(const double* worths, const double* times, int64_t num_times, int64_
   }
   std::fill(counts, counts + batch, 0);
   for (size_t i = 0; i < num_taken; i++) counts[blocks[i].request] += blocks[i].size;
+  return best;
 }
 
 void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* cu_num_logits,
