@@ -72,7 +72,7 @@ class ServedTimes:
         for index, of in enumerate(self._kinds):
             if kind in (None, of):
                 measured = self._measured[of]
-                said = float(measured.times[load, max(0, num_rows - num_reqs + requests)])
+                said = float(measured.times.numpy()[load, max(0, num_rows - num_reqs + requests)])
                 log = math.log(seconds / (said * measured.seconds[load]))
                 self._move(self.logs[index, load], self.ages[index, load], places, log)
                 moved = index

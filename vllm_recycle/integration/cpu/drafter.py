@@ -82,7 +82,7 @@ class Ends:
         place = self.last[:, None] - np.arange(reach)
         where = self.rows[:, None], np.maximum(place, 0)
         known = place >= 0 if self.is_token is None else (place >= 0) & self.is_token[where]
-        return torch.from_numpy(np.where(known, self.token_ids[where], -1).astype(np.int64))
+        return torch.from_numpy(np.where(known, self.token_ids[where], np.int64(-1)))
 
 
 class V1Drafter(Drafter):
@@ -165,7 +165,7 @@ class V1Drafter(Drafter):
         """
 
     @abstractmethod
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[np.ndarray, np.ndarray]:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Draft behind each text that wants it; to be called after each step.
 
         Args:
@@ -173,8 +173,8 @@ class V1Drafter(Drafter):
             block_tables: vLLM's, of all KV cache groups.
 
         Returns:
-            Token ids, int64 [batch, nodes], -1 where there is no draft, and the parent row of each
-            node, int64 [batch, nodes].
+            Of each request the token ids of its draft, -1 where a node is not filled, and the
+            parent row of each node; what is behind the last filled one is nobody's.
 
         """
 
@@ -203,7 +203,7 @@ class V1Drafter(Drafter):
         num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
         kind = CHAINS if step.are_chains else TREES
         # A draft of one node is a chain and a tree.
-        is_any = kind not in self.step_times or int(step.num_nodes.max()) <= 1
+        is_any = kind not in self.step_times or step.trees.num_nodes <= 1
         if self.served.serve(
             None if is_any else kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds
         ):

@@ -108,7 +108,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
         self.acceptance.count(self.drafted[idx_mapping], walked)
         self.drafted[idx_mapping] = NO_TOKEN
 
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[np.ndarray, np.ndarray]:
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Draft, and take in what the target has computed of every text, drafted for or not."""
         batch, last = len(texts.wants_draft), texts.num_computed_tokens
         table = block_tables[self.kv_cache_gid]
@@ -134,7 +134,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
                 self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
             )
             drafts[chosen] = cut(drafted, counts)
-        return drafts.numpy(), tree.parents[1:].expand(batch, -1).numpy()
+        return drafts.tolist(), [tree.parents[1:].tolist()] * batch
 
     @torch.inference_mode()
     def judge(self, step_seconds: float) -> str:

@@ -264,17 +264,17 @@ class TreeCPUModelRunner(CPUModelRunner):
             num_nodes=num_nodes,
             is_token=self.is_token,
         )
-        token_ids, parents = self.drafter.draft(texts, batch.block_table)
+        drafts, parents = self.drafter.draft(texts, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)
             self.drafter.serve(self.step, context, time.perf_counter() - self.began)
-        drafts = token_ids[:, :num_nodes].tolist()
         for draft in drafts:
+            del draft[num_nodes:]
             # Rows behind the last filled node would be verified for nothing.
             while draft and draft[-1] < 0:
                 draft.pop()
         self.draft_parents = [
-            of_nodes[: len(draft)] for of_nodes, draft in zip(parents.tolist(), drafts, strict=True)
+            of_nodes[: len(draft)] for of_nodes, draft in zip(parents, drafts, strict=True)
         ]
         return drafts
 

@@ -11,7 +11,7 @@ import torch
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import free
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
-from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
@@ -67,26 +67,25 @@ class TokenRecyclingV1Drafter(V1Drafter):
         )
         self.proposer.learn(ends.tails(self.proposer.layout.reach), verified)
 
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[np.ndarray, np.ndarray]:
-        max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
-        drafts = np.full((len(texts.wants_draft), max_nodes), NO_TOKEN)
-        parents = np.zeros_like(drafts)
+    def draft(self, texts: Texts, block_tables: Any) -> tuple[list[list[int]], list[list[int]]]:
+        drafts: list[list[int]] = [[] for _ in texts.wants_draft]
+        parents = drafts.copy()
         chosen = texts.wants_draft.nonzero()[0]
         for group in chosen[:, None] if self.isolates else [chosen]:
             if len(group):
-                token_ids, above = self._propose(texts, group, max_nodes)
-                num_nodes = token_ids.shape[1]
-                drafts[group, :num_nodes], parents[group, :num_nodes] = token_ids, above
+                token_ids, above = self._propose(texts, group)
+                of_each = zip(token_ids.tolist(), above.tolist(), strict=True)
+                for index, (draft, of_nodes) in zip(group, of_each, strict=True):
+                    drafts[index], parents[index] = draft, of_nodes
         return drafts, parents
 
-    def _propose(
-        self, texts: Texts, chosen: np.ndarray, max_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _propose(self, texts: Texts, chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts and parents of some requests, those that share the rows of the step.
 
         Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
         that its size depends on its own text and on how many requests there are.
         """
+        max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
         batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
         load = batch, sum(last.tolist()) / len(last)
         prices = {

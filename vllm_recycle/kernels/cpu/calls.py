@@ -99,11 +99,8 @@ def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
 def rates(counts: torch.Tensor) -> torch.Tensor:
     """See `vllm_recycle.core.acceptance.rates`."""
     found = torch.empty(*counts.shape[:-2], MAX_STEADINESS + 1, dtype=torch.float64)
-    _library().find_rates(
-        _pointer(counts, torch.float64),
-        found.numel() // found.shape[-1],
-        _pointer(found, torch.float64),
-    )
+    num_successors = found.numel() // found.shape[-1]
+    _library().find_rates(_pointer(counts, torch.float64), num_successors, found.data_ptr())
     return found
 
 
@@ -129,9 +126,9 @@ def grow(
         max_nodes,
         min(ranks or matrix.layout.k, matrix.layout.k),
         least_worth,
-        _pointer(token_ids),
-        _pointer(worths, torch.float64),
-        _pointer(parents),
+        token_ids.data_ptr(),
+        worths.data_ptr(),
+        parents.data_ptr(),
     )
     return Growth(token_ids, worths, parents)
 
@@ -149,8 +146,8 @@ def fill(
         *_pointers(*ends, tree.parents, tree.ranks, tree.depths),
         batch,
         tree.num_nodes + 1,
-        _pointer(token_ids),
-        _pointer(worths, torch.float64),
+        token_ids.data_ptr(),
+        worths.data_ptr(),
     )
     return Growth(token_ids, worths, tree.parents.expand(batch, -1))
 
@@ -193,7 +190,7 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
         k,
         logits.dtype == torch.bfloat16,
         torch.get_num_threads(),
-        _pointer(best, torch.int32),
+        best.data_ptr(),
     )
     return best
 
@@ -210,7 +207,7 @@ def choose(
         len(times),
         num_other_rows,
         *worths.shape,
-        _pointer(counts),
+        counts.data_ptr(),
     )
     return counts, rate
 
@@ -238,8 +235,9 @@ def walk(
         batch,
         trees.num_nodes,
         length,
-        *_pointers(path, token_ids),
-        _pointer(lengths, torch.int32),
+        path.data_ptr(),
+        token_ids.data_ptr(),
+        lengths.data_ptr(),
     )
     return WalkResult(path, token_ids, lengths)
 
