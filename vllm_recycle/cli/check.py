@@ -124,7 +124,7 @@ def _describe(config: Any) -> dict[str, str]:
     options = options_of(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
-    why = config.use_v2_model_runner and penalties_without_drafts(config.model_config)
+    why = penalties_without_drafts(config)
     return {
         "supported": f"{config.model_config.model} with {options.method}",
         "vllm": f"{vllm.__version__} on {current_platform.device_type}",

@@ -29,23 +29,26 @@ def is_ours(speculative_config: Any) -> bool:
     return hasattr(speculative_config, IS_OURS)
 
 
-def may_speculate(params: Any, *, on_v2: bool) -> bool:
+def may_speculate(params: Any, *, sees_paths: bool) -> bool:
     """Whether drafts for a request may be verified, as far as its sampling parameters tell.
 
-    On Model Runner V2 they may not where sampling looks back on the output: its kernels for
-    penalties and bad words take the rows before a row for its ancestors.
+    Where sampling looks back on the output, it must see of a row the path that leads to it. vLLM's
+    kernels for penalties and bad words on Model Runner V2 take the rows before a row for its
+    ancestors, as they are in a chain.
     """
     penalties = any(getattr(params, name) != neutral for name, neutral in PENALTIES.items())
     looks_back = penalties or params.bad_words
-    return bool(_says(params.extra_args or {})) and not (on_v2 and looks_back)
+    return bool(_says(params.extra_args or {})) and (sees_paths or not looks_back)
 
 
-def penalties_without_drafts(model_config: Any) -> str | None:
-    """Which penalties an engine's requests have by default, and so no drafts on Model Runner V2.
+def penalties_without_drafts(vllm_config: Any) -> str | None:
+    """Which penalties an engine's requests have by default, and so no trees on Model Runner V2.
 
     vLLM takes them from the model; None where there are none.
     """
-    defaults = model_config.get_diff_sampling_param()
+    if not (vllm_config.use_v2_model_runner and options_of(vllm_config).has_trees):
+        return None
+    defaults = vllm_config.model_config.get_diff_sampling_param()
     found = {
         name: defaults[name]
         for name, neutral in PENALTIES.items()

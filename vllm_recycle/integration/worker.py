@@ -37,8 +37,8 @@ class TreeWorker(Worker):
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether attention must be ours."""
-        return True
+        """Whether attention must be ours; chains are verified by vLLM's own."""
+        return options_of(self.vllm_config).has_trees
 
     @property
     def drafter(self) -> Drafter:

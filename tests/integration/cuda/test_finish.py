@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 CASES = [(method, name) for method in METHODS for name in FLAGS]
 PENALTY = {"repetition_penalty": 1.05}
+# By name: the tree, the attention backend that is given, the tree and the backend that come of it.
+BACKENDS = {
+    "none given": ("dynamic", None, ("dynamic", "FLASH_ATTN")),
+    "that of trees": ("default", "FLASH_ATTN", ("default", "FLASH_ATTN")),
+    "another": ("dynamic", "FLASHINFER", ("chain", "FLASHINFER")),
+    "chains": ("chain", None, ("chain", None)),
+    "a template": ("default", "FLASHINFER", "does not support --attention-backend FLASHINFER"),
+}
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
@@ -50,6 +59,36 @@ def test_a_penalty_of_the_model_s_is_said_at_the_start_and_by_check(result, give
     assert (said in found["logged"]) == warns
     assert (said in found["check"]) == warns
     assert "supported" in found["check"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_trees_have_their_attention_backend_and_chains_go_with_any(result, name):
+    _, _, expected = BACKENDS[name]
+    found = result["backends"][name]
+    assert expected in found if isinstance(expected, str) else tuple(found) == expected
+
+
+def attention_backends(make: Any) -> dict[str, Any]:
+    """In a process where V2 is what a GPU has: what comes of each that is given, or the error."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_recycle.integration import config as engine_config
+    from vllm_recycle.integration.options import options_of
+
+    ours, found = engine_config.PLATFORMS["cpu"], {}
+    trees = replace(ours, attention_backend=AttentionBackendEnum.FLASH_ATTN)
+    engine_config.PLATFORMS["cpu"] = trees
+    for name, (tree, given, _) in BACKENDS.items():
+        try:
+            config = make(TARGET, TOKEN_RECYCLING | {"tree": tree}, attention_backend=given)
+        except NotImplementedError as error:
+            found[name] = str(error)
+        else:
+            backend, options = config.attention_config.backend, options_of(config)
+            assert config.speculative_config.num_speculative_tokens == options.num_nodes
+            found[name] = [options.tree, backend and backend.name]
+    engine_config.PLATFORMS["cpu"] = ours
+    return found
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -86,4 +125,4 @@ def main(folder: Path) -> dict[str, Any]:
             flag = ["--override-generation-config", json.dumps(override)]
             command(["check", model, "--dtype", "float32", *(flag if override else [])])
         result[name] = {"logged": logged.getvalue(), "check": printed.getvalue()}
-    return result
+    return result | {"backends": attention_backends(make)}
