@@ -30,7 +30,6 @@ from vllm_recycle.integration.options import (
     table_of,
 )
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
-from vllm_recycle.integration.requests import penalties_without_drafts
 from vllm_recycle.integration.saved_state import check_state_file
 
 logger = init_logger("vllm.recycle")
@@ -248,8 +247,6 @@ def finish(vllm_config: Any) -> None:
             options.method,
         )
         _warn_of_missing_graphs(vllm_config)
-        if why := penalties_without_drafts(vllm_config):
-            logger.warning_once("%s", why)
     check_state_file(options, vllm_config)
 
 

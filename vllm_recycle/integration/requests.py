@@ -6,7 +6,6 @@ of the prompt do, as the request's own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from vllm_recycle.core.state_file import shorten
 from vllm_recycle.integration.options import TOKEN_RECYCLING, options_of
 
 OPT_OUT = "speculate"
-# Sampling parameters that look back on the output, and what they are where they do not.
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 HINT = "hint"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
@@ -32,36 +29,11 @@ def is_ours(speculative_config: Any) -> bool:
 def may_speculate(params: Any, *, sees_paths: bool) -> bool:
     """Whether drafts for a request may be verified, as far as its sampling parameters tell.
 
-    Where sampling looks back on the output, it must see of a row the path that leads to it. vLLM's
-    kernels for penalties and bad words on Model Runner V2 take the rows before a row for its
-    ancestors, as they are in a chain.
+    Bad words look back on the output, and must see of a row the path that leads to it: on Model
+    Runner V2 vLLM's kernel for them takes the rows before a row for its ancestors, as in a chain.
     """
-    penalties = any(getattr(params, name) != neutral for name, neutral in PENALTIES.items())
-    looks_back = penalties or params.bad_words
-    return bool(_says(params.extra_args or {})) and (sees_paths or not looks_back)
-
-
-def penalties_without_drafts(vllm_config: Any) -> str | None:
-    """Which penalties an engine's requests have by default, and so no trees on Model Runner V2.
-
-    vLLM takes them from the model; None where there are none.
-    """
-    if not (vllm_config.use_v2_model_runner and options_of(vllm_config).has_trees):
-        return None
-    defaults = vllm_config.model_config.get_diff_sampling_param()
-    found = {
-        name: defaults[name]
-        for name, neutral in PENALTIES.items()
-        if defaults.get(name, neutral) != neutral
-    }
-    if not found:
-        return None
-    penalties = " and ".join(f"a {name} of {value}" for name, value in found.items())
-    neutral = json.dumps({name: PENALTIES[name] for name in found})
-    return (
-        f"requests that have {penalties}, from the model's generation_config.json, get no drafts "
-        f"on a GPU: let them set their own, or start with --override-generation-config '{neutral}'"
-    )
+    sees_all = sees_paths or not params.bad_words
+    return bool(_says(params.extra_args or {})) and sees_all
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

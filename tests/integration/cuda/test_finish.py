@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from derived_models import config_of, write_model
 from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
 
 # A draft model that two ranks can share.
@@ -32,7 +28,6 @@ FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "capture sizes": ({"cudagraph_capture_sizes": [8, 16]}, {}),
 }
 CASES = [(method, name) for method in METHODS for name in FLAGS]
-PENALTY = {"repetition_penalty": 1.05}
 # By name: the tree, the attention backend that is given, the tree and the backend that come of it.
 BACKENDS = {
     "none given": ("dynamic", None, ("dynamic", "FLASH_ATTN")),
@@ -50,15 +45,6 @@ def test_vllm_has_the_table_that_we_have_and_there_are_sizes(result, method, nam
     assert found["sizes of one request"]
     mine = "num_speculative_tokens_per_batch_size" in FLAGS[name][1]
     assert not mine or found["our table"] == [list(entry) for entry in MINE]
-
-
-@pytest.mark.parametrize(("given", "warns"), [("penalty", True), ("overridden", False)])
-def test_a_penalty_of_the_model_s_is_said_at_the_start_and_by_check(result, given, warns):
-    found = result[given]
-    said = "repetition_penalty of 1.05, from the model's generation_config.json, get no drafts"
-    assert (said in found["logged"]) == warns
-    assert (said in found["check"]) == warns
-    assert "supported" in found["check"]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -93,11 +79,8 @@ def attention_backends(make: Any) -> dict[str, Any]:
 
 def main(folder: Path) -> dict[str, Any]:
     """In a process where V2 is what a GPU has."""
-    import logging
-
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_recycle.cli import main as command
     from vllm_recycle.integration.draft_sizes import sizes_of
     from vllm_recycle.integration.options import table_of
 
@@ -114,15 +97,4 @@ def main(folder: Path) -> dict[str, Any]:
             "our table": table_of(config),
             "sizes of one request": sizes_of(config)[1],
         }
-    model = write_model(folder / "model", config_of(TARGET))
-    (folder / "model" / "generation_config.json").write_text(json.dumps(PENALTY))
-    logger, logged = logging.getLogger("vllm.recycle"), io.StringIO()
-    logger.addHandler(logging.StreamHandler(logged))
-    for name, override in (("penalty", {}), ("overridden", {"repetition_penalty": 1.0})):
-        logged.truncate(0)
-        make(model, TOKEN_RECYCLING, override_generation_config=override)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            flag = ["--override-generation-config", json.dumps(override)]
-            command(["check", model, "--dtype", "float32", *(flag if override else [])])
-        result[name] = {"logged": logged.getvalue(), "check": printed.getvalue()}
     return result | {"backends": attention_backends(make)}

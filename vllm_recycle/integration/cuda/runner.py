@@ -7,11 +7,11 @@ rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its n
 position, so a row's token does not depend on what was drawn before it, and seeded output is that
 without speculation. No step waits for the device.
 
-Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties and bad
-words look back along a chain of drafts in vLLM's kernels, so the scheduler gives such requests no
-trees. Where a request follows a grammar, drafts go to the scheduler, as those of
-vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with
-a draft come first.
+Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties look back
+along the path to each row. Bad words look back along a chain in vLLM's kernel, so the scheduler
+gives such requests no trees. Where a request follows a grammar, drafts go to the scheduler, as
+those of vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's batch order
+requests with a draft come first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
+from vllm_recycle.integration.cuda.sampling import (
+    logprobs_of_paths,
+    penalise_along_paths,
+    sample_rows,
+)
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
@@ -73,6 +77,7 @@ class TreeModelRunner(GPUModelRunner):
         share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
+        penalise_along_paths(self.sampler, self.drafter.trees)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
