@@ -55,8 +55,7 @@ def check(
 
 def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
@@ -67,8 +66,7 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-dbo": parallel.enable_dbo,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
-        "--kv-offloading-size": cache.kv_offloading_size is not None,
-        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         "--watermark-config": vllm_config.watermark_config is not None,
@@ -102,7 +100,7 @@ def unsupported_by_trees(
     attention = vllm_config.attention_config
     given = None if attention_backend is None else attention.backend
     return {
-        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
