@@ -60,16 +60,22 @@ class Trees:
     @classmethod
     def from_parents(cls, parents: torch.Tensor) -> Trees:
         """The trees of these parents, int64 [batch, rows], each before its children."""
-        above, (batch, rows) = parents.numpy(), parents.shape
+        batch, rows = parents.shape
         mask = np.zeros((batch, rows, rows), dtype=bool)
-        mask[:, :, 0] = True
-        # All rows climb at once, a level at a time, in numpy, whose calls cost a third of torch's.
-        tree, row = np.arange(batch)[:, None], np.arange(rows)
-        climbed = row
-        while climbed.any():
-            mask[tree, row, climbed] = True
-            climbed = above[tree, climbed]
-        depths = mask.sum(axis=2) - 1
+        depths = np.ones((batch, rows), dtype=np.int64)
+        mask[:, :, 0], depths[:, 0] = True, 0
+        mask.reshape(batch, -1)[:, :: rows + 1] = True
+        # Rows that are not below the root itself climb all at once, a level at a time. Indices are
+        # into flat arrays of numpy, whose calls cost a third of torch's.
+        above, flat_mask, flat_depths = parents.numpy().ravel(), mask.ravel(), depths.ravel()
+        below = np.flatnonzero(above)
+        climbed = above[below]
+        while len(below):
+            flat_mask[below * rows + climbed] = True
+            flat_depths[below] += 1
+            climbed = above[below - below % rows + climbed]
+            goes_on = climbed > 0
+            below, climbed = below[goes_on], climbed[goes_on]
         depth = int(depths.max(initial=0))
         return cls(parents, torch.from_numpy(depths), torch.from_numpy(mask), depth)
 

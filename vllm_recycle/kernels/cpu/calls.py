@@ -51,12 +51,9 @@ _MATRICES: WeakKeyDictionary[AdjacencyMatrix, Any] = WeakKeyDictionary()
 def _matrix(matrix: AdjacencyMatrix) -> Any:
     """For C++; made once, since a matrix keeps its table and its salts."""
     if (known := _MATRICES.get(matrix)) is None:
-        layout, tables = (
-            matrix.layout,
-            (_pointer(matrix.table, torch.int32), *_pointers(matrix.salts)),
-        )
-        numbers = (getattr(layout, name) for name in NUMBERS)
-        known = ctypes.byref(_Matrix(*tables, *numbers, len(layout.contexts), layout.contexts))
+        layout, table = matrix.layout, _pointer(matrix.table, torch.int32)
+        numbers = (*(getattr(layout, name) for name in NUMBERS), len(layout.contexts))
+        known = ctypes.byref(_Matrix(table, _pointer(matrix.salts), *numbers, layout.contexts))
         _MATRICES[matrix] = known
     return known
 
@@ -89,7 +86,7 @@ def _rows_pointer(tensor: torch.Tensor) -> int:
 
 
 def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
-    """Numbers, tails and depths."""
+    """Of each text its `req_state_idx`, tail and depth."""
     batch, reach = texts.tails.shape
     assert reach == matrix.layout.reach
     assert texts.idx_mapping.shape == texts.max_depths.shape == (batch,)
