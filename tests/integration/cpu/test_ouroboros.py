@@ -87,12 +87,12 @@ def run_engine(
         drafter = runner(llm).drafter
         proposer, draft = drafter.proposer, drafter.draft
 
-        def recorded(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def recorded(*args: Any) -> tuple[list[list[int]], list[list[int]]]:
             before = proposer.num_forwards
             drafts, parents = draft(*args)
             gamma, length = proposer.shape.gamma, proposer.shape.length
-            trunk = [token for token in drafts[0, :gamma].tolist() if token >= 0]
-            branches = drafts[0, gamma:].view(-1, length).tolist()
+            trunk = [token for token in drafts[0][:gamma] if token >= 0]
+            branches = torch.tensor(drafts[0][gamma:]).view(-1, length).tolist()
             there = [tuple(branch) for branch in branches if branch[0] >= 0]
             rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
             return drafts, parents
