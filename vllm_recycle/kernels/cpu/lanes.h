@@ -1,6 +1,11 @@
-// What the C++ kernels compute with: vectors of 16 floats, and bfloat16.
+// What the C++ kernels compute with: vectors of 16 floats, and bfloat16. On x86 each operation gives
+// the bits of vLLM's build for the machine: one for AVX2, and two for AVX-512.
 
 #pragma once
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -24,17 +29,28 @@ inline float to_float(bf16 x) {
   std::memcpy(&value, &word, 4);
   return value;
 }
-inline void store(float* out, float x) { *out = x; }
-inline void store(bf16* out, float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  out->bits = uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-}
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec load(const bf16* p) {
   WordVec words = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), WordVec) << 16;
   return reinterpret_cast<Vec&>(words);
 }
 inline Vec splat(float x) { return x - Vec{}; }
+inline void store(float* out, Vec x) { *reinterpret_cast<Vec*>(out) = x; }
+inline void store(bf16* out, Vec x) {
+  WordVec words = reinterpret_cast<WordVec&>(x);
+#if !defined(__x86_64__) || defined(__AVX512BF16__)
+  words += 0x7fff + (words >> 16 & 1);
+#endif  // vLLM's other builds for x86 cut the lower bits off.
+  *reinterpret_cast<HalfVec*>(out) = __builtin_convertvector(words >> 16, HalfVec);
+}
+
+// sum + a * b; in one rounding but in vLLM's build for AVX2.
+inline Vec add_product(Vec sum, Vec a, float b) {
+#ifdef __AVX512F__
+  return Vec(_mm512_fmadd_ps(__m512(a), _mm512_set1_ps(b), __m512(sum)));
+#else
+  return sum + a * b;  // contracted where build.py lets the compiler
+#endif
+}
 
 }  // namespace

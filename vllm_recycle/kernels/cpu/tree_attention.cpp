@@ -27,7 +27,7 @@ void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token, Ve
   Vec sum[N] = {};
   for (int64_t d = 0; d < cache.dim; d++) {
     Vec key = load(keys + d * cache.block_size);
-    for (int64_t i = 0; i < N; i++) sum[i] += key * q[i][d];
+    for (int64_t i = 0; i < N; i++) sum[i] = add_product(sum[i], key, q[i][d]);
   }
   for (int64_t i = 0; i < N; i++) scores[i] = sum[i];
 }
@@ -43,7 +43,9 @@ void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d,
     const int64_t end = std::min(tokens, begin + cache.block_size);
     for (int64_t token = begin; token < end; token++, values += cache.dim) {
       Vec value = load(values);
-      for (int64_t i = 0; i < N; i++) sum[i] += value * weights[i][column + token];
+      for (int64_t i = 0; i < N; i++) {
+        sum[i] = add_product(sum[i], value, weights[i][column + token]);
+      }
     }
   }
   for (int64_t i = 0; i < N; i++) out[i] = sum[i];
@@ -62,12 +64,12 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   const Columns<T> columns(a, cache, own, request, begin + N);
   scratch.scores.resize(N * columns.padded);
   scratch.queries.resize(N * a.dim);
-  const float* queries[N];  // converted once, not at each key
+  const float* queries[N];  // converted and scaled once, not at each key
   float* scores[N];
   for (int64_t i = 0; i < N; i++) {
     const T* in = Query<T>(a, request, kv_head, begin + i).in;
     float* query = scratch.queries.data() + i * a.dim;
-    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(in[d]);
+    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(in[d]) * a.scale;
     queries[i] = query;
     scores[i] = scratch.scores.data() + i * columns.padded;
   }
@@ -75,26 +77,20 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   for (const Segment<T>& part : columns.segments) {
     for (int64_t token = 0; token < part.tokens; token += LANES) {
       score_lanes<N>(queries, part.cache, token, lanes);
-      for (int64_t i = 0; i < N; i++) {
-        *reinterpret_cast<Vec*>(scores[i] + part.column + token) = lanes[i];
-      }
+      for (int64_t i = 0; i < N; i++) store(scores[i] + part.column + token, lanes[i]);
     }
   }
   float inverse[N];
   T* out[N];
   for (int64_t i = 0; i < N; i++) {
     const Query<T> query(a, request, kv_head, begin + i);
-    inverse[i] = columns.softmax(scores[i], query, a.scale);
+    inverse[i] = columns.softmax(scores[i], query);
     out[i] = query.out;
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {
     for (int64_t i = 0; i < N; i++) lanes[i] = Vec{};
     for (const Segment<T>& part : columns.segments) weigh_lanes<N>(scores, part, d, lanes);
-    for (int64_t i = 0; i < N; i++) {
-      for (int64_t lane = 0; lane < LANES; lane++) {
-        store(out[i] + d + lane, lanes[i][lane] * inverse[i]);
-      }
-    }
+    for (int64_t i = 0; i < N; i++) store(out[i] + d, lanes[i] * inverse[i]);
   }
 }
 
@@ -124,7 +120,8 @@ void attend_amx(const Attention& a, const Cache<bf16>& cache, const Cache<bf16>&
   float inverse[N];
   for (int64_t i = 0; i < count; i++) {
     const Query<bf16> query(a, request, kv_head, begin + i);
-    inverse[i] = columns.softmax(scores + i * stride, query, a.scale);
+    for (int64_t c = 0; c < columns.padded; c++) scores[i * stride + c] *= a.scale;
+    inverse[i] = columns.softmax(scores + i * stride, query);
     store_halves(halves + i * stride, scores + i * stride, columns.padded);
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {
