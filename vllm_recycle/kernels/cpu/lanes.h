@@ -1,5 +1,5 @@
-// What the C++ kernels compute with: vectors of 16 floats, and bfloat16. On x86 each operation gives
-// the bits of vLLM's build for the machine: one for AVX2, and two for AVX-512.
+// What the C++ kernels compute with: vectors of floats, and bfloat16. On x86 each operation gives the
+// bits of vLLM's build for the machine: there is one for AVX2, and two for AVX-512.
 
 #pragma once
 
@@ -12,11 +12,19 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;
-typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef int32_t IntVec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2), aligned(2)));
-typedef uint32_t WordVec __attribute__((vector_size(LANES * 4), aligned(4)));
+constexpr int64_t LANES = 16;  // what caches, rows and heads are whole multiples of
+#if defined(__AVX512F__)
+constexpr int64_t WIDTH = 16;  // of a register
+#elif defined(__AVX2__)
+constexpr int64_t WIDTH = 8;
+#else
+constexpr int64_t WIDTH = 4;
+#endif
+constexpr int64_t PARTS = LANES / WIDTH;
+typedef float Vec __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2), aligned(2)));
+typedef uint32_t WordVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
 
 struct bf16 {
   uint16_t bits;
@@ -45,9 +53,9 @@ inline void store(bf16* out, Vec x) {
 }
 
 // sum + a * b; in one rounding but in vLLM's build for AVX2.
-inline Vec add_product(Vec sum, Vec a, float b) {
+inline Vec add_product(Vec sum, Vec a, Vec b) {
 #ifdef __AVX512F__
-  return Vec(_mm512_fmadd_ps(__m512(a), _mm512_set1_ps(b), __m512(sum)));
+  return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
 #else
   return sum + a * b;  // contracted where build.py lets the compiler
 #endif

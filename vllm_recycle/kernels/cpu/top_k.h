@@ -23,13 +23,13 @@ inline void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
   };
   std::fill(best, best + k, -1);
   int64_t c = 0;
-  for (; c + LANES <= vocab; c += LANES) {
+  for (; c + WIDTH <= vocab; c += WIDTH) {
     Vec chunk = load(logits + c);
     IntVec above = chunk > value[k - 1];
     bool any = false;
-    for (int64_t lane = 0; lane < LANES; lane++) any |= above[lane] != 0;
+    for (int64_t lane = 0; lane < WIDTH; lane++) any |= above[lane] != 0;
     if (!any) continue;
-    for (int64_t lane = 0; lane < LANES; lane++) {
+    for (int64_t lane = 0; lane < WIDTH; lane++) {
       if (chunk[lane] > value[k - 1]) offer(chunk[lane], c + lane);
     }
   }
