@@ -47,14 +47,15 @@ inline DoubleVec nearly_exponential(DoubleVec x) {
 // e^x as vLLM's AVX2 build has it, by the C library, whose error is below 0.502 units in the last
 // place: it is asked where that, and the error here, leave a doubt about the nearest float.
 inline Vec exponential(Vec x) {
-  const DoubleVec low = nearly_exponential(DoubleVec(_mm256_cvtps_pd(_mm256_castps256_ps128(__m256(x)))));
-  const DoubleVec high = nearly_exponential(DoubleVec(_mm256_cvtps_pd(_mm256_extractf128_ps(__m256(x), 1))));
-  // Of the 29 bits that a float has not, the upper ones: half a unit has them all 0 after this sum.
-  const __m256i bits = __m256i(_mm256_shuffle_ps(__m256(low), __m256(high), 0x88));
-  const __m256i rest = _mm256_and_si256(_mm256_add_epi32(bits, _mm256_set1_epi32(0x10100000)),
-                                        _mm256_set1_epi32(0x1fe00000));
-  const IntVec sure = IntVec(_mm256_cmpgt_epi32(rest, __m256i{})) & (x >= -87.0f) & (x <= 88.0f);
-  Vec result = Vec(_mm256_set_m128(_mm256_cvtpd_ps(__m256d(high)), _mm256_cvtpd_ps(__m256d(low))));
+  const DoubleVec low = nearly_exponential(_mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+  const DoubleVec high = nearly_exponential(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+  Vec result = _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low));
+  // Of the 29 bits that a float has not, half a unit has the upper eight 0 after this sum.
+  const __m256i bits = _mm256_castps_si256(_mm256_shuffle_ps(__m256(low), __m256(high), 0x88));
+  const IntVec rest = (IntVec(bits) + 0x10100000) & 0x1fe00000;
+  const IntVec none = x < -104.0f;  // the nearest float is 0
+  const IntVec sure = none | ((rest != 0) & (x >= -87.0f) & (x <= 88.0f));
+  result = Vec(IntVec(result) & ~none);
   if (_mm256_movemask_ps(__m256(sure)) != 0xff) {
     for (int64_t lane = 0; lane < WIDTH; lane++) result[lane] = std::exp(x[lane]);
   }

@@ -35,7 +35,8 @@ inline void add_products(Vec (&sums)[N][PARTS], const T* side, const float* cons
 
 // scores[i][0..15] = q[i] . keys of tokens token .. token + 15
 template <int64_t N, typename T>
-void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token, Vec (&scores)[N][PARTS]) {
+void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token,
+                 Vec (&scores)[N][PARTS]) {
   const T* keys = cache.keys(token) + token % cache.block_size;
   Vec sums[N][PARTS] = {};
   for (int64_t d = 0; d < cache.dim; d++) add_products<N>(sums, keys + d * cache.block_size, q, d);
@@ -44,7 +45,8 @@ void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token, Ve
 
 // out[i][0..15] += sum over tokens of weights[i][token] * values of dimensions d .. d + 15
 template <int64_t N, typename T>
-void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d, Vec (&out)[N][PARTS]) {
+void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d,
+                 Vec (&out)[N][PARTS]) {
   const auto [cache, tokens, column] = part;
   Vec sums[N][PARTS];
   std::memcpy(sums, out, sizeof(sums));
@@ -84,7 +86,9 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   for (const Segment<T>& part : columns.segments) {
     for (int64_t token = 0; token < part.tokens; token += LANES) {
       score_lanes<N>(queries, part.cache, token, lanes);
-      for (int64_t i = 0; i < N; i++) std::memcpy(scores[i] + part.column + token, lanes[i], LANES * 4);
+      for (int64_t i = 0; i < N; i++) {
+        std::memcpy(scores[i] + part.column + token, lanes[i], LANES * 4);
+      }
     }
   }
   float inverse[N];
