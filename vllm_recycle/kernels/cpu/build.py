@@ -33,7 +33,7 @@ HEADERS = tuple(
 )
 # Not -ffast-math, which would change the floating-point mode of the whole process.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing")
-if platform.machine() == "x86_64":  # Where rounding is vLLM's: lanes.h says what is fused.
+if platform.machine() == "x86_64":  # There lanes.h says what is rounded once.
     FLAGS += ("-ffp-contract=off",)
 
 # Arguments of each function: p pointer, i int64, f float, d double.

@@ -1,5 +1,5 @@
-// What the C++ kernels compute with: vectors of floats, and bfloat16. On x86 each operation gives the
-// bits of vLLM's build for the machine: there is one for AVX2, and two for AVX-512.
+// What the C++ kernels compute with: vectors of floats, and bfloat16. On x86 they round as vLLM's
+// build for the machine does: there is one for AVX2, and two for AVX-512.
 
 #pragma once
 
@@ -48,16 +48,16 @@ inline void store(bf16* out, Vec x) {
   WordVec words = reinterpret_cast<WordVec&>(x);
 #if !defined(__x86_64__) || defined(__AVX512BF16__)
   words += 0x7fff + (words >> 16 & 1);
-#endif  // vLLM's other builds for x86 cut the lower bits off.
+#endif  // vLLM's other builds for x86 drop the lower bits.
   *reinterpret_cast<HalfVec*>(out) = __builtin_convertvector(words >> 16, HalfVec);
 }
 
-// sum + a * b; in one rounding but in vLLM's build for AVX2.
+// sum + a * b: on x86 rounded once with AVX-512, else twice.
 inline Vec add_product(Vec sum, Vec a, Vec b) {
 #ifdef __AVX512F__
   return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
 #else
-  return sum + a * b;  // contracted where build.py lets the compiler
+  return sum + a * b;
 #endif
 }
 

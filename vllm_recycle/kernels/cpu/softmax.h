@@ -1,10 +1,11 @@
-// The softmax of one row of scores.
+// The softmax of one row of scores, on x86 with the bits of vLLM's.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 
 #include "lanes.h"
 
@@ -51,8 +52,9 @@ inline Vec exponential(Vec x) {
   const DoubleVec high = nearly_exponential(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
   Vec result = _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low));
   // Of the 29 bits that a float has not, half a unit has the upper eight 0 after this sum.
-  const __m256i bits = _mm256_castps_si256(_mm256_shuffle_ps(__m256(low), __m256(high), 0x88));
-  const IntVec rest = (IntVec(bits) + 0x10100000) & 0x1fe00000;
+  const __m256 words = _mm256_shuffle_ps(__m256(low), __m256(high), 0x88);  // lanes 0 1 4 5 2 3 6 7
+  const IntVec bits = IntVec(_mm256_permute4x64_epi64(_mm256_castps_si256(words), 0xd8));
+  const IntVec rest = (bits + 0x10100000) & 0x1fe00000;
   const IntVec none = x < -104.0f;  // the nearest float is 0
   const IntVec sure = none | ((rest != 0) & (x >= -87.0f) & (x <= 88.0f));
   result = Vec(IntVec(result) & ~none);

@@ -1,7 +1,8 @@
-// Tree attention that reads the cache where it is; the twin of the torch function of that name.
+// Tree attention that reads the cache where it is; the twin of the torch function of that name. On
+// x86 a row has the bits of vLLM's own decode row for its path (`calls.tree_attention`).
 //
 // Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled on
-// the machine that runs it (native.py).
+// the machine that runs it (build.py).
 
 #include <algorithm>
 #include <cstdint>

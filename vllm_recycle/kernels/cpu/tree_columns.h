@@ -121,8 +121,8 @@ struct Columns {
     segments[1] = {own, own.base ? rows : 0, first};
   }
 
-  // The scores of a row's ancestors go to the columns behind the context, where they are in a chain,
-  // and their weights back: which lane of a vector a weight is added in shows in the sum's last bit.
+  // The scores of a row's ancestors go to the columns behind the context, where a chain has them,
+  // and their weights back: the lane that a weight is added in shows in the last bit of the sum.
   float softmax(float* scores, const Query<T>& query) const {
     int64_t end = context;
     for (int64_t r = 0; r < rows; r++) {
