@@ -177,6 +177,8 @@ def train(
     """
     torch.manual_seed(SEED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # Where a CPU has no instructions for it, bfloat16 is far slower than float32.
+    has_bfloat16 = device.type == "cuda" or torch.backends.cpu.get_cpu_capability() != "AVX2"
     model = LlamaForCausalLM(llama_config(name)).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
@@ -187,7 +189,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         ids = batch.to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

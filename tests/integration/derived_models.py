@@ -292,6 +292,29 @@ def llama4(folder: Path) -> str:
     return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
 
 
+def quantized(folder: Path) -> str:
+    """The target in W8A8: weights in 8 bits by channel, activations by token."""
+    in_8_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {**in_8_bits, "strategy": "channel"},
+        "input_activations": {**in_8_bits, "strategy": "token", "dynamic": True},
+    }
+    config = config_of(TARGET)
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    weights = load_file(Path(TARGET) / WEIGHTS)
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        scales = weights[name].float().abs().amax(1, keepdim=True) / 127
+        weights[f"{name}_scale"] = scales
+        weights[name] = (weights[name].float() / scales).round().to(torch.int8)
+    return write_model(folder, config, weights=weights)
+
+
 def bloom(folder: Path) -> str:
     """A Bloom, whose positions are slopes (ALiBi), with random weights."""
     config = BloomConfig(

@@ -8,7 +8,7 @@ from typing import Any
 
 import mrope_model
 import pytest
-from derived_models import gpt_oss, mixtral, qwen2_audio, with_mrope
+from derived_models import gpt_oss, mixtral, quantized, qwen2_audio, with_mrope
 from engines import (
     GROWN,
     PAPER,
@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[Callable[[Path], str], dict[str, Any]]] = {
     "sinks": (lambda folder: gpt_oss(folder, 40, SINKS), {"block_size": 32, "max_model_len": 256}),
     "experts": (mixtral, {}),
     "M-RoPE": (with_mrope, {}),
+    "W8A8": (quantized, {}),
     "text part": (qwen2_audio, TEXT_ONLY),
 }
 
@@ -62,6 +63,7 @@ def expected(models) -> dict[str, list[Any]]:
         pytest.param("sinks", GROWN, {}, id="sinks"),
         pytest.param("sinks", PAPER, SMALL_BUDGET, id="sinks, paper-80, prompts in chunks"),
         pytest.param("experts", GROWN, {}, id="experts"),
+        pytest.param("W8A8", GROWN, {}, id="W8A8"),
         pytest.param("M-RoPE", GROWN, {}, id="M-RoPE"),
         pytest.param(
             "M-RoPE", PAPER, {"max_model_len": 256, **SMALL_BUDGET}, id="M-RoPE, paper-80, chunks"
@@ -88,6 +90,7 @@ def test_what_is_other_about_a_model_matters(expected, tmp_path):
     target = answers(TARGET, {})
     assert expected["experts"] != target
     assert expected["M-RoPE"] != target
+    assert expected["W8A8"] != target
     assert expected["text part"] == target
     none = gpt_oss(tmp_path / "model", 40, [-100.0] * len(SINKS))
     assert expected["sinks"] != answers(none, KINDS["sinks"][1])

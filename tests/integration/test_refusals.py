@@ -25,7 +25,6 @@ def _registered():
         ({"async_scheduling": True}, "--async-scheduling"),
         ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
          "--data-parallel-size above 1 with a mixture-of-experts model"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size|--kv-transfer-config"),
         ({"structured_outputs_config": {"backend": "lm-format-enforcer"}},
          "--structured-outputs-config.backend lm-format-enforcer"),
     ],
@@ -59,6 +58,7 @@ REFUSED_BY_CONFIG = {
     [
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"kv_offloading_size": 1.0}, "--kv-transfer-config or --kv-offloading-size"),
         ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
         ({"hf_overrides": {"attn_logit_softcapping": 30.0}}, "a model with a logits soft cap"),
     ],

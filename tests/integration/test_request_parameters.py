@@ -37,7 +37,7 @@ def test_an_opt_out_that_is_none(extra_args, message, speculative_config):
 def test_what_opts_out(speculate, expected, speculative_config):
     params = SamplingParams(extra_args={"speculate": speculate})
     params._validate_spec_decode(speculative_config)
-    assert may_speculate(params, on_v2=False) == expected
+    assert may_speculate(params, sees_paths=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,8 @@ def test_other_methods_are_left_alone():
     params._validate_spec_decode(made.speculative_config)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"bad_words": ["no"]},
-    ],
-)
-def test_what_looks_back_has_no_drafts_on_model_runner_v2(params):
-    assert may_speculate(SamplingParams(**params), on_v2=False)
-    assert not may_speculate(SamplingParams(**params), on_v2=True)
-    assert may_speculate(SamplingParams(min_p=0.1), on_v2=True)
+def test_bad_words_have_no_drafts_where_paths_are_not_seen():
+    params = SamplingParams(bad_words=["no"])
+    assert may_speculate(params, sees_paths=True)
+    assert not may_speculate(params, sees_paths=False)
+    assert may_speculate(SamplingParams(repetition_penalty=1.1), sees_paths=False)

@@ -118,19 +118,16 @@ def _describe(config: Any) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     from vllm_recycle.integration.options import options_of
-    from vllm_recycle.integration.requests import penalties_without_drafts
     from vllm_recycle.integration.saved_state import describe_state
 
     options = options_of(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
-    why = config.use_v2_model_runner and penalties_without_drafts(config.model_config)
     return {
         "supported": f"{config.model_config.model} with {options.method}",
         "vllm": f"{vllm.__version__} on {current_platform.device_type}",
         "drafts": f"{trees}, at most {options.num_nodes} nodes",
         "tables": f"{num_bytes:,} bytes on each rank, beside weights and KV cache",
-        **({"but": why} if why else {}),
     }
 
 

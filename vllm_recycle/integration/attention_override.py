@@ -45,6 +45,6 @@ def refuse_layer(impl: Any, **features: bool) -> None:
     for feature, present in refused.items():
         if present:
             raise NotImplementedError(
-                f"vllm_recycle has no trees for {feature}; choose the tree 'chain' on CPU, else "
+                f"vllm_recycle has no trees for {feature}; choose the tree 'chain', else "
                 "leave out --speculative-config"
             )

@@ -25,13 +25,11 @@ from vllm_recycle.integration.options import (
     TOKEN_RECYCLING,
     OuroborosOptions,
     TokenRecyclingOptions,
-    chooses_sizes,
     options_of,
     put,
     table_of,
 )
 from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
-from vllm_recycle.integration.requests import penalties_without_drafts
 from vllm_recycle.integration.saved_state import check_state_file
 
 logger = init_logger("vllm.recycle")
@@ -57,7 +55,7 @@ class Platform:
         worker: qualified name of our worker.
         hosts: by method of ours, the keys of vLLM's method that it takes the place of.
         on_v2: whether our runner is made of Model Runner V2.
-        attention_backend: the one that ours takes the place of; None where vLLM has but one.
+        attention_backend: the one that trees take the place of; None where vLLM has but one.
     """
 
     worker: str
@@ -121,14 +119,14 @@ def rewrite(engine_args: Any) -> Any | None:
     table = check_table(given_table, options.num_nodes) or options.schedule(
         on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
     )
-    needs = f"the method {method!r} brings its own"
-    _check_places(engine_args, needs)
+    _check_places(engine_args)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     rewritten.worker_cls = platform.worker
     # A table or a price of the user's wins over what is chosen step by step, which goes by the
     # worth of the drafts of all requests.
     is_measured = options.row_cost is None and (method == OUROBOROS or not options.isolates)
+    is_measured &= options.has_trees  # chains have vLLM's graphs, of the sizes of its table
     rewritten.additional_config = put(
         engine_args.additional_config or {},
         options,
@@ -141,12 +139,10 @@ def rewrite(engine_args: Any) -> Any | None:
         "num_speculative_tokens": options.num_nodes,
         TABLE: table,
     }
-    if platform.on_v2:
-        rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
-    else:
+    if not platform.on_v2:
         rewritten.async_scheduling = False
-    if platform.attention_backend is not None:
-        _choose_attention_backend(rewritten, platform.attention_backend, needs)
+    elif options.has_trees:
+        rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
     if rewritten.enable_lora:
         versions.after_batch_defaults(rewritten, _make_room_with_lora)
     if isinstance(options, OuroborosOptions):
@@ -185,8 +181,9 @@ def _keep_method(engine_args: Any, path: str) -> None:
         versions.hide_draft_path(engine_args, path)
 
 
-def _check_places(engine_args: Any, needs: str) -> None:
+def _check_places(engine_args: Any) -> None:
     """Refuse a worker or a scheduler of the user's, and a place for options that is none."""
+    needs = "the method brings its own"
     worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
     for flag, got, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
         if got != default:
@@ -194,20 +191,6 @@ def _check_places(engine_args: Any, needs: str) -> None:
     additional = engine_args.additional_config or {}
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
-
-
-def _choose_attention_backend(engine_args: Any, ours: AttentionBackendEnum, needs: str) -> None:
-    given = engine_args.attention_backend or engine_args.attention_config.backend
-    if isinstance(given, str):
-        given = AttentionBackendEnum[given.upper()]
-    if given not in (None, ours):
-        raise NotImplementedError(
-            f"--attention-backend: got {given.name}, expected none or {ours.name}: "
-            f"{needs} for the trees, which is made of {ours.name}"
-        )
-    engine_args.attention_backend = None
-    engine_args.attention_config = copy.copy(engine_args.attention_config)
-    engine_args.attention_config.backend = ours
 
 
 def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
@@ -253,33 +236,38 @@ def finish(vllm_config: Any) -> None:
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    if isinstance(options, TokenRecyclingOptions) and options.is_dynamic:
+        options = _choose_chains(vllm_config, options, platform)
+    refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
+    if options.has_trees and platform.attention_backend is not None:
+        vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
         logger.warning_once(
             "%s on CUDA is tested in Triton's interpreter, and has not run on a GPU yet",
             options.method,
         )
         _warn_of_missing_graphs(vllm_config)
-        if why := penalties_without_drafts(vllm_config.model_config):
-            logger.warning_once("%s", why)
-    if isinstance(options, TokenRecyclingOptions) and options.is_dynamic and not platform.on_v2:
-        options = _choose_chains(vllm_config, options)
-    refusals.check(vllm_config, options, on_v2=platform.on_v2)
     check_state_file(options, vllm_config)
 
 
-def _choose_chains(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRecyclingOptions:
+def _choose_chains(
+    vllm_config: Any, options: TokenRecyclingOptions, platform: Platform
+) -> TokenRecyclingOptions:
     """The options; with chains in place of grown trees, where trees cannot go."""
-    reasons = refusals.unsupported_by_trees(vllm_config)
+    reasons = refusals.unsupported_by_trees(
+        vllm_config, platform.attention_backend, on_v2=platform.on_v2
+    )
     reason = next((feature for feature, present in reasons.items() if present), None)
     if reason is None:
         return options
     logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
     options = options.as_chains(vllm_config.model_config.max_model_len - 1)
+    spec, table = vllm_config.speculative_config, table_of(vllm_config)
+    table = [(first, last, min(nodes, options.num_nodes)) for first, last, nodes in table]
+    spec.num_speculative_tokens = options.num_nodes
+    setattr(spec, TABLE, table)
     vllm_config.additional_config = put(
-        vllm_config.additional_config,
-        options,
-        chooses_sizes=chooses_sizes(vllm_config),
-        table=table_of(vllm_config),
+        vllm_config.additional_config, options, chooses_sizes=False, table=table
     )
     return options
 

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import envs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.core.price import CHAINS
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions, table_of
@@ -26,7 +26,13 @@ def refuse(method: str, features: dict[str, bool]) -> None:
             )
 
 
-def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
+def check(
+    vllm_config: Any,
+    options: MethodOptions,
+    attention_backend: AttentionBackendEnum | None,
+    *,
+    on_v2: bool,
+) -> None:
     """Refuse a configuration, as vLLM made it, that the method does not support.
 
     Raises:
@@ -38,8 +44,8 @@ def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
     if isinstance(options, OuroborosOptions):
         check_draft_model(vllm_config, options, on_v2=on_v2)
     features = unsupported(vllm_config, on_v2=on_v2)
-    if on_v2 or options.kinds != (CHAINS,):
-        features |= unsupported_by_trees(vllm_config)
+    if options.has_trees:
+        features |= unsupported_by_trees(vllm_config, attention_backend, on_v2=on_v2)
     # Last: others of these lead to it.
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     other = f"Model Runner {runner}, which this configuration leads to"
@@ -49,8 +55,7 @@ def check(vllm_config: Any, options: MethodOptions, *, on_v2: bool) -> None:
 
 def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
@@ -61,8 +66,7 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-dbo": parallel.enable_dbo,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
-        "--kv-offloading-size": cache.kv_offloading_size is not None,
-        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         "--watermark-config": vllm_config.watermark_config is not None,
@@ -81,19 +85,28 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
         "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
     }
 
 
-def unsupported_by_trees(vllm_config: Any) -> dict[str, bool]:
-    """What the kernels and the KV moves of trees do not have, and whether the engine has it."""
+def unsupported_by_trees(
+    vllm_config: Any, attention_backend: AttentionBackendEnum | None, *, on_v2: bool
+) -> dict[str, bool]:
+    """What the kernels and the KV moves of trees do not have, and whether the engine has it.
+
+    `attention_backend` is the one that ours takes the place of; None where there is but one.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    attention = vllm_config.attention_config
+    given = None if attention_backend is None else attention.backend
     return {
-        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
+        "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
+        f"--attention-backend {given and given.name}": given not in (None, attention_backend),
+        "--attention-config.backend_per_kind": bool(attention.backend_per_kind),
         **_attention_of("model", model),
     }
 

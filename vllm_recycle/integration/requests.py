@@ -6,7 +6,6 @@ of the prompt do, as the request's own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from vllm_recycle.core.state_file import shorten
 from vllm_recycle.integration.options import TOKEN_RECYCLING, options_of
 
 OPT_OUT = "speculate"
-# Sampling parameters that look back on the output, and what they are where they do not.
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 HINT = "hint"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
@@ -29,36 +26,14 @@ def is_ours(speculative_config: Any) -> bool:
     return hasattr(speculative_config, IS_OURS)
 
 
-def may_speculate(params: Any, *, on_v2: bool) -> bool:
+def may_speculate(params: Any, *, sees_paths: bool) -> bool:
     """Whether drafts for a request may be verified, as far as its sampling parameters tell.
 
-    On Model Runner V2 they may not where sampling looks back on the output: its kernels for
-    penalties and bad words take the rows before a row for its ancestors.
+    Bad words look back on the output, and must see of a row the path that leads to it: on Model
+    Runner V2 vLLM's kernel for them takes the rows before a row for its ancestors, as in a chain.
     """
-    penalties = any(getattr(params, name) != neutral for name, neutral in PENALTIES.items())
-    looks_back = penalties or params.bad_words
-    return bool(_says(params.extra_args or {})) and not (on_v2 and looks_back)
-
-
-def penalties_without_drafts(model_config: Any) -> str | None:
-    """Which penalties an engine's requests have by default, and so no drafts on Model Runner V2.
-
-    vLLM takes them from the model; None where there are none.
-    """
-    defaults = model_config.get_diff_sampling_param()
-    found = {
-        name: defaults[name]
-        for name, neutral in PENALTIES.items()
-        if defaults.get(name, neutral) != neutral
-    }
-    if not found:
-        return None
-    penalties = " and ".join(f"a {name} of {value}" for name, value in found.items())
-    neutral = json.dumps({name: PENALTIES[name] for name in found})
-    return (
-        f"requests that have {penalties}, from the model's generation_config.json, get no drafts "
-        f"on a GPU: let them set their own, or start with --override-generation-config '{neutral}'"
-    )
+    sees_all = sees_paths or not params.bad_words
+    return bool(_says(params.extra_args or {})) and sees_all
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

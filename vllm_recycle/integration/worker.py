@@ -37,8 +37,8 @@ class TreeWorker(Worker):
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether attention must be ours."""
-        return True
+        """Whether attention must be ours; chains are verified by vLLM's own."""
+        return options_of(self.vllm_config).has_trees
 
     @property
     def drafter(self) -> Drafter:
@@ -128,8 +128,8 @@ class TreeWorker(Worker):
             `rounds`, drafts that a draft model made since the start, and `forwards`, draft
             forwards, both counted once for each request that took part; 0 without a draft model.
             `table_fill`, the part of the matrix or pool that is written. `undrafted_requests`, how
-            often a request began that gets no drafts by its sampling parameters: an opt-out, on a
-            GPU penalties and bad words too. Where rows are priced one by one, `row_cost`: what a
+            often a request began that gets no drafts by its sampling parameters: an opt-out, with
+            trees on a GPU bad words too. Where rows are priced one by one, `row_cost`: what a
             row more costs a step of one at least, in units of it; and `seconds_by_measured: ...`:
             what steps take in parts of what they did at start-up.
         """

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.integration import config as engine_config
@@ -54,7 +53,6 @@ def test_the_host_method_and_our_classes():
     assert made.worker_cls == "vllm_recycle.integration.cuda.worker.TreeGPUWorker"
     assert made.speculative_config["method"] == "ngram_gpu"
     assert made.async_scheduling is None  # as vLLM likes
-    assert made.attention_config.backend is AttentionBackendEnum.FLASH_ATTN
 
 
 def test_all_nodes_are_the_default():
@@ -218,17 +216,6 @@ def test_draft_forwards_that_do_not_fit_are_refused():
         check_draft_model(window=24)
     with pytest.raises(NotImplementedError, match="draft_tensor_parallel_size: got 1"):
         check_draft_model(draft_tensor_parallel_size=1)
-
-
-@pytest.mark.parametrize("name", ["attention_backend", "attention_config"])
-def test_another_attention_backend_is_refused(name):
-    def given(backend: str) -> dict:
-        return {name: backend if name == "attention_backend" else {"backend": backend}}
-
-    assert rewrite(**given("FLASH_ATTN")).attention_backend is None
-    message = "--attention-backend: got FLASHINFER, expected none or FLASH_ATTN"
-    with pytest.raises(NotImplementedError, match=message):
-        rewrite(**given("FLASHINFER"))
 
 
 def test_model_runner_v1_is_refused(monkeypatch):

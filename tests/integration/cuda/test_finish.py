@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from derived_models import config_of, write_model
 from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
 
 # A draft model that two ranks can share.
@@ -31,7 +28,14 @@ FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "capture sizes": ({"cudagraph_capture_sizes": [8, 16]}, {}),
 }
 CASES = [(method, name) for method in METHODS for name in FLAGS]
-PENALTY = {"repetition_penalty": 1.05}
+# By name: the tree, the attention backend that is given, the tree and the backend that come of it.
+BACKENDS = {
+    "none given": ("dynamic", None, ("dynamic", "FLASH_ATTN")),
+    "that of trees": ("default", "FLASH_ATTN", ("default", "FLASH_ATTN")),
+    "another": ("dynamic", "FLASHINFER", ("chain", "FLASHINFER")),
+    "chains": ("chain", None, ("chain", None)),
+    "a template": ("default", "FLASHINFER", "does not support --attention-backend FLASHINFER"),
+}
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
@@ -43,22 +47,40 @@ def test_vllm_has_the_table_that_we_have_and_there_are_sizes(result, method, nam
     assert not mine or found["our table"] == [list(entry) for entry in MINE]
 
 
-@pytest.mark.parametrize(("given", "warns"), [("penalty", True), ("overridden", False)])
-def test_a_penalty_of_the_model_s_is_said_at_the_start_and_by_check(result, given, warns):
-    found = result[given]
-    said = "repetition_penalty of 1.05, from the model's generation_config.json, get no drafts"
-    assert (said in found["logged"]) == warns
-    assert (said in found["check"]) == warns
-    assert "supported" in found["check"]
+@pytest.mark.parametrize("name", BACKENDS)
+def test_trees_have_their_attention_backend_and_chains_go_with_any(result, name):
+    _, _, expected = BACKENDS[name]
+    found = result["backends"][name]
+    assert expected in found if isinstance(expected, str) else tuple(found) == expected
+
+
+def attention_backends(make: Any) -> dict[str, Any]:
+    """In a process where V2 is what a GPU has: what comes of each that is given, or the error."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_recycle.integration import config as engine_config
+    from vllm_recycle.integration.options import options_of
+
+    ours, found = engine_config.PLATFORMS["cpu"], {}
+    trees = replace(ours, attention_backend=AttentionBackendEnum.FLASH_ATTN)
+    engine_config.PLATFORMS["cpu"] = trees
+    for name, (tree, given, _) in BACKENDS.items():
+        try:
+            config = make(TARGET, TOKEN_RECYCLING | {"tree": tree}, attention_backend=given)
+        except NotImplementedError as error:
+            found[name] = str(error)
+        else:
+            backend, options = config.attention_config.backend, options_of(config)
+            assert config.speculative_config.num_speculative_tokens == options.num_nodes
+            found[name] = [options.tree, backend and backend.name]
+    engine_config.PLATFORMS["cpu"] = ours
+    return found
 
 
 def main(folder: Path) -> dict[str, Any]:
     """In a process where V2 is what a GPU has."""
-    import logging
-
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_recycle.cli import main as command
     from vllm_recycle.integration.draft_sizes import sizes_of
     from vllm_recycle.integration.options import table_of
 
@@ -75,15 +97,4 @@ def main(folder: Path) -> dict[str, Any]:
             "our table": table_of(config),
             "sizes of one request": sizes_of(config)[1],
         }
-    model = write_model(folder / "model", config_of(TARGET))
-    (folder / "model" / "generation_config.json").write_text(json.dumps(PENALTY))
-    logger, logged = logging.getLogger("vllm.recycle"), io.StringIO()
-    logger.addHandler(logging.StreamHandler(logged))
-    for name, override in (("penalty", {}), ("overridden", {"repetition_penalty": 1.0})):
-        logged.truncate(0)
-        make(model, TOKEN_RECYCLING, override_generation_config=override)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            flag = ["--override-generation-config", json.dumps(override)]
-            command(["check", model, "--dtype", "float32", *(flag if override else [])])
-        result[name] = {"logged": logged.getvalue(), "check": printed.getvalue()}
-    return result
+    return result | {"backends": attention_backends(make)}

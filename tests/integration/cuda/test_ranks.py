@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import time
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from v2_scripts import command_of
 
 pytestmark = pytest.mark.slow
 
-NUM_RANKS = 2
+NUM_RANKS, NUM_ENGINES = 2, 4
+# A port for each engine: on that of the one before, a rank that is early finds what has ended.
+PORTS = "PORTS_OF_RANKS"
 WAITING = ({None}, {None, 0})  # for exit codes of ranks
 METHODS = {
     "token_recycling": {"k": 4, "max_nodes": 4, "context_mib": 1},
@@ -43,13 +46,16 @@ BATCH = [((0, 33), GREEDY), ((3, 40), SEEDED)]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank has to say."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    with ExitStack() as held:
+        servers = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_ENGINES)
+        ]
+        ports = [str(server.getsockname()[1]) for server in servers]
     folder = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {
         "WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        PORTS: " ".join(ports),
         "OMP_NUM_THREADS": "1",  # a core each
     }
     logs = [folder / f"{rank}.log" for rank in range(NUM_RANKS)]
@@ -103,6 +109,8 @@ def test_the_first_rank_alone_writes_the_state_file(ranks):
 
 def serve(method: dict[str, Any] | None, *batches: list) -> dict[str, Any]:
     """In a rank: an engine's tokens, and with a method what it was like."""
+    os.environ["MASTER_PORT"], *rest = os.environ[PORTS].split()
+    os.environ[PORTS] = " ".join(rest)
     with engine(method, **ARGUMENTS) as llm:
         result: dict[str, Any] = {
             "token ids": tokens_of(llm, *batches),

@@ -37,7 +37,7 @@ MIXED = [
     ((0, 100), {**GREEDY, "max_tokens": 12, "prompt_logprobs": 0}),
     ((0, BLOCK_SIZE + 8), {**SEEDED, "seed": 8, "min_p": 0.02, "logit_bias": {14: 2.0}}),
 ]
-# Requests that look back on their own output get no drafts; the others do beside them.
+# Requests that look back on their own output; the one with bad words gets no drafts.
 LOOKING_BACK = [
     ((0, 24), {**GREEDY, "logprob_token_ids": [14, 15]}),
     ((0, 40), {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
@@ -111,9 +111,13 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(result, run):
     assert seen["rows learnt from"] > seen["drafts"] > 0
 
 
-def test_requests_that_look_back_get_no_drafts(result):
-    assert result["seen"]["drafts of requests that look back"] == 0
-    assert result["seen"]["undrafted requests"] == 2  # neither of which is preempted
+@pytest.mark.parametrize("run", ["seen", "seen one at a time"])
+def test_drafts_are_accepted_where_there_are_penalties_and_none_where_there_are_bad_words(
+    result, run
+):
+    assert result[run]["accepted tokens of penalised requests"] > 0
+    assert result[run]["drafts of requests with bad words"] == 0
+    assert result[run]["undrafted requests"] == 1  # which is not preempted
 
 
 @pytest.mark.parametrize("run", ["seen", "seen one at a time"])
@@ -127,7 +131,6 @@ def test_tokens_are_the_same_without_scheduling_ahead(result):
     seen = result["seen one at a time"]
     assert seen["steps scheduled ahead"] == 0
     assert seen["drafts"] > 0
-    assert seen["drafts of requests that look back"] == 0
 
 
 def test_our_part_of_a_step_waits_for_no_device(result):
@@ -147,16 +150,20 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
         for request_id, draft in output.scheduled_spec_decode_tokens.items():
             seen[f"trees of {len(draft)} nodes"] += 1
             request = scheduler.requests[request_id]
-            looks_back = not scheduler.may_speculate(request)
-            seen["drafts of requests that look back"] += looks_back
+            seen["drafts of requests with bad words"] += bool(request.sampling_params.bad_words)
         return output
 
     def watched_update(step: Any, output: Any) -> Any:
         for request_id in step.scheduled_spec_decode_tokens:
             request = scheduler.requests.get(request_id)
-            if request is not None and request.use_structured_output:
-                sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
-                seen["accepted tokens that follow a grammar"] += max(0, len(sampled) - 1)
+            if request is None:
+                continue
+            sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
+            for name, is_one in (
+                ("that follow a grammar", request.use_structured_output),
+                ("of penalised requests", request.sampling_params.repetition_penalty != 1.0),
+            ):
+                seen[f"accepted tokens {name}"] += max(0, len(sampled) - 1) * is_one
         return update_from_output(step, output)
 
     waits.watch(model_runner, "prepare_attn", "add_requests")

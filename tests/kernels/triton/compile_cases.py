@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.core.tree import load_tree
-from vllm_recycle.kernels.triton import inputs, kv_cache
+from vllm_recycle.kernels.triton import inputs, kv_cache, penalties
 from vllm_recycle.kernels.triton import walk as walking
 from vllm_recycle.kernels.triton.attention import kernel as attention_kernel
 from vllm_recycle.kernels.triton.attention import splits as attention_splits
@@ -68,6 +68,7 @@ def cases() -> Iterator[tuple[Case, int]]:
     yield from tree_attention_cases()
     for arch in (80, 90):
         yield walk_case(), arch
+        yield penalise_case(), arch
         yield place_case(), arch
         yield compact_case(), arch
         for case in (*ouroboros_cases(), *learning_cases()):
@@ -265,6 +266,22 @@ def walk_case() -> Case:
             **{"PATH_LANES": triton.next_power_of_2(depth + 1), "ROUNDS": depth.bit_length()},
         },
         {"num_warps": walking.num_warps(lanes)},
+    )
+
+
+def penalise_case() -> Case:
+    pointers = ("expanded_local_pos", "parents", "prompt_bits", "output_counts")
+    strides = ("logits_stride", "parents_stride", "prompt_stride", "output_stride", "vocab_size")
+    return Case(
+        "penalise",
+        penalties._penalise_kernel,
+        {
+            **dict.fromkeys(("logits", "repetition", "frequency", "presence"), "*fp32:16"),
+            **dict.fromkeys(("row_token_ids", "expanded_idx_mapping"), "*i64:16"),
+            **dict.fromkeys(pointers, "*i32:16"),
+            **dict.fromkeys(strides, "i32"),
+        },
+        {"BLOCK": penalties.BLOCK},
     )
 
 

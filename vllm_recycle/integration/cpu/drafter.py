@@ -201,11 +201,11 @@ class V1Drafter(Drafter):
         if self.served is None:
             return
         num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
-        kind = CHAINS if step.are_chains else TREES
+        kind: str | None = CHAINS if step.are_chains else TREES
         # A draft of one node is a chain and a tree.
         is_any = kind not in self.step_times or int(step.num_nodes.max()) <= 1
-        load = {"num_reqs": num_reqs, "context": context}
-        if self.served.serve(None if is_any else kind, num_rows, seconds=seconds, **load):
+        kind = None if is_any else kind
+        if self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds):
             self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
             self.step_times = self.served.times
 

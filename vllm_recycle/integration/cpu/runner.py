@@ -118,7 +118,9 @@ class TreeCPUModelRunner(CPUModelRunner):
             known = [*prompt, *request.output_token_ids]
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
-            self.drafter.num_undrafted += not may_speculate(request.sampling_params, on_v2=False)
+            self.drafter.num_undrafted += not may_speculate(
+                request.sampling_params, sees_paths=True
+            )
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         return result
@@ -250,7 +252,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # Tokens that a request may still have; one of them comes without a draft.
         had = [len(request.output_token_ids) for request in requests]
         left = np.array([one.max_tokens for one in params]) - had
-        may_draft = [num_nodes > 0 and may_speculate(one, on_v2=False) for one in params]
+        may_draft = [num_nodes > 0 and may_speculate(one, sees_paths=True) for one in params]
         texts = Texts(
             idx_mapping=self.idx_mapping,
             token_ids=batch.token_ids_cpu,

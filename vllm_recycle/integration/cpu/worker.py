@@ -12,10 +12,8 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_recycle.core.price import TREES
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
-from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.worker import TreeWorker
 from vllm_recycle.kernels.cpu.kv_cache import ISAS
 
@@ -32,11 +30,6 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         # CPUWorker names its runner class in `init_device`, so the runner that it made is
         # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
         self.model_runner = self._make_model_runner()
-
-    @property
-    def verifies_trees(self) -> bool:
-        """Whether attention must be ours; chains are verified by vLLM's own."""
-        return TREES in options_of(self.vllm_config).kinds
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

@@ -7,10 +7,11 @@ rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its n
 position, so a row's token does not depend on what was drawn before it, and seeded output is that
 without speculation. No step waits for the device.
 
-Penalties and bad words look back along a chain of drafts in vLLM's kernels, so the scheduler gives
-such requests no drafts. Where a request follows a grammar, drafts go to the scheduler, as those of
-vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's batch order requests with
-a draft come first.
+Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties look back
+along the path to each row. Bad words look back along a chain in vLLM's kernel, so the scheduler
+gives such requests no trees. Where a request follows a grammar, drafts go to the scheduler, as
+those of vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's batch order
+requests with a draft come first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
+from vllm_recycle.integration.cuda.sampling import (
+    logprobs_of_paths,
+    penalise_along_paths,
+    sample_rows,
+)
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
@@ -54,8 +59,9 @@ class TreeModelRunner(GPUModelRunner):
         self.lora_state = TreeLoraState(self.max_num_reqs)
         # Whether the scheduler may take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
-        method = options_of(vllm_config).method
-        self.drafter = DRAFTERS[method](vllm_config, device, self.req_states)
+        options = options_of(vllm_config)
+        self.verifies_trees = options.has_trees
+        self.drafter = DRAFTERS[options.method](vllm_config, device, self.req_states)
         self.speculator = self.drafter.make_speculator(self.may_speculate)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
@@ -71,6 +77,7 @@ class TreeModelRunner(GPUModelRunner):
         share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
+        penalise_along_paths(self.sampler, self.drafter.trees)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
@@ -78,6 +85,8 @@ class TreeModelRunner(GPUModelRunner):
         # A cache that vLLM made to measure graphs, and has dropped, must not live on here.
         self.paged_layers: dict[int, PagedLayers] = {}  # by KV cache group
         super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+        if not self.verifies_trees:  # what chains need is vLLM's
+            return
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
             chooses = chooses_sizes(self.vllm_config)
@@ -146,7 +155,10 @@ class TreeModelRunner(GPUModelRunner):
             for index, request in zip(indices, new, strict=True):
                 if hinted := hinted_text(request.sampling_params, request.prefill_token_ids):
                     self.drafter.take_in(hinted, index)
-            drafting = [may_speculate(request.sampling_params, on_v2=True) for request in new]
+            drafting = [
+                may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
+                for request in new
+            ]
             self.may_speculate[indices] = drafting
             self.drafter.num_undrafted += drafting.count(False)
 
@@ -178,16 +190,16 @@ class TreeModelRunner(GPUModelRunner):
             tree_indices=self.tree_indices,
         )
         num_nodes, num_trees = input_batch.num_draft_tokens_per_req, 0
-        if num_nodes is not None:
+        if num_nodes is not None and self.verifies_trees:
             # Without prompts all are trees, with those that only fill up a CUDA graph.
             num_trees = (
                 int(np.count_nonzero(num_nodes))
                 if input_batch.has_prefill
                 else input_batch.num_reqs_after_padding
             )
-        for groups in self.attn_groups:
-            for group in groups:
-                group.get_metadata_builder().num_trees = num_trees
+            for groups in self.attn_groups:
+                for group in groups:
+                    group.get_metadata_builder().num_trees = num_trees
         return block_tables, self.slot_mappings
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -13,6 +13,34 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
+from vllm_recycle.kernels.triton.trees import DeviceTrees
+
+
+def penalise_along_paths(sampler: Any, trees: DeviceTrees) -> None:
+    """Let a sampler of vLLM see of each row of the requests' trees the path that leads to it."""
+    state = sampler.penalties_state
+
+    def apply(logits: torch.Tensor, context: Any) -> torch.Tensor:
+        if state.use_penalty[context.idx_mapping_np].any():
+            penalise_paths(
+                logits,
+                context.input_ids,
+                context.expanded_local_pos,
+                context.expanded_idx_mapping,
+                parents=trees.parents,
+                penalties=Penalties(
+                    state.repetition_penalty.gpu,
+                    state.frequency_penalty.gpu,
+                    state.presence_penalty.gpu,
+                    state.prompt_bin_mask,
+                    state.output_bin_counts,
+                ),
+            )
+        return logits
+
+    state.apply = apply
+
 
 def sample_rows(
     sampler: Any, logits: torch.Tensor, input_batch: Any, row_token_ids: torch.Tensor

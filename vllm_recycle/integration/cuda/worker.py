@@ -29,5 +29,6 @@ class TreeGPUWorker(TreeWorker):
             times = super().warm_up()
         finally:
             config.max_num_seqs = max_num_seqs
-        runner.warm_up_attention()
+        if self.verifies_trees:
+            runner.warm_up_attention()
         return times

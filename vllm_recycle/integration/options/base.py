@@ -117,6 +117,11 @@ class MethodOptions(ABC):
         return (TREES,)
 
     @property
+    def has_trees(self) -> bool:
+        """Whether its drafts may be other than chains, which vLLM computes as its own."""
+        return TREES in self.kinds
+
+    @property
     def isolates(self) -> bool:
         """Whether nothing of a request is seen in the drafts of another but that it is there."""
         return False

@@ -1,0 +1,57 @@
+"""Penalties at a row of a tree are those of a text that ends with its path."""
+
+from __future__ import annotations
+
+import torch
+from grown_trees import batch_of, on_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import trees as templates_of
+
+from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 40
+VOCABULARY = torch.arange(VOCAB)
+# One of the requests has none.
+REPETITION, FREQUENCY, PRESENCE = [1.0, 1.3, 1.0, 0.7], [0.0, 0.2, -0.5, 0.0], [0.0, 0.0, 0.4, 0.3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    templates=st.lists(templates_of(max_nodes=20), min_size=1, max_size=4), seed=st.integers(0, 99)
+)
+def test_they_are_those_of_the_chain_that_leads_to_the_row(templates, seed):
+    torch.manual_seed(seed)
+    batch, nodes = len(templates), max(tree.num_nodes for tree in templates)
+    whose = torch.randperm(4)[:batch].tolist()
+    trees = batch_of(templates, nodes)
+    penalties = Penalties(
+        *(torch.tensor(values, device=DEVICE) for values in (REPETITION, FREQUENCY, PRESENCE)),
+        torch.randint(-(1 << 31), 1 << 31, (4, 2), dtype=torch.int32, device=DEVICE),
+        torch.randint(0, 2, (4, VOCAB), dtype=torch.int32, device=DEVICE),
+    )
+    rows = [(b, node) for b, tree in enumerate(templates) for node in range(tree.num_nodes + 1)]
+    token_ids = torch.randint(-1, VOCAB, (len(rows),))
+    logits = torch.randn(len(rows), VOCAB)
+    local_pos = torch.tensor([node for _, node in rows], dtype=torch.int32)
+    owners = torch.tensor([whose[b] for b, _ in rows])
+    got = logits.clone().to(DEVICE)
+    penalise_paths(
+        got,
+        *(one.to(DEVICE) for one in (token_ids, local_pos, owners)),
+        parents=on_device(trees, whose, 4, DEVICE).parents,
+        penalties=penalties,
+    )
+    for row, (b, node) in enumerate(rows):
+        path = trees.ancestor_mask[b, node, : templates[b].num_nodes + 1].nonzero().flatten()
+        tokens = token_ids[row - node + path[1:]]
+        counts = penalties.output_counts[whose[b]].cpu() + (tokens[:, None] == VOCABULARY).sum(0)
+        words = penalties.prompt_bits[whose[b]].cpu()
+        in_prompt = (words[VOCABULARY // 32] >> (VOCABULARY % 32) & 1).bool()
+        expected, seen = logits[row].clone(), in_prompt | (counts > 0)
+        factor = torch.where(seen, torch.tensor(REPETITION[whose[b]]), 1.0)
+        expected *= torch.where(expected > 0, 1.0 / factor, factor)
+        expected -= torch.tensor(FREQUENCY[whose[b]]) * counts
+        expected -= torch.tensor(PRESENCE[whose[b]]) * (counts > 0)
+        torch.testing.assert_close(got[row].cpu(), expected)
