@@ -293,6 +293,12 @@ def tree_attention(
 
     That function serves what this one cannot: float16, head sizes that are no multiple of 16, and
     the AMX layout where the compiler or the system has no AMX.
+
+    On x86 a row has, bit for bit, what vLLM's kernel gives the decode row of its path: all is
+    rounded in vLLM's order, and ancestors count where they are in a chain. In the AMX layout, whose
+    products add values in pairs of slots, this is so for cached chains from the root on. Not where
+    vLLM cuts a text, and its own rows part: over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and by half
+    the L2 cache (some 8000 tokens at 512 KiB).
     """
     library, head_size = load_library(), query.shape[2]
     options: dict[str, Any] = {"own": own, "window": window, "sinks": sinks}

@@ -1,10 +1,12 @@
-// Tree attention that reads the cache where it is; the twin of the torch function of that name.
+// Tree attention that reads the cache where it is; the twin of the torch function of that name. On
+// x86 a row has the bits of vLLM's own decode row for its path (`calls.tree_attention`).
 //
 // Plain C interface, tensors as pointers; all integers are int64 unless said otherwise. Compiled on
-// the machine that runs it (native.py).
+// the machine that runs it (build.py).
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -17,36 +19,46 @@ namespace {
 #ifdef __AVX512F__
 constexpr int64_t TILE = 8;
 #else
-constexpr int64_t TILE = 4;
+constexpr int64_t TILE = 6;
 #endif
+
+// sums[i][0..15] += side[0..15] * factors[i][at]
+template <int64_t N, typename T>
+inline void add_products(Vec (&sums)[N][PARTS], const T* side, const float* const* factors,
+                         int64_t at) {
+  Vec lanes[PARTS];
+  for (int64_t p = 0; p < PARTS; p++) lanes[p] = load(side + p * WIDTH);
+  for (int64_t i = 0; i < N; i++) {
+    const Vec factor = splat(factors[i][at]);
+    for (int64_t p = 0; p < PARTS; p++) sums[i][p] = add_product(sums[i][p], lanes[p], factor);
+  }
+}
 
 // scores[i][0..15] = q[i] . keys of tokens token .. token + 15
 template <int64_t N, typename T>
-void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token, Vec* scores) {
+void score_lanes(const float* const* q, const Cache<T>& cache, int64_t token,
+                 Vec (&scores)[N][PARTS]) {
   const T* keys = cache.keys(token) + token % cache.block_size;
-  Vec sum[N] = {};
-  for (int64_t d = 0; d < cache.dim; d++) {
-    Vec key = load(keys + d * cache.block_size);
-    for (int64_t i = 0; i < N; i++) sum[i] += key * q[i][d];
-  }
-  for (int64_t i = 0; i < N; i++) scores[i] = sum[i];
+  Vec sums[N][PARTS] = {};
+  for (int64_t d = 0; d < cache.dim; d++) add_products<N>(sums, keys + d * cache.block_size, q, d);
+  std::memcpy(scores, sums, sizeof(sums));
 }
 
 // out[i][0..15] += sum over tokens of weights[i][token] * values of dimensions d .. d + 15
 template <int64_t N, typename T>
-void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d, Vec* out) {
+void weigh_lanes(const float* const* weights, const Segment<T>& part, int64_t d,
+                 Vec (&out)[N][PARTS]) {
   const auto [cache, tokens, column] = part;
-  Vec sum[N];
-  for (int64_t i = 0; i < N; i++) sum[i] = out[i];
+  Vec sums[N][PARTS];
+  std::memcpy(sums, out, sizeof(sums));
   for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
     const T* values = cache.values(begin) + d;
     const int64_t end = std::min(tokens, begin + cache.block_size);
     for (int64_t token = begin; token < end; token++, values += cache.dim) {
-      Vec value = load(values);
-      for (int64_t i = 0; i < N; i++) sum[i] += value * weights[i][column + token];
+      add_products<N>(sums, values, weights, column + token);
     }
   }
-  for (int64_t i = 0; i < N; i++) out[i] = sum[i];
+  std::memcpy(out, sums, sizeof(sums));
 }
 
 // What a thread computes in; vectors keep their memory from tile to tile.
@@ -62,21 +74,21 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   const Columns<T> columns(a, cache, own, request, begin + N);
   scratch.scores.resize(N * columns.padded);
   scratch.queries.resize(N * a.dim);
-  const float* queries[N];  // converted once, not at each key
+  const float* queries[N];  // converted and scaled once, not at each key
   float* scores[N];
   for (int64_t i = 0; i < N; i++) {
     const T* in = Query<T>(a, request, kv_head, begin + i).in;
     float* query = scratch.queries.data() + i * a.dim;
-    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(in[d]);
+    for (int64_t d = 0; d < a.dim; d++) query[d] = to_float(in[d]) * a.scale;
     queries[i] = query;
     scores[i] = scratch.scores.data() + i * columns.padded;
   }
-  Vec lanes[N];
+  Vec lanes[N][PARTS];
   for (const Segment<T>& part : columns.segments) {
     for (int64_t token = 0; token < part.tokens; token += LANES) {
       score_lanes<N>(queries, part.cache, token, lanes);
       for (int64_t i = 0; i < N; i++) {
-        *reinterpret_cast<Vec*>(scores[i] + part.column + token) = lanes[i];
+        std::memcpy(scores[i] + part.column + token, lanes[i], LANES * 4);
       }
     }
   }
@@ -84,16 +96,14 @@ void attend_tile(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
   T* out[N];
   for (int64_t i = 0; i < N; i++) {
     const Query<T> query(a, request, kv_head, begin + i);
-    inverse[i] = columns.softmax(scores[i], query, a.scale);
+    inverse[i] = columns.softmax(scores[i], query);
     out[i] = query.out;
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {
-    for (int64_t i = 0; i < N; i++) lanes[i] = Vec{};
+    std::memset(lanes, 0, sizeof(lanes));
     for (const Segment<T>& part : columns.segments) weigh_lanes<N>(scores, part, d, lanes);
     for (int64_t i = 0; i < N; i++) {
-      for (int64_t lane = 0; lane < LANES; lane++) {
-        store(out[i] + d + lane, lanes[i][lane] * inverse[i]);
-      }
+      for (int64_t p = 0; p < PARTS; p++) store(out[i] + d + p * WIDTH, lanes[i][p] * inverse[i]);
     }
   }
 }
@@ -124,7 +134,8 @@ void attend_amx(const Attention& a, const Cache<bf16>& cache, const Cache<bf16>&
   float inverse[N];
   for (int64_t i = 0; i < count; i++) {
     const Query<bf16> query(a, request, kv_head, begin + i);
-    inverse[i] = columns.softmax(scores + i * stride, query, a.scale);
+    for (int64_t c = 0; c < columns.padded; c++) scores[i * stride + c] *= a.scale;
+    inverse[i] = columns.softmax(scores + i * stride, query);
     store_halves(halves + i * stride, scores + i * stride, columns.padded);
   }
   for (int64_t d = 0; d < a.dim; d += LANES) {

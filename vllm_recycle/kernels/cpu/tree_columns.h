@@ -91,7 +91,6 @@ struct Query {
   const T* in;
   T* out;
   const uint8_t* visible;
-  const int64_t* depths;  // of the tree's rows
   int64_t reach;          // positions that it sees before the root's
   float sink;
 
@@ -101,8 +100,7 @@ struct Query {
     in = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
     out = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
     visible = a.mask + request * a.mask_batch_stride + row * a.mask_stride;
-    depths = a.depths + request * a.depths_stride;
-    reach = a.window - 1 - depths[row];
+    reach = a.window - 1 - a.depths[request * a.depths_stride + row];
     sink = a.sinks ? a.sinks[head] : -INFINITY;
   }
 };
@@ -123,15 +121,21 @@ struct Columns {
     segments[1] = {own, own.base ? rows : 0, first};
   }
 
-  float softmax(float* scores, const Query<T>& query, float scale) const {
-    // What is before the window, and what is none of the row's ancestors.
-    std::fill_n(scores, std::clamp<int64_t>(context - query.reach, 0, context), HIDDEN);
+  // The scores of a row's ancestors go to the columns behind the context, where a chain has them,
+  // and their weights back: the lane that a weight is added in shows in the last bit of the sum.
+  float softmax(float* scores, const Query<T>& query) const {
+    int64_t end = context;
     for (int64_t r = 0; r < rows; r++) {
-      if (!query.visible[r] || query.depths[r] < -query.reach) scores[first + r] = HIDDEN;
+      if (query.visible[r]) scores[end++] = scores[first + r];
     }
-    std::fill(scores + context, scores + first, HIDDEN);
-    std::fill(scores + first + rows, scores + padded, HIDDEN);
-    return softmax_row(scores, padded, scale, query.sink);
+    std::fill_n(scores, std::clamp<int64_t>(context - query.reach, 0, end), HIDDEN);
+    std::fill(scores + end, scores + whole_lanes(end), HIDDEN);
+    const float inverse = softmax_row(scores, whole_lanes(end), query.sink);
+    for (int64_t r = rows - 1; r >= 0; r--) {
+      scores[first + r] = query.visible[r] ? scores[--end] : 0;
+    }
+    std::fill(scores + first + rows, scores + padded, 0.0f);
+    return inverse;
   }
 };
 
