@@ -22,6 +22,7 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     Llama4TextConfig,
+    Mamba2Config,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     WhisperConfig,
@@ -323,6 +324,22 @@ def bloom(folder: Path) -> str:
         n_layer=2,
         n_head=2,
         architectures=["BloomForCausalLM"],
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
+
+
+def mamba2(folder: Path) -> str:
+    """A Mamba with random weights."""
+    config = Mamba2Config(
+        architectures=["Mamba2ForCausalLM"],
+        vocab_size=SMALL["vocab_size"],
+        hidden_size=64,
+        state_size=16,
+        expand=2,
+        head_dim=32,
+        num_heads=4,
+        n_groups=1,
+        num_hidden_layers=2,
     )
     return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
 
