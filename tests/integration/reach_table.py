@@ -32,10 +32,10 @@ ENVIRONMENT = {
 }
 HEAD = """# Reach
 
-Made by `python tests/integration/reach_table.py`: 6 requests of 40 tokens, greedy and seeded in
-turn, all in flight, twice. A cell says how many of the 12 answers are those without speculation,
-and how many tokens of a draft are accepted. What vLLM cannot run without speculation on the machine
-is left out. Where trees do not go, Token Recycling drafts chains.
+Made by `python tests/integration/reach_table.py`: 6 greedy requests of 40 tokens, all in flight,
+twice. A cell says how many of the 12 answers are those without speculation, and how many tokens of
+a draft are accepted. What vLLM cannot run without speculation on the machine is left out. Where
+trees do not go, Token Recycling drafts chains.
 
 | | vLLM's `ngram` | Token Recycling |
 | --- | --- | --- |"""
@@ -60,7 +60,8 @@ def rows() -> dict[str, tuple[Callable[[Path], str] | None, dict[str, Any], Any]
 
 def measure(name: str, method: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
     """Outputs of two passes and what was accepted, in a process of its own."""
-    from engines import TARGET, counter, engine, generate, mixed_params
+    from engines import TARGET, counter, engine, generate
+    from vllm import SamplingParams
 
     make, settings, prompts_of = rows()[name]
     model = TARGET if make is None else make(folder / "model")
@@ -69,7 +70,7 @@ def measure(name: str, method: dict[str, Any] | None, folder: Path) -> dict[str,
         settings = {"kv_transfer_config": settings["kv_transfer_config"] | place}
     with engine(method, model=model, **settings) as llm:
         prompts = prompts_of(llm)
-        params = mixed_params(len(prompts), max_tokens=40)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         outputs = [one for _ in range(2) for one in generate(llm, prompts, params)]
         names = ("drafts", "accepted_tokens")
         drafts, accepted = (counter(llm, f"spec_decode_num_{name}") for name in names)
