@@ -143,8 +143,8 @@ def test_metrics_of_a_request(server, stop):
     assert found["num_draft_tokens"] == sum(drafted) > 0
     assert found["num_accepted_draft_tokens"] == sum(accepted) > 0
     assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
-    # A token each step beside the accepted ones; steps without a draft are not among them.
-    assert sum(accepted) < answer.usage.completion_tokens
+    # Behind a stop string nothing is received.
+    assert stop or sum(accepted) < answer.usage.completion_tokens
     assert all(0 <= a <= d <= 80 for a, d in zip(accepted, drafted, strict=True))
 
 
