@@ -19,7 +19,7 @@ from torch_twins import place_tree_rows as torch_place_tree_rows
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds
 from vllm_recycle.core.grow import grow as core_grow
 from vllm_recycle.core.learn import VerifiedStep
@@ -185,11 +185,12 @@ def check_step(inputs: StepInputs) -> None:
     twin, idx_mapping = copy.deepcopy(inputs), inputs.idx_mapping.cpu()
     matrix = copy.copy(inputs.matrix)
     matrix.table, matrix.salts = matrix.table.cpu().clone(), matrix.salts.cpu()
-    tails = inputs.texts.token_ids.cpu()[idx_mapping].long().flip(1)[:, : matrix.layout.reach]
+    token_ids, of_each = inputs.texts.token_ids.cpu()[idx_mapping], torch.ones_like(idx_mapping)
+    ends = Ends(token_ids, of_each * (inputs.case.text - 1))
     growth = core_grow(
         matrix,
         inputs.counts.rates.cpu(),
-        TextEnds(idx_mapping, tails, torch.full((len(tails),), inputs.trees.depth)),
+        TextEnds(idx_mapping, ends, of_each * inputs.trees.depth),
         max_nodes=inputs.trees.num_nodes,
         beam=BEAM,
         levels=inputs.trees.depth,
@@ -228,7 +229,7 @@ def check_step(inputs: StepInputs) -> None:
         successors=inputs.successors.cpu(),
         walked=expected,
     )
-    reference.learn(matrix, counts, tails, step)
+    reference.learn(matrix, counts, ends, step)
     inputs.learn()
     compare("learn", inputs.matrix.table, matrix.table)
     compare("learn", inputs.counts.counts, counts)

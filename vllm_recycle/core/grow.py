@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
@@ -28,19 +28,25 @@ class TextEnds:
 
     Attributes:
         idx_mapping: int64 [batch].
-        tails: int64 [batch, reach], the newest token first, padded with -1.
+        ends: of the texts.
         max_depths: int64 [batch], the most levels of each tree below its root.
 
     """
 
     idx_mapping: torch.Tensor
-    tails: torch.Tensor
+    ends: Ends
     max_depths: torch.Tensor
+
+    def only(self, index: int) -> TextEnds:
+        """One of these."""
+        one = slice(index, index + 1)
+        return TextEnds(self.idx_mapping[one], self.ends.only(one), self.max_depths[one])
 
     def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
         """Tail, salt and depth of each."""
         salts = matrix.salts[self.idx_mapping].tolist()
-        return zip(self.tails.tolist(), salts, self.max_depths.tolist(), strict=True)
+        tails = self.ends.tails(matrix.layout.reach)
+        return zip(tails, salts, self.max_depths.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def grow(
         levels: the most levels of any tree; None for any number.
 
     """
-    batch = len(texts.tails)
+    batch = len(texts.idx_mapping)
     token_ids = torch.full((batch, max_nodes), NO_TOKEN)
     worths = torch.zeros(batch, max_nodes, dtype=rates.dtype)
     parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
@@ -139,7 +145,7 @@ def fill(
         tree: the template; its ranks are below k.
 
     """
-    batch = len(texts.tails)
+    batch = len(texts.idx_mapping)
     depths = tree.depths.tolist()
     token_ids = torch.full((batch, tree.num_nodes), NO_TOKEN)
     worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)

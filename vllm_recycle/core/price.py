@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_recycle.core.verification import NO_TOKEN
-
 # Requests of a step, 0 for any number, and the length of their contexts.
 Load = tuple[int, int]
 ANY = (0, 0)
@@ -177,13 +175,6 @@ def choose(
     for _, b, size, _ in blocks[:num_taken]:
         counts[b] += size
     return counts, best
-
-
-def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Leave of drafts, int64 [batch, nodes], the first `counts` nodes, int64 [batch]; in place."""
-    for draft, count in zip(token_ids.numpy(), counts.tolist(), strict=True):
-        draft[count:] = NO_TOKEN
-    return token_ids
 
 
 def _blocks(worths: list[float]) -> list[tuple[float, int]]:

@@ -20,11 +20,13 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.backend import hand_over
-from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.drafters import DRAFTERS
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
@@ -80,10 +82,11 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
         )
 
-    @property
-    def is_token(self) -> np.ndarray | None:
-        """bool [max_num_reqs, max_model_len], where input is a token; None if all of it is."""
-        return self.input_batch.is_token_ids if self.enable_prompt_embeds else None
+    def _ends(self, last: np.ndarray) -> Ends:
+        """The ends of the texts of the batch, whose last tokens are there, int64 [batch]."""
+        batch = self.input_batch
+        is_token = batch.is_token_ids_tensor if self.enable_prompt_embeds else None
+        return Ends(batch.token_ids_cpu_tensor, torch.from_numpy(last), is_token)
 
     def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_lora_model(*args, **kwargs)
@@ -192,9 +195,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # Nothing is learnt at roots that nothing is sampled for.
         roots = self.positions.numpy()[step.first_token_row.numpy()]
         roots[self.discard_request_mask.np[: len(roots)]] = -1
-        places = np.arange(len(roots))
-        ends = Ends(self.input_batch.token_ids_cpu, places, roots, self.is_token)
-        self.drafter.accept(self.idx_mapping, step, result, ends)
+        self.drafter.accept(self.idx_mapping, step, result, self._ends(roots))
         self._compact_kv_cache(result.path)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
 
@@ -245,7 +246,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
         before = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        computed, wants_draft, max_depths = [], [], []
+        computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
             request, goes_on = self.requests[name], bool(sampled_token_ids[index])
             params = request.sampling_params
@@ -254,30 +255,14 @@ class TreeCPUModelRunner(CPUModelRunner):
             # Of those that were sampled for, without the draft tokens that were not accepted.
             known = batch.num_tokens_no_spec[index] - 1
             computed.append(known if goes_on else before[index] + scheduled[name])
-            may_draft = num_nodes > 0 and may_speculate(params, sees_paths=True)
-            wants_draft.append(goes_on and left > 0 and may_draft)
-            max_depths.append(max(left - 1, 0))
-        texts = Texts(
-            idx_mapping=self.idx_mapping,
-            token_ids=batch.token_ids_cpu,
-            num_computed_tokens=np.array(computed, dtype=np.int64),
-            wants_draft=np.array(wants_draft, dtype=bool),
-            max_depths=np.array(max_depths, dtype=np.int64),
-            num_nodes=num_nodes,
-            is_token=self.is_token,
-        )
-        drafts, parents = self.drafter.draft(texts, batch.block_table)
+            may_draft = goes_on and num_nodes > 0 and may_speculate(params, sees_paths=True)
+            max_depths.append(max(left - 1, 0) if may_draft else 0)
+        last, depths = np.array([computed, max_depths], dtype=np.int64)
+        texts = TextEnds(self.idx_mapping, self._ends(last), torch.from_numpy(depths))
+        drafts, self.draft_parents = self.drafter.draft(texts, num_nodes, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)
             self.drafter.serve(self.step, context, time.perf_counter() - self.began)
-        for draft in drafts:
-            del draft[num_nodes:]
-            # Rows behind the last filled node would be verified for nothing.
-            while draft and draft[-1] < 0:
-                draft.pop()
-        self.draft_parents = [
-            of_nodes[: len(draft)] for of_nodes, draft in zip(parents, drafts, strict=True)
-        ]
         return drafts
 
     def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
