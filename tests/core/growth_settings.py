@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recycling_steps import K, ends_of, make_matrix, write_entries
 
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
-from vllm_recycle.core.grow import Growth, TextEnds, grow
+from vllm_recycle.core.grow import Growth, TextEnds, Trunks, grow
 
 TOKENS = 4
 
@@ -25,16 +25,32 @@ class Setting:
     max_nodes: int
     beam: int | None = None
     levels: int | None = None
+    trunks: Trunks | None = None
 
     @property
     def arguments(self) -> tuple:
         depths = torch.tensor(self.max_depths)
-        texts = TextEnds(torch.arange(len(depths)), ends_of(self.texts), depths)
+        texts = TextEnds(torch.arange(len(depths)), ends_of(self.texts), depths, self.trunks)
         return self.matrix, self.rates, texts
 
     def grow(self, **options) -> Growth:
         options = {"beam": self.beam, "levels": self.levels, **options}
         return grow(*self.arguments, max_nodes=self.max_nodes, **options)
+
+
+@st.composite
+def some_trunks(draw, batch: int, *, tokens: int = TOKENS) -> Trunks:
+    """Trunks that end anywhere; all chances are of eighths, and those of a place at most 1."""
+    gamma, choices = draw(st.integers(1, 4)), draw(st.integers(1, min(3, tokens)))
+    token_ids = torch.full((batch, gamma, choices), -1)
+    chances = torch.zeros(batch, gamma, choices, dtype=torch.float64)
+    for b in range(batch):
+        for place in range(draw(st.integers(0, gamma))):
+            some = draw(st.permutations(range(tokens)))[:choices]
+            cuts = draw(st.lists(st.integers(0, 8), min_size=choices, max_size=choices))
+            token_ids[b, place] = torch.tensor(some)
+            chances[b, place] = torch.tensor([0, *sorted(cuts)]).diff().flip(0) / 8
+    return Trunks(token_ids, chances)
 
 
 @st.composite

@@ -71,7 +71,7 @@ def as_tensors(drafts: Drafts, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and parents, int64 [batch, nodes], padded with -1 and with the root."""
     return tuple(
         torch.tensor([[*row, *[filler] * (nodes - len(row))] for row in of_each])
-        for of_each, filler in zip(drafts, (-1, 0), strict=True)
+        for of_each, filler in zip(drafts[:2], (-1, 0), strict=True)
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from growth_settings import TOKENS, Setting, settings_of_growth
+from growth_settings import TOKENS, Setting, settings_of_growth, some_trunks
 from hypothesis import given
 from hypothesis import strategies as st
 from recycling_steps import K, make_matrix, texts_of_rows, write_entries
@@ -37,6 +37,31 @@ class Candidate:
     parent: int
     rank: int
     text: list[int]
+    place: int | None  # on the trunk
+
+
+def offers_of(setting: Setting, b: int, place: int | None) -> list[tuple[int, float]]:
+    """The draft model's choices at a place of the trunk, and the chance of each."""
+    if setting.trunks is None or place is None or place >= setting.trunks.token_ids.shape[1]:
+        return []
+    token_ids, chances = (values[b, place].tolist() for values in setting.trunks)
+    return [pair for pair in zip(token_ids, chances, strict=True) if pair[0] >= 0]
+
+
+def following(setting: Setting, b: int, above: Candidate) -> list[tuple[int, float, int | None]]:
+    """What may follow a node, the chance of each and its place on the trunk."""
+    known = [*successors_of(setting, b, above.text).values()]
+    offers = offers_of(setting, b, above.place)
+    if not offers:
+        return [(token, rate, None) for token, rate in known]
+    chosen = [token for token, _ in offers]
+    left = 1.0 - sum(chance for _, chance in offers)
+    unknown = 1.0 - sum(rate for token, rate in known if token in chosen)
+    share = left / max(left, unknown) if left > 0 else 0.0
+    found = [(token, chance, None) for token, chance in offers]
+    found[0] = (*offers[0], above.place + 1)
+    found += [(token, rate * share, None) for token, rate in known if token not in chosen]
+    return sorted(found, key=lambda one: one[1], reverse=True)
 
 
 def best_first(setting: Setting, b: int) -> list[Candidate]:
@@ -45,13 +70,14 @@ def best_first(setting: Setting, b: int) -> list[Candidate]:
     candidates: list[Candidate] = []
     expanded: list[int] = []
     most = min(setting.max_depths[b], TOKENS**4 if setting.levels is None else setting.levels)
-    above = Candidate(1.0, 0, 0, 0, setting.texts[b])
+    above = Candidate(1.0, 0, 0, 0, setting.texts[b], 0)
     while True:
         if above.depth < most and expanded.count(above.depth) != setting.beam:
             expanded.append(above.depth)
-            for rank, (token, rate) in successors_of(setting, b, above.text).items():
+            for rank, (token, rate, place) in enumerate(following(setting, b, above)):
                 worth, text = above.worth * rate, [*above.text, token]
-                candidates.append(Candidate(worth, above.depth + 1, len(added), rank, text))
+                below = (above.depth + 1, len(added), rank, text, place)
+                candidates.append(Candidate(worth, *below))
         candidates = [candidate for candidate in candidates if candidate.worth > 0]
         if not candidates or len(added) == setting.max_nodes:
             return added
@@ -72,9 +98,10 @@ limits = st.none() | st.integers(1, 5)
 
 
 @THOROUGH
-@given(setting=settings_of_growth(), beam=limits, levels=limits)
-def test_what_is_grown_is_a_best_first_search(setting, beam, levels):
-    setting = replace(setting, beam=beam, levels=levels)
+@given(setting=settings_of_growth(), beam=limits, levels=limits, data=st.data())
+def test_what_is_grown_is_a_best_first_search(setting, beam, levels, data):
+    trunks = data.draw(st.none() | some_trunks(len(setting.texts)))
+    setting = replace(setting, beam=beam, levels=levels, trunks=trunks)
     growth = setting.grow()
     for b in range(len(setting.texts)):
         expected = [(c.parent, c.text[-1], c.worth) for c in best_first(setting, b)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,23 @@ from vllm_recycle.core.price import CHAINS, Price, choose
 from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
-# Of each request, the token ids of its draft, -1 where a node is not filled, and the parent row of
-# each node; the root is row 0.
-Drafts = tuple[list[list[int]], list[list[int]]]
 # Matrix products may work in tiles of as many rows.
 NEXT_ROWS = 32
+
+
+class Drafts(NamedTuple):
+    """The drafts of a step.
+
+    Attributes:
+        token_ids: of each request, those of its nodes, -1 where a node is not filled.
+        parents: of each request, the parent row of each node; the root is row 0.
+        rate: expected tokens of the step that verifies them, by its time.
+
+    """
+
+    token_ids: list[list[int]]
+    parents: list[list[int]]
+    rate: float = 0.0
 
 
 def draft(
@@ -57,12 +70,13 @@ def draft(
         worths = growth.worths[:, :max_nodes]
         chosen = choose(worths, price.times, num_other_rows=num_other_rows)
         offers.append((growth, *chosen))
-    growth, sizes, _ = max(offers, key=itemgetter(2))
+    growth, sizes, rate = max(offers, key=itemgetter(2))
     token_ids, parents = growth.token_ids.tolist(), growth.parents[:, 1:].tolist()
     of_each = [slice(size) for size in sizes.tolist()]
-    return (
+    return Drafts(
         [of_text[nodes] for of_text, nodes in zip(token_ids, of_each, strict=True)],
         [of_text[nodes] for of_text, nodes in zip(parents, of_each, strict=True)],
+        rate,
     )
 
 

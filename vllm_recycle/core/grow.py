@@ -10,6 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,29 @@ from vllm_recycle.core.verification import NO_TOKEN
 # How far trees that a device grows are searched: nodes of a level that are expanded, and levels.
 BEAM = 16
 LEVELS = 16
+NO_PLACE = -1
+
+
+class Trunks(NamedTuple):
+    """What a draft model says below each text: a chain, and other choices beside its tokens.
+
+    Attributes:
+        token_ids: int64 [batch, gamma, choices], what it finds most probable behind the text and
+            the first choices before, best first; these are the trunk. -1 behind its end.
+        chances: float64 [batch, gamma, choices], that each is right where the trunk before it is.
+
+    """
+
+    token_ids: torch.Tensor
+    chances: torch.Tensor
+
+    def at(self, b: int, place: int) -> dict[int, float]:
+        """The choices at a place of a trunk, and their chances; none behind its end."""
+        if not 0 <= place < self.token_ids.shape[1]:
+            return {}
+        token_ids, chances = self.token_ids[b, place].tolist(), self.chances[b, place].tolist()
+        pairs = zip(token_ids, chances, strict=True)
+        return {token: chance for token, chance in pairs if token != NO_TOKEN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +54,20 @@ class TextEnds:
         idx_mapping: int64 [batch].
         ends: of the texts.
         max_depths: int64 [batch], the most levels of each tree below its root.
+        trunks: of a draft model; None where there is none.
 
     """
 
     idx_mapping: torch.Tensor
     ends: Ends
     max_depths: torch.Tensor
+    trunks: Trunks | None = None
 
     def only(self, index: int) -> TextEnds:
         """One of these."""
         one = slice(index, index + 1)
-        return TextEnds(self.idx_mapping[one], self.ends.only(one), self.max_depths[one])
+        trunks = self.trunks and Trunks(*(values[one] for values in self.trunks))
+        return TextEnds(self.idx_mapping[one], self.ends.only(one), self.max_depths[one], trunks)
 
     def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
         """Tail, salt and depth of each."""
@@ -91,7 +118,9 @@ def grow(
 
     The node that is worth the most is added again and again; of equal ones the one of the least
     depth, then of the first parent, then of the lowest rank. A node is worth no more than its
-    parent, so that nodes come parents first, and any prefix of them is a tree.
+    parent, so that nodes come parents first, and any prefix of them is a tree. Along the trunk of
+    a draft model its choices are nodes too; the successors of an entry there share the chance that
+    these leave.
 
     Args:
         matrix: what is drafted from.
@@ -110,24 +139,29 @@ def grow(
     parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
     for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
         depth = max_depth if levels is None else min(levels, max_depth)
-        # The root, and then the nodes.
-        contexts, depths, row_worths = [tail], [0], [1.0]
-        num_expanded, heap = Counter[int](), list[tuple[float, int, int, int, int]]()
+        # The root, and then the nodes; place is that on the trunk, or NO_PLACE.
+        contexts, depths, row_worths, places = [tail], [0], [1.0], [0]
+        num_expanded, heap = Counter[int](), list[tuple[float, int, int, int, int, int]]()
         while True:
             row = len(contexts) - 1
-            level = depths[row]
+            level, above = depths[row], row_worths[row]
             if level < depth and num_expanded[level] != beam:
                 num_expanded[level] += 1
-                successors = _successors(matrix, rates, contexts[row], salt, row_worths[row])
-                for rank, token, worth in successors:
-                    if worth > least_worth and (ranks is None or rank < ranks):
-                        heapq.heappush(heap, (-worth, level + 1, row, rank, token))
+                offered = {} if texts.trunks is None else texts.trunks.at(b, places[row])
+                following = _following(matrix, rates, contexts[row], salt, offered)
+                for rank, (token, chance) in enumerate(following[:ranks]):
+                    goes_on = token == next(iter(offered), None)
+                    if above * chance > least_worth:
+                        place = places[row] + 1 if goes_on else NO_PLACE
+                        candidate = (-above * chance, level + 1, row, rank, token, place)
+                        heapq.heappush(heap, candidate)
             if not heap or row == max_nodes:
                 break
-            negative, level, parent, _, token = heapq.heappop(heap)
+            negative, level, parent, _, token, place = heapq.heappop(heap)
             token_ids[b, row], worths[b, row], parents[b, row + 1] = token, -negative, parent
             contexts.append([token, *contexts[parent]][: matrix.layout.reach])
             depths.append(level)
+            places.append(place)
             row_worths.append(-negative)
     return Growth(token_ids, worths, parents)
 
@@ -157,24 +191,43 @@ def fill(
                 continue
             if parent not in known:
                 worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
-                successors = _successors(matrix, rates, contexts[parent], salt, worth)
-                known[parent] = {place: (token, value) for place, token, value in successors}
+                found = _successors(matrix, rates, contexts[parent], salt)
+                known[parent] = {place: (token, worth * rate) for place, token, rate in found}
             if rank in known[parent]:
                 token_ids[b, node], worths[b, node] = token, _ = known[parent][rank]
                 contexts[node + 1] = [token, *contexts[parent]][: matrix.layout.reach]
     return Growth(token_ids, worths, tree.parents.expand(batch, -1))
 
 
+def _following(
+    matrix: AdjacencyMatrix,
+    rates: torch.Tensor,
+    context: list[int],
+    salt: int,
+    offered: dict[int, float],
+) -> list[tuple[int, float]]:
+    """What may follow a context, and the chance of each; with what is offered, best first."""
+    found = _successors(matrix, rates, context, salt)
+    successors = [(token, rate) for _, token, rate in found]
+    if not offered:
+        return successors
+    left = max(0.0, 1.0 - sum(offered.values()))
+    others = 1.0 - sum(rate for token, rate in successors if token in offered)
+    share = left / max(left, others) if left else 0.0
+    rest = [(token, rate * share) for token, rate in successors if token not in offered]
+    return sorted([*offered.items(), *rest], key=lambda pair: -pair[1])
+
+
 def _successors(
-    matrix: AdjacencyMatrix, rates: torch.Tensor, context: list[int], salt: int, worth: float
+    matrix: AdjacencyMatrix, rates: torch.Tensor, context: list[int], salt: int
 ) -> Iterator[tuple[int, int, float]]:
-    """Rank, token and worth of what may follow a context that is worth so much."""
+    """Rank and token of what may follow a context by its entry, and how often it is right."""
     found = matrix.find_entry(context, salt)
     if found is None:
         return
     address, index, own = found
     head, *successors, _ = matrix.table[address].tolist()
-    values = (rates[index, own, :, head & 3] * worth).tolist()
-    for rank, (token, value) in enumerate(zip(successors, values, strict=True)):
+    of_ranks = rates[index, own, :, head & 3].tolist()
+    for rank, (token, rate) in enumerate(zip(successors, of_ranks, strict=True)):
         if token != NO_TOKEN:
-            yield rank, token, value
+            yield rank, token, rate

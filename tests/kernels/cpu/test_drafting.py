@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_layouts import STALE
+from growth_settings import some_trunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recycling_steps import as_tensors, ends_of, make_matrix
@@ -106,7 +107,8 @@ def test_drafts_equal_those_of_the_reference(
     ends = ends_of(random_texts(matrix, batch))
     if has_flags:
         ends = replace(ends, is_token=torch.rand(ends.token_ids.shape) < 0.9)
-    texts = TextEnds(torch.randperm(3)[:batch], ends, torch.randint(6, (batch,)))
+    trunks = data.draw(st.none() | some_trunks(batch, tokens=min(4, matrix.layout.vocab_size)))
+    texts = TextEnds(torch.randperm(3)[:batch], ends, torch.randint(6, (batch,)), trunks)
     counts, before = counts_for(matrix, equal=equal), matrix.table.clone()
     options = {"num_other_rows": others, "max_nodes": max_nodes, "tree": tree}
     expected, got = (

@@ -140,7 +140,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             for index, draft, count in of_each:
                 drafts[index] = draft[:count]
         parents = tree.parents[1:].tolist()
-        return drafts, [parents[: len(draft)] for draft in drafts]
+        return Drafts(drafts, [parents[: len(draft)] for draft in drafts])
 
     @torch.inference_mode()
     def judge(self, step_seconds: float) -> str:

@@ -259,7 +259,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             max_depths.append(max(left - 1, 0) if may_draft else 0)
         last, depths = np.array([computed, max_depths], dtype=np.int64)
         texts = TextEnds(self.idx_mapping, self._ends(last), torch.from_numpy(depths))
-        drafts, self.draft_parents = self.drafter.draft(texts, num_nodes, batch.block_table)
+        drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)
             self.drafter.serve(self.step, context, time.perf_counter() - self.began)

@@ -73,7 +73,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
         if not self.isolates:
             return self._propose(texts, batch, num_nodes)
         each = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
-        return [draft for (draft,), _ in each], [parents for _, (parents,) in each]
+        token_ids, parents, _ = zip(*each, strict=True)
+        return Drafts([draft for (draft,) in token_ids], [of_nodes for (of_nodes,) in parents])
 
     def _propose(self, texts: TextEnds, batch: int, num_nodes: int) -> Drafts:
         """Drafts of some requests of a batch, those that share the rows of the step.
@@ -83,7 +84,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         """
         last, depths = texts.ends.last.tolist(), texts.max_depths.tolist()
         lengths = [end for end, depth in zip(last, depths, strict=True) if depth]
-        none: Drafts = ([[] for _ in depths], [[] for _ in depths])
+        none = Drafts([[] for _ in depths], [[] for _ in depths])
         if not lengths:
             return none
         load = batch, sum(lengths) / len(lengths)
@@ -102,7 +103,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
             max_nodes=min(num_nodes, most),
         )
         if self.served is not None and look is None:
-            self.served.rows = 1 + sum(map(len, drafts[0])) // len(lengths)
+            self.served.rows = 1 + sum(map(len, drafts.token_ids)) // len(lengths)
         return drafts
 
     def describe(self) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix, Ends
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.grow import TextEnds
+from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import CHAINS, TREES, Price
@@ -102,6 +102,17 @@ def _ends(ends: Ends) -> tuple[int | None, ...]:
     return token_ids.data_ptr(), flags, token_ids.stride(0), _pointer(ends.last)
 
 
+def _trunks(trunks: Trunks | None, batch: int) -> tuple[int | None, int | None, int, int]:
+    """For C++: tokens, chances, gamma and choices."""
+    if trunks is None:
+        return None, None, 0, 0
+    assert trunks.token_ids.shape == trunks.chances.shape
+    assert len(trunks.token_ids) == batch
+    chances = _pointer(trunks.chances, torch.float64)
+    _, gamma, choices = trunks.token_ids.shape
+    return _pointer(trunks.token_ids), chances, gamma, choices
+
+
 def draft(
     matrix: AdjacencyMatrix,
     counts: torch.Tensor,
@@ -118,12 +129,14 @@ def draft(
     template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
     of_kinds = [prices.get(kind, (None, None)) for kind in (TREES, CHAINS)]
     (num_times,) = {len(price.times) for price in prices.values()}
+    rate = ctypes.c_double()
     size = _library().draft(
         _matrix(matrix),
         _pointer(counts, torch.float64),
         _pointer(texts.idx_mapping),
         *_ends(texts.ends),
         _pointer(texts.max_depths),
+        *_trunks(texts.trunks, batch),
         batch,
         num_other_rows,
         max_nodes,
@@ -132,11 +145,12 @@ def draft(
         *(_pointer(values, torch.float64) for price in of_kinds for values in price),
         num_times,
         found.data_ptr(),
+        ctypes.byref(rate),
     )
     numbers = iter(found[:size].tolist())
-    drafts: Drafts = ([], [])
+    drafts = Drafts([], [], rate.value)
     for count in numbers:
-        for of_each in drafts:
+        for of_each in (drafts.token_ids, drafts.parents):
             of_each.append(list(islice(numbers, count)))
     return drafts
 

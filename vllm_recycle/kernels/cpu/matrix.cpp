@@ -17,6 +17,7 @@ constexpr int64_t STEADINESSES = 4;
 constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
 constexpr int64_t MAX_REACH = 8;
 constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
+constexpr int64_t NO_PLACE = -1;
 constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 
@@ -159,7 +160,7 @@ void fold(double* counts, const std::vector<double>& increments) {
 
 struct Candidate {
   double worth;
-  int64_t depth, parent, rank, token;
+  int64_t depth, parent, rank, token, place;
 
   bool operator<(const Candidate& other) const {  // what comes later from a priority queue
     if (worth != other.worth) return worth < other.worth;
@@ -179,6 +180,20 @@ struct Offer {
         worths(batch * nodes) {}
 };
 
+// What a draft model says below each text, see Trunks.
+struct Trunks {
+  const int64_t* token_ids;
+  const double* chances;
+  int64_t gamma, choices;
+};
+
+// A token that may follow a row, the chance that it does, and its place on the trunk, or NO_PLACE.
+struct Follower {
+  int64_t token;
+  double chance;
+  int64_t place;
+};
+
 // What is drafted from, and below which texts.
 struct Source {
   const Matrix& matrix;
@@ -186,6 +201,7 @@ struct Source {
   const int64_t* idx_mapping;
   Ends ends;
   const int64_t* max_depths;
+  Trunks trunks;
   int64_t batch;
   std::vector<double> rates;  // of each successor by its rank, STEADINESSES of each
 
@@ -211,31 +227,74 @@ std::vector<double> find_rates(const double* counts, int64_t num_successors) {
   return rates;
 }
 
+// See _following; those that are offered at a place of the trunk, and those of an entry.
+void find_following(const Source& source, const Context& context, int64_t b, int64_t place,
+                    std::vector<Follower>& following) {
+  const Trunks& trunks = source.trunks;
+  const Address found = source.find(context, b);
+  const double* rate = found.entry ? source.rates_of(found) : nullptr;
+  const int64_t ranks = found.entry ? source.matrix.k : 0;
+  following.clear();
+  double left = 1.0, others = 0.0, share = 1.0;
+  if (0 <= place && place < trunks.gamma) {
+    const int64_t first = (b * trunks.gamma + place) * trunks.choices;
+    for (int64_t i = first; i < first + trunks.choices; i++) {
+      const int64_t token = trunks.token_ids[i];
+      if (token >= 0) following.push_back({token, trunks.chances[i], NO_PLACE});
+    }
+  }
+  const size_t offered = following.size();
+  auto is_offered = [&](int64_t token) {
+    return std::any_of(following.begin(), following.begin() + offered,
+                       [&](const Follower& one) { return one.token == token; });
+  };
+  if (offered) {
+    following[0].place = place + 1;
+    double sum = 0.0;
+    for (const Follower& one : following) sum += one.chance;
+    left = std::max(0.0, 1.0 - sum);
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      if (is_offered(found.entry[1 + rank])) others += rate[rank * STEADINESSES];
+    }
+    share = left > 0.0 ? left / std::max(left, 1.0 - others) : 0.0;
+  }
+  for (int64_t rank = 0; rank < ranks; rank++, rate += STEADINESSES) {
+    const int64_t token = found.entry[1 + rank];
+    if (token >= 0 && !is_offered(token)) following.push_back({token, *rate * share, NO_PLACE});
+  }
+  if (offered) {
+    std::stable_sort(
+        following.begin(), following.end(),
+        [](const Follower& one, const Follower& other) { return one.chance > other.chance; });
+  }
+}
+
 // Returns how many nodes were grown.
 int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& offer) {
   struct Row {
     Context context;
-    int64_t depth;
+    int64_t depth, place;
   };
   int64_t grown = 0;
   std::vector<Row> rows(offer.nodes + 1);
+  std::vector<Follower> following;
   std::fill(offer.token_ids.begin(), offer.token_ids.end(), -1);
   std::fill(offer.worths.begin(), offer.worths.end(), 0.0);
   for (int64_t b = 0; b < source.batch; b++) {
     std::priority_queue<Candidate> heap;
-    rows[0] = {source.ends.tail(b, source.matrix.reach()), 0};
+    rows[0] = {source.ends.tail(b, source.matrix.reach()), 0, 0};
     double worth = 1.0;
     int64_t row = 0;
     while (true) {
       const Row& above = rows[row];
       if (above.depth < source.max_depths[b]) {
-        const Address found = source.find(above.context, b);
-        const double* rate = found.entry ? source.rates_of(found) : nullptr;
-        for (int64_t rank = 0; found.entry && rank < ranks; rank++, rate += STEADINESSES) {
-          const int64_t token = found.entry[1 + rank];
-          const double below = worth * *rate;
-          if (token >= 0 && below > least_worth) {
-            heap.push({below, above.depth + 1, row, rank, token});
+        find_following(source, above.context, b, above.place, following);
+        const int64_t count = std::min(ranks, int64_t(following.size()));
+        for (int64_t rank = 0; rank < count; rank++) {
+          const Follower& one = following[rank];
+          const double below = worth * one.chance;
+          if (below > least_worth) {
+            heap.push({below, above.depth + 1, row, rank, one.token, one.place});
           }
         }
       }
@@ -245,7 +304,7 @@ int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& off
       const int64_t node = b * offer.nodes + row++;
       worth = offer.worths[node] = top.worth;
       offer.token_ids[node] = top.token, offer.parents[node] = top.parent;
-      rows[row] = {rows[top.parent].context.below(top.token), top.depth};
+      rows[row] = {rows[top.parent].context.below(top.token), top.depth, top.place};
     }
     grown += row;
   }
@@ -302,17 +361,19 @@ double choose(const double* worths, const double* times, int64_t num_times, int6
               int64_t batch, int64_t nodes, int64_t* counts);  // in walk.cpp
 
 // Kinds without times have no price. Returns how many numbers `drafts` has: of each text the size
-// of its draft, its tokens, and their parents.
+// of its draft, its tokens, and their parents; `rate` is that of the step that verifies them.
 int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping,
               const int32_t* token_ids, const uint8_t* is_token, int64_t stride,
-              const int64_t* last, const int64_t* max_depths, int64_t batch,
+              const int64_t* last, const int64_t* max_depths, const int64_t* trunk_ids,
+              const double* chances, int64_t gamma, int64_t choices, int64_t batch,
               int64_t num_other_rows, int64_t max_nodes, const int64_t* tree_parents,
               const int64_t* tree_ranks, const int64_t* tree_depths, int64_t tree_nodes,
               const double* tree_times, const double* tree_slopes, const double* chain_times,
-              const double* chain_slopes, int64_t num_times, int64_t* drafts) {
+              const double* chain_slopes, int64_t num_times, int64_t* drafts, double* rate) {
   const Matrix& matrix = *of;
   const Source source = {matrix, counts, idx_mapping, {token_ids, is_token, stride, last},
-                         max_depths, batch, find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
+                         max_depths, {trunk_ids, chances, gamma, choices}, batch,
+                         find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
   const int64_t num_reqs = batch + num_other_rows;
   std::vector<Offer> offers;
   auto offer = [&](int64_t nodes, const double* times, auto draft_below) {
@@ -326,7 +387,7 @@ int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping
           [&](Offer& made) { fill(source, tree_parents, tree_ranks, tree_depths, made); });
   } else if (tree_times) {
     offer(max_nodes, tree_times, [&](Offer& made) {
-      grow_what_may_pay(source, matrix.k, tree_times, tree_slopes, num_times, num_reqs, made);
+      grow_what_may_pay(source, matrix.k + choices, tree_times, tree_slopes, num_times, num_reqs, made);
     });
   }
   if (chain_times) {
@@ -336,6 +397,7 @@ int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping
   }
   const Offer& best = offers.size() > 1 && offers[1].rate > offers[0].rate ? offers[1] : offers[0];
   int64_t* out = drafts;
+  *rate = best.rate;
   for (int64_t b = 0; b < batch; b++) {
     const int64_t first = b * best.nodes, size = best.sizes[b];
     *out++ = size;
