@@ -185,12 +185,12 @@ def check_step(inputs: StepInputs) -> None:
     twin, idx_mapping = copy.deepcopy(inputs), inputs.idx_mapping.cpu()
     matrix = copy.copy(inputs.matrix)
     matrix.table, matrix.salts = matrix.table.cpu().clone(), matrix.salts.cpu()
-    token_ids, of_each = inputs.texts.token_ids.cpu()[idx_mapping], torch.ones_like(idx_mapping)
-    ends = Ends(token_ids, of_each * (inputs.case.text - 1))
+    last = [inputs.case.text - 1] * len(idx_mapping)
+    ends = Ends(inputs.texts.token_ids.cpu()[idx_mapping], last)
     growth = core_grow(
         matrix,
         inputs.counts.rates.cpu(),
-        TextEnds(idx_mapping, ends, of_each * inputs.trees.depth),
+        TextEnds(idx_mapping, ends, [inputs.trees.depth] * len(last)),
         max_nodes=inputs.trees.num_nodes,
         beam=BEAM,
         levels=inputs.trees.depth,
@@ -204,7 +204,7 @@ def check_step(inputs: StepInputs) -> None:
     compare("place", inputs.place(), StepInputs.place(twin, torch_place_tree_rows))
     for name in ("input_ids", "positions", "tree_indices"):
         compare("place", getattr(inputs, name), getattr(twin, name))
-    compare("top_k", inputs.top_k(), reference.top_k(inputs.logits.cpu(), inputs.case.k))
+    compare("top_k", inputs.top_k(), reference.top_k(inputs.logits.cpu(), inputs.case.k)[0])
 
     starts, walked = inputs.cu_num_logits.cpu(), inputs.walk()
     parents = inputs.trees.parents.cpu()[idx_mapping].long()

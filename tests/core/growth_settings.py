@@ -29,8 +29,9 @@ class Setting:
 
     @property
     def arguments(self) -> tuple:
-        depths = torch.tensor(self.max_depths)
-        texts = TextEnds(torch.arange(len(depths)), ends_of(self.texts), depths, self.trunks)
+        texts = TextEnds(
+            torch.arange(len(self.texts)), ends_of(self.texts), self.max_depths, self.trunks
+        )
         return self.matrix, self.rates, texts
 
     def grow(self, **options) -> Growth:

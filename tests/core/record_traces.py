@@ -66,7 +66,7 @@ def record(
     said, given = [], []
     for place, token in enumerate(answer[:-1]):
         text = torch.tensor([prompt + answer[: place + 1]], dtype=torch.int32)
-        end = torch.tensor([len(prompt) + place])
+        end = len(prompt) + place
         walked = WalkResult(
             torch.zeros(1, 1, dtype=torch.int64),
             torch.tensor([[token]]),
@@ -75,8 +75,8 @@ def record(
         root = torch.zeros(1, 1, dtype=torch.int64)
         known = (text[0, -2:-1].long(), torch.tensor([0, 1]), best[place : place + 1])
         step = VerifiedStep(only, root, *known, walked)
-        learn(matrix, state.acceptance.counts, Ends(text, end - 1), step)
-        texts = TextEnds(only, Ends(text, end), torch.tensor([LEVELS]))
+        learn(matrix, state.acceptance.counts, Ends(text, [end - 1]), step)
+        texts = TextEnds(only, Ends(text, [end]), [LEVELS])
         limits = {"max_nodes": SIZES[-1], "beam": BEAM, "levels": LEVELS}
         growth = grow(matrix, state.acceptance.rates().float(), texts, **limits)
         trees: Trees = growth.trees

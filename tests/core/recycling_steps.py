@@ -63,8 +63,7 @@ def ends_of(texts: Sequence[list[int]]) -> Ends:
     """Where these texts end; what lies behind their ends is nobody's."""
     most = max(map(len, texts))
     padded = [[*text, *[0] * (most - len(text))] for text in texts]
-    last = torch.tensor([len(text) - 1 for text in texts])
-    return Ends(torch.tensor(padded, dtype=torch.int32), last)
+    return Ends(torch.tensor(padded, dtype=torch.int32), [len(text) - 1 for text in texts])
 
 
 def as_tensors(drafts: Drafts, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:

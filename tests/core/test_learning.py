@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, ends_of, seen, started, write
 from strategies import THOROUGH
 
-from vllm_recycle.core.adjacency import SCOPES, Ends
+from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.verification import WalkResult
 
@@ -70,8 +72,7 @@ def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():
         successors=torch.arange(12).view(4, K).int(),
         walked=WalkResult(torch.tensor([[0]]), torch.tensor([[6]]), torch.tensor([1])),
     )
-    nowhere = torch.tensor([-1])
-    learn(matrix, None, Ends(nowhere[None].int(), nowhere), step)
+    learn(matrix, None, replace(ends_of([[0]]), last=[-1]), step)
     assert [token for token in range(VOCAB) if seen(matrix, 0, [token])] == [3]
 
 

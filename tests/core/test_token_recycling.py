@@ -53,8 +53,8 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
 
 
 def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, Trees]:
-    max_depths = torch.tensor(max_depths).expand(len(texts))
-    ends = TextEnds(idx_mapping, ends_of(texts), max_depths.contiguous())
+    max_depths = torch.tensor(max_depths).expand(len(texts)).tolist()
+    ends = TextEnds(idx_mapping, ends_of(texts), max_depths)
     drafts = proposer.propose(ends, prices=proposer.prices, num_other_rows=0)
     drafts, parents = as_tensors(drafts, proposer.num_nodes)
     return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))

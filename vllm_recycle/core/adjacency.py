@@ -124,13 +124,13 @@ class Ends:
 
     Attributes:
         token_ids: int32 [batch, length], of each text, and anything behind its end.
-        last: int64 [batch], the place of the last token of each; -1 where there is none.
+        last: of each the place of its last token; -1 where there is none.
         is_token: bool [batch, length], which of these are tokens; None if all are.
 
     """
 
     token_ids: torch.Tensor
-    last: torch.Tensor
+    last: Sequence[int]
     is_token: torch.Tensor | None = None
 
     def only(self, some: slice) -> Ends:
@@ -140,7 +140,7 @@ class Ends:
 
     def tails(self, reach: int) -> list[list[int]]:
         """Of each text the last tokens, the newest first, -1 where there is none."""
-        place = self.last[:, None] - torch.arange(reach)
+        place = torch.tensor(self.last)[:, None] - torch.arange(reach)
         known = place >= 0
         if self.is_token is not None:
             known &= self.is_token.gather(1, place.clamp(min=0))

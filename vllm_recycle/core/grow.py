@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,14 +53,14 @@ class TextEnds:
     Attributes:
         idx_mapping: int64 [batch].
         ends: of the texts.
-        max_depths: int64 [batch], the most levels of each tree below its root.
+        max_depths: of each the most levels of its tree below the root.
         trunks: of a draft model; None where there is none.
 
     """
 
     idx_mapping: torch.Tensor
     ends: Ends
-    max_depths: torch.Tensor
+    max_depths: Sequence[int]
     trunks: Trunks | None = None
 
     def only(self, index: int) -> TextEnds:
@@ -73,7 +73,7 @@ class TextEnds:
         """Tail, salt and depth of each."""
         salts = matrix.salts[self.idx_mapping].tolist()
         tails = self.ends.tails(matrix.layout.reach)
-        return zip(tails, salts, self.max_depths.tolist(), strict=True)
+        return zip(tails, salts, self.max_depths, strict=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,16 @@ from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 
-def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [logit rows, k], the most probable tokens of logits [logit rows, vocab], best first.
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable tokens of logits [logit rows, vocab].
 
-    Of equal ones the lower token comes first.
+    Returns:
+        int32 [logit rows, k], best first, of equal ones the lower first; and int64 [logit rows],
+        the first of each, 0 where no logit is a number.
+
     """
-    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
+    best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return best.to(torch.int32), best[:, 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class StepTimes:
         self.times = torch.from_numpy(np.stack(rising))
         self._slopes: dict[int, torch.Tensor] = {}  # of loads that were asked for
         self._prices: dict[Load, Price] = {}  # by load and requests
+        self._nearest: dict[int, list[int]] = {}  # loads by requests
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -100,12 +101,11 @@ class StepTimes:
 
     def nearest(self, num_reqs: int, context: float) -> int:
         """The nearest load: by the ratio of requests, then by the length of context."""
-
-        def distance(index: int) -> tuple[float, float]:
-            requests, length = self.loads[index]
-            return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
-
-        return min(range(len(self.loads)), key=distance)
+        if (known := self._nearest.get(num_reqs)) is None:
+            ratios = [abs(math.log((of or num_reqs) / num_reqs)) for of, _ in self.loads]
+            known = [index for index, ratio in enumerate(ratios) if ratio == min(ratios)]
+            self._nearest[num_reqs] = known
+        return min(known, key=lambda index: abs(self.loads[index][1] - context))
 
     def at(self, num_reqs: int, context: float) -> Price:
         """The price at the nearest load.

@@ -108,7 +108,8 @@ def test_drafts_equal_those_of_the_reference(
     if has_flags:
         ends = replace(ends, is_token=torch.rand(ends.token_ids.shape) < 0.9)
     trunks = data.draw(st.none() | some_trunks(batch, tokens=min(4, matrix.layout.vocab_size)))
-    texts = TextEnds(torch.randperm(3)[:batch], ends, torch.randint(6, (batch,)), trunks)
+    depths = torch.randint(6, (batch,)).tolist()
+    texts = TextEnds(torch.randperm(3)[:batch], ends, depths, trunks)
     counts, before = counts_for(matrix, equal=equal), matrix.table.clone()
     options = {"num_other_rows": others, "max_nodes": max_nodes, "tree": tree}
     expected, got = (
@@ -234,7 +235,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
         if scope != "isolated":
             proposer.take_in(torch.tensor(texts[0] + texts[1]))
     for _ in range(3):
-        max_depths = torch.tensor([0, 2, 50, 50])[torch.randint(4, (2,))]
+        max_depths = torch.tensor([0, 2, 50, 50])[torch.randint(4, (2,))].tolist()
         ends = ends_of(texts)
         drafted, same = (
             proposer.propose(
@@ -259,10 +260,10 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
             for row in range(count, 0, -1):
                 parent = cu_num_logits[b] + tree.parents[b, row]
                 logits[parent, draft[row - 1]] += float(torch.rand(()) < 0.7)
-        successors = calls.top_k(logits, k)
-        assert successors.equal(reference.top_k(logits, k))
+        successors, best = calls.top_k(logits, k)
+        assert successors.equal(reference.top_k(logits, k)[0])
         walks = [
-            proposer.operations.walk(successors[:, 0].long(), drafts, cu_num_logits, trees=tree)
+            proposer.operations.walk(best, drafts, cu_num_logits, trees=tree)
             for proposer in proposers
         ]
         assert_same_walks(walks[1], walks[0])
@@ -298,13 +299,19 @@ def test_top_k_equals_torch(count, vocab, k, dtype, layout, seed):
         logits = logits.T.contiguous().T
     elif layout == "part":
         logits = torch.cat([logits, torch.full_like(logits, STALE)], 1)[:, :vocab]
-    got = calls.top_k(logits, k)
-    assert got.dtype == torch.int32
-    assert got.equal(expected)
+    for got, by_torch in zip(calls.top_k(logits, k), expected, strict=True):
+        assert got.dtype == by_torch.dtype
+        assert got.equal(by_torch)
 
 
 def test_of_equal_logits_the_first_ones_are_taken():
-    assert calls.top_k(torch.ones(1, 40), 3).tolist() == [[0, 1, 2]]
+    assert calls.top_k(torch.ones(1, 40), 3)[0].tolist() == [[0, 1, 2]]
+
+
+def test_of_no_numbers_the_first_one_is_sampled():
+    logits = torch.full((2, 40), float("nan"))
+    for twin in (reference, calls):
+        assert twin.top_k(logits, 3)[1].tolist() == [0, 0]
 
 
 # What C++ cannot be trusted with.
@@ -318,7 +325,7 @@ def test_a_table_of_another_type_or_layout_is_refused():
         with pytest.raises(AssertionError):
             calls.seed(other, 0, text)
     one = torch.tensor([1])
-    texts = TextEnds(one - 1, Ends(one[None], one - 1), one)  # int64 token ids
+    texts = TextEnds(one - 1, Ends(one[None], [0]), [1])  # int64 token ids
     prices = {TREES: StepTimes.linear(0.0, 4).at(1, 0)}
     counts = counts_for(matrix, equal=True)
     with pytest.raises(AssertionError):

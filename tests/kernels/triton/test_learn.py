@@ -143,7 +143,8 @@ def test_a_step_teaches_what_it_teaches_the_core(
         learn(matrix, stamps, counts, texts, step, max_rows=max_rows, learns=which)
         their_counts = theirs.counts if counted else None
         part = part_of(step, learns)
-        ends = Ends(texts.token_ids[part.idx_mapping], texts.lengths[part.idx_mapping].long() - 1)
+        last = (texts.lengths[part.idx_mapping] - 1).tolist()
+        ends = Ends(texts.token_ids[part.idx_mapping], last)
         core.learn(expected, their_counts, ends, part)
         assert matrix.table.equal(expected.table)
         assert not stamps.any()

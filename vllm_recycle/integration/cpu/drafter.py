@@ -154,7 +154,7 @@ class V1Drafter(Drafter):
         is_any = kind not in self.step_times or step.trees.num_nodes <= 1
         kind = None if is_any else kind
         if self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds):
-            self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
+            self.served.correct(*from_first_rank((self.served.logs, self.served.last)))
             self.step_times = self.served.times
 
     def judge(self, step_seconds: float) -> str:

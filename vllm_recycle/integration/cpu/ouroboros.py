@@ -102,7 +102,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
         self.proposer.release(req_state_indices)
 
     def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
-        owners = idx_mapping.repeat_interleave(step.num_nodes + 1)
+        owners = idx_mapping.repeat_interleave(step.cu_num_logits.diff())
         self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
 
     def accept(
@@ -113,12 +113,12 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         """Draft, and take in what the target has computed of every text, drafted for or not."""
-        batch, last, text = len(texts.idx_mapping), texts.ends.last.numpy(), texts.ends.token_ids
+        batch, last, text = len(texts.idx_mapping), np.array(texts.ends.last), texts.ends.token_ids
         table = block_tables[self.kv_cache_gid]
         slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
         # The width is the context's, which vLLM may shorten to what fits the KV cache.
         room = np.minimum(slots, text.shape[1]) - last - 1
-        chosen = np.nonzero((texts.max_depths.numpy() > 0) & (room >= 0))[0]
+        chosen = np.nonzero((np.array(texts.max_depths) > 0) & (room >= 0))[0]
         self.known.follow(texts)
         drafting = Round(self, texts, table.get_device_tensor(batch))
         drafting.catch_up(len(chosen))
@@ -226,7 +226,7 @@ class DraftedTexts:
 
     def follow(self, texts: TextEnds) -> None:
         """Count each cache back to the first token that differs from the draft; a round begins."""
-        idx_mapping, computed = texts.idx_mapping.numpy(), texts.ends.last.numpy()
+        idx_mapping, computed = texts.idx_mapping.numpy(), np.array(texts.ends.last)
         trunks, starts = self.trunks[idx_mapping], self.starts[idx_mapping]
         place = starts[:, None] + np.arange(trunks.shape[1])
         index = np.arange(len(idx_mapping))[:, None]
@@ -265,7 +265,7 @@ class Round:
         # are in the runner's.
         self.index, self.ends = np.zeros((2, len(self.known.num_cached)), dtype=np.int64)
         self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
-        self.ends[self.idx_mapping] = texts.ends.last.numpy()
+        self.ends[self.idx_mapping] = texts.ends.last
 
     def catch_up(self, num_drafting: int) -> None:
         """Take in what cannot wait for the first draft forward, or does not fit into it.
@@ -347,8 +347,8 @@ class Round:
         positions.copy_(torch.from_numpy(position))
         step = StepLayout.make(
             trees=drafter.proposer.lookahead.of_batch(len(idx_mapping)),
-            num_nodes=num_rows,
-            last_token_row=starts[1:] - 1,
+            num_nodes=num_rows.tolist(),
+            last_token_row=(starts[1:] - 1).tolist(),
             row_token_ids=token_ids[logit_rows.numpy()],
         )
         step.place([positions], input_ids.numpy())

@@ -44,6 +44,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         drafter: what drafts.
         idx_mapping: int64 [batch], of the step.
         step: where its rows and trees lie.
+        roots: the ends of its texts, up to each root; of no token where nothing is sampled.
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
         began: when the step did.
@@ -53,6 +54,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     drafter: V1Drafter
     idx_mapping: torch.Tensor
     step: StepLayout
+    roots: Ends
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
     began: float
@@ -82,11 +84,11 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
         )
 
-    def _ends(self, last: np.ndarray) -> Ends:
-        """The ends of the texts of the batch, whose last tokens are there, int64 [batch]."""
+    def _ends(self, last: list[int]) -> Ends:
+        """The ends of the texts of the batch, by the places of their last tokens."""
         batch = self.input_batch
         is_token = batch.is_token_ids_tensor if self.enable_prompt_embeds else None
-        return Ends(batch.token_ids_cpu_tensor, torch.from_numpy(last), is_token)
+        return Ends(batch.token_ids_cpu_tensor, last, is_token)
 
     def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_lora_model(*args, **kwargs)
@@ -138,7 +140,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, _, _ = prepared
         num_reqs = self.input_batch.num_reqs
-        names, starts = self.input_batch.req_ids, self.query_start_loc.np[: num_reqs + 1]
+        batch, names = self.input_batch, self.input_batch.req_ids
+        starts = self.query_start_loc.np[: num_reqs + 1].tolist()
         self.idx_mapping = torch.from_numpy(
             np.array([self.req_state_indices[name] for name in names])
         )
@@ -147,14 +150,19 @@ class TreeCPUModelRunner(CPUModelRunner):
         input_ids = self.input_ids.np[: starts[-1]]
         self.step = StepLayout.make(
             trees=Trees.from_drafts(drafts),
-            num_nodes=np.array([*map(len, drafts)]),
-            last_token_row=starts[1:] - 1,
+            num_nodes=[*map(len, drafts)],
+            last_token_row=[end - 1 for end in starts[1:]],
             row_token_ids=input_ids[logits_indices.numpy()],
         )
+        computed = batch.num_computed_tokens_cpu[:num_reqs].tolist()
+        rows = zip(computed, self.step.first_token_row, starts[:-1], strict=True)
+        roots = [before + row - first for before, row, first in rows]
         # In the middle of a prompt, which goes on as it does: nothing is learnt there. Else where
         # others made a prompt be cut would be seen in what is drafted for it.
-        roots = self.step.cu_num_logits.numpy()[:-1]
-        self.step.row_token_ids.numpy()[roots[self.discard_request_mask.np[:num_reqs]]] = NO_TOKEN
+        for index, discarded in enumerate(self.discard_request_mask.np[:num_reqs].tolist()):
+            if discarded:
+                self.step.row_token_ids[self.step.cu_num_logits[index]] = roots[index] = NO_TOKEN
+        self.roots = self._ends(roots)
         mrope = [self.mrope_positions.gpu] if self.uses_mrope else []
         self.step.place([self.positions, *mrope], input_ids)
         hand_over(self.step, self.attn_groups)
@@ -192,10 +200,7 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
-        # Nothing is learnt at roots that nothing is sampled for.
-        roots = self.positions.numpy()[step.first_token_row.numpy()]
-        roots[self.discard_request_mask.np[: len(roots)]] = -1
-        self.drafter.accept(self.idx_mapping, step, result, self._ends(roots))
+        self.drafter.accept(self.idx_mapping, step, result, self.roots)
         self._compact_kv_cache(result.path)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
 
@@ -246,6 +251,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
         before = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        ends = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
         computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
             request, goes_on = self.requests[name], bool(sampled_token_ids[index])
@@ -253,12 +259,10 @@ class TreeCPUModelRunner(CPUModelRunner):
             # Tokens that a request may still have; one of them comes without a draft.
             left = params.max_tokens - len(request.output_token_ids)
             # Of those that were sampled for, without the draft tokens that were not accepted.
-            known = batch.num_tokens_no_spec[index] - 1
-            computed.append(known if goes_on else before[index] + scheduled[name])
+            computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
             may_draft = goes_on and num_nodes > 0 and may_speculate(params, sees_paths=True)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
-        last, depths = np.array([computed, max_depths], dtype=np.int64)
-        texts = TextEnds(self.idx_mapping, self._ends(last), torch.from_numpy(depths))
+        texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths)
         drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)

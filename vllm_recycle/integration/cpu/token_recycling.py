@@ -52,8 +52,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         proposer = self.proposer
-        self.successors = proposer.operations.top_k(logits, proposer.layout.k)
-        return self.successors[:, 0].long().clamp_(min=0)  # below 0 where no logit is a number
+        self.successors, best = proposer.operations.top_k(logits, proposer.layout.k)
+        return best
 
     def accept(
         self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
@@ -82,8 +82,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
         Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
         that its size depends on its own text and on how many requests there are.
         """
-        last, depths = texts.ends.last.tolist(), texts.max_depths.tolist()
-        lengths = [end for end, depth in zip(last, depths, strict=True) if depth]
+        depths = texts.max_depths
+        lengths = [last for last, depth in zip(texts.ends.last, depths, strict=True) if depth]
         none = Drafts([[] for _ in depths], [[] for _ in depths])
         if not lengths:
             return none

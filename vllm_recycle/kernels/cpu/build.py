@@ -39,14 +39,14 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
     "tree_attention": "pppppppppppp" + "iiiiiiiiiiiiiiii" + "f" + "i",
-    "walk": "ppppp" + "iiiii" + "ppp",
+    "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
     "draft": "ppppp" + "i" + "pppp" + "iiiii" + "ppp" + "i" + "pppp" + "i" + "pp",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
-    "top_k_rows": "p" + "iiiiii" + "p",
+    "top_k_rows": "p" + "iiiiii" + "pp",
 }
 TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 

@@ -6,7 +6,7 @@ This module satisfies `vllm_recycle.core.operations.Operations`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_int64, c_void_p
 from itertools import islice
 from typing import Any
@@ -82,6 +82,11 @@ def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
     return [_pointer(tensor) for tensor in tensors]
 
 
+def _numbers(values: Sequence[int]) -> Any:
+    """For C++, as int64."""
+    return (c_int64 * len(values))(*values)
+
+
 def _rows_pointer(tensor: torch.Tensor) -> int:
     """For C++, of int64 rows, each contiguous, which may be one and the same (stride 0)."""
     assert tensor.dtype == torch.int64
@@ -89,7 +94,7 @@ def _rows_pointer(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _ends(ends: Ends) -> tuple[int | None, ...]:
+def _ends(ends: Ends) -> tuple[Any, ...]:
     """For C++: tokens, which of them are tokens, the stride of both, and the last places."""
     token_ids, is_token = ends.token_ids, ends.is_token
     assert token_ids.dtype == torch.int32
@@ -99,7 +104,7 @@ def _ends(ends: Ends) -> tuple[int | None, ...]:
         assert is_token.dtype == torch.bool
         assert is_token.stride() == token_ids.stride()
         flags = is_token.data_ptr()
-    return token_ids.data_ptr(), flags, token_ids.stride(0), _pointer(ends.last)
+    return token_ids.data_ptr(), flags, token_ids.stride(0), _numbers(ends.last)
 
 
 def _trunks(trunks: Trunks | None, batch: int) -> tuple[int | None, int | None, int, int]:
@@ -125,7 +130,7 @@ def draft(
 ) -> Drafts:
     """See `vllm_recycle.core.draft.draft`."""
     batch = len(texts.idx_mapping)
-    found = torch.empty(batch * (1 + 2 * max_nodes), dtype=torch.int64)
+    found = (c_int64 * (batch * (1 + 2 * max_nodes)))()
     template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
     of_kinds = [prices.get(kind, (None, None)) for kind in (TREES, CHAINS)]
     (num_times,) = {len(price.times) for price in prices.values()}
@@ -135,7 +140,7 @@ def draft(
         _pointer(counts, torch.float64),
         _pointer(texts.idx_mapping),
         *_ends(texts.ends),
-        _pointer(texts.max_depths),
+        _numbers(texts.max_depths),
         *_trunks(texts.trunks, batch),
         batch,
         num_other_rows,
@@ -144,10 +149,10 @@ def draft(
         0 if tree is None else tree.num_nodes,
         *(_pointer(values, torch.float64) for price in of_kinds for values in price),
         num_times,
-        found.data_ptr(),
+        found,
         ctypes.byref(rate),
     )
-    numbers = iter(found[:size].tolist())
+    numbers = iter(found[:size])
     drafts = Drafts([], [], rate.value)
     for count in numbers:
         for of_each in (drafts.token_ids, drafts.parents):
@@ -180,22 +185,25 @@ def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -
     _library().seed(_matrix(matrix), _pointer(token_ids), len(token_ids), req_state_idx)
 
 
-def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `vllm_recycle.core.learn.top_k`."""
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         logits = logits.float().contiguous()
-    best = torch.empty(len(logits), k, dtype=torch.int32)
+    count, vocab = logits.shape
+    best = torch.empty(count, k, dtype=torch.int32)
+    first = torch.empty(count, dtype=torch.int64)
     _library().top_k_rows(
         logits.data_ptr(),
-        len(logits),
+        count,
         logits.stride(0),
-        logits.shape[1],
+        vocab,
         k,
         logits.dtype == torch.bfloat16,
         torch.get_num_threads(),
         best.data_ptr(),
+        first.data_ptr(),
     )
-    return best
+    return best, first
 
 
 def choose(
@@ -227,10 +235,11 @@ def walk(
     path = torch.empty(batch, length, dtype=torch.int64)
     token_ids = torch.empty_like(path)
     lengths = torch.empty(batch, dtype=torch.int32)
-    sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
-    cu_num_logits = cu_num_logits.long()
     _library().walk(
-        *_pointers(sampled, draft_token_ids, cu_num_logits),
+        _pointer(sampled),
+        _rows_pointer(draft_token_ids),
+        draft_token_ids.stride(0),
+        _pointer(cu_num_logits),
         _rows_pointer(trees.parents),
         _rows_pointer(trees.depths),
         trees.parents.stride(0),

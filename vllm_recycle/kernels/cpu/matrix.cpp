@@ -487,10 +487,11 @@ void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t r
 }
 
 void top_k_rows(const void* logits, int64_t count, int64_t stride, int64_t num_logits, int64_t k,
-                int64_t is_bf16, int64_t threads, int32_t* best) {
+                int64_t is_bf16, int64_t threads, int32_t* best, int64_t* first) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
   for (int64_t row = 0; row < count; row++) {
     top_k(logits, row * stride, is_bf16, num_logits, k, best + row * k);
+    first[row] = std::max(best[row * k], 0);
   }
 }
 
