@@ -23,9 +23,10 @@ from vllm_recycle.integration.options import (
     METHODS,
     OUROBOROS,
     TOKEN_RECYCLING,
-    OuroborosOptions,
+    DraftModelOptions,
     TokenRecyclingOptions,
     options_of,
+    parse,
     put,
     table_of,
 )
@@ -115,7 +116,7 @@ def rewrite(engine_args: Any) -> Any | None:
     }
     refusals.refuse(method, early)
     given_table = given.pop(TABLE, None)
-    options = METHODS[method].parse(given, on_gpu=platform.on_v2)
+    options = parse(method, given, on_gpu=platform.on_v2)
     table = check_table(given_table, options.num_nodes) or options.schedule(
         on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
     )
@@ -145,7 +146,7 @@ def rewrite(engine_args: Any) -> Any | None:
         rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
     if rewritten.enable_lora:
         versions.after_batch_defaults(rewritten, _make_room_with_lora)
-    if isinstance(options, OuroborosOptions):
+    if isinstance(options, DraftModelOptions):
         _keep_method(rewritten, options.model)
     return rewritten
 
@@ -236,7 +237,7 @@ def finish(vllm_config: Any) -> None:
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
-    if isinstance(options, TokenRecyclingOptions) and options.is_dynamic:
+    if type(options) is TokenRecyclingOptions and options.is_dynamic:
         options = _choose_chains(vllm_config, options, platform)
     refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
     if options.has_trees and platform.attention_backend is not None:

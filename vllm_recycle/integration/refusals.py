@@ -13,7 +13,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration import draft_limits
-from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions, table_of
+from vllm_recycle.integration.options import (
+    OUROBOROS,
+    DraftModelOptions,
+    MethodOptions,
+    OuroborosOptions,
+    table_of,
+)
 from vllm_recycle.integration.options.base import expect
 
 
@@ -41,7 +47,7 @@ def check(
             model that does not fit.
     """
     _check_sizes(vllm_config, options)
-    if isinstance(options, OuroborosOptions):
+    if isinstance(options, DraftModelOptions):
         check_draft_model(vllm_config, options, on_v2=on_v2)
     features = unsupported(vllm_config, on_v2=on_v2)
     if options.has_trees:
@@ -140,7 +146,7 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
     expect("budget_share", share, has_room, expected)
 
 
-def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: bool) -> None:
+def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bool) -> None:
     """Refuse a draft model, or sizes of drafts, that the engine has no room for."""
     scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
     draft = spec.draft_model_config
@@ -157,10 +163,10 @@ def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: boo
             f"--max-model-len: got {max_model_len}, expected at most the "
             f"{draft.max_model_len} tokens of the draft model {options.model}"
         )
-    if on_v2:
+    if isinstance(options, OuroborosOptions) and on_v2:
         rows = _draft_rows_on_v2(vllm_config, options)
     else:
-        rows = options.shape().lookahead().num_nodes + options.phrase_length
+        rows = options.draft_rows
     if scheduler.max_num_batched_tokens < rows:
         raise ValueError(
             f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "

@@ -20,7 +20,12 @@ from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_limits import even_limit
 from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
 from vllm_recycle.integration.grammar import GrammarMasks
-from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of
+from vllm_recycle.integration.options import (
+    DraftModelOptions,
+    OuroborosOptions,
+    chooses_sizes,
+    options_of,
+)
 from vllm_recycle.integration.requests import may_speculate
 from vllm_recycle.integration.versions import packs_grammar_masks
 
@@ -63,7 +68,7 @@ class TreeScheduler(Scheduler):
         self.masks = GrammarMasks(self.structured_output_manager, stride)
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
-        if isinstance(options, OuroborosOptions):
+        if isinstance(options, DraftModelOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
             self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
 

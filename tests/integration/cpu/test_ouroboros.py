@@ -26,7 +26,8 @@ from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-from vllm_recycle.integration.cpu.ouroboros import Round
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.integration.cpu.draft_model import Round
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
@@ -87,15 +88,16 @@ def run_engine(
         drafter = runner(llm).drafter
         proposer, draft = drafter.proposer, drafter.draft
 
-        def recorded(*args: Any) -> tuple[list[list[int]], list[list[int]]]:
+        def recorded(*args: Any) -> Drafts:
             before = proposer.num_forwards
-            drafts, parents = draft(*args)
+            made = draft(*args)
+            drafts = made.token_ids
             gamma, length = proposer.shape.gamma, proposer.shape.length
             trunk = [token for token in drafts[0][:gamma] if token >= 0]
             branches = torch.tensor(drafts[0][gamma:]).view(-1, length).tolist()
             there = [tuple(branch) for branch in branches if branch[0] >= 0]
             rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
-            return drafts, parents
+            return made
 
         monkeypatch.setattr(drafter, "draft", recorded)
         outputs = []

@@ -1,4 +1,4 @@
-"""The drafters of the V1 runner, by the name of their method."""
+"""The drafters of the V1 runner, by the options of their methods."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import torch
 from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
-from vllm_recycle.integration.options import OUROBOROS, TOKEN_RECYCLING
+from vllm_recycle.integration.cpu.trunk import TrunkV1Drafter
+from vllm_recycle.integration.options import (
+    MethodOptions,
+    OuroborosOptions,
+    TokenRecyclingOptions,
+    TrunkOptions,
+)
 
-DRAFTERS: dict[str, Callable[[Any, torch.device, Any], V1Drafter]] = {
-    TOKEN_RECYCLING: TokenRecyclingV1Drafter,
-    OUROBOROS: OuroborosV1Drafter,
+DRAFTERS: dict[type[MethodOptions], Callable[[Any, torch.device, Any], V1Drafter]] = {
+    TokenRecyclingOptions: TokenRecyclingV1Drafter,
+    OuroborosOptions: OuroborosV1Drafter,
+    TrunkOptions: TrunkV1Drafter,
 }

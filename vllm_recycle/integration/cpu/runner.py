@@ -65,7 +65,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         scheduler = vllm_config.scheduler_config
         steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
         self.max_num_tokens = min(steps)
-        self.drafter = DRAFTERS[options_of(vllm_config).method](vllm_config, device, self)
+        self.drafter = DRAFTERS[type(options_of(vllm_config))](vllm_config, device, self)
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).

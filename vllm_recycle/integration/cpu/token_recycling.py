@@ -11,7 +11,7 @@ from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import free
+from vllm_recycle.core.price import Price, free
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import V1Drafter
@@ -92,19 +92,22 @@ class TokenRecyclingV1Drafter(V1Drafter):
         kind, most = (None, self.proposer.num_nodes) if look is None else look
         if look is not None and kind is None:
             return none
-        prices = {
-            kind: times.of_each(*load) if self.isolates else times.at(*load)
-            for kind, times in self.step_times.items()
-        }
         drafts = self.proposer.propose(
             texts,
-            prices=prices if kind is None else {kind: free(self.max_rows)},
+            prices=self.prices(*load) if kind is None else {kind: free(self.max_rows)},
             num_other_rows=0,
             max_nodes=min(num_nodes, most),
         )
         if self.served is not None and look is None:
             self.served.rows = 1 + sum(map(len, drafts.token_ids)) // len(lengths)
         return drafts
+
+    def prices(self, num_reqs: int, context: float) -> dict[str, Price]:
+        """Of a step of so many requests behind so many tokens, by what its drafts are."""
+        return {
+            kind: times.of_each(num_reqs, context) if self.isolates else times.at(num_reqs, context)
+            for kind, times in self.step_times.items()
+        }
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes

@@ -7,17 +7,50 @@ them there, `options_of`, `chooses_sizes` and `table_of` read them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions
-from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
-from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
+from vllm_recycle.integration.options.ouroboros import (
+    OUROBOROS,
+    DraftModelOptions,
+    OuroborosOptions,
+)
+from vllm_recycle.integration.options.token_recycling import (
+    DYNAMIC,
+    TOKEN_RECYCLING,
+    TokenRecyclingOptions,
+)
+from vllm_recycle.integration.options.trunk import TrunkOptions
 
-METHODS: dict[str, type[MethodOptions]] = {
-    TOKEN_RECYCLING: TokenRecyclingOptions,
-    OUROBOROS: OuroborosOptions,
-}
+__all__ = [
+    "DraftModelOptions",
+    "MethodOptions",
+    "OuroborosOptions",
+    "TokenRecyclingOptions",
+    "TrunkOptions",
+    "chooses_sizes",
+    "options_of",
+    "parse",
+    "put",
+    "table_of",
+]
+
+METHODS = (TOKEN_RECYCLING, OUROBOROS)
+
+
+def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]:
+    """What the options of a method are, by what is given of them."""
+    if method == TOKEN_RECYCLING:
+        return TokenRecyclingOptions
+    return TrunkOptions if values.get("tree") == DYNAMIC else OuroborosOptions
+
+
+def parse(method: str, given: Mapping[str, Any], *, on_gpu: bool) -> MethodOptions:
+    """See `MethodOptions.parse`."""
+    return options_class(method, given).parse(given, on_gpu=on_gpu)
+
 
 KEY = "vllm_recycle"  # in `additional_config`
 CHOOSES_SIZES, TABLE_OF_SIZES = "chooses_sizes", "table_of_sizes"
@@ -44,7 +77,7 @@ def options_of(vllm_config: Any) -> MethodOptions:
     """The options of an engine."""
     values = {**vllm_config.additional_config[KEY]}
     del values[CHOOSES_SIZES], values[TABLE_OF_SIZES]
-    return METHODS[values.pop("method")](**values)
+    return options_class(values.pop("method"), values)(**values)
 
 
 def chooses_sizes(vllm_config: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +18,7 @@ ANY = 1 << 62
 FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 
-def given_keys(engine_args: Any, methods: Mapping[str, Any]) -> dict[str, Any] | None:
+def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | None:
     """The keys and values of a speculative configuration of ours, None of any other.
 
     Raises ValueError for what is no configuration, a method that is nearly ours, keys that are no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,43 @@ POOL_SCOPES = ("shared", "request")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuroborosOptions(MethodOptions):
-    """The options of the method `ouroboros`.
+class DraftModelOptions(MethodOptions):
+    """What a draft model needs.
 
     Attributes:
         model: the draft model; it and the four below are vLLM's keys.
         gamma: tokens that the draft model drafts in a round.
+    """
+
+    method = OUROBOROS
+
+    model: str
+    draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    gamma: int
+
+    def check(self) -> None:
+        super().check()
+        expect("model", self.model, isinstance(self.model, str), "a draft model's name or path")
+
+    @property
+    @abstractmethod
+    def draft_rows(self) -> int:
+        """The most rows of a draft forward of a request, beside what it has to catch up with."""
+
+    def host_config(self) -> dict[str, Any]:
+        names = ("model", "draft_tensor_parallel_size", "quantization", "revision", "code_revision")
+        values = {name: getattr(self, name) for name in names}
+        return {key: value for key, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuroborosOptions(DraftModelOptions):
+    """The options of the method `ouroboros`.
+
+    Attributes:
         window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
         guesses: phrases tried in a draft forward, the paper's G; likewise. As many are kept for a
             token, or `branches` if that is more.
@@ -55,15 +87,8 @@ class OuroborosOptions(MethodOptions):
             files, one of each replica.
     """
 
-    method = OUROBOROS
     state_key = "pool_file"
 
-    model: str
-    draft_tensor_parallel_size: int | None = None
-    quantization: str | None = None
-    revision: str | None = None
-    code_revision: str | None = None
-    gamma: int
     window: int
     guesses: int
     phrase_length: int
@@ -88,7 +113,6 @@ class OuroborosOptions(MethodOptions):
 
     def check(self) -> None:
         super().check()
-        expect("model", self.model, isinstance(self.model, str), "a draft model's name or path")
         try:
             self.shape()
         except ValueError as error:
@@ -117,10 +141,9 @@ class OuroborosOptions(MethodOptions):
     def load_tree(self) -> TreeTemplate:
         return self.shape().tree()
 
-    def host_config(self) -> dict[str, Any]:
-        names = ("model", "draft_tensor_parallel_size", "quantization", "revision", "code_revision")
-        values = {name: getattr(self, name) for name in names}
-        return {key: value for key, value in values.items() if value is not None}
+    @property
+    def draft_rows(self) -> int:
+        return self.shape().lookahead().num_nodes + self.phrase_length
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         most = draft_limits.MAX_HALVED_DRAFT_ROWS if on_gpu else draft_limits.MAX_DRAFT_ROWS

@@ -1,0 +1,152 @@
+"""Drafting by a draft model and by context rows at once.
+
+A draft model drafts a trunk, as in Ouroboros (arXiv 2402.13720, section 3.1), whose forwards it
+saves by trying what is drafted for it in turn: here a chain from the adjacency matrix. The target
+then verifies a tree that is grown along this trunk, of the draft model's choices and of what the
+matrix knows beside and below them (`grow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from vllm_recycle.core.acceptance import MOST_SEEN, PRIOR_WEIGHT
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.verification import NO_TOKEN
+
+# Choices of the draft model at each place of a trunk, and the parts that its probabilities are told
+# apart by.
+CHOICES, PARTS = 3, 10
+
+
+class ChoosingModel(Protocol):
+    """The draft model and its KV cache, as one round finds them."""
+
+    def choose(
+        self,
+        idx_mapping: torch.Tensor,
+        new_token_ids: torch.Tensor,
+        row_token_ids: torch.Tensor,
+        choices: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward, which takes in what is new of each text and looks ahead of it.
+
+        Args:
+            idx_mapping: int64 [batch].
+            new_token_ids: int64 [batch, n], the text behind what the last forward of this round
+                took in, at least one token, padded with -1; in the first forward of a round the
+                last token alone, before which the model may have more to take in.
+            row_token_ids: int64 [batch, nodes], a chain behind it, padded with -1.
+            choices: tokens to choose.
+
+        Returns:
+            The most probable next tokens at the last token and at each node, int64 [batch, nodes +
+            1, choices], best first, and how probable it finds each, float64.
+
+        """
+
+
+# What may follow some texts: of each a chain.
+Guess = Callable[[TextEnds], list[list[int]]]
+
+
+def draft_trunks(
+    texts: TextEnds, model: ChoosingModel, guess: Guess, *, gamma: int, reach: int
+) -> Trunks:
+    """Draft a trunk of at most gamma tokens below each text, by as many forwards as that takes.
+
+    Args:
+        texts: of each of which a trunk is drafted, no longer than `max_depths`.
+        model: what drafts.
+        guess: what the model is to try below some texts, no deeper than their `max_depths`.
+        gamma: the most tokens of a trunk.
+        reach: tokens at the end of a text that `guess` looks at.
+
+    Returns:
+        The trunks, with probabilities in the place of chances.
+
+    """
+    batch = len(texts.idx_mapping)
+    token_ids = torch.full((batch, gamma, CHOICES), NO_TOKEN)
+    chances = torch.zeros(batch, gamma, CHOICES, dtype=torch.float64)
+    # Text before, and the trunk so far.
+    written = [tail[::-1] for tail in texts.ends.tails(reach)]
+    new = [[text[-1]] for text in written]
+    lengths = [0] * batch
+    while active := [b for b in range(batch) if lengths[b] < min(gamma, texts.max_depths[b])]:
+        ends = [written[b][-reach:] for b in active]
+        idx_mapping = texts.idx_mapping[active]
+        # At the last token that is guessed the model says one more.
+        left = [min(gamma, texts.max_depths[b]) - lengths[b] - 1 for b in active]
+        tails = Ends(torch.tensor(ends, dtype=torch.int32), [reach - 1] * len(active))
+        guesses = guess(TextEnds(idx_mapping, tails, left))
+        padded = (_padded([new[b] for b in active]), _padded(guesses))
+        chosen, probable = model.choose(idx_mapping, *padded, CHOICES)
+        best = chosen[:, :, 0].tolist()
+        for index, (b, tried) in enumerate(zip(active, guesses, strict=True)):
+            right = 0
+            while right < len(tried) and tried[right] == best[index][right]:
+                right += 1
+            place = slice(lengths[b], lengths[b] + right + 1)
+            token_ids[b, place] = chosen[index, : right + 1]
+            chances[b, place] = probable[index, : right + 1]
+            new[b] = best[index][: right + 1]
+            written[b] += new[b]
+            lengths[b] += right + 1
+    return Trunks(token_ids, chances)
+
+
+def _padded(rows: list[list[int]]) -> torch.Tensor:
+    """int64 [batch, most], padded with -1."""
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[NO_TOKEN] * (most - len(row))] for row in rows]).long()
+
+
+class ChoiceAcceptance:
+    """How often a draft model's choices were right where the trunk before them was.
+
+    Attributes:
+        counts: float64 [CHOICES, PARTS, 2], of each choice by the probability that the model gave
+            it, how often it was right, and how often it was seen.
+
+    """
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.counts.zero_()
+
+    def chances(self, trunks: Trunks) -> Trunks:
+        """Chances in the place of probabilities, which are believed where little was seen."""
+        right, seen = self.counts[torch.arange(CHOICES), _parts(trunks.chances)].unbind(-1)
+        return trunks._replace(
+            chances=(right + PRIOR_WEIGHT * trunks.chances) / (seen + PRIOR_WEIGHT)
+        )
+
+    def count(self, trunks: Trunks, token_ids: torch.Tensor) -> None:
+        """Take in what followed each text, int64 [batch, n], padded with -1."""
+        gamma = trunks.token_ids.shape[1]
+        missing = max(0, gamma - token_ids.shape[1])
+        follows = torch.nn.functional.pad(token_ids, (0, missing), value=NO_TOKEN)[:, :gamma]
+        was_right = (trunks.token_ids[:, :, 0] == follows) & (follows != NO_TOKEN)
+        # All before a place.
+        was_visited = was_right.cumprod(1).roll(1, 1).bool()
+        was_visited[:, 0] = True
+        was_visited &= follows != NO_TOKEN
+        seen = was_visited[:, :, None] & (trunks.token_ids != NO_TOKEN)
+        right = seen & (trunks.token_ids == follows[:, :, None])
+        cells = (torch.arange(CHOICES) * PARTS + _parts(trunks.chances))[seen]
+        flat = self.counts.view(-1, 2)
+        flat[:, 0].index_add_(0, cells, right[seen].double())
+        flat[:, 1].index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
+        flat[flat[:, 1] > MOST_SEEN] *= 0.5
+
+
+def _parts(probabilities: torch.Tensor) -> torch.Tensor:
+    return (probabilities * PARTS).long().clamp(max=PARTS - 1)

@@ -1,0 +1,334 @@
+"""vLLM's draft model on the V1 runner, and how much of each text its KV cache holds.
+
+Its layers share the block table with the target's. A forward has for each request
+first its head: the tokens that the draft model's KV cache lacks. Their keys and values are written.
+Behind the last of them come rows that look ahead, a tree whose keys and values are never written.
+The cache takes in what the target has computed before vLLM can give its blocks to another request
+as its prefix. Where the target rejects drafted tokens that the cache took in, `DraftedTexts` counts
+the cache back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.models import supports_multimodal
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from vllm_recycle.core.grow import TextEnds
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
+
+NOTHING = np.empty(0, dtype=np.int64)
+
+
+class DraftModel(DraftModelProposer):
+    """Loads and runs it; for a drafter to inherit.
+
+    Args:
+        vllm_config, device, runner: as vLLM gives them.
+        lookahead: the rows of a forward behind the head of a request.
+        gamma: the most tokens that it drafts ahead of a text.
+
+    Attributes:
+        known: how much of each text the draft's KV cache holds.
+
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        runner: Any,
+        *,
+        lookahead: TreeTemplate,
+        gamma: int,
+    ) -> None:
+        super().__init__(vllm_config, device, runner)
+        # This drafts after vLLM's bookkeeping, when the tokens of the step are on the host. vLLM's
+        # own proposer was made before this one, and refuses the flag.
+        self.speculative_config.disable_padded_drafter_batch = True
+        self.lookahead = lookahead
+        self.known = DraftedTexts(vllm_config.scheduler_config.max_num_seqs, gamma)
+
+    # What vLLM asks of a draft model.
+
+    def load_model(self, target_model: Any) -> None:
+        if supports_multimodal(target_model):
+            # vLLM asks it for its token of an image, which not all have; here it is text alone.
+            target_model = target_model.get_language_model()
+        super().load_model(target_model)
+        refuse_shared_caches(self.attention_layers, self.compilation_config)
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        group_of_draft_layers(kv_cache_config, self.attention_layers)
+
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """One forward; vLLM's makes one for every draft token."""
+        self.run(num_tokens)
+
+    @property
+    def attention_layers(self) -> Set[str]:
+        """Names of its attention layers."""
+        return self._draft_attn_layer_names
+
+    def room(self, texts: TextEnds, block_tables: Any) -> np.ndarray:
+        """int64 [batch], the tokens that may be drafted behind the last one of each text."""
+        table, batch = block_tables[self.kv_cache_gid], len(texts.idx_mapping)
+        slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
+        # The width is the context's, which vLLM may shorten to what fits the KV cache.
+        return np.minimum(slots, texts.ends.token_ids.shape[1]) - np.array(texts.ends.last) - 1
+
+    def begin_round(self, texts: TextEnds, block_tables: Any) -> Round:
+        """The forwards behind a step; its drafts count as read."""
+        self.known.follow(texts)
+        table = block_tables[self.kv_cache_gid]
+        return Round(self, texts, table.get_device_tensor(len(texts.idx_mapping)))
+
+    def run(
+        self,
+        num_tokens: int,
+        common: CommonAttentionMetadata | None = None,
+        step: StepLayout | None = None,
+    ) -> torch.Tensor:
+        """One forward of the model, by the inputs that were put into its buffers.
+
+        Args:
+            num_tokens: of the forward.
+            common: vLLM's metadata of it; None where there is no KV cache to attend to.
+            step: the trees among its rows, which have no KV slots.
+
+        """
+        metadata: dict[str, Any] | None = None
+        slot_mapping: dict[str, torch.Tensor] = {}
+        if common is not None:
+            metadata = {}
+            for group in self.draft_attn_groups:
+                builder = group.get_metadata_builder()
+                built = builder.build_step(common, step, are_cached=False)
+                metadata |= dict.fromkeys(group.layer_names, built)
+            slot_mapping = dict.fromkeys(metadata, common.slot_mapping)
+        with set_forward_context(
+            metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
+        ):
+            return self.model(
+                input_ids=self.input_ids[:num_tokens],
+                positions=self._get_positions(num_tokens),
+                inputs_embeds=None,
+            )
+
+
+class DraftedTexts:
+    """How much of each text the draft's KV cache holds.
+
+    Attributes:
+        num_cached: int64 [max_num_reqs], tokens of each text.
+        trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
+            the token at `starts`, int64 [max_num_reqs], on; padded with -1.
+
+    """
+
+    def __init__(self, max_num_reqs: int, gamma: int) -> None:
+        self.num_cached, self.starts = np.zeros((2, max_num_reqs), dtype=np.int64)
+        self.trunks = np.full((max_num_reqs, gamma), NO_TOKEN)
+
+    def begin(self, req_state_idx: int, num_computed_tokens: int) -> None:
+        """A request starts, of which so many tokens are in the cache."""
+        self.num_cached[req_state_idx] = num_computed_tokens
+        self.trunks[req_state_idx] = NO_TOKEN
+
+    def follow(self, texts: TextEnds) -> None:
+        """Count each cache back to the first token that differs from the draft; a round begins."""
+        idx_mapping, computed = texts.idx_mapping.numpy(), np.array(texts.ends.last)
+        trunks, starts = self.trunks[idx_mapping], self.starts[idx_mapping]
+        place = starts[:, None] + np.arange(trunks.shape[1])
+        index = np.arange(len(idx_mapping))[:, None]
+        token_ids = texts.ends.token_ids.numpy()
+        text = token_ids[index, place.clip(max=token_ids.shape[1] - 1)]
+        agrees = (text == trunks) & (place < computed[:, None])
+        kept = starts + np.cumprod(agrees, axis=1).sum(axis=1)
+        was_drafted = trunks[:, 0] != NO_TOKEN
+        cached = np.where(was_drafted, kept, self.num_cached[idx_mapping])
+        self.num_cached[idx_mapping] = np.minimum(cached, computed)
+        self.starts[idx_mapping], self.trunks[idx_mapping] = computed + 1, NO_TOKEN
+
+    def note(self, req_state_idx: int, end: int, new: np.ndarray) -> None:
+        """Tokens that were drafted are taken in, behind the first `end` of a text."""
+        start = end - self.starts[req_state_idx]
+        if start >= 0:
+            self.trunks[req_state_idx, start : start + len(new)] = new
+
+
+class Round:
+    """The draft forwards behind a step.
+
+    Args:
+        drafter: whose model is run.
+        texts: of the step.
+        block_table: int32 [batch, blocks], of the draft's layers.
+
+    """
+
+    def __init__(self, drafter: DraftModel, texts: TextEnds, block_table: torch.Tensor) -> None:
+        self.drafter, self.known, self.block_table = drafter, drafter.known, block_table
+        self.token_ids, self.idx_mapping = texts.ends.token_ids.numpy(), texts.idx_mapping.numpy()
+        # By req_state_idx: the place in the batch, and how many tokens of the text were taken in or
+        # are in the runner's.
+        self.index, self.ends = np.zeros((2, len(self.known.num_cached)), dtype=np.int64)
+        self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
+        self.ends[self.idx_mapping] = texts.ends.last
+
+    def catch_up(self, num_drafting: int) -> None:
+        """Take in what cannot wait for the first draft forward, or does not fit into it.
+
+        In one forward, since a request may already read what another one writes in this step.
+        """
+        idx_mapping = self.idx_mapping
+        behind = self.ends[idx_mapping] - self.known.num_cached[idx_mapping]
+        rows = behind.sum() + num_drafting * (1 + self.drafter.lookahead.num_nodes)
+        if num_drafting < len(idx_mapping) or rows > self.drafter.max_num_tokens:
+            self._take_in(idx_mapping[behind > 0])
+
+    def fill_blocks(self) -> None:
+        """Without a draft forward, take in what another request may have as its prefix."""
+        size, idx_mapping = self.drafter.block_size, self.idx_mapping
+        full, cached = self.ends[idx_mapping] // size, self.known.num_cached[idx_mapping] // size
+        self._take_in(idx_mapping[full > cached])
+
+    def forward(
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See `vllm_recycle.core.ouroboros.DraftModel`."""
+        outputs = torch.zeros(len(row_token_ids), 1 + row_token_ids.shape[1], dtype=torch.int64)
+        for there, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
+            outputs[there] = logits.max(dim=1).indices
+        return outputs
+
+    def choose(
+        self,
+        idx_mapping: torch.Tensor,
+        new_token_ids: torch.Tensor,
+        row_token_ids: torch.Tensor,
+        choices: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `vllm_recycle.core.trunk.ChoosingModel`."""
+        shape = len(row_token_ids), 1 + row_token_ids.shape[1], choices
+        token_ids = torch.full(shape, NO_TOKEN)
+        chances = torch.zeros(shape, dtype=torch.float64)
+        for there, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
+            best = logits.float().topk(choices)
+            token_ids[there] = best.indices
+            total = logits.float().logsumexp(dim=1, keepdim=True)
+            chances[there] = (best.values - total).exp().double()
+        return token_ids, chances
+
+    def _forwards(
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """In as many forwards as the rows need.
+
+        Yields:
+            Which of [batch, nodes + 1] rows were in one of them, bool, and their logits.
+
+        """
+        rows = row_token_ids.numpy()
+        # Rows behind the last one that is filled would be computed for nothing.
+        num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1, initial=0)
+        heads = []
+        for req_state_idx, new in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
+            new = new[new >= 0]
+            heads.append(np.concatenate((self._unseen(req_state_idx), new)))
+            self.known.note(req_state_idx, self.ends[req_state_idx], new)
+            self.ends[req_state_idx] += len(new)
+        num_tokens = num_rows + [len(head) for head in heads]
+        first, most = 0, self.drafter.max_num_tokens
+        while first < len(rows):
+            fitting = np.searchsorted(num_tokens[first:].cumsum(), most, "right")
+            chunk = slice(first, first + max(1, int(fitting)))
+            counts = num_rows[chunk]
+            tries = [row[:count] for row, count in zip(rows[chunk], counts, strict=True)]
+            hidden = self._run(idx_mapping[chunk].numpy(), heads[chunk], tries)
+            there = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.bool)
+            there.numpy()[chunk] = np.arange(there.shape[1]) <= counts[:, None]
+            yield there, self.drafter.model.compute_logits(hidden)
+            first = chunk.stop
+
+    def _take_in(self, chosen: np.ndarray) -> None:
+        """A forward over what the cache lacks of these texts, int64 [n]."""
+        if len(chosen):
+            heads = [self._unseen(req_state_idx) for req_state_idx in chosen]
+            self._run(chosen, heads, [NOTHING] * len(chosen))
+
+    def _unseen(self, req_state_idx: int) -> np.ndarray:
+        """What the draft's cache lacks of a text."""
+        unseen = slice(self.known.num_cached[req_state_idx], self.ends[req_state_idx])
+        return self.token_ids[self.index[req_state_idx], unseen]
+
+    def _run(
+        self, idx_mapping: np.ndarray, heads: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+    ) -> torch.Tensor:
+        """One forward of the model.
+
+        Args:
+            idx_mapping: int64 [batch].
+            heads: of each, the next tokens that its cache lacks, at least one.
+            rows: of each, those of `lookahead` below the last of these.
+
+        Returns:
+            [n, hidden size], at the last token of each head and at its rows, one request after the
+            other.
+
+        """
+        drafter = self.drafter
+        num_heads, num_rows = np.array([[*map(len, heads)], [*map(len, rows)]])
+        lengths = num_heads + num_rows
+        starts = np.concatenate(([0], lengths.cumsum()))
+        owner = np.repeat(np.arange(len(idx_mapping)), lengths)
+        offset = np.arange(starts[-1]) - starts[owner]
+        position = self.known.num_cached[idx_mapping][owner] + offset
+        logit_rows = torch.from_numpy(np.nonzero(offset >= num_heads[owner] - 1)[0])
+        pairs = zip(heads, rows, strict=True)
+        token_ids = np.concatenate([part for pair in pairs for part in pair])
+
+        input_ids, positions = (
+            buffer[: len(owner)] for buffer in (drafter.input_ids, drafter.positions)
+        )
+        input_ids.copy_(torch.from_numpy(token_ids))
+        positions.copy_(torch.from_numpy(position))
+        step = StepLayout.make(
+            trees=drafter.lookahead.of_batch(len(idx_mapping)),
+            num_nodes=num_rows.tolist(),
+            last_token_row=(starts[1:] - 1).tolist(),
+            row_token_ids=token_ids[logit_rows.numpy()],
+        )
+        step.place([positions], input_ids.numpy())
+        positions.clamp_(max=drafter.max_model_len - 1)
+        is_head = offset < num_heads[owner]
+        block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
+        size = drafter.block_size
+        block = (position // size).clip(max=block_table.shape[1] - 1)
+        slots = block_table.numpy()[owner, block] * size + position % size
+        query_start_loc = torch.from_numpy(starts).to(torch.int32)
+        seq_lens = self.known.num_cached[idx_mapping] + lengths
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=torch.from_numpy(seq_lens).to(torch.int32),
+            num_reqs=len(lengths),
+            num_actual_tokens=len(owner),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=block_table,
+            slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
+        )
+        hidden = drafter.run(len(owner), common, step)
+        self.known.num_cached[idx_mapping] += num_heads
+        return hidden[logit_rows]

@@ -1,0 +1,201 @@
+"""Token Recycling along the trunk of a draft model, on the V1 runner."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.price import CHAINS, TREES, Price
+from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance, draft_trunks
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.integration.cpu.draft_model import DraftModel, Round
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.cpu.time_steps import ROUNDS
+from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
+from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.options import TrunkOptions, options_of
+
+# The part of a new sample that an average takes; rounds between corrections of what a round takes;
+# steps that go without a round, until one is made to see what it gives; and how fine rates are told
+# apart, in parts of a doubling.
+GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 64, 32, 4
+
+
+class Rounds:
+    """What rounds take, in parts of a step without drafts, and what they give.
+
+    Attributes:
+        cost: of a round, as it is believed.
+
+    """
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self._promises: dict[tuple[int, int], float] = {}
+        self._seconds = self._unit = 0.0  # of a round, and of a step without drafts
+        self._num_left_out = self._num_made = 0
+
+    def pays(self, num_reqs: int, alone: float) -> bool:
+        """Whether a round pays, where a step without it gives so many tokens by its time."""
+        if self._promises.get(_like(num_reqs, alone), math.inf) > alone:
+            return True
+        self._num_left_out += 1
+        return self._num_left_out % LOOK_EVERY == 0
+
+    def gave(self, num_reqs: int, alone: float, rate: float, seconds: float) -> None:
+        """Take in a round, which took so long, and the tokens by the time of the step behind it."""
+        like = _like(num_reqs, alone)
+        self._promises[like] = _moved(self._promises.get(like, rate), rate)
+        self._seconds = _moved(self._seconds or seconds, seconds)
+        self._num_made += 1
+        if self._num_made % CORRECT_EVERY == 0 and self._unit:
+            self.cost = from_first_rank(self._seconds / self._unit)
+
+    def served(self, unit: float) -> None:
+        """Take in a step, by which one without drafts takes so many seconds."""
+        self._unit = _moved(self._unit or unit, unit)
+
+
+def _like(num_reqs: int, alone: float) -> tuple[int, int]:
+    """What steps have in common that a round is expected to give as much to."""
+    return num_reqs.bit_length(), round(FINE * math.log2(alone / num_reqs))
+
+
+def _moved(average: float, sample: float) -> float:
+    return average + GAIN * (sample - average)
+
+
+class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
+    """Grows trees along what vLLM's draft model drafts, where its round is worth its time.
+
+    Attributes:
+        choices: what the choices of the draft model are worth.
+        trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
+        rounds: what rounds take and give.
+        num_rounds: drafts along a trunk so far, counted once for each request.
+        num_forwards: draft forwards so far.
+        round_seconds: what the draft model took after the last step.
+        added: to the price of a step, for the round that was made for it.
+
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        options = options_of(vllm_config)
+        assert isinstance(options, TrunkOptions)
+        gamma, max_num_reqs = options.gamma, vllm_config.scheduler_config.max_num_seqs
+        chain = TreeTemplate(tuple((row, 0) for row in range(gamma)), f"chain of {gamma}")
+        DraftModel.__init__(self, vllm_config, device, runner, lookahead=chain, gamma=gamma)
+        TokenRecyclingV1Drafter.__init__(self, vllm_config, device, runner)
+        self.gamma, self.choices, self.rounds = gamma, ChoiceAcceptance(), Rounds(0.0)
+        shape = max_num_reqs, gamma, CHOICES
+        self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
+        self.num_rounds = self.num_forwards = 0
+        self.round_seconds = self.added = 0.0
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+        super().begin(req_state_idx, token_ids, num_computed_tokens)
+        self.known.begin(req_state_idx, num_computed_tokens)
+        self.trunks.token_ids[req_state_idx] = NO_TOKEN
+
+    def accept(
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
+    ) -> None:
+        super().accept(idx_mapping, step, walked, ends)
+        drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
+        self.choices.count(drafted, walked.token_ids)
+        self.trunks.token_ids[idx_mapping] = NO_TOKEN
+
+    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+        started, self.added = time.perf_counter(), 0.0
+        batch, drafting = len(texts.idx_mapping), self.begin_round(texts, block_tables)
+        pairs = zip(texts.max_depths, self.room(texts, block_tables).tolist(), strict=True)
+        depths = [max(0, min(depth, left + 1)) if depth else 0 for depth, left in pairs]
+        is_priced = self.row_cost is None and not self.isolates
+        alone = self._rate_alone(texts, num_nodes) if is_priced and any(depths) else 0.0
+        if not any(depths) or (is_priced and not self.rounds.pays(batch, alone)):
+            drafting.fill_blocks()
+            self.round_seconds = time.perf_counter() - started
+            return super().draft(texts, num_nodes, block_tables)
+        trunks = self._draft_trunks(replace(texts, max_depths=depths), drafting)
+        for kept, values in zip(self.trunks, trunks, strict=True):
+            kept[texts.idx_mapping] = values
+        self.round_seconds = time.perf_counter() - started
+        self.added = self.rounds.cost if is_priced else 0.0
+        texts = replace(texts, trunks=self.choices.chances(trunks))
+        drafts = super().draft(texts, num_nodes, block_tables)
+        if is_priced:
+            self.rounds.gave(batch, alone, drafts.rate, self.round_seconds)
+        return drafts
+
+    def _draft_trunks(self, texts: TextEnds, drafting: Round) -> Trunks:
+        """Trunks below some texts; what the draft model tries is drafted from the matrix."""
+        depths, state, operations = texts.max_depths, self.proposer.state, self.proposer.operations
+        num_drafting = len([depth for depth in depths if depth])
+        drafting.catch_up(num_drafting)
+        self.num_rounds += num_drafting
+        *_, row = self.prices(1, 0).values()
+
+        def guess(ends: TextEnds) -> list[list[int]]:
+            self.num_forwards += len(ends.max_depths)
+            return operations.draft(
+                state.matrix,
+                state.acceptance.counts,
+                ends,
+                prices={CHAINS: row},
+                num_other_rows=0,
+                max_nodes=self.gamma,
+            ).token_ids
+
+        reach = self.proposer.layout.reach
+        return draft_trunks(texts, drafting, guess, gamma=self.gamma, reach=reach)
+
+    def _rate_alone(self, texts: TextEnds, num_nodes: int) -> float:
+        """Expected tokens, by the time of the step, of drafts without a trunk."""
+        prices = self.prices(len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last))
+        most = min(num_nodes, self.proposer.num_nodes)
+        return self.proposer.propose(texts, prices=prices, num_other_rows=0, max_nodes=most).rate
+
+    def prices(self, num_reqs: int, context: float) -> dict[str, Price]:
+        prices = super().prices(num_reqs, context)
+        if not self.added:
+            return prices
+        return {kind: Price(times + self.added, slopes) for kind, (times, slopes) in prices.items()}
+
+    def serve(self, step: StepLayout, context: float, seconds: float) -> None:
+        seconds -= self.round_seconds
+        super().serve(step, context, seconds)
+        kind = CHAINS if step.are_chains else TREES
+        times = self.step_times.get(kind, self.step_times[TREES])
+        price = times.at(len(step.num_nodes), context).times
+        self.rounds.served(seconds / float(price[min(len(step.row_token_ids), len(price) - 1)]))
+
+    @torch.inference_mode()
+    def judge(self, step_seconds: float) -> str:
+        seconds = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            self.model.compute_logits(self.run(1))
+            seconds.append(time.perf_counter() - started)
+        share = from_first_rank(min(seconds) / step_seconds)
+        self.rounds.cost = self.gamma * share
+        return f"; a forward of the draft model takes {share:.2f} of a step"
+
+    def reset(self) -> None:
+        super().reset()
+        self.choices.clear()
+
+    def describe(self) -> str:
+        draft_model: Any = self.vllm_config.speculative_config.draft_model_config.model
+        return f"ouroboros: draft model {draft_model}, gamma {self.gamma}; {super().describe()}"
+
+    def statistics(self) -> dict[str, float]:
+        counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
+        return super().statistics() | counted | {"round_cost": self.rounds.cost}

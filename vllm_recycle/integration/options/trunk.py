@@ -1,0 +1,41 @@
+"""The options of the method `ouroboros` where its trees are grown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_recycle.core.state_file import is_int
+from vllm_recycle.integration.options.base import expect
+from vllm_recycle.integration.options.ouroboros import DraftModelOptions
+from vllm_recycle.integration.options.token_recycling import DYNAMIC, TokenRecyclingOptions
+
+MAX_GAMMA = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
+    """Those of Token Recycling, whose trees grow along the trunk of a draft model."""
+
+    state_key = "matrix_file"
+
+    gamma: int = 4
+
+    @classmethod
+    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        if on_gpu:
+            raise NotImplementedError(
+                "speculative_config of ouroboros: tree is 'dynamic', expected none on a GPU"
+            )
+        return super()._defaults(given, on_gpu=on_gpu) | {"gamma": cls.gamma}
+
+    def check(self) -> None:
+        super().check()
+        is_size = is_int(self.gamma, 1, MAX_GAMMA)
+        expect("gamma", self.gamma, is_size, f"an integer 1 to {MAX_GAMMA}")
+        expect("tree", self.tree, self.tree == DYNAMIC, repr(DYNAMIC))
+
+    @property
+    def draft_rows(self) -> int:
+        return 2 * self.gamma
