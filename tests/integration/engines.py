@@ -19,6 +19,8 @@ TOKEN_RECYCLING = {"method": "token_recycling"}
 GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80", "row_cost": 0}
 OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
+# Trees along the draft model's trunk.
+TRUNK = {**OUROBOROS, "tree": "dynamic", "row_cost": 0}
 # The paper's form with few rows, for tests that make many steps.
 SMALL_OUROBOROS = {
     **OUROBOROS,

@@ -21,6 +21,7 @@ from engines import (
     SMALL_OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
+    TRUNK,
     counter,
     engine,
     generate,
@@ -51,6 +52,7 @@ def expected() -> list[list[tuple[int, ...]]]:
         pytest.param(TOKEN_RECYCLING, id="default"),
         pytest.param(PAPER, id="paper-80"),
         pytest.param(OUROBOROS, id="ouroboros"),
+        pytest.param({**TRUNK, "row_cost": None}, id="trunk"),
     ],
 )
 def test_output_equals_vllm(expected, method):
@@ -96,6 +98,10 @@ def test_output_equals_vllm(expected, method):
             marks=pytest.mark.slow,
         ),
         pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, id="ouroboros, small budget"),
+        pytest.param({**TRUNK, "gamma": 7}, SMALL_BUDGET, id="trunk, small budget"),
+        pytest.param(
+            {**TRUNK, "scope": "isolated"}, {}, id="trunk, isolated", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_output_equals_vllm_with_other_settings(expected, method, settings):
@@ -104,12 +110,17 @@ def test_output_equals_vllm_with_other_settings(expected, method, settings):
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
-both_methods = pytest.mark.parametrize(
-    "method", [pytest.param(GROWN, id="grown"), pytest.param(SMALL_OUROBOROS, id="ouroboros")]
+all_methods = pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(GROWN, id="grown"),
+        pytest.param(SMALL_OUROBOROS, id="ouroboros"),
+        pytest.param(TRUNK, id="trunk"),
+    ],
 )
 
 
-@both_methods
+@all_methods
 def test_output_equals_vllm_on_prefix_cache_hits(expected, method):
     settings = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": MAX_NUM_SEQS}
     with engine(method, **settings) as llm:
@@ -121,7 +132,7 @@ def test_output_equals_vllm_on_prefix_cache_hits(expected, method):
     assert second == expected[:FEW]
 
 
-@both_methods
+@all_methods
 def test_output_equals_vllm_under_preemption(expected, method):
     # Room for about three of the eight requests at their full length.
     with engine(
@@ -137,7 +148,7 @@ def test_output_equals_vllm_under_preemption(expected, method):
         assert len(runner(llm).req_state_indices) == 1
 
 
-@both_methods
+@all_methods
 def test_output_equals_vllm_up_to_max_model_len(method):
     tokens = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     settings = {"max_model_len": 160}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from engines import (
     OUROBOROS,
     SMALL_OUROBOROS,
     TARGET,
+    TRUNK,
     core,
     counter,
     engine,
@@ -28,6 +30,7 @@ from vllm import SamplingParams
 
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.integration.cpu.draft_model import Round
+from vllm_recycle.integration.cpu.trunk import Rounds
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
@@ -205,12 +208,14 @@ class TestDraftCache:
                 differences.append((held[:, :, : len(text)] - expected).abs().max())
         return float(torch.stack(differences).max())
 
-    def differences(self, num_prompts: int) -> list[float]:
+    def differences(
+        self, num_prompts: int, method: dict[str, Any] = SMALL_OUROBOROS
+    ) -> list[float]:
         """Of every running request after some steps, with each kind of event among them."""
         draft = load(DRAFT)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         found = []
-        with engine(SMALL_OUROBOROS, **self.SETTINGS) as llm:
+        with engine(method, **self.SETTINGS) as llm:
             prompts = read_prompts(num_prompts)
             # The last ones are in the cache still.
             for turn, batch in enumerate((prompts, prompts[::-1])):
@@ -231,6 +236,20 @@ class TestDraftCache:
         found = self.differences(10)
         assert len(found) > 50
         assert max(found) < self.TOLERANCE
+
+    def test_follows_the_text_of_steps_without_rounds(self, monkeypatch):
+        rounds = itertools.count()
+        monkeypatch.setattr(Rounds, "pays", lambda *_: next(rounds) % 12 < 2)
+        found = self.differences(10, {**TRUNK, "row_cost": None})
+        assert len(found) > 50
+        assert max(found) < self.TOLERANCE
+
+    def test_a_block_that_lags_is_seen(self, monkeypatch):
+        rounds = itertools.count()
+        monkeypatch.setattr(Rounds, "pays", lambda *_: next(rounds) % 12 < 2)
+        monkeypatch.setattr(Round, "fill_blocks", lambda _: None)
+        found = self.differences(10, {**TRUNK, "row_cost": None})
+        assert max(found) > 10 * self.TOLERANCE
 
     def test_a_cache_that_lags_is_seen(self, monkeypatch):
         def lag(self, num_drafting):

@@ -1,0 +1,137 @@
+"""Trunks of a draft model, whatever it is told to try, and how often its choices were right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recycling_steps import ends_of
+from strategies import BRIEF
+
+from vllm_recycle.core.acceptance import PRIOR_WEIGHT
+from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.trunk import CHOICES, PARTS, ChoiceAcceptance, draft_trunks
+
+VOCAB, REACH = 8, 4
+
+
+def probabilities(text: list[int]) -> torch.Tensor:
+    """What a toy model says behind a text."""
+    generator = torch.Generator().manual_seed(hash(tuple(text[-3:])) % 2**31)
+    return torch.rand(VOCAB, generator=generator, dtype=torch.float64).softmax(0)
+
+
+class ToyModel:
+    """Reads what is new of each text, as the draft model does."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.read = [text[:-1] for text in texts]
+        self.num_forwards = 0
+
+    def choose(self, idx_mapping, new_token_ids, row_token_ids, choices):
+        self.num_forwards += 1
+        rows = []
+        pairs = zip(new_token_ids.tolist(), row_token_ids.tolist(), strict=True)
+        for b, (new, tried) in zip(idx_mapping.tolist(), pairs, strict=True):
+            self.read[b] += [token for token in new if token >= 0]
+            texts = [self.read[b] + tried[:count] for count in range(len(tried) + 1)]
+            rows.append(torch.stack([probabilities(text) for text in texts]).topk(choices))
+        return torch.stack([row.indices for row in rows]), torch.stack([row.values for row in rows])
+
+
+def chain(text: list[int], length: int) -> list[int]:
+    text = [*text]
+    for _ in range(length):
+        text.append(int(probabilities(text).argmax()))
+    return text[len(text) - length :]
+
+
+token = st.integers(0, VOCAB - 1)
+
+
+@BRIEF
+@given(
+    texts=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=3),
+    gamma=st.integers(1, 5),
+    data=st.data(),
+)
+def test_trunks_are_what_the_draft_model_says_alone(texts, gamma, data):
+    depths = [data.draw(st.integers(0, 6)) for _ in texts]
+    right = data.draw(st.lists(st.integers(0, 5), min_size=1))
+    drafted = dict.fromkeys(range(len(texts)), 0)
+
+    def guess(ends: TextEnds) -> list[list[int]]:
+        """Some tokens right, and then one that is wrong."""
+        guesses = []
+        for b, depth, tail in zip(
+            ends.idx_mapping.tolist(), ends.max_depths, ends.ends.tails(REACH), strict=True
+        ):
+            text = texts[b] + chain(texts[b], drafted[b])
+            assert tail[: len(text)] == text[::-1][:REACH]
+            count = min(depth, right[drafted[b] % len(right)])
+            said = chain(text, depth)
+            wrong = [(token + 1) % VOCAB for token in said[count : count + 1]]
+            guesses.append(said[:count] + wrong)
+            drafted[b] += count + 1
+        return guesses
+
+    model = ToyModel(texts)
+    ends = TextEnds(torch.arange(len(texts)), ends_of(texts), depths)
+    trunks = draft_trunks(ends, model, guess, gamma=gamma, reach=REACH)
+    for b, text in enumerate(texts):
+        length = min(gamma, depths[b])
+        expected = chain(text, length)
+        for place in range(length):
+            best = probabilities(text + expected[:place]).topk(CHOICES)
+            assert trunks.token_ids[b, place].equal(best.indices)
+            assert trunks.chances[b, place].equal(best.values)
+        assert (trunks.token_ids[b, length:] == -1).all()
+        assert not trunks.chances[b, length:].any()
+
+
+@pytest.mark.parametrize(("count", "forwards"), [(0, 5), (1, 3), (4, 1)])
+def test_what_is_guessed_saves_forwards(count, forwards):
+    text, model = [1, 2, 3], ToyModel([[1, 2, 3]])
+
+    def guess(ends: TextEnds) -> list[list[int]]:
+        ([tail], [depth]) = ends.ends.tails(3), ends.max_depths
+        return [chain(tail[::-1], min(count, depth))]
+
+    trunks = draft_trunks(
+        TextEnds(torch.tensor([0]), ends_of([text]), [5]), model, guess, gamma=5, reach=REACH
+    )
+    assert trunks.token_ids[0, :, 0].tolist() == chain(text, 5)
+    assert model.num_forwards == forwards
+
+
+@BRIEF
+@given(data=st.data(), batch=st.integers(1, 3), gamma=st.integers(1, 4))
+def test_choices_are_counted_where_the_trunk_before_them_was_right(data, batch, gamma):
+    def of_places(values, shape):
+        flat = st.lists(values, min_size=shape.numel(), max_size=shape.numel())
+        return torch.tensor(data.draw(flat)).view(shape)
+
+    shape = torch.Size((batch, gamma, CHOICES))
+    trunks = Trunks(
+        of_places(st.integers(-1, 2), shape), of_places(st.floats(0, 1), shape).double()
+    )
+    followed = of_places(st.integers(-1, 2), torch.Size((batch, data.draw(st.integers(1, 6)))))
+    acceptance = ChoiceAcceptance()
+    acceptance.count(trunks, followed)
+    expected = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64)
+    for b in range(batch):
+        for place, token in enumerate(followed[b].tolist()[:gamma]):
+            if token < 0:
+                break
+            for choice, offered in enumerate(trunks.token_ids[b, place].tolist()):
+                if offered >= 0:
+                    part = min(PARTS - 1, int(float(trunks.chances[b, place, choice]) * PARTS))
+                    expected[choice, part] += torch.tensor([float(offered == token), 1.0])
+            if trunks.token_ids[b, place, 0] != token:
+                break
+    assert acceptance.counts.equal(expected)
+    chances = acceptance.chances(trunks).chances
+    right, seen = expected[0, min(PARTS - 1, int(float(trunks.chances[0, 0, 0]) * PARTS))].tolist()
+    prior = PRIOR_WEIGHT * float(trunks.chances[0, 0, 0])
+    assert float(chances[0, 0, 0]) == pytest.approx((right + prior) / (seen + PRIOR_WEIGHT))
