@@ -131,6 +131,7 @@ class DraftedTexts:
 
     Attributes:
         num_cached: int64 [max_num_reqs], tokens of each text.
+        are_new: bool [max_num_reqs], which requests began after the last step.
         trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
             the token at `starts`, int64 [max_num_reqs], on; padded with -1.
 
@@ -138,11 +139,13 @@ class DraftedTexts:
 
     def __init__(self, max_num_reqs: int, gamma: int) -> None:
         self.num_cached, self.starts = np.zeros((2, max_num_reqs), dtype=np.int64)
+        self.are_new = np.zeros(max_num_reqs, dtype=bool)
         self.trunks = np.full((max_num_reqs, gamma), NO_TOKEN)
 
     def begin(self, req_state_idx: int, num_computed_tokens: int) -> None:
         """A request starts, of which so many tokens are in the cache."""
         self.num_cached[req_state_idx] = num_computed_tokens
+        self.are_new[req_state_idx] = True
         self.trunks[req_state_idx] = NO_TOKEN
 
     def follow(self, texts: TextEnds) -> None:
@@ -185,12 +188,11 @@ class Round:
         self.index, self.ends = np.zeros((2, len(self.known.num_cached)), dtype=np.int64)
         self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
         self.ends[self.idx_mapping] = texts.ends.last
+        self.are_new = self.known.are_new.copy()
+        self.known.are_new[self.idx_mapping] = False
 
     def catch_up(self, num_drafting: int) -> None:
-        """Take in what cannot wait for the first draft forward, or does not fit into it.
-
-        In one forward, since a request may already read what another one writes in this step.
-        """
+        """Take in what cannot wait for the first draft forward, or does not fit into it."""
         idx_mapping = self.idx_mapping
         behind = self.ends[idx_mapping] - self.known.num_cached[idx_mapping]
         rows = behind.sum() + num_drafting * (1 + self.drafter.lookahead.num_nodes)
@@ -262,10 +264,20 @@ class Round:
             first = chunk.stop
 
     def _take_in(self, chosen: np.ndarray) -> None:
-        """A forward over what the cache lacks of these texts, int64 [n]."""
-        if len(chosen):
-            heads = [self._unseen(req_state_idx) for req_state_idx in chosen]
-            self._run(chosen, heads, [NOTHING] * len(chosen))
+        """Forwards over what the cache lacks of these texts, int64 [n].
+
+        Those of requests that begin come last, and in one forward: they may read what others write
+        in this step.
+        """
+        are_new = self.are_new[chosen]
+        for group in (chosen[~are_new], chosen[are_new]):
+            while len(group):
+                heads = [self._unseen(req_state_idx) for req_state_idx in group]
+                ends = np.cumsum([*map(len, heads)]).clip(max=self.drafter.max_num_tokens)
+                counts = np.diff(ends, prepend=0)
+                heads = [head[:count] for head, count in zip(heads, counts, strict=True) if count]
+                self._run(group[counts > 0], heads, [NOTHING] * len(heads))
+                group = group[self.ends[group] > self.known.num_cached[group]]
 
     def _unseen(self, req_state_idx: int) -> np.ndarray:
         """What the draft's cache lacks of a text."""
