@@ -11,7 +11,6 @@ from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import free
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import V1Drafter
@@ -33,6 +32,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
+        self.free = torch.ones(1 + self.max_rows, dtype=torch.float64)  # where rows cost nothing
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -97,7 +97,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         }
         drafts = self.proposer.propose(
             texts,
-            prices=prices if kind is None else {kind: free(self.max_rows)},
+            prices=prices if kind is None else {kind: self.free},
             num_other_rows=0,
             max_nodes=min(num_nodes, most),
         )

@@ -43,7 +43,7 @@ SIGNATURES = {
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    "draft": "ppppp" + "i" + "pp" + "iii" + "ppp" + "i" + "pppp" + "i" + "p",
+    "draft": "ppppp" + "i" + "pp" + "iii" + "ppp" + "i" + "pp" + "i" + "p",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
     "top_k_rows": "p" + "iiiiii" + "pp",
