@@ -149,7 +149,7 @@ def learn(
     matrix: AdjacencyMatrix, counts: torch.Tensor | None, ends: Ends, step: VerifiedStep
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
-    path = step.walked.path
+    path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     _library().learn(
         _matrix(matrix),
         _pointer(counts, torch.float64),
@@ -159,7 +159,7 @@ def learn(
         step.parents.stride(0),
         *_pointers(step.row_token_ids, step.cu_num_logits),
         _pointer(step.successors, torch.int32),
-        *_pointers(path, step.walked.token_ids),
+        *_pointers(path, token_ids),
         path.shape[1],
         len(step.idx_mapping),
     )
