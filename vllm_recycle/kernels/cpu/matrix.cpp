@@ -182,7 +182,6 @@ struct Offer {
 // What is drafted from, and below which texts.
 struct Source {
   const Matrix& matrix;
-  const double* counts;
   const int64_t* idx_mapping;
   Ends ends;
   const int64_t* max_depths;
@@ -329,29 +328,20 @@ int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping
               const double* tree_times, const double* chain_times, int64_t num_times,
               int64_t* drafts) {
   const Matrix& matrix = *of;
-  const Source source = {matrix, counts, idx_mapping, {token_ids, is_token, stride, last},
-                         max_depths, batch, find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
+  const Source source = {matrix, idx_mapping, {token_ids, is_token, stride, last}, max_depths,
+                         batch, find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
   const int64_t num_reqs = batch + num_other_rows;
   std::vector<Offer> offers;
-  auto offer = [&](int64_t nodes, const double* times, auto draft_below) {
+  auto offer = [&](int64_t nodes, int64_t ranks, const double* times) {
     Offer& made = offers.emplace_back(batch, std::min(nodes, max_nodes));
-    draft_below(made);
+    if (ranks) grow_what_may_pay(source, ranks, times, num_times, num_reqs, made);
+    else fill(source, tree_parents, tree_ranks, tree_depths, made);
     made.rate = choose(made.worths.data(), times, num_times, num_other_rows, batch, made.nodes,
                        made.sizes.data());
   };
-  if (tree_times && tree_nodes) {
-    offer(tree_nodes, tree_times,
-          [&](Offer& made) { fill(source, tree_parents, tree_ranks, tree_depths, made); });
-  } else if (tree_times) {
-    offer(max_nodes, tree_times, [&](Offer& made) {
-      grow_what_may_pay(source, matrix.k, tree_times, num_times, num_reqs, made);
-    });
-  }
-  if (chain_times) {
-    offer(MAX_CHAIN, chain_times, [&](Offer& made) {
-      grow_what_may_pay(source, 1, chain_times, num_times, num_reqs, made);
-    });
-  }
+  if (tree_times && tree_nodes) offer(tree_nodes, 0, tree_times);
+  else if (tree_times) offer(max_nodes, matrix.k, tree_times);
+  if (chain_times) offer(MAX_CHAIN, 1, chain_times);
   const Offer& best = offers.size() > 1 && offers[1].rate > offers[0].rate ? offers[1] : offers[0];
   int64_t* out = drafts;
   for (int64_t b = 0; b < batch; b++) {
