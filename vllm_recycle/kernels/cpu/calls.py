@@ -119,6 +119,7 @@ def draft(
 ) -> Drafts:
     """See `vllm_recycle.core.draft.draft`."""
     batch = len(texts.idx_mapping)
+    assert len(texts.ends.last) == len(texts.max_depths) == batch
     found = (c_int64 * (batch * (1 + 2 * max_nodes)))()
     template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
     (num_times,) = {len(times) for times in prices.values()}
@@ -149,6 +150,7 @@ def learn(
     matrix: AdjacencyMatrix, counts: torch.Tensor | None, ends: Ends, step: VerifiedStep
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
+    assert len(ends.last) == len(step.idx_mapping)
     path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     _library().learn(
         _matrix(matrix),
