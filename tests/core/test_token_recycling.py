@@ -194,7 +194,7 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     texts = setting.arguments[-1]
     drafts = proposer.propose(texts, prices={TREES: price}, num_other_rows=others)
     drafts, parents = as_tensors(drafts, setting.max_nodes)
-    counts, _ = reference.choose(growth.worths, price.times, num_other_rows=others)
+    counts, _ = reference.choose(growth.worths, price, num_other_rows=others)
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
     assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])

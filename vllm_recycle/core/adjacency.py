@@ -133,11 +133,6 @@ class Ends:
     last: Sequence[int]
     is_token: torch.Tensor | None = None
 
-    def only(self, some: slice) -> Ends:
-        """Of some of these texts."""
-        is_token = None if self.is_token is None else self.is_token[some]
-        return Ends(self.token_ids[some], self.last[some], is_token)
-
     def tails(self, reach: int) -> list[list[int]]:
         """Of each text the last tokens, the newest first, -1 where there is none."""
         place = torch.tensor(self.last)[:, None] - torch.arange(reach)

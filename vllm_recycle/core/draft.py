@@ -9,15 +9,13 @@ from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vllm_recycle.core.acceptance import rates
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.grow import Growth, TextEnds, fill, grow
-from vllm_recycle.core.price import CHAINS, Price, choose
+from vllm_recycle.core.price import CHAINS, choose, least_slopes
 from vllm_recycle.core.tree import MAX_CHAIN, TreeTemplate
-from vllm_recycle.core.verification import NO_TOKEN
 
 # Matrix products may work in tiles of as many rows.
 NEXT_ROWS = 32
@@ -43,7 +41,7 @@ def draft(
     counts: torch.Tensor,
     texts: TextEnds,
     *,
-    prices: Mapping[str, Price],
+    prices: Mapping[str, torch.Tensor],
     num_other_rows: int,
     max_nodes: int,
     tree: TreeTemplate | None = None,
@@ -53,22 +51,26 @@ def draft(
     Args:
         matrix, texts: see `grow`.
         counts: see `AcceptanceTable`.
-        prices: of the step, by what its drafts are, of equal ones the first is taken.
+        prices: by what the drafts of the step are, its time by its rows, float64 [rows + 1]; of
+            equal offers the first is taken.
         num_other_rows: requests of the step that is drafted for beside these.
         max_nodes: the most nodes of a draft.
         tree: the template that is filled where drafts are trees; None to grow them.
 
     """
     given, offers = (matrix, rates(counts), texts), []
-    for kind, price in prices.items():
+    batch = len(texts.idx_mapping)
+    num_reqs = batch + num_other_rows
+    for kind, times in prices.items():
         if kind != CHAINS and tree is not None:
             growth = fill(*given, tree=tree)
         else:
             most, ranks = (min(max_nodes, MAX_CHAIN), 1) if kind == CHAINS else (max_nodes, None)
             of_kind = partial(grow, *given, max_nodes=most, ranks=ranks)
-            growth = _grow_what_may_pay(of_kind, price, num_other_rows + len(texts.idx_mapping))
+            reached = times[: 1 + num_reqs + batch * most].tolist()
+            growth = _grow_what_may_pay(of_kind, reached, num_reqs=num_reqs)
         worths = growth.worths[:, :max_nodes]
-        chosen = choose(worths, price.times, num_other_rows=num_other_rows)
+        chosen = choose(worths, times, num_other_rows=num_other_rows)
         offers.append((growth, *chosen))
     growth, sizes, rate = max(offers, key=itemgetter(2))
     token_ids, parents = growth.token_ids.tolist(), growth.parents[:, 1:].tolist()
@@ -80,7 +82,7 @@ def draft(
     )
 
 
-def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, num_reqs: int) -> Growth:
+def _grow_what_may_pay(grow: Callable[..., Growth], times: list[float], *, num_reqs: int) -> Growth:
     """Grow trees without nodes that `choose` would never take, since most could be grown for long.
 
     A step without drafts gives its tokens at some rate, and the best step at this rate or a better
@@ -88,19 +90,17 @@ def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, num_reqs: int)
     no more than the rate times `slope` cannot raise it there. So nothing that was left out would be
     chosen, if the slope there is no less than the one by which it was left out.
 
-    `grow` grows trees whose nodes are worth more than `least_worth`; `num_reqs` are the rows of the
-    step without drafts.
+    `grow` grows trees whose nodes are worth more than `least_worth`; `times` are those of a step as
+    far as it has room for nodes; `num_reqs` are the rows of the step without drafts.
     """
-    times, slopes = (values.numpy() for values in price)
-    last = len(times) - 1
+    last, slopes = len(times) - 1, least_slopes(times)
     first = min(num_reqs, last)
-    plain = num_reqs / float(times[first])
+    plain = num_reqs / times[first]
     # Where times rise in stairs, the slope by the next stairs too, so that once is mostly enough.
-    slope = min(slopes[first : first + NEXT_ROWS].tolist())
+    slope = min(slopes[first : first + NEXT_ROWS])
     while True:
         growth = grow(least_worth=plain * slope)
-        num_rows = num_reqs + int(np.count_nonzero(growth.token_ids.numpy() != NO_TOKEN))
-        behind = float(slopes[min(num_rows, last)])
+        behind = slopes[min(num_reqs + int(growth.num_nodes.sum()), last)]
         if behind >= slope:
             return growth
         slope = behind

@@ -65,9 +65,11 @@ class TextEnds:
 
     def only(self, index: int) -> TextEnds:
         """One of these."""
-        one = slice(index, index + 1)
+        one, ends = slice(index, index + 1), self.ends
+        is_token = None if ends.is_token is None else ends.is_token[one]
+        ends = Ends(ends.token_ids[one], ends.last[one], is_token)
         trunks = self.trunks and Trunks(*(values[one] for values in self.trunks))
-        return TextEnds(self.idx_mapping[one], self.ends.only(one), self.max_depths[one], trunks)
+        return TextEnds(self.idx_mapping[one], ends, self.max_depths[one], trunks)
 
     def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
         """Tail, salt and depth of each."""

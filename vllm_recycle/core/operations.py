@@ -18,7 +18,6 @@ from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.harvest import Phrases
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import Price
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 
@@ -69,7 +68,7 @@ class Operations(PhraseOperations, Protocol):
         counts: torch.Tensor,
         texts: TextEnds,
         *,
-        prices: Mapping[str, Price],
+        prices: Mapping[str, torch.Tensor],
         num_other_rows: int,
         max_nodes: int,
         tree: TreeTemplate | None = None,

@@ -49,6 +49,8 @@ class ServedTimes:
         self.times = dict(measured)
         self._kinds, [self._loads, *_] = list(measured), [of.loads for of in measured.values()]
         self._seconds = [of.times.numpy() * np.array([of.seconds]).T for of in measured.values()]
+        [first, *_] = measured.values()
+        self._sizes = [_sizes(first, load) for load in range(len(self._loads))]
         self.logs = self._each(math.nan)
         self.last = self._each(-STALE)
         self._asked = self._each(0)  # which look each was asked for last
@@ -109,8 +111,8 @@ class ServedTimes:
         self.logs, self.last = logs, last
         for index, (kind, measured) in enumerate(self._measured.items()):
             factors = [
-                np.exp(np.interp(_sizes(measured, load), *_known(of_load)))
-                for load, of_load in enumerate(logs[index])
+                np.exp(np.interp(sizes, *_known(of_load)))
+                for sizes, of_load in zip(self._sizes, logs[index], strict=True)
             ]
             self.times[kind] = measured.scaled(np.stack(factors))
 

@@ -17,7 +17,6 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
-from vllm_recycle.core.price import Price
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import TreeTemplate
 
@@ -115,7 +114,7 @@ class TokenRecyclingProposer:
         self,
         texts: TextEnds,
         *,
-        prices: Mapping[str, Price],
+        prices: Mapping[str, torch.Tensor],
         num_other_rows: int,
         max_nodes: int | None = None,
     ) -> Drafts:

@@ -18,7 +18,7 @@ from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Ends
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import CHAINS, TREES, Price, StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
@@ -79,7 +79,7 @@ def counts_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
 
 
 @st.composite
-def price_of(draw, num_rows: int) -> Price:
+def price_of(draw, num_rows: int) -> torch.Tensor:
     """Any times that do not fall, or those of a row that always costs as much."""
     row_cost = draw(st.sampled_from([None, 0.0, 0.01, 0.1]))
     if row_cost is not None:
@@ -133,7 +133,7 @@ def test_choose_equals_the_reference(seed, shape, others, num_rows, eighths, row
     torch.manual_seed(seed)
     times = torch.rand(num_rows + 1).double().cumsum(0)
     if row_cost is not None:
-        times, _ = StepTimes.linear(row_cost, num_rows).at(1, 0)
+        times = StepTimes.linear(row_cost, num_rows).at(1, 0)
     worths = torch.randint(9, shape).double() / 8 if eighths else torch.rand(shape)
     expected, got = (
         twin.choose(worths, times, num_other_rows=others) for twin in (reference, calls)

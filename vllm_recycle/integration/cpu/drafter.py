@@ -12,7 +12,7 @@ from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import CHAINS, TREES, StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes, least_slopes
 from vllm_recycle.core.served_times import ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
@@ -162,6 +162,6 @@ class V1Drafter(Drafter):
         return ""
 
     def statistics(self) -> dict[str, float]:
-        _, slopes = next(iter(self.step_times.values())).at(1, 0)
+        slopes = least_slopes(next(iter(self.step_times.values())).at(1, 0).tolist())
         logs = {} if self.served is None else self.served.known()
-        return super().statistics() | {"row_cost": float(slopes[1])} | logs
+        return super().statistics() | {"row_cost": slopes[1]} | logs

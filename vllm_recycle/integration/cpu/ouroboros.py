@@ -82,7 +82,7 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times, _ = self.step_times[TREES].at(batch, float(last.mean()))
+            times = self.step_times[TREES].at(batch, float(last.mean()))
             worths, others = self.acceptance.worths(drafted), batch - len(chosen)
             worths = worths[:, :num_nodes]
             counts, _ = native_operations().choose(worths, times, num_other_rows=others)
@@ -101,7 +101,7 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
             self.model.compute_logits(self.run(rows))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times, _ = self.step_times[TREES].at(1, 0)
+        times = self.step_times[TREES].at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())

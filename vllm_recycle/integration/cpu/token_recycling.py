@@ -11,7 +11,6 @@ from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import Price, free
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import V1Drafter
@@ -33,6 +32,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
+        self.free = torch.ones(1 + self.max_rows, dtype=torch.float64)  # where rows cost nothing
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -94,7 +94,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
             return none
         drafts = self.proposer.propose(
             texts,
-            prices=self.prices(*load) if kind is None else {kind: free(self.max_rows)},
+            prices=self.prices(*load) if kind is None else {kind: self.free},
             num_other_rows=0,
             max_nodes=min(num_nodes, most),
         )
@@ -102,7 +102,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
             self.served.rows = 1 + sum(map(len, drafts.token_ids)) // len(lengths)
         return drafts
 
-    def prices(self, num_reqs: int, context: float) -> dict[str, Price]:
+    def prices(self, num_reqs: int, context: float) -> dict[str, torch.Tensor]:
         """Of a step of so many requests behind so many tokens, by what its drafts are."""
         return {
             kind: times.of_each(num_reqs, context) if self.isolates else times.at(num_reqs, context)

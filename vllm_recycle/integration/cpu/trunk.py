@@ -12,7 +12,7 @@ import torch
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
-from vllm_recycle.core.price import CHAINS, TREES, Price
+from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance, draft_trunks
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
@@ -163,18 +163,18 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         most = min(num_nodes, self.proposer.num_nodes)
         return self.proposer.propose(texts, prices=prices, num_other_rows=0, max_nodes=most).rate
 
-    def prices(self, num_reqs: int, context: float) -> dict[str, Price]:
+    def prices(self, num_reqs: int, context: float) -> dict[str, torch.Tensor]:
         prices = super().prices(num_reqs, context)
         if not self.added:
             return prices
-        return {kind: Price(times + self.added, slopes) for kind, (times, slopes) in prices.items()}
+        return {kind: times + self.added for kind, times in prices.items()}
 
     def serve(self, step: StepLayout, context: float, seconds: float) -> None:
         seconds -= self.round_seconds
         super().serve(step, context, seconds)
         kind = CHAINS if step.are_chains else TREES
         times = self.step_times.get(kind, self.step_times[TREES])
-        price = times.at(len(step.num_nodes), context).times
+        price = times.at(len(step.num_nodes), context)
         self.rounds.served(seconds / float(price[min(len(step.row_token_ids), len(price) - 1)]))
 
     @torch.inference_mode()

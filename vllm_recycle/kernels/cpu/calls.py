@@ -19,7 +19,7 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import CHAINS, TREES, Price
+from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
@@ -123,17 +123,17 @@ def draft(
     counts: torch.Tensor,
     texts: TextEnds,
     *,
-    prices: Mapping[str, Price],
+    prices: Mapping[str, torch.Tensor],
     num_other_rows: int,
     max_nodes: int,
     tree: TreeTemplate | None = None,
 ) -> Drafts:
     """See `vllm_recycle.core.draft.draft`."""
     batch = len(texts.idx_mapping)
+    assert len(texts.ends.last) == len(texts.max_depths) == batch
     found = (c_int64 * (batch * (1 + 2 * max_nodes)))()
     template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
-    of_kinds = [prices.get(kind, (None, None)) for kind in (TREES, CHAINS)]
-    (num_times,) = {len(price.times) for price in prices.values()}
+    (num_times,) = {len(times) for times in prices.values()}
     rate = ctypes.c_double()
     size = _library().draft(
         _matrix(matrix),
@@ -147,7 +147,7 @@ def draft(
         max_nodes,
         *_pointers(*template),
         0 if tree is None else tree.num_nodes,
-        *(_pointer(values, torch.float64) for price in of_kinds for values in price),
+        *(_pointer(prices.get(kind), torch.float64) for kind in (TREES, CHAINS)),
         num_times,
         found,
         ctypes.byref(rate),
@@ -164,6 +164,7 @@ def learn(
     matrix: AdjacencyMatrix, counts: torch.Tensor | None, ends: Ends, step: VerifiedStep
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
+    assert len(ends.last) == len(step.idx_mapping)
     path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     _library().learn(
         _matrix(matrix),
@@ -233,7 +234,7 @@ def walk(
     """See `vllm_recycle.core.verification.walk`."""
     batch, length = draft_token_ids.shape[0], trees.depth + 1
     path = torch.empty(batch, length, dtype=torch.int64)
-    token_ids = torch.empty_like(path)
+    token_ids = torch.empty(batch, length, dtype=torch.int64)
     lengths = torch.empty(batch, dtype=torch.int32)
     _library().walk(
         _pointer(sampled),

@@ -197,7 +197,6 @@ struct Follower {
 // What is drafted from, and below which texts.
 struct Source {
   const Matrix& matrix;
-  const double* counts;
   const int64_t* idx_mapping;
   Ends ends;
   const int64_t* max_depths;
@@ -311,12 +310,30 @@ int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& off
   return grown;
 }
 
+// For each number of rows, the least slope to any larger one; infinite for the largest.
+std::vector<double> least_slopes(const double* times, int64_t num_times) {
+  std::vector<double> slopes(num_times, __builtin_inf());
+  std::vector<int64_t> hull = {num_times - 1};
+  auto slope = [&](int64_t a, int64_t b) { return (times[b] - times[a]) / double(b - a); };
+  for (int64_t row = num_times - 2; row >= 0; row--) {
+    while (hull.size() > 1 && slope(row, hull.back()) >= slope(hull.back(), hull.end()[-2])) {
+      hull.pop_back();
+    }
+    slopes[row] = slope(row, hull.back());
+    hull.push_back(row);
+  }
+  return slopes;
+}
+
 // See _grow_what_may_pay.
 void grow_what_may_pay(const Source& source, int64_t ranks, const double* times,
-                       const double* slopes, int64_t num_times, int64_t num_reqs, Offer& offer) {
+                       int64_t num_times, int64_t num_reqs, Offer& offer) {
+  num_times = std::min(num_times, 1 + num_reqs + source.batch * offer.nodes);
+  const std::vector<double> slopes = least_slopes(times, num_times);
   const int64_t last = num_times - 1, first = std::min(num_reqs, last);
   const double plain = double(num_reqs) / times[first];
-  double slope = *std::min_element(slopes + first, slopes + std::min(first + NEXT_ROWS, num_times));
+  const auto begin = slopes.begin() + first;
+  double slope = *std::min_element(begin, begin + std::min(NEXT_ROWS, num_times - first));
   while (true) {
     const int64_t grown = grow(source, ranks, plain * slope, offer);
     const double behind = slopes[std::min(num_reqs + grown, last)];
@@ -368,33 +385,24 @@ int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping
               const double* chances, int64_t gamma, int64_t choices, int64_t batch,
               int64_t num_other_rows, int64_t max_nodes, const int64_t* tree_parents,
               const int64_t* tree_ranks, const int64_t* tree_depths, int64_t tree_nodes,
-              const double* tree_times, const double* tree_slopes, const double* chain_times,
-              const double* chain_slopes, int64_t num_times, int64_t* drafts, double* rate) {
+              const double* tree_times, const double* chain_times, int64_t num_times,
+              int64_t* drafts, double* rate) {
   const Matrix& matrix = *of;
-  const Source source = {matrix, counts, idx_mapping, {token_ids, is_token, stride, last},
-                         max_depths, {trunk_ids, chances, gamma, choices}, batch,
+  const Source source = {matrix, idx_mapping, {token_ids, is_token, stride, last}, max_depths,
+                         {trunk_ids, chances, gamma, choices}, batch,
                          find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
   const int64_t num_reqs = batch + num_other_rows;
   std::vector<Offer> offers;
-  auto offer = [&](int64_t nodes, const double* times, auto draft_below) {
+  auto offer = [&](int64_t nodes, int64_t ranks, const double* times) {
     Offer& made = offers.emplace_back(batch, std::min(nodes, max_nodes));
-    draft_below(made);
+    if (ranks) grow_what_may_pay(source, ranks, times, num_times, num_reqs, made);
+    else fill(source, tree_parents, tree_ranks, tree_depths, made);
     made.rate = choose(made.worths.data(), times, num_times, num_other_rows, batch, made.nodes,
                        made.sizes.data());
   };
-  if (tree_times && tree_nodes) {
-    offer(tree_nodes, tree_times,
-          [&](Offer& made) { fill(source, tree_parents, tree_ranks, tree_depths, made); });
-  } else if (tree_times) {
-    offer(max_nodes, tree_times, [&](Offer& made) {
-      grow_what_may_pay(source, matrix.k + choices, tree_times, tree_slopes, num_times, num_reqs, made);
-    });
-  }
-  if (chain_times) {
-    offer(MAX_CHAIN, chain_times, [&](Offer& made) {
-      grow_what_may_pay(source, 1, chain_times, chain_slopes, num_times, num_reqs, made);
-    });
-  }
+  if (tree_times && tree_nodes) offer(tree_nodes, 0, tree_times);
+  else if (tree_times) offer(max_nodes, matrix.k + choices, tree_times);
+  if (chain_times) offer(MAX_CHAIN, 1, chain_times);
   const Offer& best = offers.size() > 1 && offers[1].rate > offers[0].rate ? offers[1] : offers[0];
   int64_t* out = drafts;
   *rate = best.rate;
