@@ -42,6 +42,9 @@ PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 # A draft model with one of these anywhere in its path is of another method for vLLM.
 WORDS_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 
+# Nodes of a chain where each keeps a copy of all states of its request, in blocks of the KV cache.
+MOST_STATES = 4
+
 # The largest token count that vLLM captures a CUDA graph for, on a Blackwell GPU and on others; it
 # captures multiples of the stride.
 BLACKWELL, LARGEST_ON_BLACKWELL, LARGEST, STRIDE = 100, 1024, 512, 16
@@ -261,7 +264,9 @@ def _choose_chains(
     if reason is None:
         return options
     logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
-    options = options.as_chains(vllm_config.model_config.max_model_len - 1)
+    model = vllm_config.model_config
+    longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
+    options = options.as_chains(longest)
     spec, table = vllm_config.speculative_config, table_of(vllm_config)
     table = [(first, last, min(nodes, options.num_nodes)) for first, last, nodes in table]
     spec.num_speculative_tokens = options.num_nodes

@@ -71,6 +71,7 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
+        "a hybrid or Mamba model on a GPU": has_states(model) and on_v2,
         "--reasoning-config on a GPU": vllm_config.reasoning_config is not None and on_v2,
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
@@ -85,7 +86,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
     }
 
 
@@ -111,6 +111,11 @@ def unsupported_by_trees(
     }
 
 
+def has_states(model: Any) -> bool:
+    """Whether a model has recurrent layers."""
+    return model.is_hybrid or model.is_attention_free
+
+
 def _attention_of(name: str, model: Any) -> dict[str, bool]:
     """The kinds of attention that trees were not built for, and whether a model has them."""
     soft_cap = getattr(model.hf_text_config, "attn_logit_softcapping", None)
@@ -121,6 +126,7 @@ def _attention_of(name: str, model: Any) -> dict[str, bool]:
         f"a {name} with ALiBi": model.uses_alibi,
         f"a {name} with MLA": model.use_mla,
         f"an encoder-decoder {name}": model.is_encoder_decoder,
+        f"a hybrid or Mamba {name}": has_states(model),
     }
 
 
@@ -146,7 +152,6 @@ def check_draft_model(vllm_config: Any, options: OuroborosOptions, *, on_v2: boo
     draft = spec.draft_model_config
     features = {
         **_attention_of("draft model", draft),
-        "a hybrid or Mamba draft model": draft.is_hybrid or draft.is_attention_free,
         "a multimodal draft model": draft.is_multimodal_model,
         "a draft model with M-RoPE": draft.uses_mrope,
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
@@ -29,6 +30,7 @@ from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.drafters import DRAFTERS
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
+from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import options_of
@@ -48,6 +50,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
         began: when the step did.
+        recurrent_groups: layers whose states cannot go back by themselves.
 
     """
 
@@ -58,6 +61,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
     began: float
+    recurrent_groups: list[RecurrentGroup]
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -102,6 +106,23 @@ class TreeCPUModelRunner(CPUModelRunner):
             for group in groups:
                 if self.drafter.attention_layers >= set(group.layer_names):
                     group.get_metadata_builder().is_idle = True
+        layers = self.compilation_config.static_forward_context
+        self.recurrent_groups = [
+            RecurrentGroup(group, layers)
+            for groups in self.attn_groups
+            for group in groups
+            if isinstance(group.kv_cache_spec, MambaSpec)
+        ]
+        self.calculate_reorder_batch_threshold()  # again, by what these changed
+
+    def _get_mamba_bufs(self) -> Any:
+        # What is for drafts has no kernels on CPU.
+        buffers = super()._get_mamba_bufs()
+        buffers.postprocess_align = None
+        return buffers
+
+    def _update_states_after_model_execute(self, *args: Any) -> None:
+        """Nothing, where vLLM notes how far recurrent states are to go back: `_sample` did it."""
 
     # Requests come and go.
 
@@ -202,6 +223,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             )
         self.drafter.accept(self.idx_mapping, step, result, self.roots)
         self._compact_kv_cache(result.path)
+        for group in self.recurrent_groups:
+            group.go_back(result.lengths)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
 
     def _compact_kv_cache(self, path: torch.Tensor) -> None:

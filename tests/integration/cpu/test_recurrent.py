@@ -1,0 +1,133 @@
+"""Recurrent layers see chains as plain decoding; their states are behind what was accepted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from derived_models import falcon_h1, mamba2
+from engines import (
+    GROWN,
+    SMALL_BUDGET,
+    TOKEN_RECYCLING,
+    counter,
+    engine,
+    generate,
+    mixed_params,
+    read_prompts,
+    runner,
+    watch_steps,
+)
+from vllm import SamplingParams
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_recycle.core.grow import Growth
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+PROMPTS = read_prompts(8, max_words=60)
+TOKENS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+def states_at_the_end(llm: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+    """The tokens of a request, and the states that each recurrent layer has behind them."""
+    steps, states = watch_steps(llm), {}
+    tokens = generate(llm, PROMPTS[:1], TOKENS)
+    [new] = steps[0].scheduled_new_reqs
+    layers = runner(llm).compilation_config.static_forward_context
+    groups = runner(llm).kv_cache_config.kv_cache_groups
+    for blocks, group in zip(new.block_ids, groups, strict=True):
+        for name in group.layer_names:
+            if isinstance(layers[name], MambaBase):
+                states[name] = [state[blocks[0]].clone() for state in layers[name].kv_cache]
+    return tokens, states
+
+
+def test_states_are_those_of_plain_decoding(tmp_path):
+    model = falcon_h1(tmp_path / "model")
+    with engine(model=model) as llm:
+        tokens, expected = states_at_the_end(llm)
+    with engine(GROWN, model=model) as llm:
+        ours, states = states_at_the_end(llm)
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+    assert ours == tokens
+    assert len(states) == 2
+    # The window of a convolution and the state of Mamba2, whose size is some 0.1.
+    torch.testing.assert_close(states, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_row_has_a_price(tmp_path):
+    model = mamba2(tmp_path / "model")
+    with engine(model=model) as llm:
+        expected = generate(llm, PROMPTS, TOKENS)
+    with engine(TOKEN_RECYCLING, model=model) as llm:
+        assert runner(llm).drafter.statistics()["row_cost"] > 0
+        assert generate(llm, PROMPTS, TOKENS) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [mamba2, falcon_h1])
+def test_vllm_itself_gives_other_tokens(make, tmp_path):
+    """Where it does not any more, `recurrent` can go."""
+    model = make(tmp_path / "model")
+    with engine(model=model) as llm:
+        expected = generate(llm, PROMPTS, TOKENS)
+    with engine(NGRAM, model=model) as llm:
+        assert generate(llm, PROMPTS, TOKENS) != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_output_equals_vllm_whatever_is_drafted(is_crowded, tmp_path):
+    """Random sizes in each step beside prompts in chunks; preemption, prefix hits, a short context.
+
+    Blocks are so small that requests end many of them, and states of all of these are kept.
+    """
+    model, random = falcon_h1(tmp_path / "model"), torch.Generator().manual_seed(0)
+    settings = {"model": model, "max_model_len": 192, "max_num_seqs": 6}
+    crowded = {"enable_prefix_caching": True, "num_gpu_blocks_override": 40} if is_crowded else {}
+    params = mixed_params(len(PROMPTS), max_tokens=1000)
+    with engine(**settings) as llm:
+        expected = generate(llm, PROMPTS, params)
+    with engine(GROWN, **settings, **SMALL_BUDGET, **crowded) as llm:
+        proposer, sizes = runner(llm).drafter.proposer, set()
+        operations = proposer.operations
+
+        def grow(matrix: Any, rates: torch.Tensor, *args: Any, **options: Any) -> Growth:
+            rates = torch.rand(rates.shape, dtype=rates.dtype, generator=random)
+            return operations.grow(matrix, rates, *args, **options)
+
+        def choose(worths: torch.Tensor, times: torch.Tensor, **options: Any) -> Any:
+            times = 1 + torch.rand(len(times), dtype=times.dtype, generator=random).cumsum(0) / 4
+            counts, rate = operations.choose(worths, times, **options)
+            sizes.update(counts.tolist())
+            return counts, rate
+
+        changed = {"grow": grow, "choose": choose}
+        proposer.operations = SimpleNamespace(**{**vars(operations), **changed})
+        assert [generate(llm, PROMPTS, params) for _ in range(2)] == [expected] * 2
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        assert sizes == {0, 1, 2, 3, 4}
+        assert (counter(llm, "num_preemptions") > 0) == is_crowded
+        assert (counter(llm, "prefix_cache_hits") > 0) == is_crowded
+
+
+@pytest.mark.slow
+def test_drafts_that_a_grammar_cuts(tmp_path):
+    model = mamba2(tmp_path / "model")
+    regex = StructuredOutputsParams(regex="(ab|cd|a){20}")
+    follows = SamplingParams(temperature=0, max_tokens=30, structured_outputs=regex)
+    params = [follows, TOKENS] * 3
+    with engine(model=model) as llm:
+        expected = generate(llm, PROMPTS[:6], params)
+    with engine(GROWN, model=model) as llm:
+        assert [generate(llm, PROMPTS[:6], params) for _ in range(2)] == [expected] * 2
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
