@@ -97,7 +97,6 @@ def test_output_equals_vllm_beside_prompts_in_chunks(caches_prefixes, tmp_path):
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         drafts = [draft for s in steps for draft in s.scheduled_spec_decode_tokens.values()]
         assert {*map(len, drafts)} == {1, 2, 3, 4}
-        assert (counter(llm, "prefix_cache_hits") > 0) == caches_prefixes
 
 
 @pytest.mark.slow
