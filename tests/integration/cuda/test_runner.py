@@ -37,11 +37,14 @@ MIXED = [
     ((0, 100), {**GREEDY, "max_tokens": 12, "prompt_logprobs": 0}),
     ((0, BLOCK_SIZE + 8), {**SEEDED, "seed": 8, "min_p": 0.02, "logit_bias": {14: 2.0}}),
 ]
-# Requests that look back on their own output; the one with bad words gets no drafts.
+# Of several tokens, which greedy texts have.
+BAD_WORDS = ["him to the", "to a first", "first day"]
+# Requests that look back on their own output, and one that does without the first bad words.
 LOOKING_BACK = [
     ((0, 24), {**GREEDY, "logprob_token_ids": [14, 15]}),
     ((0, 40), {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
     ((3, 40), {**SEEDED, "presence_penalty": 0.5, "bad_words": ["miles"]}),
+    ((0, 16), {**GREEDY, "bad_words": BAD_WORDS}),
 ]
 # They go on behind the end of the grammar, where all is allowed.
 GRAMMARS = [
@@ -53,6 +56,7 @@ GRAMMARS = [
 CROWDED = [((i, i + 61), {**GREEDY, "max_tokens": 20}) for i in range(4)]
 # The second time, all of the second prompt but its last token comes from the prefix cache.
 BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, GRAMMARS, CROWDED]
+REQUESTS = [request for batch in BATCHES for request in batch]
 ONE_AT_A_TIME = [LOOKING_BACK, GRAMMARS]
 ONE_AT_A_TIME_AT = slice(len(MIXED) + 1, len(MIXED) + 1 + sum(map(len, ONE_AT_A_TIME)))
 LOGPROB_TOLERANCE = 1e-4  # float32 sums, over batches of other shapes
@@ -112,12 +116,16 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(result, run):
 
 
 @pytest.mark.parametrize("run", ["seen", "seen one at a time"])
-def test_drafts_are_accepted_where_there_are_penalties_and_none_where_there_are_bad_words(
-    result, run
-):
-    assert result[run]["accepted tokens of penalised requests"] > 0
-    assert result[run]["drafts of requests with bad words"] == 0
-    assert result[run]["undrafted requests"] == 1  # which is not preempted
+@pytest.mark.parametrize("kind", ["of penalised requests", "beside bad words"])
+def test_drafts_are_accepted_of_requests_that_look_back(result, run, kind):
+    assert result[run][f"accepted tokens {kind}"] > 0
+    assert result[run]["undrafted requests"] == 0
+
+
+def test_bad_words_matter(result):
+    without = result["plain"][0]["token_ids"]
+    (at,) = [at for at, (_, given) in enumerate(REQUESTS) if given.get("bad_words") == BAD_WORDS]
+    assert result["plain"][at]["token_ids"] != without
 
 
 @pytest.mark.parametrize("run", ["seen", "seen one at a time"])
@@ -147,10 +155,8 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
         ahead = any(request.num_output_placeholders for request in scheduler.running)
         output = schedule(*args)
         seen["steps scheduled ahead"] += ahead
-        for request_id, draft in output.scheduled_spec_decode_tokens.items():
+        for draft in output.scheduled_spec_decode_tokens.values():
             seen[f"trees of {len(draft)} nodes"] += 1
-            request = scheduler.requests[request_id]
-            seen["drafts of requests with bad words"] += bool(request.sampling_params.bad_words)
         return output
 
     def watched_update(step: Any, output: Any) -> Any:
@@ -162,6 +168,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
             for name, is_one in (
                 ("that follow a grammar", request.use_structured_output),
                 ("of penalised requests", request.sampling_params.repetition_penalty != 1.0),
+                ("beside bad words", request.sampling_params.bad_words == BAD_WORDS),
             ):
                 seen[f"accepted tokens {name}"] += max(0, len(sampled) - 1) * is_one
         return update_from_output(step, output)

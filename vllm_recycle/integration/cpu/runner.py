@@ -118,9 +118,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             known = [*prompt, *request.output_token_ids]
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
-            self.drafter.num_undrafted += not may_speculate(
-                request.sampling_params, sees_paths=True
-            )
+            self.drafter.num_undrafted += not may_speculate(request.sampling_params)
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         return result
@@ -254,7 +252,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             # Of those that were sampled for, without the draft tokens that were not accepted.
             known = batch.num_tokens_no_spec[index] - 1
             computed.append(known if goes_on else before[index] + scheduled[name])
-            may_draft = num_nodes > 0 and may_speculate(params, sees_paths=True)
+            may_draft = num_nodes > 0 and may_speculate(params)
             wants_draft.append(goes_on and left > 0 and may_draft)
             max_depths.append(max(left - 1, 0))
         texts = Texts(

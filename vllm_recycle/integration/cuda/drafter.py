@@ -54,6 +54,9 @@ class V2Drafter(Drafter):
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         """What drafts; `may_speculate`, bool [max_num_reqs] on the host, is kept by the runner."""
 
+    def warm_up(self) -> None:
+        """Compile what requests may ask for and steps that warm up do not; it is forgotten then."""
+
     @abstractmethod
     def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
         """Some requests start, with texts of these lengths."""
