@@ -26,6 +26,8 @@ from vllm_recycle.core.size_chooser import GraphShape, by_preference
 SPREAD = 3
 # A step is padded by at most a quarter of its rows, or by this many rows.
 FILLED = 8
+# Batches of so few requests have graphs of their own, without room for others.
+ALONE = (1, 2, 4)
 
 
 def plan_full_graphs(
@@ -61,6 +63,9 @@ def plan_full_graphs(
             shapes.add(GraphShape(num_tokens, num_reqs, bound))
         for num_tokens in counts[::2] if among_others else ():
             shapes.add(GraphShape(num_tokens, min(num_tokens, max_num_reqs), bound))
+    for rows, total in steps:
+        if (batch := total // rows) in ALONE:
+            shapes.add(GraphShape(total, batch, rows))
     return by_preference(shapes)
 
 
