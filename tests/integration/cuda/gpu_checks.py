@@ -165,7 +165,7 @@ def _generate(llm: Any, answers: Sequence[Answer], params: SamplingParams) -> li
 
 def judge_rows(llm: Any, rows: Sequence[Row]) -> float:
     """The most that logprobs of rows of trees differ from those behind a plain prefill."""
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=KNOWN)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=KNOWN, detokenize=False)
     texts = [{"prompt_token_ids": row.token_ids} for row in rows]
     errors = []
     for row, found in zip(rows, llm.generate(texts, params, use_tqdm=False), strict=True):

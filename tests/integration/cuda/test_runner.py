@@ -24,8 +24,10 @@ from v2_engines import (
 )
 from v2_learning import watch_learning
 from v2_worker import TreeV2Runner
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from vllm_recycle.integration.cuda import runner as v2_runner
+from vllm_recycle.integration.cuda import sampling
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +76,10 @@ def test_logprobs_are_those_of_the_accepted_path(result):
             assert trees["logprobs"][kind] == pytest.approx(values, abs=LOGPROB_TOLERANCE)
     kinds = Counter(kind for output in result["trees"] for kind in output["logprobs"])
     assert kinds == {"sampled": 5, "prompt": 1, "chosen tokens": 1}
+
+
+def test_logprobs_are_computed_for_paths_alone(result):
+    assert result["seen of the template"]["most rows with logprobs"] == 1 + TREE.depth
 
 
 def test_trees_were_verified_accepted_and_compacted(result):
@@ -189,11 +195,23 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     watch_learning(model_runner.drafter, seen)
 
 
+def watch_scores(seen: Counter) -> None:
+    """In the process with the engines: how many rows of a request have logprobs computed."""
+
+    def watched(logits: torch.Tensor, num_logprobs: int, tokens: Any, ends: Any, *args: Any) -> Any:
+        seen["most rows with logprobs"] = max(seen["most rows with logprobs"], ends[1])
+        assert ends[-1] == len(logits)
+        return compute_topk_scores(logits, num_logprobs, tokens, ends, *args)
+
+    sampling.compute_topk_scores = watched
+
+
 def serve(
     method: dict[str, Any], batches: Any, waits: Waits, **arguments: Any
 ) -> tuple[list, Counter]:
     """In the process with the engines: an engine with trees, its outputs and what was seen."""
     seen, moved = Counter[str](), watch_moves(waits)
+    watch_scores(seen)
     with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS | arguments) as llm:
         assert type(runner(llm)) is TreeV2Runner
         watch(llm, seen, waits)

@@ -45,10 +45,13 @@ class V2Drafter(Drafter):
 
     Attributes:
         trees: the topology of all requests' drafts, by `req_state_idx`.
+        best: integer [logit rows], the most probable token of each row that was observed; None
+            where the method does not look for it.
 
     """
 
     trees: DeviceTrees
+    best: torch.Tensor | None = None
 
     @abstractmethod
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:

@@ -230,16 +230,17 @@ class TreeModelRunner(GPUModelRunner):
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)
         else:
-            output, path = self._sample_trees(logits, input_batch)
+            best = self.drafter.best if grammar_output is None else None
+            output, path = self._sample_trees(logits, input_batch, best)
         self.drafter.accept(input_batch, self.row_token_ids, output, path)
         return output, output.num_sampled, output.num_rejected
 
     def _sample_trees(
-        self, logits: torch.Tensor, input_batch: Any
+        self, logits: torch.Tensor, input_batch: Any, best: torch.Tensor | None
     ) -> tuple[SamplerOutput, torch.Tensor]:
         """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
+        sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids, best)
         cu_num_logits = input_batch.cu_num_logits
         result = walk(
             sampled,

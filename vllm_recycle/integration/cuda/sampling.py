@@ -68,7 +68,11 @@ def _rows(context: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def sample_rows(
-    sampler: Any, logits: torch.Tensor, input_batch: Any, row_token_ids: torch.Tensor
+    sampler: Any,
+    logits: torch.Tensor,
+    input_batch: Any,
+    row_token_ids: torch.Tensor,
+    best: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, in chunks of vLLM's size, and the logits that logprobs are of.
 
@@ -77,11 +81,20 @@ def sample_rows(
         logits: floating [logit rows, vocab].
         input_batch: of the step.
         row_token_ids: int64 [logit rows].
+        best: integer [logit rows], the most probable tokens, where they are known: of a batch that
+            is greedy and no more these are it.
 
     Returns:
         int64 [logit rows], and floating [logit rows, vocab].
 
     """
+    requests = input_batch.idx_mapping_np
+    is_greedy = not (
+        sampler.needs_logits_processing[requests].any()
+        or sampler.sampling_states.temperature.np[requests].any()
+    )
+    if best is not None and is_greedy:
+        return best.long(), logits
     starts = input_batch.cu_num_logits_np
     positions = input_batch.positions[input_batch.logits_indices]
     upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()

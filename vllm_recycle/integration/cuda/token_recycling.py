@@ -120,6 +120,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)
+        self.best = self.successors[:, 0]
 
     def accept(
         self,
