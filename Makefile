@@ -3,6 +3,7 @@
 #   make setup         .venv with the locked packages, vLLM's alias and this package (editable)
 #   make demo          a real model's answers, streamed, and a comparison with plain decoding
 #   make model         examples/models/smollm2-135m-instruct, which the demo and benchmarks run
+#   make pair          a target and a draft model derived from it, at a set ratio of costs; LAYERS=400
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
 #   make ray           Ray, for the examples that run on it and their tests
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
@@ -19,6 +20,7 @@
 PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+LAYERS ?= 150
 
 BIN := .venv/bin
 LOCK := .ci/cpu/requirements.lock
@@ -31,7 +33,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model suffix ray test test-slow soak newest-vllm lint format format-check types wheel help
+.PHONY: setup demo model pair suffix ray test test-slow soak newest-vllm lint format format-check types wheel help
 
 setup: $(STAMP)
 
@@ -53,6 +55,9 @@ demo: setup
 
 model: setup
 	$(BIN)/python examples/models/get_smollm2.py
+
+pair: model
+	$(BIN)/python examples/models/derive_pair.py --layers $(LAYERS)
 
 suffix: setup
 	$(PIP_INSTALL) $(filter-out arctic-inference%,$(shell grep '==' $(SUFFIX_LOCK)))

@@ -90,6 +90,13 @@ class Server:
         lines = [line for line in lines if label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
+    def wait_until_idle(self) -> None:
+        """Until no request runs, half a minute at most."""
+        deadline = time.monotonic() + 30
+        while self.counter("num_requests_running"):
+            assert time.monotonic() < deadline, "requests still run"
+            time.sleep(0.1)
+
     def complete(self, prompt: str, **kwargs: Any) -> Any:
         settings = {"model": "target", "max_tokens": MAX_TOKENS, "temperature": 0} | kwargs
         return self.client.completions.create(prompt=prompt, **settings)

@@ -146,9 +146,7 @@ def soak(
 
 def idle_usage(server: Server) -> float:
     """Share of the KV cache that is in use when nobody asks; slots that were not returned."""
-    deadline = time.monotonic() + 30
-    while server.counter("num_requests_running") and time.monotonic() < deadline:
-        time.sleep(0.2)
+    server.wait_until_idle()
     return server.counter("kv_cache_usage_perc")
 
 

@@ -189,7 +189,7 @@ class TreeModelRunner(GPUModelRunner):
             expanded_idx_mapping=input_batch.expanded_idx_mapping,
             tree_indices=self.tree_indices,
         )
-        num_nodes, num_trees = input_batch.num_draft_tokens_per_req, 0
+        num_nodes = input_batch.num_draft_tokens_per_req
         if num_nodes is not None and self.verifies_trees:
             # Without prompts all are trees, with those that only fill up a CUDA graph.
             num_trees = (
