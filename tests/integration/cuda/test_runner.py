@@ -79,7 +79,10 @@ def test_logprobs_are_those_of_the_accepted_path(result):
 
 
 def test_logprobs_are_computed_for_paths_alone(result):
-    assert result["seen of the template"]["most rows with logprobs"] == 1 + TREE.depth
+    # Whole trees of two requests are 18 rows, those of four 24.
+    assert (
+        0 < result["seen of the template"]["most rows with logprobs"] <= 4 * (1 + TREE.depth) < 18
+    )
 
 
 def test_trees_were_verified_accepted_and_compacted(result):
@@ -196,12 +199,11 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
 
 
 def watch_scores(seen: Counter) -> None:
-    """In the process with the engines: how many rows of a request have logprobs computed."""
+    """In the process with the engines: how many rows of a step have logprobs computed."""
 
-    def watched(logits: torch.Tensor, num_logprobs: int, tokens: Any, ends: Any, *args: Any) -> Any:
-        seen["most rows with logprobs"] = max(seen["most rows with logprobs"], ends[1])
-        assert ends[-1] == len(logits)
-        return compute_topk_scores(logits, num_logprobs, tokens, ends, *args)
+    def watched(logits: torch.Tensor, *args: Any, **given: Any) -> Any:
+        seen["most rows with logprobs"] = max(seen["most rows with logprobs"], len(logits))
+        return compute_topk_scores(logits, *args, **given)
 
     sampling.compute_topk_scores = watched
 

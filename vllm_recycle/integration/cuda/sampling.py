@@ -143,19 +143,25 @@ def logprobs_of_paths(
     if dims is None:
         return None
     # Which rows were visited only the device knows: paths are padded to one length, at most that
-    # of a chain of the most nodes.
+    # of a chain of the most nodes. Where that makes more rows than there are, these are scored.
     path = path[:, : 1 + int(input_batch.num_draft_tokens_per_req.max())]
     num_reqs, length = path.shape
     rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
-    return compute_topk_scores(
-        logits[rows],
+    scored, taken = (rows, slice(None)) if len(rows) < len(logits) else (slice(None), rows)
+    found = compute_topk_scores(
+        logits[scored],
         dims[0],
-        sampled[rows],
+        sampled[scored],
+        logprob_token_ids_state=sampler.logprob_token_ids_state,
+        expanded_idx_mapping=input_batch.expanded_idx_mapping[scored],
+        max_per_req_token_ids=dims[1],
+        logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+    )
+    return LogprobsTensors(
+        found.logprob_token_ids[taken],
+        found.logprobs[taken],
+        found.selected_token_ranks[taken],
         list(range(0, num_reqs * length + 1, length)),
-        sampler.logprob_token_ids_state,
-        input_batch.expanded_idx_mapping[rows],
-        dims[1],
-        sampler.logprobs_mode in ("raw_logits", "processed_logits"),
     )
 
 
