@@ -60,9 +60,19 @@ class GraphShape(NamedTuple):
         return 3 * self.num_tokens + self.num_reqs * -(-self.max_query_len // ROWS_OF_A_PROGRAM)
 
 
-def by_preference(shapes: Iterable[GraphShape]) -> list[GraphShape]:
-    """Graphs in the order in which a step tries them: plain ones, then the cheaper first."""
-    return sorted(shapes, key=lambda shape: (shape.max_query_len > 1, shape.cost, shape))
+def by_preference(
+    shapes: Iterable[GraphShape], seconds: Mapping[GraphShape, float] | None = None
+) -> list[GraphShape]:
+    """Graphs in the order in which a step tries them: plain ones, then the cheaper first.
+
+    Those of trees are compared by their `seconds`, where these were measured.
+    """
+
+    def rank(shape: GraphShape) -> tuple[bool, float, GraphShape]:
+        is_tree = shape.max_query_len > 1
+        return is_tree, seconds[shape] if seconds and is_tree else shape.cost, shape
+
+    return sorted(shapes, key=rank)
 
 
 @dataclass(frozen=True)
@@ -100,14 +110,15 @@ class StepSeconds:
 
     def _graph_of(self, step: GraphShape) -> tuple[float, float] | None:
         """The times of the graph that a step gets."""
-        for graph in self._by_preference:
+        for graph in self.preference:
             if all(room >= need for room, need in zip(graph, step, strict=True)):
                 return self.graphs[graph]
         return None
 
     @cached_property
-    def _by_preference(self) -> list[GraphShape]:
-        return by_preference(self.graphs)
+    def preference(self) -> list[GraphShape]:
+        """The graphs, in the order in which steps are to try them."""
+        return by_preference(self.graphs, {shape: time for shape, (time, _) in self.graphs.items()})
 
     def _drafting(self, requests: int) -> float:
         """Seconds to draft for so many: as for the next more that were timed, or the most."""

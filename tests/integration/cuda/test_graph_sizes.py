@@ -6,6 +6,7 @@ vLLM's own code makes the candidates, with speculation on, and dispatches; no gr
 from __future__ import annotations
 
 from itertools import product
+from operator import attrgetter, ge
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from vllm_recycle.integration.cuda.graphs import (
     FILLED,
     SPREAD,
     plan_full_graphs,
+    prefer_graphs,
     replace_full_graphs,
     shape_of,
 )
@@ -254,11 +256,18 @@ def test_adapters_have_graphs_of_their_own():
     assert shape_of(plain) == shape_of(lora)
 
 
-def test_what_a_step_costs_is_what_its_graph_took(sizes_of_batch, manager):
+@pytest.mark.parametrize("took", [attrgetter("cost"), attrgetter("num_tokens", "num_reqs"), hash])
+def test_a_step_gets_the_graph_that_took_least_and_costs_that(sizes_of_batch, make_sizes, took):
+    manager = with_ours(sizes_of_batch, among_others=make_sizes is grown)
     graphs = [shape_of(desc) for desc in manager._capture_descs[CUDAGraphMode.FULL]]
-    times = StepSeconds({shape: (float(shape.num_tokens), 0.0) for shape in graphs})
+    seconds = {shape: float(at) for at, shape in enumerate(sorted(graphs, key=took))}
+    times = StepSeconds({shape: (time, 0.0) for shape, time in seconds.items()})
+    prefer_graphs(manager, times.preference)
     for num_reqs in range(1, 257):
         for nodes, drafting in product([0, *sizes_of_batch[num_reqs]], {1, num_reqs}):
             lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
-            expected = dispatch(manager, lengths).num_tokens
-            assert times.at(nodes, requests=num_reqs, drafting=drafting) == expected
+            found = seconds[shape_of(dispatch(manager, lengths))]
+            assert times.at(nodes, requests=num_reqs, drafting=drafting) == found
+            step = (sum(lengths), num_reqs, nodes + 1)
+            fitting = [g for g in graphs if all(map(ge, g, step))]
+            assert nodes == 0 or found == min(map(seconds.get, fitting))

@@ -113,6 +113,18 @@ def replace_full_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
             manager._candidates.setdefault(key, []).insert(0, desc)
 
 
+def prefer_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
+    """Let steps try the graphs of `replace_full_graphs` in this order, piecewise ones behind."""
+    place = {shape: index for index, shape in enumerate(shapes)}
+
+    def at(desc: Any) -> int:
+        is_full = desc.cg_mode == CUDAGraphMode.FULL
+        return place.get(shape_of(desc), len(place)) if is_full else len(place)
+
+    for candidates in manager._candidates.values():
+        candidates.sort(key=at)
+
+
 def shape_of(desc: Any) -> GraphShape:
     """Of a full graph of `replace_full_graphs`."""
     return GraphShape(desc.num_tokens, desc.num_reqs, desc.max_query_len or 1)

@@ -29,7 +29,11 @@ from vllm_recycle.integration.cuda.backend import warm_up_tiles
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
-from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
+from vllm_recycle.integration.cuda.graphs import (
+    plan_full_graphs,
+    prefer_graphs,
+    replace_full_graphs,
+)
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
@@ -131,6 +135,8 @@ class TreeModelRunner(GPUModelRunner):
         times = find_step_seconds(self, self.speculator.drafting_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
+        if times.graphs:
+            prefer_graphs(self.cudagraph_manager, times.preference)
         return describe_times(times)
 
     def shutdown(self) -> None:
