@@ -19,7 +19,7 @@ from torch_twins import place_tree_rows as torch_place_tree_rows
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds
 from vllm_recycle.core.grow import grow as core_grow
 from vllm_recycle.core.learn import VerifiedStep
@@ -185,11 +185,12 @@ def check_step(inputs: StepInputs) -> None:
     twin, idx_mapping = copy.deepcopy(inputs), inputs.idx_mapping.cpu()
     matrix = copy.copy(inputs.matrix)
     matrix.table, matrix.salts = matrix.table.cpu().clone(), matrix.salts.cpu()
-    tails = inputs.texts.token_ids.cpu()[idx_mapping].long().flip(1)[:, : matrix.layout.reach]
+    last = [inputs.case.text - 1] * len(idx_mapping)
+    ends = Ends(inputs.texts.token_ids.cpu()[idx_mapping], last)
     growth = core_grow(
         matrix,
         inputs.counts.rates.cpu(),
-        TextEnds(idx_mapping, tails, torch.full((len(tails),), inputs.trees.depth)),
+        TextEnds(idx_mapping, ends, [inputs.trees.depth] * len(last)),
         max_nodes=inputs.trees.num_nodes,
         beam=BEAM,
         levels=inputs.trees.depth,
@@ -203,7 +204,7 @@ def check_step(inputs: StepInputs) -> None:
     compare("place", inputs.place(), StepInputs.place(twin, torch_place_tree_rows))
     for name in ("input_ids", "positions", "tree_indices"):
         compare("place", getattr(inputs, name), getattr(twin, name))
-    compare("top_k", inputs.top_k(), reference.top_k(inputs.logits.cpu(), inputs.case.k))
+    compare("top_k", inputs.top_k(), reference.top_k(inputs.logits.cpu(), inputs.case.k)[0])
 
     starts, walked = inputs.cu_num_logits.cpu(), inputs.walk()
     parents = inputs.trees.parents.cpu()[idx_mapping].long()
@@ -228,7 +229,7 @@ def check_step(inputs: StepInputs) -> None:
         successors=inputs.successors.cpu(),
         walked=expected,
     )
-    reference.learn(matrix, counts, tails, step)
+    reference.learn(matrix, counts, ends, step)
     inputs.learn()
     compare("learn", inputs.matrix.table, matrix.table)
     compare("learn", inputs.counts.counts, counts)

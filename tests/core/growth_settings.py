@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from recycling_steps import K, make_matrix, tails_of, write_entries
+from recycling_steps import K, ends_of, make_matrix, write_entries
 
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Growth, TextEnds, grow
@@ -28,9 +28,8 @@ class Setting:
 
     @property
     def arguments(self) -> tuple:
-        tails = tails_of(self.texts, self.matrix.layout.reach)
-        depths = torch.tensor(self.max_depths)
-        return self.matrix, self.rates, TextEnds(torch.arange(len(tails)), tails, depths)
+        texts = TextEnds(torch.arange(len(self.texts)), ends_of(self.texts), self.max_depths)
+        return self.matrix, self.rates, texts
 
     def grow(self, **options) -> Growth:
         options = {"beam": self.beam, "levels": self.levels, **options}

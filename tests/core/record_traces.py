@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.grow import BEAM, LEVELS, TextEnds, grow
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.token_recycling import TokenRecyclingState
@@ -37,10 +37,6 @@ def read_prompts() -> list[str]:
             row = json.loads(lines[index % len(lines)])
             chosen.append(" ".join((row.get("prompt") or row["turns"][0]).split(" ")[:200]))
     return chosen
-
-
-def tail_of(tokens: list[int], layout: MatrixLayout) -> torch.Tensor:
-    return torch.tensor([[*tokens[::-1], *[-1] * layout.reach][: layout.reach]])
 
 
 def accepted(drafts: list[int], parents: list[int], answer: list[int]) -> list[int]:
@@ -63,25 +59,26 @@ def record(
     state: TokenRecyclingState, prompt: list[int], answer: list[int], best: torch.Tensor
 ) -> Any:
     """Of one answer; `best` is int32 [tokens of the answer, k], the target's after each context."""
-    matrix, layout = state.matrix, state.matrix.layout
+    matrix = state.matrix
     matrix.begin(0)
     only = torch.tensor([0])
     seed(matrix, 0, torch.tensor(prompt))
     said, given = [], []
     for place, token in enumerate(answer[:-1]):
-        tail = tail_of(prompt + answer[:place], layout)
+        text = torch.tensor([prompt + answer[: place + 1]], dtype=torch.int32)
+        end = len(prompt) + place
         walked = WalkResult(
             torch.zeros(1, 1, dtype=torch.int64),
             torch.tensor([[token]]),
             torch.ones(1, dtype=torch.int32),
         )
         root = torch.zeros(1, 1, dtype=torch.int64)
-        known = (tail[0, :1], torch.tensor([0, 1]), best[place : place + 1])
-        learn(matrix, state.acceptance.counts, tail, VerifiedStep(only, root, *known, walked))
-        newest = tail_of(prompt + answer[: place + 1], layout)
-        texts, rates = TextEnds(only, newest, torch.tensor([LEVELS])), state.acceptance.rates()
+        known = (text[0, -2:-1].long(), torch.tensor([0, 1]), best[place : place + 1])
+        step = VerifiedStep(only, root, *known, walked)
+        learn(matrix, state.acceptance.counts, Ends(text, [end - 1]), step)
+        texts = TextEnds(only, Ends(text, [end]), [LEVELS])
         limits = {"max_nodes": SIZES[-1], "beam": BEAM, "levels": LEVELS}
-        growth = grow(matrix, rates.float(), texts, **limits)
+        growth = grow(matrix, state.acceptance.rates().float(), texts, **limits)
         trees: Trees = growth.trees
         sums = [0.0, *growth.worths[0].cumsum(0).tolist()]
         said.append([round(sums[size], 3) for size in SIZES])

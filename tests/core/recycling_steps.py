@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends, MatrixLayout
+from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.tree import Trees
@@ -58,9 +59,19 @@ def started(scope="sequence", **options) -> AdjacencyMatrix:
     return matrix
 
 
-def tails_of(texts: Sequence[list[int]], reach: int) -> torch.Tensor:
-    """int64 [batch, reach], each text, the newest token first."""
-    return torch.tensor([[*text[::-1], *[-1] * reach][:reach] for text in texts])
+def ends_of(texts: Sequence[list[int]]) -> Ends:
+    """Where these texts end; what lies behind their ends is nobody's."""
+    most = max(map(len, texts))
+    padded = [[*text, *[0] * (most - len(text))] for text in texts]
+    return Ends(torch.tensor(padded, dtype=torch.int32), [len(text) - 1 for text in texts])
+
+
+def as_tensors(drafts: Drafts, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and parents, int64 [batch, nodes], padded with -1 and with the root."""
+    return tuple(
+        torch.tensor([[*row, *[filler] * (nodes - len(row))] for row in of_each])
+        for of_each, filler in zip(drafts, (-1, 0), strict=True)
+    )
 
 
 def texts_of_rows(text: list[int], parents: list[int], token_ids: list[int]) -> list[list[int]]:
@@ -98,7 +109,7 @@ def verify(
     step = VerifiedStep(
         idx_mapping, trees.parents, torch.tensor(row_token_ids), cu_num_logits, best, walked
     )
-    proposer.learn(tails_of(texts, proposer.layout.reach), step)
+    proposer.learn(ends_of(texts), step)
     for text, emitted in zip(texts, walked.token_ids.tolist(), strict=True):
         text += [token for token in emitted if token >= 0]
     return walked

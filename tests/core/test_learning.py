@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, seen, started, write
+from recycling_steps import VOCAB, K, ends_of, seen, started, write
 from strategies import THOROUGH
 
 from vllm_recycle.core.adjacency import SCOPES
@@ -30,7 +32,7 @@ def test_the_accepted_path_is_written_last():
         successors=torch.tensor([[1, 2, 3], [3, 4, 5], [6, 5, 4], [2, 3, 4]], dtype=torch.int32),
         walked=WalkResult(torch.tensor([[0, 1]]), torch.tensor([[1, 3]]), torch.tensor([2])),
     )
-    learn(matrix, None, torch.tensor([[0, 5]]), step)
+    learn(matrix, None, ends_of([[5, 0]]), step)
     assert seen(matrix, 0, [1]) == seen(matrix, 1, [1]) == [3, 4, 5]
     # Each has its own entry of a longer context.
     assert seen(matrix, 0, [0, 5]) == [1, 2, 3]
@@ -52,7 +54,7 @@ def test_what_is_read_is_as_it_was_before_the_step():
         successors=torch.tensor([[3, 0, 2], [5, 6, 0], [3, 6, 0]], dtype=torch.int32),
         walked=WalkResult(torch.tensor([[0], [0]]), torch.tensor([[4], [4]]), torch.tensor([1, 1])),
     )
-    learn(matrix, counts, torch.tensor([[1], [1]]), step)
+    learn(matrix, counts, ends_of([[1], [1]]), step)
     assert seen(matrix, 0, [1]) == [3, 6, 0]
     assert int(matrix.table[1, 0]) & 3 == 1  # steadier than before by one, whatever came between
     assert counts[0, 0, :, 0].tolist() == [[0, 2], [2, 2], [0, 2]]
@@ -70,7 +72,7 @@ def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():
         successors=torch.arange(12).view(4, K).int(),
         walked=WalkResult(torch.tensor([[0]]), torch.tensor([[6]]), torch.tensor([1])),
     )
-    learn(matrix, None, torch.tensor([[-1]]), step)
+    learn(matrix, None, replace(ends_of([[0]]), last=[-1]), step)
     assert [token for token in range(VOCAB) if seen(matrix, 0, [token])] == [3]
 
 

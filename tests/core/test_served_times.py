@@ -37,9 +37,7 @@ def measured(**machine: float) -> dict[str, StepTimes]:
 
 def chosen(times: dict[str, StepTimes]) -> tuple[str, int]:
     """The kind and the rows of one request that promise the most."""
-    rates = {
-        kind: GAINS[kind][:32] / of.at(1, 256).times.numpy()[1:33] for kind, of in times.items()
-    }
+    rates = {kind: GAINS[kind][:32] / of.at(1, 256).numpy()[1:33] for kind, of in times.items()}
     kind = max(rates, key=lambda kind: rates[kind].max())
     return kind, 1 + int(rates[kind].argmax())
 
@@ -63,7 +61,7 @@ def serve(served: ServedTimes, machine: dict[str, float], steps: int, noise: np.
             seconds *= 20  # a stall
         at = None if rows == 1 else kind
         if served.serve(at, rows, num_reqs=1, context=256, seconds=seconds):
-            served.correct(served.logs, served.ages)
+            served.correct(served.logs, served.last)
     return looks
 
 
@@ -102,7 +100,7 @@ def test_a_stall_moves_little():
     served = ServedTimes(measured(**FAST))
     for seconds in (0.010, 10.0):
         served.serve(None, 1, num_reqs=1, context=256, seconds=seconds)
-    served.correct(served.logs, served.ages)
+    served.correct(served.logs, served.last)
     assert math.exp(np.nanmax(served.logs)) < 1.05
     assert served.known() == {
         f"seconds_by_measured: {kind}, 1 requests, 256 tokens, 1 rows": pytest.approx(
@@ -115,7 +113,6 @@ def test_a_stall_moves_little():
 def test_what_is_not_known_is_not_corrected():
     times = measured(**FAST)
     served = ServedTimes(times)
-    served.correct(served.logs, served.ages)
+    served.correct(served.logs, served.last)
     for kind in KINDS:
         assert np.allclose(served.times[kind].times, times[kind].times)
-        assert np.allclose(served.times[kind].slopes(1)[:-1], times[kind].slopes(1)[:-1])

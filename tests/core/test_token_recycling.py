@@ -11,7 +11,7 @@ import torch
 from growth_settings import settings_of_growth
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, make_matrix, tails_of, verify, write_entries
+from recycling_steps import VOCAB, K, as_tensors, ends_of, make_matrix, verify, write_entries
 from safetensors import safe_open
 from safetensors.torch import save_file
 from strategies import BRIEF, THOROUGH, step_times
@@ -19,6 +19,7 @@ from strategies import trees as templates
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees, TreeTemplate
@@ -52,14 +53,10 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
 
 
 def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, Trees]:
-    max_depths = torch.tensor(max_depths).expand(len(texts))
-    drafts, parents = proposer.propose(
-        idx_mapping,
-        tails_of(texts, proposer.layout.reach),
-        max_depths=max_depths,
-        prices=proposer.prices,
-        num_other_rows=0,
-    )
+    max_depths = torch.tensor(max_depths).expand(len(texts)).tolist()
+    ends = TextEnds(idx_mapping, ends_of(texts), max_depths)
+    drafts = proposer.propose(ends, prices=proposer.prices, num_other_rows=0)
+    drafts, parents = as_tensors(drafts, proposer.num_nodes)
     return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
 
 
@@ -195,14 +192,9 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
     price, growth = times.at(1, 0), setting.grow()
     texts = setting.arguments[-1]
-    drafts, parents = proposer.propose(
-        texts.idx_mapping,
-        texts.tails,
-        max_depths=texts.max_depths,
-        prices={TREES: price},
-        num_other_rows=others,
-    )
-    counts, _ = reference.choose(growth.worths, price.times, num_other_rows=others)
+    drafts = proposer.propose(texts, prices={TREES: price}, num_other_rows=others)
+    drafts, parents = as_tensors(drafts, setting.max_nodes)
+    counts, _ = reference.choose(growth.worths, price, num_other_rows=others)
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
     assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])

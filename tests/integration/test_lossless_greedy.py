@@ -29,7 +29,8 @@ from engines import (
 )
 from vllm import SamplingParams
 
-from vllm_recycle.core.grow import Growth
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.price import TREES
 from vllm_recycle.integration.options.ouroboros import GPU_SIZES
 
 PROMPTS = read_prompts(40)
@@ -160,20 +161,18 @@ def test_output_equals_vllm_whatever_is_drafted():
         proposer, sizes = runner(llm).drafter.proposer, set()
         operations = proposer.operations
 
-        def grow(matrix: Any, rates: torch.Tensor, *args: Any, **options: Any) -> Growth:
-            # Any rates, and below any time of a step: so any tree, and any number of nodes.
-            rates = torch.rand(rates.shape, dtype=rates.dtype, generator=random)
-            return operations.grow(matrix, rates, *args, **options)
-
-        def choose(worths: torch.Tensor, times: torch.Tensor, **options: Any) -> Any:
+        def draft(matrix: Any, counts: torch.Tensor, texts: Any, **options: Any) -> Drafts:
+            # Any rates, and any time of a step: so any tree, and any number of nodes.
+            right = torch.rand(counts.shape[:-1], dtype=counts.dtype, generator=random)
+            counts = torch.stack((1000 * right, torch.full_like(right, 1000)), dim=-1)
+            (times,) = options["prices"].values()
             times = 1 + torch.rand(len(times), dtype=times.dtype, generator=random).cumsum(0) / 20
-            counts, rate = operations.choose(worths, times, **options)
-            sizes.update(counts.tolist())
-            return counts, rate
+            options["prices"] = {TREES: times}
+            drafts = operations.draft(matrix, counts, texts, **options)
+            sizes.update(map(len, drafts[0]))
+            return drafts
 
-        proposer.operations = SimpleNamespace(
-            **{**vars(operations), "grow": grow, "choose": choose}
-        )
+        proposer.operations = SimpleNamespace(**{**vars(operations), "draft": draft})
         assert generate(llm, prompts, tokens) == expected
         for _ in range(2):  # so few leave room for what others may hit
             assert generate(llm, prompts[:2], tokens) == expected[:2]

@@ -241,10 +241,10 @@ def test_prices_follow_served_steps(monkeypatch):
     prompts = read_prompts(1)
     with engine(TOKEN_RECYCLING) as llm:
         drafter = runner(llm).drafter
-        before = {kind: times.at(1, 256).times[8] for kind, times in drafter.step_times.items()}
+        before = {kind: times.at(1, 256)[8] for kind, times in drafter.step_times.items()}
         for _ in range(3):
             generate(llm, prompts, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
-        after = {kind: times.at(1, 256).times[8] for kind, times in drafter.step_times.items()}
+        after = {kind: times.at(1, 256)[8] for kind, times in drafter.step_times.items()}
         found = statistics(llm)
     assert all(time < 1.01 for time in before.values())
     assert all(after[kind] > before[kind] for kind in before)

@@ -19,8 +19,8 @@ sequence has ended its entries are overwritten in time. Under `isolated` each ru
 part of the slots for itself, since what another one overwrites would be seen in the drafts: the
 salt, modulo the number of parts, says which.
 
-Contexts go back from the newest token: `tails`, int64 [batch, reach], where reach is the longest
-context, has the last token of each text first, and -1 before the first token of the text.
+Contexts go back from the newest token: a tail, of as many tokens as the longest context has, has
+the last token of a text first, and -1 before the first one.
 """
 
 from __future__ import annotations
@@ -116,6 +116,30 @@ class MatrixLayout:
                 key = (key ^ key >> 29) * _MIX & _64_BITS
                 head = (key >> _TAG_SHIFT) << 3 | own << 2
                 yield index, own, first + (key & (slots - 1)), head
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where texts end.
+
+    Attributes:
+        token_ids: int32 [batch, length], of each text, and anything behind its end.
+        last: of each the place of its last token; -1 where there is none.
+        is_token: bool [batch, length], which of these are tokens; None if all are.
+
+    """
+
+    token_ids: torch.Tensor
+    last: Sequence[int]
+    is_token: torch.Tensor | None = None
+
+    def tails(self, reach: int) -> list[list[int]]:
+        """Of each text the last tokens, the newest first, -1 where there is none."""
+        place = torch.tensor(self.last)[:, None] - torch.arange(reach)
+        known = place >= 0
+        if self.is_token is not None:
+            known &= self.is_token.gather(1, place.clamp(min=0))
+        return self.token_ids.gather(1, place.clamp(min=0)).where(known, -1).tolist()
 
 
 class AdjacencyMatrix:

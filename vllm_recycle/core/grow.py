@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
@@ -28,19 +28,27 @@ class TextEnds:
 
     Attributes:
         idx_mapping: int64 [batch].
-        tails: int64 [batch, reach], the newest token first, padded with -1.
-        max_depths: int64 [batch], the most levels of each tree below its root.
+        ends: of the texts.
+        max_depths: of each the most levels of its tree below the root.
 
     """
 
     idx_mapping: torch.Tensor
-    tails: torch.Tensor
-    max_depths: torch.Tensor
+    ends: Ends
+    max_depths: Sequence[int]
+
+    def only(self, index: int) -> TextEnds:
+        """One of these."""
+        one, ends = slice(index, index + 1), self.ends
+        is_token = None if ends.is_token is None else ends.is_token[one]
+        ends = Ends(ends.token_ids[one], ends.last[one], is_token)
+        return TextEnds(self.idx_mapping[one], ends, self.max_depths[one])
 
     def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
         """Tail, salt and depth of each."""
         salts = matrix.salts[self.idx_mapping].tolist()
-        return zip(self.tails.tolist(), salts, self.max_depths.tolist(), strict=True)
+        tails = self.ends.tails(matrix.layout.reach)
+        return zip(tails, salts, self.max_depths, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ def grow(
         levels: the most levels of any tree; None for any number.
 
     """
-    batch = len(texts.tails)
+    batch = len(texts.idx_mapping)
     token_ids = torch.full((batch, max_nodes), NO_TOKEN)
     worths = torch.zeros(batch, max_nodes, dtype=rates.dtype)
     parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
@@ -139,7 +147,7 @@ def fill(
         tree: the template; its ranks are below k.
 
     """
-    batch = len(texts.tails)
+    batch = len(texts.idx_mapping)
     depths = tree.depths.tolist()
     token_ids = torch.full((batch, tree.num_nodes), NO_TOKEN)
     worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 import torch
 
 from vllm_recycle.core.acceptance import ANY_STEADINESS, MOST_SEEN
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 
-def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [logit rows, k], the most probable tokens of logits [logit rows, vocab], best first.
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable tokens of logits [logit rows, vocab].
 
-    Of equal ones the lower token comes first.
+    Returns:
+        int32 [logit rows, k], best first, of equal ones the lower first; and int64 [logit rows],
+        the first of each, 0 where no logit is a number.
+
     """
-    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
+    best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return best.to(torch.int32), best[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class VerifiedStep:
 
 
 def learn(
-    matrix: AdjacencyMatrix, counts: torch.Tensor | None, tails: torch.Tensor, step: VerifiedStep
+    matrix: AdjacencyMatrix, counts: torch.Tensor | None, ends: Ends, step: VerifiedStep
 ) -> None:
     """Count what was right at the visited rows, and write the entries of the contexts of all rows.
 
@@ -59,18 +63,18 @@ def learn(
     Args:
         matrix: written in place.
         counts: see `AcceptanceTable`, written in place; None to count nothing.
-        tails: int64 [batch, reach], the text up to each root, the newest token first; -1 where
-            nothing is to be learnt at the root.
+        ends: of the texts up to each root; of no token where nothing is to be learnt at the root.
         step: what is learnt from.
 
     """
     layout, starts = matrix.layout, step.cu_num_logits.tolist()
     increments = None if counts is None else torch.zeros_like(counts[..., :ANY_STEADINESS, :])
     writes: dict[int, tuple[int, int, list[int]]] = {}  # by address: head, salt, successors
+    tails = ends.tails(layout.reach)
     for b, salt in enumerate(matrix.salts[step.idx_mapping].tolist()):
         first, end = starts[b], starts[b + 1]
         tokens, parents = step.row_token_ids[first:end].tolist(), step.parents[b].tolist()
-        contexts = _contexts(tails[b].tolist(), tokens, parents, layout.reach)
+        contexts = _contexts(tails[b], tokens, parents, layout.reach)
         path = [row for row in step.walked.path[b].tolist() if row >= 0]
         for row, token in zip(path, step.walked.token_ids[b].tolist(), strict=False):
             if increments is not None:

@@ -7,13 +7,15 @@ Recycling write into buffers and have signatures of their own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
+from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.grow import Growth, TextEnds
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.harvest import Phrases
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
@@ -58,28 +60,25 @@ class PhraseOperations(Protocol):
 
 
 class Operations(PhraseOperations, Protocol):
-    """All functions; those of the matrix are in `grow`, `learn`, `acceptance` and `price`."""
+    """All functions; those of the matrix are in `draft`, `learn` and `price`."""
 
-    def grow(
+    def draft(
         self,
         matrix: AdjacencyMatrix,
-        rates: torch.Tensor,
+        counts: torch.Tensor,
         texts: TextEnds,
         *,
+        prices: Mapping[str, torch.Tensor],
+        num_other_rows: int,
         max_nodes: int,
-        least_worth: float = 0.0,
-        ranks: int | None = None,
-    ) -> Growth: ...
-
-    def fill(
-        self, matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
-    ) -> Growth: ...
+        tree: TreeTemplate | None = None,
+    ) -> Drafts: ...
 
     def learn(
         self,
         matrix: AdjacencyMatrix,
         counts: torch.Tensor | None,
-        tails: torch.Tensor,
+        ends: Ends,
         step: VerifiedStep,
     ) -> None: ...
 
@@ -87,10 +86,8 @@ class Operations(PhraseOperations, Protocol):
         self, matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor
     ) -> None: ...
 
-    def top_k(self, logits: torch.Tensor, k: int) -> torch.Tensor: ...
+    def top_k(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def choose(
         self, worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
     ) -> tuple[torch.Tensor, float]: ...
-
-    def rates(self, counts: torch.Tensor) -> torch.Tensor: ...

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-
-from vllm_recycle.core.verification import NO_TOKEN
 
 # Requests of a step, 0 for any number, and the length of their contexts.
 Load = tuple[int, int]
@@ -19,25 +16,6 @@ ANY = (0, 0)
 # What the drafts of a step are, which says what its rows cost: where all are chains, attention is
 # that of a step without drafts.
 TREES, CHAINS = "trees", "chains"
-
-
-class Price(NamedTuple):
-    """What steps cost at one load.
-
-    Attributes:
-        times: float64 [rows + 1], the time of a step by its rows, never falling.
-        slopes: float64 [rows + 1], what each row more costs at least, from there on.
-
-    """
-
-    times: torch.Tensor
-    slopes: torch.Tensor
-
-
-def free(max_rows: int) -> Price:
-    """A price at which rows cost nothing."""
-    rows = max_rows + 1
-    return Price(torch.ones(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64))
 
 
 class StepTimes:
@@ -60,8 +38,8 @@ class StepTimes:
         self.seconds = tuple((seconds or {}).get(load, 1.0) for load in self.loads)
         rising = [np.maximum.accumulate(np.float64(times[load])) for load in self.loads]
         self.times = torch.from_numpy(np.stack(rising))
-        self._slopes: dict[int, torch.Tensor] = {}  # of loads that were asked for
-        self._prices: dict[Load, Price] = {}  # by load and requests
+        self._known: dict[Load, torch.Tensor] = {}  # by load and requests
+        self._nearest: dict[int, list[int]] = {}  # loads by requests
 
     @classmethod
     def linear(cls, row_cost: float, max_rows: int) -> StepTimes:
@@ -102,35 +80,26 @@ class StepTimes:
 
     def nearest(self, num_reqs: int, context: float) -> int:
         """The nearest load: by the ratio of requests, then by the length of context."""
+        if (known := self._nearest.get(num_reqs)) is None:
+            ratios = [abs(math.log((of or num_reqs) / num_reqs)) for of, _ in self.loads]
+            known = [index for index, ratio in enumerate(ratios) if ratio == min(ratios)]
+            self._nearest[num_reqs] = known
+        return min(known, key=lambda index: abs(self.loads[index][1] - context))
 
-        def distance(index: int) -> tuple[float, float]:
-            requests, length = self.loads[index]
-            return abs(math.log((requests or num_reqs) / num_reqs)), abs(length - context)
-
-        return min(range(len(self.loads)), key=distance)
-
-    def at(self, num_reqs: int, context: float) -> Price:
-        """The price at the nearest load.
+    def at(self, num_reqs: int, context: float) -> torch.Tensor:
+        """The times at the nearest load, float64 [rows + 1].
 
         A row costs what it does there behind as many rows of drafts.
         """
         index = self.nearest(num_reqs, context)
-        if (index, num_reqs) not in self._prices:
+        if (index, num_reqs) not in self._known:
             fewer = (self.loads[index][0] or num_reqs) - num_reqs
-            moved = (_moved(values, fewer) for values in (self.times[index], self.slopes(index)))
-            self._prices[index, num_reqs] = Price(*moved)
-        return self._prices[index, num_reqs]
+            self._known[index, num_reqs] = _moved(self.times[index], fewer)
+        return self._known[index, num_reqs]
 
-    def slopes(self, load: int) -> torch.Tensor:
-        """What each row more costs at least, from there on, float64 [rows + 1], of a load."""
-        if load not in self._slopes:
-            self._slopes[load] = torch.from_numpy(_least_slopes(self.times[load].numpy()))
-        return self._slopes[load]
-
-    def of_each(self, num_reqs: int, context: float) -> Price:
+    def of_each(self, num_reqs: int, context: float) -> torch.Tensor:
         """As `at`, but by the rows of one request, where each of them has as many."""
-        times, slopes = self.at(num_reqs, context)
-        return Price(times[::num_reqs].contiguous(), slopes[::num_reqs] * num_reqs)
+        return self.at(num_reqs, context)[::num_reqs].contiguous()
 
 
 def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -179,13 +148,6 @@ def choose(
     return counts, best
 
 
-def cut(token_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Leave of drafts, int64 [batch, nodes], the first `counts` nodes, int64 [batch]; in place."""
-    for draft, count in zip(token_ids.numpy(), counts.tolist(), strict=True):
-        draft[count:] = NO_TOKEN
-    return token_ids
-
-
 def _blocks(worths: list[float]) -> list[tuple[float, int]]:
     """Worth and size of blocks of nodes, none with a higher average than the one before it."""
     blocks: list[tuple[float, int]] = []
@@ -208,16 +170,15 @@ def _rising(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
 
 
-def _least_slopes(times: np.ndarray) -> np.ndarray:
+def least_slopes(times: Sequence[float]) -> list[float]:
     """For each number of rows, the least slope to any larger one; infinite for the largest.
 
     It is the slope to the next corner of the lower hull of all that come behind.
     """
-    values, hull = times.tolist(), [len(times) - 1]
-    slopes = np.full(len(times), np.inf)
+    hull, slopes = [len(times) - 1], [math.inf] * len(times)
 
     def slope(first: int, second: int) -> float:
-        return (values[second] - values[first]) / (second - first)
+        return (times[second] - times[first]) / (second - first)
 
     for row in range(len(times) - 2, -1, -1):
         while len(hull) > 1 and slope(row, hull[-1]) >= slope(hull[-1], hull[-2]):

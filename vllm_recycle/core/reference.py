@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_recycle.core.acceptance import rates as rates
-from vllm_recycle.core.grow import fill as fill
-from vllm_recycle.core.grow import grow as grow
+from vllm_recycle.core.draft import draft as draft
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import learn as learn
 from vllm_recycle.core.learn import seed as seed

@@ -19,13 +19,14 @@ and so have `query_start_loc`, `seq_lens`, `block_table`, `slot_mapping`, `num_c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 
 class ReqStateIndices:
     """Gives each running request the lowest free one, for runners that have none."""
 
     def __init__(self, capacity: int) -> None:
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = list(range(capacity))  # a heap
         self._of: dict[str, int] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -40,11 +41,12 @@ class ReqStateIndices:
     def assign(self, request_id: str) -> int:
         """The number of a request that has none yet."""
         assert request_id not in self._of
-        self._of[request_id] = self._free.pop()
+        self._of[request_id] = heappop(self._free)
         return self._of[request_id]
 
     def free(self, request_ids: Sequence[str]) -> list[int]:
         """Take back the numbers of those requests that have one, and return them."""
         freed = [self._of.pop(request_id) for request_id in request_ids if request_id in self._of]
-        self._free = sorted((*self._free, *freed), reverse=True)
+        for index in freed:
+            heappush(self._free, index)
         return freed

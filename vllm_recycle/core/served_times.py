@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,10 @@ class ServedTimes:
 
     Attributes:
         times: what a step takes now, as far as is known.
-        logs: float64 [kinds, loads, NUM_SIZES], logarithms of what steps took in parts of what was
-            measured, not a number where none was served. The first size is a step without drafts,
-            which is the same of all kinds.
-        ages: int64, of the same shape: steps since one was served.
+        logs: by kind, load and size, logarithms of what steps took in parts of what was measured,
+            not a number where none was served. The first size is a step without drafts, which is
+            the same of all kinds.
+        last: as `logs`, which step of all was the last one.
         rows: of a request, on average, when drafts were last chosen by their price.
 
     """
@@ -47,9 +48,12 @@ class ServedTimes:
         self._measured = dict(measured)
         self.times = dict(measured)
         self._kinds, [self._loads, *_] = list(measured), [of.loads for of in measured.values()]
-        self.logs = np.full((len(measured), len(self._loads), NUM_SIZES), np.nan)
-        self.ages = np.full(self.logs.shape, STALE)
-        self._asked = np.zeros_like(self.ages)  # which look each was asked for last
+        self._seconds = [of.times.numpy() * np.array([of.seconds]).T for of in measured.values()]
+        [first, *_] = measured.values()
+        self._sizes = [_sizes(first, load) for load in range(len(self._loads))]
+        self.logs = self._each(math.nan)
+        self.last = self._each(-STALE)
+        self._asked = self._each(0)  # which look each was asked for last
         self._num_served = self._num_drafts = self._num_looks = 0
 
     def serve(
@@ -65,52 +69,57 @@ class ServedTimes:
             seconds: that it took.
 
         """
-        self.ages += 1
+        self._num_served += 1
         load, requests = self._load(num_reqs, context)
         # Rows of drafts cost what as many do at the load.
-        places = _places((num_rows - num_reqs + requests) / requests)
-        for index, of in enumerate(self._kinds):
-            if kind in (None, of):
-                measured = self._measured[of]
-                said = float(measured.times.numpy()[load, max(0, num_rows - num_reqs + requests)])
-                log = math.log(seconds / (said * measured.seconds[load]))
-                self._move(self.logs[index, load], self.ages[index, load], places, log)
-                moved = index
-        for averages in (self.logs, self.ages):
-            averages[:, load, 0] = averages[moved, load, 0]
-        self._num_served += 1
+        rows = num_rows - num_reqs + requests
+        places = _places(rows / requests)
+        moved = [index for index, of in enumerate(self._kinds) if kind in (None, of)]
+        for index in moved:
+            log = math.log(seconds / self._seconds[index].item(load, rows))
+            self._move(self.logs[index][load], self.last[index][load], places, log)
+        for averages in (self.logs, self.last):
+            for of_kind in averages:
+                of_kind[load][0] = averages[moved[-1]][load][0]
         return self._num_served % CORRECT_EVERY == 0
 
     def _move(
-        self, logs: np.ndarray, ages: np.ndarray, places: list[tuple[int, float]], log: float
+        self, logs: list[float], last: list[int], places: list[tuple[int, float]], log: float
     ) -> None:
         """Move the averages at some places of a load towards a sample between them."""
-        known = logs.tolist()
+        known = logs
         if any(math.isnan(known[place]) for place, _ in places):
             known = np.interp(np.arange(NUM_SIZES), *_known(logs)).tolist()
         new = log - sum(weight * known[place] for place, weight in places)
-        is_stale = max(ages[place] for place, _ in places) >= STALE
+        is_stale = self._is_stale(last, places)
         moved = min(MOST / 2, new) if is_stale else GAIN * min(MOST, max(-MOST, new))
         for place, weight in places:
             logs[place] = known[place] + moved * weight / sum(w * w for _, w in places)
             # What is found to be far longer is looked at again.
             if not (is_stale and new > MOST):
-                ages[place] = 0
+                last[place] = self._num_served
 
-    def correct(self, logs: np.ndarray, ages: np.ndarray) -> None:
+    def _is_stale(self, last: list[int], places: list[tuple[int, float]]) -> bool:
+        return min(last[place] for place, _ in places) <= self._num_served - STALE
+
+    def _each(self, value: Any) -> list[list[list[Any]]]:
+        """A value for each kind, load and size."""
+        return [[[value] * NUM_SIZES for _ in self._loads] for _ in self._kinds]
+
+    def correct(self, logs: list[list[list[float]]], last: list[list[list[int]]]) -> None:
         """Believe these, of this rank or of the one whose times count."""
-        self.logs, self.ages = logs, ages
+        self.logs, self.last = logs, last
         for index, (kind, measured) in enumerate(self._measured.items()):
             factors = [
-                np.exp(np.interp(_sizes(measured, load), *_known(of_load)))
-                for load, of_load in enumerate(logs[index])
+                np.exp(np.interp(sizes, *_known(of_load)))
+                for sizes, of_load in zip(self._sizes, logs[index], strict=True)
             ]
             self.times[kind] = measured.scaled(np.stack(factors))
 
     def known(self) -> dict[str, float]:
         """What steps took in parts of what was measured, by kind, requests, context and rows."""
         found = {}
-        for (index, load, size), log in np.ndenumerate(self.logs):
+        for (index, load, size), log in np.ndenumerate(np.array(self.logs)):
             if not math.isnan(log):
                 requests, context = self._loads[load]
                 where = f"{self._kinds[index]}, {requests} requests, {context} tokens"
@@ -128,18 +137,20 @@ class ServedTimes:
         if self._num_drafts % LOOK_EVERY:
             return None
         load, _ = self._load(num_reqs, context)
-        stale: list[tuple[int, int, list[int], str | None, int]] = []
+        stale: list[tuple[int, int, list[tuple[int, float]], str | None, int]] = []
         for index, of in enumerate(self._kinds):
             for size in (1, self.rows, 2 * self.rows):
-                places = [place for place, _ in _places(size)]
-                if self.ages[index, load, places].max() >= STALE:
-                    asked = int(self._asked[index, load, places].min())
+                places = _places(size)
+                if self._is_stale(self.last[index][load], places):
+                    asked = min(self._asked[index][load][place] for place, _ in places)
                     stale.append((asked, index, places, None if size == 1 else of, size - 1))
         if not stale:
             return None
         _, index, places, kind, nodes = min(stale, key=lambda one: one[0])
         self._num_looks += 1
-        self._asked[index if nodes else slice(None), load, places] = self._num_looks
+        for of_kind in self._asked[index : index + 1] if nodes else self._asked:
+            for place, _ in places:
+                of_kind[load][place] = self._num_looks
         return kind, nodes
 
     def _load(self, num_reqs: int, context: float) -> tuple[int, int]:
@@ -161,7 +172,7 @@ def _sizes(times: StepTimes, load: int) -> np.ndarray:
     return np.log2(np.maximum(rows, 1.0))
 
 
-def _known(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _known(logs: list[float]) -> tuple[list[int], list[float]]:
     """Sizes that are known, and their logs; nothing is corrected where there is none."""
-    known = np.flatnonzero(~np.isnan(logs))
-    return (known, logs[known]) if len(known) else (np.zeros(1), np.zeros(1))
+    known = [size for size, log in enumerate(logs) if not math.isnan(log)]
+    return (known, [logs[size] for size in known]) if known else ([0], [0.0])

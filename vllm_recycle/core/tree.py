@@ -49,6 +49,7 @@ class Trees:
         depths: int64 [batch, rows]; the root has depth 0.
         ancestor_mask: bool [batch, rows, rows], true where the column is the row or its ancestor.
         depth: no tree has more levels below its root.
+        are_chains: whether it is known of all that each node has one child.
 
     """
 
@@ -56,6 +57,7 @@ class Trees:
     depths: torch.Tensor
     ancestor_mask: torch.Tensor
     depth: int
+    are_chains: bool = False
 
     @classmethod
     def from_parents(cls, parents: torch.Tensor) -> Trees:
@@ -243,7 +245,8 @@ def _chains(batch: int, num_nodes: int) -> Trees:
     """The trees of a batch whose nodes have one child; the tables are shared."""
     one = Trees.from_parents(torch.arange(-1, num_nodes).clamp(min=0)[None])
     parents, depths = one.parents.expand(batch, -1), one.depths.expand(batch, -1)
-    return Trees(parents, depths, one.ancestor_mask.expand(batch, -1, -1), num_nodes)
+    mask = one.ancestor_mask.expand(batch, -1, -1)
+    return Trees(parents, depths, mask, num_nodes, are_chains=True)
 
 
 def shipped_trees() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -48,11 +49,11 @@ batches = st.lists(requests(), min_size=1, max_size=6)
 
 
 def make(batch: list[Request]) -> StepLayout:
-    lengths = np.array([len(request.tokens) for request in batch])
+    ends = accumulate(len(request.tokens) for request in batch)
     return StepLayout.make(
         trees=TREE.of_batch(len(batch)),
-        num_nodes=np.array([request.num_nodes for request in batch]),
-        last_token_row=lengths.cumsum() - 1,
+        num_nodes=[request.num_nodes for request in batch],
+        last_token_row=[end - 1 for end in ends],
         row_token_ids=np.array([token for request in batch for token in request.logit_tokens]),
     )
 
@@ -101,7 +102,7 @@ def test_moves_bring_the_accepted_rows_to_the_front_and_move_no_other(batch, dat
     moved = token_rows.clone()
     moved[write] = token_rows[read]
     expected = token_rows.tolist()
-    for root, end in zip(trees.first_token_row.tolist(), ends, strict=True):
+    for root, end in zip(trees.first_token_row, ends, strict=True):
         for place, row in enumerate(PATHS[end]):
             expected[root + place] = root + row
     assert moved.tolist() == expected

@@ -10,14 +10,14 @@ import torch
 from cache_layouts import STALE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recycling_steps import make_matrix, tails_of
+from recycling_steps import as_tensors, ends_of, make_matrix
 from strategies import batch_trees, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import reference
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
-from vllm_recycle.core.grow import Growth, TextEnds
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Ends
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import TREES, StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
@@ -66,51 +66,54 @@ def assert_same_trees(got: Trees, expected: Trees) -> None:
         assert getattr(got, name).equal(getattr(expected, name)), name
 
 
-def arguments_of(matrix: AdjacencyMatrix, batch: int, *, equal: bool) -> tuple:
-    """Of `grow` and `fill`, for some texts."""
-    tails = tails_of(random_texts(matrix, batch), matrix.layout.reach)
-    texts = TextEnds(torch.randperm(3)[:batch], tails, torch.randint(6, (batch,)))
-    return matrix, rates_for(matrix, equal=equal), texts
+def counts_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
+    """Of rates that are quarters many are equal, so that the order decides."""
+    shape = (len(matrix.layout.contexts), 2, matrix.layout.k, 5)
+    if equal:
+        right = torch.randint(5, shape).double()
+        right[..., -1] = 0
+        return torch.stack((right, torch.zeros(shape).double()), dim=-1)
+    seen = torch.randint(3000, shape).double()
+    return torch.stack(((seen * torch.rand(shape)).floor(), seen), dim=-1)
 
 
-def rates_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
-    """Of quarters many are equal, so that the order decides."""
-    shape = (len(matrix.layout.contexts), 2, matrix.layout.k, 4)
-    return torch.randint(5, shape).double() / 4 if equal else torch.rand(shape).double()
-
-
-def assert_same_growths(got: Growth, expected: Growth) -> None:
-    assert got.token_ids.equal(expected.token_ids)
-    assert got.worths.equal(expected.worths)
-    assert got.parents.equal(expected.parents)
+@st.composite
+def price_of(draw, num_rows: int) -> torch.Tensor:
+    """Any times that do not fall, or those of a row that always costs as much."""
+    row_cost = draw(st.sampled_from([None, 0.0, 0.01, 0.1]))
+    if row_cost is not None:
+        return StepTimes.linear(row_cost, num_rows).at(1, 0)
+    return StepTimes({(1, 0): 1 + torch.rand(num_rows + 1).cumsum(0).numpy() / 8}).at(1, 0)
 
 
 @MANY
 @given(
     matrix=tables(),
     batch=st.integers(1, 3),
-    max_nodes=st.integers(1, 20),
+    max_nodes=st.integers(1, 40),
     equal=st.booleans(),
-    least_worth=st.sampled_from([0.0, 0.1, 0.25]),
-    ranks=st.sampled_from([None, 1, 2]),
+    others=st.integers(0, 3),
+    kinds=st.sampled_from([(TREES,), (CHAINS,), (TREES, CHAINS)]),
+    has_flags=st.booleans(),
+    data=st.data(),
 )
-def test_grow_equals_the_reference(matrix, batch, max_nodes, equal, least_worth, ranks):
-    arguments, before = arguments_of(matrix, batch, equal=equal), matrix.table.clone()
+def test_drafts_equal_those_of_the_reference(
+    matrix, batch, max_nodes, equal, others, kinds, has_flags, data
+):
+    num_rows = data.draw(st.integers(1, 60))
+    prices = {kind: data.draw(price_of(num_rows)) for kind in kinds}
+    tree = data.draw(st.none() | trees(max_nodes=20, k=matrix.layout.k))
+    ends = ends_of(random_texts(matrix, batch))
+    if has_flags:
+        ends = replace(ends, is_token=torch.rand(ends.token_ids.shape) < 0.9)
+    texts = TextEnds(torch.randperm(3)[:batch], ends, torch.randint(6, (batch,)).tolist())
+    counts, before = counts_for(matrix, equal=equal), matrix.table.clone()
+    options = {"num_other_rows": others, "max_nodes": max_nodes, "tree": tree}
     expected, got = (
-        twin.grow(*arguments, max_nodes=max_nodes, least_worth=least_worth, ranks=ranks)
-        for twin in (reference, calls)
+        twin.draft(matrix, counts, texts, prices=prices, **options) for twin in (reference, calls)
     )
-    assert_same_growths(got, expected)
-    assert matrix.table.equal(before)
-
-
-@MANY
-@given(matrix=tables(), batch=st.integers(1, 3), data=st.data())
-def test_fill_equals_the_reference(matrix, batch, data):
-    tree = data.draw(trees(max_nodes=20, k=matrix.layout.k))
-    arguments, before = arguments_of(matrix, batch, equal=False), matrix.table.clone()
-    expected, got = (twin.fill(*arguments, tree=tree) for twin in (reference, calls))
-    assert_same_growths(got, expected)
+    assert got == expected
+    assert all(draft[-1] >= 0 for draft in got[0] if draft)
     assert matrix.table.equal(before)
 
 
@@ -127,22 +130,13 @@ def test_choose_equals_the_reference(seed, shape, others, num_rows, eighths, row
     torch.manual_seed(seed)
     times = torch.rand(num_rows + 1).double().cumsum(0)
     if row_cost is not None:
-        times, _ = StepTimes.linear(row_cost, num_rows).at(1, 0)
+        times = StepTimes.linear(row_cost, num_rows).at(1, 0)
     worths = torch.randint(9, shape).double() / 8 if eighths else torch.rand(shape)
     expected, got = (
         twin.choose(worths, times, num_other_rows=others) for twin in (reference, calls)
     )
     assert got[0].equal(expected[0])
     assert got[1] == expected[1]
-
-
-@MANY
-@given(seed=st.integers(0, 10**6), k=st.integers(1, 8))
-def test_rates_equal_the_reference(seed, k):
-    torch.manual_seed(seed)
-    seen = torch.randint(3000, (2, 2, k, 5, 1)).double()
-    counts = torch.cat(((seen * torch.rand(seen.shape)).floor(), seen), dim=-1)
-    assert calls.rates(counts).equal(reference.rates(counts))
 
 
 @MANY
@@ -190,9 +184,9 @@ def test_walk_and_learn_equal_the_reference(matrix, data, batch, counts):
         successors=others.int(),
         walked=expected,
     )
-    tails = tails_of(random_texts_like(token_ids, starts), layout.reach)
+    ends = ends_of(random_texts_like(token_ids, starts))
     for twin, one, counter in zip((reference, calls), matrices, seen, strict=True):
-        twin.learn(one, counter, tails, step)
+        twin.learn(one, counter, ends, step)
     assert matrices[1].table.equal(matrices[0].table)
     if counts:
         assert seen[1].equal(seen[0])
@@ -238,20 +232,16 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
         if scope != "isolated":
             proposer.take_in(torch.tensor(texts[0] + texts[1]))
     for _ in range(3):
-        tails = tails_of(texts, first.layout.reach)
-        max_depths = torch.tensor([0, 2, 50, 50])[torch.randint(4, (2,))]
-        (drafts, parents), (same, same_parents) = (
+        max_depths = torch.tensor([0, 2, 50, 50])[torch.randint(4, (2,))].tolist()
+        ends = ends_of(texts)
+        drafted, same = (
             proposer.propose(
-                idx_mapping,
-                tails,
-                max_depths=max_depths,
-                prices=prices,
-                num_other_rows=1,
+                TextEnds(idx_mapping, ends, max_depths), prices=prices, num_other_rows=1
             )
             for proposer in proposers
         )
-        assert same.equal(drafts)
-        assert same_parents.equal(parents)
+        assert same == drafted
+        drafts, parents = as_tensors(drafted, max_nodes)
         tree = Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
         counts = [int(torch.randint(int((draft >= 0).sum()) + 1, ())) for draft in drafts]
         row_token_ids = torch.cat(
@@ -267,16 +257,16 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
             for row in range(count, 0, -1):
                 parent = cu_num_logits[b] + tree.parents[b, row]
                 logits[parent, draft[row - 1]] += float(torch.rand(()) < 0.7)
-        successors = calls.top_k(logits, k)
-        assert successors.equal(reference.top_k(logits, k))
+        successors, best = calls.top_k(logits, k)
+        assert successors.equal(reference.top_k(logits, k)[0])
         walks = [
-            proposer.operations.walk(successors[:, 0].long(), drafts, cu_num_logits, trees=tree)
+            proposer.operations.walk(best, drafts, cu_num_logits, trees=tree)
             for proposer in proposers
         ]
         assert_same_walks(walks[1], walks[0])
         known = (tree.parents, row_token_ids, cu_num_logits, successors, walks[0])
         for proposer in proposers:
-            proposer.learn(tails, VerifiedStep(idx_mapping, *known))
+            proposer.learn(ends, VerifiedStep(idx_mapping, *known))
         for got, expected in zip(
             twin.state.tensors.values(), first.state.tensors.values(), strict=True
         ):
@@ -306,13 +296,19 @@ def test_top_k_equals_torch(count, vocab, k, dtype, layout, seed):
         logits = logits.T.contiguous().T
     elif layout == "part":
         logits = torch.cat([logits, torch.full_like(logits, STALE)], 1)[:, :vocab]
-    got = calls.top_k(logits, k)
-    assert got.dtype == torch.int32
-    assert got.equal(expected)
+    for got, by_torch in zip(calls.top_k(logits, k), expected, strict=True):
+        assert got.dtype == by_torch.dtype
+        assert got.equal(by_torch)
 
 
 def test_of_equal_logits_the_first_ones_are_taken():
-    assert calls.top_k(torch.ones(1, 40), 3).tolist() == [[0, 1, 2]]
+    assert calls.top_k(torch.ones(1, 40), 3)[0].tolist() == [[0, 1, 2]]
+
+
+def test_of_no_numbers_the_first_one_is_sampled():
+    logits = torch.full((2, 40), float("nan"))
+    for twin in (reference, calls):
+        assert twin.top_k(logits, 3)[1].tolist() == [0, 0]
 
 
 # What C++ cannot be trusted with.
@@ -325,8 +321,9 @@ def test_a_table_of_another_type_or_layout_is_refused():
         other.table = table
         with pytest.raises(AssertionError):
             calls.seed(other, 0, text)
-    rates, one = torch.zeros(2, 2, 3, 4, dtype=torch.float64), torch.tensor([1])
-    matrix.layout = replace(matrix.layout, contexts=(1, 2, 3))
-    texts = TextEnds(one - 1, torch.tensor([[0, 1]]), one)
+    one = torch.tensor([1])
+    texts = TextEnds(one - 1, Ends(one[None], [0]), [1])  # int64 token ids
+    prices = {TREES: StepTimes.linear(0.0, 4).at(1, 0)}
+    counts = counts_for(matrix, equal=True)
     with pytest.raises(AssertionError):
-        calls.grow(matrix, rates, texts, max_nodes=2)
+        calls.draft(matrix, counts, texts, prices=prices, num_other_rows=0, max_nodes=2)

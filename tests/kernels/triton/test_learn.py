@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Ends, MatrixLayout
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
@@ -142,7 +142,10 @@ def test_a_step_teaches_what_it_teaches_the_core(
         texts = texts_of(tails, step)
         learn(matrix, stamps, counts, texts, step, max_rows=max_rows, learns=which)
         their_counts = theirs.counts if counted else None
-        core.learn(expected, their_counts, tails[learns], part_of(step, learns))
+        part = part_of(step, learns)
+        last = (texts.lengths[part.idx_mapping] - 1).tolist()
+        ends = Ends(texts.token_ids[part.idx_mapping], last)
+        core.learn(expected, their_counts, ends, part)
         assert matrix.table.equal(expected.table)
         assert not stamps.any()
         assert acceptance.counts.equal(theirs.counts)

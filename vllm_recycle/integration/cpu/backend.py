@@ -63,16 +63,16 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
         """
         metadata = super().build(0, common)
-        if step is None or not step.num_nodes.any():
+        if step is None or not any(step.num_nodes):
             return metadata
         # On a few numbers, where numpy's calls cost a third of torch's.
-        nodes = step.num_nodes.numpy()
+        nodes = np.array(step.num_nodes)
         has_tree = nodes > 0
         tree_lengths = np.where(has_tree, nodes + 1, 0)
         num_rows = torch.from_numpy(tree_lengths)
         trees = TreeQueries(
             trees=step.trees,
-            first=step.first_token_row,
+            first=torch.tensor(step.first_token_row),
             num_rows=num_rows,
             num_context=common.seq_lens - num_rows,
             block_table=common.block_table_tensor,

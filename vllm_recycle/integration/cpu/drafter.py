@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import CHAINS, TREES, StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes, least_slopes
 from vllm_recycle.core.served_times import ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
@@ -29,60 +30,6 @@ class Placeholder:
     def propose(self) -> None:
         """Without it vLLM takes this for no drafter."""
         raise RuntimeError("expected a model runner of vllm_recycle")
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """The requests of a step, after it, in batch order.
-
-    Attributes:
-        idx_mapping: int64 [batch].
-        token_ids: int32 [max_num_reqs, max_model_len], prompt and output of each request.
-        num_computed_tokens: int64 [batch], tokens of each that the target has computed.
-        wants_draft: bool [batch]; these have one more token, which the target sampled.
-        max_depths: int64 [batch], the most drafted tokens that could be accepted of each.
-        num_nodes: the most nodes of a draft in a batch of this size.
-        is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
-
-    """
-
-    idx_mapping: torch.Tensor
-    token_ids: np.ndarray
-    num_computed_tokens: np.ndarray
-    wants_draft: np.ndarray
-    max_depths: np.ndarray
-    num_nodes: int
-    is_token: np.ndarray | None = None
-
-    def last_token_ids(self, chosen: np.ndarray) -> torch.Tensor:
-        """int64 [n], of those requests that want a draft."""
-        last = self.token_ids[chosen, self.num_computed_tokens[chosen]]
-        return torch.from_numpy(last.astype(np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Where some texts end.
-
-    Attributes:
-        token_ids: int32 [max_num_reqs, max_model_len], of each request of a step.
-        rows: int64 [batch], which of these the texts are.
-        last: int64 [batch], the place of the last token of each; -1 where there is none.
-        is_token: as `token_ids`, bool, where these are the input; None if they are everywhere.
-
-    """
-
-    token_ids: np.ndarray
-    rows: np.ndarray
-    last: np.ndarray
-    is_token: np.ndarray | None = None
-
-    def tails(self, reach: int) -> torch.Tensor:
-        """int64 [batch, reach], the newest token first, -1 where there is none."""
-        place = self.last[:, None] - np.arange(reach)
-        where = self.rows[:, None], np.maximum(place, 0)
-        known = place >= 0 if self.is_token is None else (place >= 0) & self.is_token[where]
-        return torch.from_numpy(np.where(known, self.token_ids[where], np.int64(-1)))
 
 
 class V1Drafter(Drafter):
@@ -165,16 +112,17 @@ class V1Drafter(Drafter):
         """
 
     @abstractmethod
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Draft behind each text that wants it; to be called after each step.
+    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+        """Draft behind each text of a step; to be called after each step.
 
         Args:
-            texts: of the step.
+            texts: as far as the target has computed them, and with one more token where a draft may
+                be accepted: where `max_depths` is above 0. Elsewhere there is none.
+            num_nodes: the most nodes of a draft in a batch of this size.
             block_tables: vLLM's, of all KV cache groups.
 
         Returns:
-            Of each request the token ids of its draft, -1 where a node is not filled, and the
-            parent row of each node; what is behind the last filled one is nobody's.
+            Drafts whose last nodes are filled.
 
         """
 
@@ -206,7 +154,7 @@ class V1Drafter(Drafter):
         is_any = kind not in self.step_times or step.trees.num_nodes <= 1
         kind = None if is_any else kind
         if self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds):
-            self.served.correct(*from_first_rank((self.served.logs, self.served.ages)))
+            self.served.correct(*from_first_rank((self.served.logs, self.served.last)))
             self.step_times = self.served.times
 
     def judge(self, step_seconds: float) -> str:
@@ -214,6 +162,6 @@ class V1Drafter(Drafter):
         return ""
 
     def statistics(self) -> dict[str, float]:
-        _, slopes = next(iter(self.step_times.values())).at(1, 0)
+        slopes = least_slopes(next(iter(self.step_times.values())).at(1, 0).tolist())
         logs = {} if self.served is None else self.served.known()
-        return super().statistics() | {"row_cost": float(slopes[1])} | logs
+        return super().statistics() | {"row_cost": slopes[1]} | logs

@@ -23,10 +23,13 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.acceptance import NodeAcceptance
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import TREES, cut
+from vllm_recycle.core.price import TREES
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
-from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.drafter import from_first_rank
@@ -99,7 +102,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
         self.proposer.release(req_state_indices)
 
     def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
-        owners = idx_mapping.repeat_interleave(step.num_nodes + 1)
+        owners = idx_mapping.repeat_interleave(step.cu_num_logits.diff())
         self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
 
     def accept(
@@ -108,33 +111,36 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
         self.acceptance.count(self.drafted[idx_mapping], walked)
         self.drafted[idx_mapping] = NO_TOKEN
 
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[list[list[int]], list[list[int]]]:
+    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         """Draft, and take in what the target has computed of every text, drafted for or not."""
-        batch, last = len(texts.wants_draft), texts.num_computed_tokens
+        batch, last, text = len(texts.idx_mapping), np.array(texts.ends.last), texts.ends.token_ids
         table = block_tables[self.kv_cache_gid]
         slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
         # The width is the context's, which vLLM may shorten to what fits the KV cache.
-        room = np.minimum(slots, texts.token_ids.shape[1]) - last - 1
-        chosen = np.nonzero(texts.wants_draft & (room >= 0))[0]
+        room = np.minimum(slots, text.shape[1]) - last - 1
+        chosen = np.nonzero((np.array(texts.max_depths) > 0) & (room >= 0))[0]
         self.known.follow(texts)
         drafting = Round(self, texts, table.get_device_tensor(batch))
         drafting.catch_up(len(chosen))
         tree = self.proposer.tree
-        drafts = torch.full((batch, tree.num_nodes), NO_TOKEN)
+        drafts: list[list[int]] = [[] for _ in range(batch)]
         if len(chosen):
             drafted = self.proposer.propose(
                 texts.idx_mapping[chosen],
-                texts.last_token_ids(chosen),
+                text[chosen, last[chosen]].long(),
                 draft_model=drafting,
                 room=torch.from_numpy(room[chosen]),
             )
             self.drafted[texts.idx_mapping[chosen]] = drafted
-            times, _ = self.step_times[TREES].at(batch, float(last.mean()))
-            counts, _ = native_operations().choose(
-                self.acceptance.worths(drafted), times, num_other_rows=batch - len(chosen)
-            )
-            drafts[chosen] = cut(drafted, counts)
-        return drafts.tolist(), [tree.parents[1:].tolist()] * batch
+            times = self.step_times[TREES].at(batch, float(last.mean()))
+            worths, others = self.acceptance.worths(drafted), batch - len(chosen)
+            worths = worths[:, :num_nodes]
+            counts, _ = native_operations().choose(worths, times, num_other_rows=others)
+            of_each = zip(chosen.tolist(), drafted.tolist(), counts.tolist(), strict=True)
+            for index, draft, count in of_each:
+                drafts[index] = draft[:count]
+        parents = tree.parents[1:].tolist()
+        return drafts, [parents[: len(draft)] for draft in drafts]
 
     @torch.inference_mode()
     def judge(self, step_seconds: float) -> str:
@@ -145,7 +151,7 @@ class OuroborosV1Drafter(V1Drafter, DraftModelProposer):
             self.model.compute_logits(self.run(rows))
             seconds.append(time.perf_counter() - started)
         share = from_first_rank(forwards * min(seconds) / step_seconds)
-        times, _ = self.step_times[TREES].at(1, 0)
+        times = self.step_times[TREES].at(1, 0)
         reached = 1 + self.proposer.tree.depths.cummax(0).values
         costs = share + times[1 : len(reached) + 1]
         pays = bool((reached[: len(costs)] > costs)[1:].any())
@@ -218,13 +224,14 @@ class DraftedTexts:
         self.num_cached[req_state_idx] = num_computed_tokens
         self.trunks[req_state_idx] = NO_TOKEN
 
-    def follow(self, texts: Texts) -> None:
+    def follow(self, texts: TextEnds) -> None:
         """Count each cache back to the first token that differs from the draft; a round begins."""
-        idx_mapping, computed = texts.idx_mapping.numpy(), texts.num_computed_tokens
+        idx_mapping, computed = texts.idx_mapping.numpy(), np.array(texts.ends.last)
         trunks, starts = self.trunks[idx_mapping], self.starts[idx_mapping]
         place = starts[:, None] + np.arange(trunks.shape[1])
         index = np.arange(len(idx_mapping))[:, None]
-        text = texts.token_ids[index, place.clip(max=texts.token_ids.shape[1] - 1)]
+        token_ids = texts.ends.token_ids.numpy()
+        text = token_ids[index, place.clip(max=token_ids.shape[1] - 1)]
         agrees = (text == trunks) & (place < computed[:, None])
         kept = starts + np.cumprod(agrees, axis=1).sum(axis=1)
         was_drafted = trunks[:, 0] != NO_TOKEN
@@ -250,15 +257,15 @@ class Round:
     """
 
     def __init__(
-        self, drafter: OuroborosV1Drafter, texts: Texts, block_table: torch.Tensor
+        self, drafter: OuroborosV1Drafter, texts: TextEnds, block_table: torch.Tensor
     ) -> None:
         self.drafter, self.known, self.block_table = drafter, drafter.known, block_table
-        self.token_ids, self.idx_mapping = texts.token_ids, texts.idx_mapping.numpy()
+        self.token_ids, self.idx_mapping = texts.ends.token_ids.numpy(), texts.idx_mapping.numpy()
         # By req_state_idx: the place in the batch, and how many tokens of the text were taken in or
         # are in the runner's.
         self.index, self.ends = np.zeros((2, len(self.known.num_cached)), dtype=np.int64)
         self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
-        self.ends[self.idx_mapping] = texts.num_computed_tokens
+        self.ends[self.idx_mapping] = texts.ends.last
 
     def catch_up(self, num_drafting: int) -> None:
         """Take in what cannot wait for the first draft forward, or does not fit into it.
@@ -340,8 +347,8 @@ class Round:
         positions.copy_(torch.from_numpy(position))
         step = StepLayout.make(
             trees=drafter.proposer.lookahead.of_batch(len(idx_mapping)),
-            num_nodes=num_rows,
-            last_token_row=starts[1:] - 1,
+            num_nodes=num_rows.tolist(),
+            last_token_row=(starts[1:] - 1).tolist(),
             row_token_ids=token_ids[logit_rows.numpy()],
         )
         step.place([positions], input_ids.numpy())

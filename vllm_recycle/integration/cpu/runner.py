@@ -20,11 +20,13 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.backend import hand_over
-from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.drafters import DRAFTERS
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
@@ -42,6 +44,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         drafter: what drafts.
         idx_mapping: int64 [batch], of the step.
         step: where its rows and trees lie.
+        roots: the ends of its texts, up to each root; of no token where nothing is sampled.
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
         began: when the step did.
@@ -51,6 +54,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     drafter: V1Drafter
     idx_mapping: torch.Tensor
     step: StepLayout
+    roots: Ends
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
     began: float
@@ -80,10 +84,11 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
         )
 
-    @property
-    def is_token(self) -> np.ndarray | None:
-        """bool [max_num_reqs, max_model_len], where input is a token; None if all of it is."""
-        return self.input_batch.is_token_ids if self.enable_prompt_embeds else None
+    def _ends(self, last: list[int]) -> Ends:
+        """The ends of the texts of the batch, by the places of their last tokens."""
+        batch = self.input_batch
+        is_token = batch.is_token_ids_tensor if self.enable_prompt_embeds else None
+        return Ends(batch.token_ids_cpu_tensor, last, is_token)
 
     def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_lora_model(*args, **kwargs)
@@ -133,7 +138,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, _, _ = prepared
         num_reqs = self.input_batch.num_reqs
-        names, starts = self.input_batch.req_ids, self.query_start_loc.np[: num_reqs + 1]
+        batch, names = self.input_batch, self.input_batch.req_ids
+        starts = self.query_start_loc.np[: num_reqs + 1].tolist()
         self.idx_mapping = torch.from_numpy(
             np.array([self.req_state_indices[name] for name in names])
         )
@@ -142,14 +148,19 @@ class TreeCPUModelRunner(CPUModelRunner):
         input_ids = self.input_ids.np[: starts[-1]]
         self.step = StepLayout.make(
             trees=Trees.from_drafts(drafts),
-            num_nodes=np.array([*map(len, drafts)]),
-            last_token_row=starts[1:] - 1,
+            num_nodes=[*map(len, drafts)],
+            last_token_row=[end - 1 for end in starts[1:]],
             row_token_ids=input_ids[logits_indices.numpy()],
         )
+        computed = batch.num_computed_tokens_cpu[:num_reqs].tolist()
+        rows = zip(computed, self.step.first_token_row, starts[:-1], strict=True)
+        roots = [before + row - first for before, row, first in rows]
         # In the middle of a prompt, which goes on as it does: nothing is learnt there. Else where
         # others made a prompt be cut would be seen in what is drafted for it.
-        roots = self.step.cu_num_logits.numpy()[:-1]
-        self.step.row_token_ids.numpy()[roots[self.discard_request_mask.np[:num_reqs]]] = NO_TOKEN
+        for index, discarded in enumerate(self.discard_request_mask.np[:num_reqs].tolist()):
+            if discarded:
+                self.step.row_token_ids[self.step.cu_num_logits[index]] = roots[index] = NO_TOKEN
+        self.roots = self._ends(roots)
         mrope = [self.mrope_positions.gpu] if self.uses_mrope else []
         self.step.place([self.positions, *mrope], input_ids)
         hand_over(self.step, self.attn_groups)
@@ -187,12 +198,7 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
-        # Nothing is learnt at roots that nothing is sampled for.
-        roots = self.positions.numpy()[step.first_token_row.numpy()]
-        roots[self.discard_request_mask.np[: len(roots)]] = -1
-        places = np.arange(len(roots))
-        ends = Ends(self.input_batch.token_ids_cpu, places, roots, self.is_token)
-        self.drafter.accept(self.idx_mapping, step, result, ends)
+        self.drafter.accept(self.idx_mapping, step, result, self.roots)
         self._compact_kv_cache(result.path)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
 
@@ -243,39 +249,22 @@ class TreeCPUModelRunner(CPUModelRunner):
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
         before = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        computed, wants_draft, max_depths = [], [], []
+        ends = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
+        computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
             request, goes_on = self.requests[name], bool(sampled_token_ids[index])
             params = request.sampling_params
             # Tokens that a request may still have; one of them comes without a draft.
             left = params.max_tokens - len(request.output_token_ids)
             # Of those that were sampled for, without the draft tokens that were not accepted.
-            known = batch.num_tokens_no_spec[index] - 1
-            computed.append(known if goes_on else before[index] + scheduled[name])
-            may_draft = num_nodes > 0 and may_speculate(params)
-            wants_draft.append(goes_on and left > 0 and may_draft)
-            max_depths.append(max(left - 1, 0))
-        texts = Texts(
-            idx_mapping=self.idx_mapping,
-            token_ids=batch.token_ids_cpu,
-            num_computed_tokens=np.array(computed, dtype=np.int64),
-            wants_draft=np.array(wants_draft, dtype=bool),
-            max_depths=np.array(max_depths, dtype=np.int64),
-            num_nodes=num_nodes,
-            is_token=self.is_token,
-        )
-        drafts, parents = self.drafter.draft(texts, batch.block_table)
+            computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
+            may_draft = goes_on and num_nodes > 0 and may_speculate(params)
+            max_depths.append(max(left - 1, 0) if may_draft else 0)
+        texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths)
+        drafts, self.draft_parents = self.drafter.draft(texts, num_nodes, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)
             self.drafter.serve(self.step, context, time.perf_counter() - self.began)
-        for draft in drafts:
-            del draft[num_nodes:]
-            # Rows behind the last filled node would be verified for nothing.
-            while draft and draft[-1] < 0:
-                draft.pop()
-        self.draft_parents = [
-            of_nodes[: len(draft)] for of_nodes, draft in zip(parents, drafts, strict=True)
-        ]
         return drafts
 
     def take_draft_token_ids(self) -> TreeDraftTokenIds | None:

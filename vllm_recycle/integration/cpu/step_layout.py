@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,65 +24,67 @@ class StepLayout:
 
     Attributes:
         trees: of the requests, of which each has a prefix.
-        are_chains: whether each node is the only child of the row before it, in all of them: such
-            a step is as vLLM prepares it.
-        num_nodes: int64 [batch], scheduled nodes of each request.
-        first_token_row: int64 [batch], token row of each root.
+        num_nodes: scheduled nodes of each request.
+        first_token_row: token row of each root.
         cu_num_logits: int64 [batch + 1], logit row of each root, and the number of logit rows.
         row_token_ids: int64 [logit rows], input token of each logit row, -1 where a node was not
             filled, and at roots that nothing is sampled for.
         drafts: int64 [batch, nodes], -1 where not filled or not scheduled.
-        is_scheduled: bool [batch, rows], which rows of the trees there are.
 
     """
 
     trees: Trees
-    are_chains: bool
-    num_nodes: torch.Tensor
-    first_token_row: torch.Tensor
+    num_nodes: Sequence[int]
+    first_token_row: Sequence[int]
     cu_num_logits: torch.Tensor
     row_token_ids: torch.Tensor
     drafts: torch.Tensor
-    is_scheduled: np.ndarray
 
     @classmethod
     def make(
         cls,
         *,
         trees: Trees,
-        num_nodes: np.ndarray,
-        last_token_row: np.ndarray,
+        num_nodes: Sequence[int],
+        last_token_row: Sequence[int],
         row_token_ids: np.ndarray,
     ) -> StepLayout:
         """Lay out a step.
 
         Args:
             trees: of the requests.
-            num_nodes: int64 [batch], scheduled nodes of each request.
-            last_token_row: integer [batch], the last token row of each request.
+            num_nodes: scheduled nodes of each request.
+            last_token_row: the last token row of each request.
             row_token_ids: integer [logit rows], input token of each logit row.
 
         """
-        row = np.arange(trees.num_nodes + 1)
-        is_scheduled = row <= num_nodes[:, None]
-        drafts = np.full(is_scheduled.shape, -1)
-        drafts[is_scheduled] = row_token_ids
-        is_branch = (trees.parents.numpy()[:, 1:] != row[:-1]) & is_scheduled[:, 1:]
-        arrays = {
-            "num_nodes": num_nodes,
-            "first_token_row": last_token_row - num_nodes,
-            "cu_num_logits": np.concatenate(([0], (num_nodes + 1).cumsum())),
-            "row_token_ids": row_token_ids.astype(np.int64),
-            "drafts": drafts[:, 1:],
-        }
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return cls(trees, not is_branch.any(), is_scheduled=is_scheduled, **tensors)
+        row_token_ids = row_token_ids.astype(np.int64)
+        rows = 1 + trees.num_nodes
+        if len(row_token_ids) == len(num_nodes) * rows:  # all of all trees
+            table = row_token_ids.reshape(-1, rows)
+        else:
+            table = np.full((len(num_nodes), rows), -1)
+            table[_is_scheduled(num_nodes, rows)] = row_token_ids
+        starts = [0, *accumulate(1 + count for count in num_nodes)]
+        return cls(
+            trees,
+            num_nodes,
+            [last - count for last, count in zip(last_token_row, num_nodes, strict=True)],
+            torch.from_numpy(np.array(starts)),
+            torch.from_numpy(row_token_ids),
+            torch.from_numpy(table)[:, 1:],
+        )
+
+    @property
+    def are_chains(self) -> bool:
+        """Whether such a step is as vLLM prepares it."""
+        return self.trees.are_chains
 
     def tree_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of all rows of requests that have a draft: whose, which of its tree, and token row."""
-        has_draft = self.num_nodes.numpy()[:, None] > 0
-        requests, rows = np.nonzero(self.is_scheduled & has_draft)
-        return requests, rows, self.first_token_row.numpy()[requests] + rows
+        is_scheduled = _is_scheduled(self.num_nodes, 1 + self.trees.num_nodes)
+        requests, rows = np.nonzero(is_scheduled & is_scheduled[:, 1:2])
+        return requests, rows, np.array(self.first_token_row)[requests] + rows
 
     def place(self, positions: Sequence[torch.Tensor], input_ids: np.ndarray) -> None:
         """Turn the inputs that were prepared for chains into those of trees.
@@ -115,5 +118,10 @@ class StepLayout:
         rows = path.numpy()
         place = np.arange(rows.shape[1])
         moved = rows > place
-        first = self.first_token_row.numpy()[:, None]
+        first = np.array(self.first_token_row)[:, None]
         return torch.from_numpy((first + rows)[moved]), torch.from_numpy((first + place)[moved])
+
+
+def _is_scheduled(num_nodes: Sequence[int], rows: int) -> np.ndarray:
+    """bool [batch, rows], which rows of trees with so many nodes there are."""
+    return np.arange(rows) <= np.array(num_nodes)[:, None]

@@ -151,13 +151,13 @@ def _time_step(runner: Any, requests: int, rows: int, context: int, kind: str) -
     A tree is a chain but for the second node, which is below the root as the first one is.
     """
     num_rows = requests * rows
-    parents = torch.arange(-1, rows - 1).clamp(min=0)
+    parents = [*range(rows - 1)]
     if kind == TREES:
-        parents[2:3] = 0
+        parents[1:2] = [0] * len(parents[1:2])
     step = StepLayout.make(
-        trees=Trees.from_parents(parents.repeat(requests, 1)),
-        num_nodes=np.full(requests, rows - 1),
-        last_token_row=np.arange(rows - 1, num_rows, rows),
+        trees=Trees.from_drafts([parents] * requests),
+        num_nodes=[rows - 1] * requests,
+        last_token_row=range(rows - 1, num_rows, rows),
         row_token_ids=np.zeros(num_rows, dtype=np.int64),
     )
     started = time.perf_counter()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import free
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.integration.cpu.drafter import Ends, Texts, V1Drafter
+from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
@@ -31,6 +32,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
+        self.free = torch.ones(1 + self.max_rows, dtype=torch.float64)  # where rows cost nothing
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -50,9 +52,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
     ) -> torch.Tensor | None:
         proposer = self.proposer
-        self.successors = proposer.operations.top_k(logits, proposer.layout.k)
-        best = np.maximum(self.successors.numpy()[:, 0], 0)  # where no logit is a number
-        return torch.from_numpy(best.astype(np.int64))
+        self.successors, best = proposer.operations.top_k(logits, proposer.layout.k)
+        return best
 
     def accept(
         self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
@@ -65,51 +66,44 @@ class TokenRecyclingV1Drafter(V1Drafter):
             self.successors,
             walked,
         )
-        self.proposer.learn(ends.tails(self.proposer.layout.reach), verified)
+        self.proposer.learn(ends, verified)
 
-    def draft(self, texts: Texts, block_tables: Any) -> tuple[list[list[int]], list[list[int]]]:
-        drafts: list[list[int]] = [[] for _ in texts.wants_draft]
-        parents = drafts.copy()
-        chosen = texts.wants_draft.nonzero()[0]
-        for group in chosen[:, None] if self.isolates else [chosen]:
-            if len(group):
-                token_ids, above = self._propose(texts, group)
-                of_each = zip(token_ids.tolist(), above.tolist(), strict=True)
-                for index, (draft, of_nodes) in zip(group, of_each, strict=True):
-                    drafts[index], parents[index] = draft, of_nodes
-        return drafts, parents
+    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+        batch = len(texts.idx_mapping)
+        if not self.isolates:
+            return self._propose(texts, batch, num_nodes)
+        each = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
+        return [draft for (draft,), _ in each], [parents for _, (parents,) in each]
 
-    def _propose(self, texts: Texts, chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts and parents of some requests, those that share the rows of the step.
+    def _propose(self, texts: TextEnds, batch: int, num_nodes: int) -> Drafts:
+        """Drafts of some requests of a batch, those that share the rows of the step.
 
         Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
         that its size depends on its own text and on how many requests there are.
         """
-        max_nodes = min(texts.num_nodes, self.proposer.num_nodes)
-        batch, last = len(texts.wants_draft), texts.num_computed_tokens[chosen]
-        load = batch, sum(last.tolist()) / len(last)
+        depths = texts.max_depths
+        lengths = [last for last, depth in zip(texts.ends.last, depths, strict=True) if depth]
+        none: Drafts = ([[] for _ in depths], [[] for _ in depths])
+        if not lengths:
+            return none
+        load = batch, sum(lengths) / len(lengths)
+        look = None if self.served is None else self.served.look_at(*load)
+        kind, most = (None, self.proposer.num_nodes) if look is None else look
+        if look is not None and kind is None:
+            return none
         prices = {
             kind: times.of_each(*load) if self.isolates else times.at(*load)
             for kind, times in self.step_times.items()
         }
-        look = None if self.served is None else self.served.look_at(*load)
-        if look is not None:
-            kind, max_nodes = look[0], min(look[1], max_nodes)
-            if kind is None:
-                none = torch.empty(len(chosen), 0, dtype=torch.int64)
-                return none, none
-            prices = {kind: free(self.max_rows)}
-        drafts, parents = self.proposer.propose(
-            torch.from_numpy(texts.idx_mapping.numpy()[chosen]),
-            Ends(texts.token_ids, chosen, last, texts.is_token).tails(self.proposer.layout.reach),
-            max_depths=torch.from_numpy(texts.max_depths[chosen]),
-            prices=prices,
-            num_other_rows=0 if self.isolates else batch - len(chosen),
-            max_nodes=max_nodes,
+        drafts = self.proposer.propose(
+            texts,
+            prices=prices if kind is None else {kind: self.free},
+            num_other_rows=0,
+            max_nodes=min(num_nodes, most),
         )
         if self.served is not None and look is None:
-            self.served.rows = 1 + int(np.count_nonzero(drafts.numpy() >= 0)) // len(chosen)
-        return drafts, parents
+            self.served.rows = 1 + sum(map(len, drafts[0])) // len(lengths)
+        return drafts
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes

@@ -36,21 +36,19 @@ HEADERS = tuple(
 CONTRACT = "-ffp-contract=" + ("off" if platform.machine() == "x86_64" else "fast")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing", CONTRACT)
 
-# Arguments of each function: p pointer, i int64, f float, d double.
+# Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
     "tree_attention": "pppppppppppp" + "iiiiiiiiiiiiiiii" + "f" + "i",
-    "walk": "ppppp" + "iiiii" + "ppp",
+    "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    "find_rates": "p" + "i" + "p",
-    "grow": "ppppp" + "iii" + "d" + "ppp",
-    "fill": "pppppppp" + "ii" + "pp",
-    "learn": "ppppp" + "i" + "ppppp" + "ii",
+    "draft": "ppppp" + "i" + "pp" + "iii" + "ppp" + "i" + "pp" + "i" + "p",
+    "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
-    "top_k_rows": "p" + "iiiiii" + "p",
+    "top_k_rows": "p" + "iiiiii" + "pp",
 }
-TYPES = {"p": c_void_p, "i": c_int64, "f": c_float, "d": c_double}
+TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 
 
 @dataclass
@@ -86,7 +84,7 @@ def load_library() -> ctypes.CDLL | None:
         function = getattr(built.library, name)
         function.argtypes = [TYPES[letter] for letter in signature]
         function.restype = None
-    built.library.reads_amx_layout.restype = c_int64
+    built.library.reads_amx_layout.restype = built.library.draft.restype = c_int64
     built.library.choose.restype = c_double
     return built.library
 

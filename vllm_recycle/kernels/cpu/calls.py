@@ -6,16 +6,20 @@ This module satisfies `vllm_recycle.core.operations.Operations`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from ctypes import c_int64, c_void_p
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from vllm_recycle.core.adjacency import MAX_CONTEXT, MAX_STEADINESS, AdjacencyMatrix
-from vllm_recycle.core.grow import Growth, TextEnds
+from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix, Ends
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
@@ -73,9 +77,14 @@ def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.int64) -> i
     return tensor.data_ptr()
 
 
-def _pointers(*tensors: torch.Tensor) -> list[int | None]:
+def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
     """For C++, of int64 tensors."""
     return [_pointer(tensor) for tensor in tensors]
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    """For C++, as int64."""
+    return (c_int64 * len(values))(*values)
 
 
 def _rows_pointer(tensor: torch.Tensor) -> int:
@@ -85,87 +94,76 @@ def _rows_pointer(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _ends(matrix: AdjacencyMatrix, texts: TextEnds) -> tuple[torch.Tensor, ...]:
-    """Of each text its `req_state_idx`, tail and depth."""
-    batch, reach = texts.tails.shape
-    assert reach == matrix.layout.reach
-    assert texts.idx_mapping.shape == texts.max_depths.shape == (batch,)
-    return texts.idx_mapping, texts.tails, texts.max_depths
+def _ends(ends: Ends) -> tuple[Any, ...]:
+    """For C++: tokens, which of them are tokens, the stride of both, and the last places."""
+    token_ids, is_token = ends.token_ids, ends.is_token
+    assert token_ids.dtype == torch.int32
+    assert token_ids.stride(1) == 1
+    flags = None
+    if is_token is not None:
+        assert is_token.dtype == torch.bool
+        assert is_token.stride() == token_ids.stride()
+        flags = is_token.data_ptr()
+    return token_ids.data_ptr(), flags, token_ids.stride(0), _numbers(ends.last)
 
 
-def rates(counts: torch.Tensor) -> torch.Tensor:
-    """See `vllm_recycle.core.acceptance.rates`."""
-    found = torch.empty(*counts.shape[:-2], MAX_STEADINESS + 1, dtype=torch.float64)
-    num_successors = found.numel() // found.shape[-1]
-    _library().find_rates(_pointer(counts, torch.float64), num_successors, found.data_ptr())
-    return found
-
-
-def grow(
+def draft(
     matrix: AdjacencyMatrix,
-    rates: torch.Tensor,
+    counts: torch.Tensor,
     texts: TextEnds,
     *,
+    prices: Mapping[str, torch.Tensor],
+    num_other_rows: int,
     max_nodes: int,
-    least_worth: float = 0.0,
-    ranks: int | None = None,
-) -> Growth:
-    """See `vllm_recycle.core.grow.grow`."""
-    batch, ends = len(texts.tails), _ends(matrix, texts)
-    token_ids = torch.empty(batch, max_nodes, dtype=torch.int64)
-    worths = torch.empty(batch, max_nodes, dtype=torch.float64)
-    parents = torch.empty(batch, max_nodes + 1, dtype=torch.int64)
-    _library().grow(
+    tree: TreeTemplate | None = None,
+) -> Drafts:
+    """See `vllm_recycle.core.draft.draft`."""
+    batch = len(texts.idx_mapping)
+    assert len(texts.ends.last) == len(texts.max_depths) == batch
+    found = (c_int64 * (batch * (1 + 2 * max_nodes)))()
+    template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
+    (num_times,) = {len(times) for times in prices.values()}
+    size = _library().draft(
         _matrix(matrix),
-        _pointer(rates, torch.float64),
-        *_pointers(*ends),
+        _pointer(counts, torch.float64),
+        _pointer(texts.idx_mapping),
+        *_ends(texts.ends),
+        _numbers(texts.max_depths),
         batch,
+        num_other_rows,
         max_nodes,
-        min(ranks or matrix.layout.k, matrix.layout.k),
-        least_worth,
-        token_ids.data_ptr(),
-        worths.data_ptr(),
-        parents.data_ptr(),
+        *_pointers(*template),
+        0 if tree is None else tree.num_nodes,
+        *(_pointer(prices.get(kind), torch.float64) for kind in (TREES, CHAINS)),
+        num_times,
+        found,
     )
-    return Growth(token_ids, worths, parents)
-
-
-def fill(
-    matrix: AdjacencyMatrix, rates: torch.Tensor, texts: TextEnds, *, tree: TreeTemplate
-) -> Growth:
-    """See `vllm_recycle.core.grow.fill`."""
-    batch, ends = len(texts.tails), _ends(matrix, texts)
-    token_ids = torch.empty(batch, tree.num_nodes, dtype=torch.int64)
-    worths = torch.empty(batch, tree.num_nodes, dtype=torch.float64)
-    _library().fill(
-        _matrix(matrix),
-        _pointer(rates, torch.float64),
-        *_pointers(*ends, tree.parents, tree.ranks, tree.depths),
-        batch,
-        tree.num_nodes + 1,
-        token_ids.data_ptr(),
-        worths.data_ptr(),
-    )
-    return Growth(token_ids, worths, tree.parents.expand(batch, -1))
+    numbers = iter(found[:size])
+    drafts: Drafts = ([], [])
+    for count in numbers:
+        for of_each in drafts:
+            of_each.append(list(islice(numbers, count)))
+    return drafts
 
 
 def learn(
-    matrix: AdjacencyMatrix, counts: torch.Tensor | None, tails: torch.Tensor, step: VerifiedStep
+    matrix: AdjacencyMatrix, counts: torch.Tensor | None, ends: Ends, step: VerifiedStep
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
-    assert tails.shape[1] == matrix.layout.reach
+    assert len(ends.last) == len(step.idx_mapping)
     path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     _library().learn(
         _matrix(matrix),
         _pointer(counts, torch.float64),
-        *_pointers(step.idx_mapping, tails),
+        _pointer(step.idx_mapping),
+        *_ends(ends),
         _rows_pointer(step.parents),
         step.parents.stride(0),
         *_pointers(step.row_token_ids, step.cu_num_logits),
         _pointer(step.successors, torch.int32),
         *_pointers(path, token_ids),
         path.shape[1],
-        len(tails),
+        len(step.idx_mapping),
     )
 
 
@@ -174,22 +172,25 @@ def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -
     _library().seed(_matrix(matrix), _pointer(token_ids), len(token_ids), req_state_idx)
 
 
-def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `vllm_recycle.core.learn.top_k`."""
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         logits = logits.float().contiguous()
-    best = torch.empty(len(logits), k, dtype=torch.int32)
+    count, vocab = logits.shape
+    best = torch.empty(count, k, dtype=torch.int32)
+    first = torch.empty(count, dtype=torch.int64)
     _library().top_k_rows(
         logits.data_ptr(),
-        len(logits),
+        count,
         logits.stride(0),
-        logits.shape[1],
+        vocab,
         k,
         logits.dtype == torch.bfloat16,
         torch.get_num_threads(),
         best.data_ptr(),
+        first.data_ptr(),
     )
-    return best
+    return best, first
 
 
 def choose(
@@ -219,12 +220,13 @@ def walk(
     """See `vllm_recycle.core.verification.walk`."""
     batch, length = draft_token_ids.shape[0], trees.depth + 1
     path = torch.empty(batch, length, dtype=torch.int64)
-    token_ids = torch.empty_like(path)
+    token_ids = torch.empty(batch, length, dtype=torch.int64)
     lengths = torch.empty(batch, dtype=torch.int32)
-    sampled, draft_token_ids = sampled.contiguous(), draft_token_ids.contiguous()
-    cu_num_logits = cu_num_logits.long()
     _library().walk(
-        *_pointers(sampled, draft_token_ids, cu_num_logits),
+        _pointer(sampled),
+        _rows_pointer(draft_token_ids),
+        draft_token_ids.stride(0),
+        _pointer(cu_num_logits),
         _rows_pointer(trees.parents),
         _rows_pointer(trees.depths),
         trees.parents.stride(0),

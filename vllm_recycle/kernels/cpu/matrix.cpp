@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t STEADINESSES = 4;
 constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
 constexpr int64_t MAX_REACH = 8;
+constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
 constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 
@@ -43,12 +44,28 @@ struct Context {
   }
 };
 
-Context tail_of(const int64_t* tail, int64_t reach) {
+Context no_context() {
   Context context;
   std::fill(context.tokens, context.tokens + MAX_REACH, -1);
-  std::copy(tail, tail + reach, context.tokens);
   return context;
 }
+
+// Where texts end, see Ends.
+struct Ends {
+  const int32_t* token_ids;
+  const uint8_t* is_token;
+  int64_t stride;  // of both
+  const int64_t* last;
+
+  Context tail(int64_t b, int64_t reach) const {
+    Context context = no_context();
+    for (int64_t i = 0, place = last[b]; i < reach && place >= 0; i++, place--) {
+      if (is_token && !is_token[b * stride + place]) continue;
+      context.tokens[i] = token_ids[b * stride + place];
+    }
+    return context;
+  }
+};
 
 struct Address {
   int64_t index, own;
@@ -96,12 +113,6 @@ Address find_entry(const Matrix& matrix, const Context& context, int64_t salt) {
     if (address.is_known()) found = address;
   });
   return found;
-}
-
-// The rates of an entry's successors, each STEADINESSES behind the one before.
-const double* rates_of(const Matrix& matrix, const double* rates, const Address& found) {
-  const int64_t first = (found.index * 2 + found.own) * matrix.k;
-  return rates + first * STEADINESSES + (found.entry[0] & 3);
 }
 
 // An entry to be written; its steadiness is already in the head.
@@ -156,43 +167,69 @@ struct Candidate {
   }
 };
 
-}  // namespace
+// Drafts of one kind: what was drafted below each text, and the first nodes of it that pay.
+struct Offer {
+  int64_t nodes;  // that each draft has room for
+  std::vector<int64_t> token_ids, parents, sizes;
+  std::vector<double> worths;
+  double rate;  // of the step that verifies them
 
-extern "C" {
+  Offer(int64_t batch, int64_t nodes)
+      : nodes(nodes), token_ids(batch * nodes, -1), parents(batch * nodes), sizes(batch),
+        worths(batch * nodes) {}
+};
 
-void find_rates(const double* counts, int64_t num_successors, double* rates) {
+// What is drafted from, and below which texts.
+struct Source {
+  const Matrix& matrix;
+  const int64_t* idx_mapping;
+  Ends ends;
+  const int64_t* max_depths;
+  int64_t batch;
+  std::vector<double> rates;  // of each successor by its rank, STEADINESSES of each
+
+  Address find(const Context& context, int64_t b) const {
+    return find_entry(matrix, context, matrix.salts[idx_mapping[b]]);
+  }
+  const double* rates_of(const Address& found) const {
+    const int64_t first = (found.index * 2 + found.own) * matrix.k;
+    return rates.data() + first * STEADINESSES + (found.entry[0] & 3);
+  }
+};
+
+std::vector<double> find_rates(const double* counts, int64_t num_successors) {
+  std::vector<double> rates;
+  rates.reserve(num_successors * STEADINESSES);
   for (int64_t i = 0; i < num_successors; i++, counts += CELLS * 2) {
     const double* all = counts + STEADINESSES * 2;
-    const double of_all = all[0] / std::max(all[1], 1.0);
-    for (int64_t cell = 0; cell < STEADINESSES; cell++, rates++) {
-      *rates = (counts[cell * 2] + PRIOR_WEIGHT * of_all) / (counts[cell * 2 + 1] + PRIOR_WEIGHT);
+    const double prior = PRIOR_WEIGHT * (all[0] / std::max(all[1], 1.0));
+    for (int64_t cell = 0; cell < STEADINESSES; cell++) {
+      rates.push_back((counts[cell * 2] + prior) / (counts[cell * 2 + 1] + PRIOR_WEIGHT));
     }
   }
+  return rates;
 }
 
-void grow(const Matrix* of, const double* rates, const int64_t* idx_mapping, const int64_t* tails,
-          const int64_t* max_depths, int64_t batch, int64_t max_nodes, int64_t ranks,
-          double least_worth, int64_t* token_ids, double* worths, int64_t* parents) {
+// Returns how many nodes were grown.
+int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& offer) {
   struct Row {
     Context context;
     int64_t depth;
   };
-  const Matrix& matrix = *of;
-  const int64_t reach = matrix.reach();
-  std::fill(token_ids, token_ids + batch * max_nodes, -1);
-  std::fill(worths, worths + batch * max_nodes, 0.0);
-  std::fill(parents, parents + batch * (max_nodes + 1), 0);
-  std::vector<Row> rows(max_nodes + 1);
-  for (int64_t b = 0; b < batch; b++, token_ids += max_nodes, worths += max_nodes) {
+  int64_t grown = 0;
+  std::vector<Row> rows(offer.nodes + 1);
+  std::fill(offer.token_ids.begin(), offer.token_ids.end(), -1);
+  std::fill(offer.worths.begin(), offer.worths.end(), 0.0);
+  for (int64_t b = 0; b < source.batch; b++) {
     std::priority_queue<Candidate> heap;
-    rows[0] = {tail_of(tails + b * reach, reach), 0};
+    rows[0] = {source.ends.tail(b, source.matrix.reach()), 0};
     double worth = 1.0;
     int64_t row = 0;
     while (true) {
       const Row& above = rows[row];
-      if (above.depth < max_depths[b]) {
-        const Address found = find_entry(matrix, above.context, matrix.salts[idx_mapping[b]]);
-        const double* rate = found.entry ? rates_of(matrix, rates, found) : nullptr;
+      if (above.depth < source.max_depths[b]) {
+        const Address found = source.find(above.context, b);
+        const double* rate = found.entry ? source.rates_of(found) : nullptr;
         for (int64_t rank = 0; found.entry && rank < ranks; rank++, rate += STEADINESSES) {
           const int64_t token = found.entry[1 + rank];
           const double below = worth * *rate;
@@ -201,60 +238,129 @@ void grow(const Matrix* of, const double* rates, const int64_t* idx_mapping, con
           }
         }
       }
-      if (heap.empty() || row == max_nodes) break;
+      if (heap.empty() || row == offer.nodes) break;
       const Candidate top = heap.top();
       heap.pop();
-      worth = worths[row] = top.worth;
-      token_ids[row] = top.token;
-      row++;
-      parents[b * (max_nodes + 1) + row] = top.parent;
+      const int64_t node = b * offer.nodes + row++;
+      worth = offer.worths[node] = top.worth;
+      offer.token_ids[node] = top.token, offer.parents[node] = top.parent;
       rows[row] = {rows[top.parent].context.below(top.token), top.depth};
     }
+    grown += row;
+  }
+  return grown;
+}
+
+// For each number of rows, the least slope to any larger one; infinite for the largest.
+std::vector<double> least_slopes(const double* times, int64_t num_times) {
+  std::vector<double> slopes(num_times, __builtin_inf());
+  std::vector<int64_t> hull = {num_times - 1};
+  auto slope = [&](int64_t a, int64_t b) { return (times[b] - times[a]) / double(b - a); };
+  for (int64_t row = num_times - 2; row >= 0; row--) {
+    while (hull.size() > 1 && slope(row, hull.back()) >= slope(hull.back(), hull.end()[-2])) {
+      hull.pop_back();
+    }
+    slopes[row] = slope(row, hull.back());
+    hull.push_back(row);
+  }
+  return slopes;
+}
+
+// See _grow_what_may_pay.
+void grow_what_may_pay(const Source& source, int64_t ranks, const double* times,
+                       int64_t num_times, int64_t num_reqs, Offer& offer) {
+  num_times = std::min(num_times, 1 + num_reqs + source.batch * offer.nodes);
+  const std::vector<double> slopes = least_slopes(times, num_times);
+  const int64_t last = num_times - 1, first = std::min(num_reqs, last);
+  const double plain = double(num_reqs) / times[first];
+  const auto begin = slopes.begin() + first;
+  double slope = *std::min_element(begin, begin + std::min(NEXT_ROWS, num_times - first));
+  while (true) {
+    const int64_t grown = grow(source, ranks, plain * slope, offer);
+    const double behind = slopes[std::min(num_reqs + grown, last)];
+    if (behind >= slope) return;
+    slope = behind;
   }
 }
 
-// Parents and depths are of the rows of the template, ranks too; parents come before children.
-void fill(const Matrix* of, const double* rates, const int64_t* idx_mapping, const int64_t* tails,
-          const int64_t* max_depths, const int64_t* parents, const int64_t* ranks,
-          const int64_t* depths, int64_t batch, int64_t num_rows, int64_t* token_ids,
-          double* worths) {
+// Parents, ranks and depths are of the rows of a template; parents come before children.
+void fill(const Source& source, const int64_t* parents, const int64_t* ranks,
+          const int64_t* depths, Offer& offer) {
   struct Row {
     Context context;
     Address found;
     double worth;
     bool is_filled, is_found;
   };
-  const Matrix& matrix = *of;
-  const int64_t reach = matrix.reach(), nodes = num_rows - 1;
-  std::vector<Row> rows(num_rows);
-  for (int64_t b = 0; b < batch; b++) {
-    rows[0] = {tail_of(tails + b * reach, reach), {}, 1.0, true, false};
-    for (int64_t row = 1; row < num_rows; row++) {
-      int64_t& token = token_ids[b * nodes + row - 1];
-      double& worth = worths[b * nodes + row - 1];
-      token = -1, worth = 0.0;
+  std::vector<Row> rows(offer.nodes + 1);
+  for (int64_t b = 0; b < source.batch; b++) {
+    rows[0] = {source.ends.tail(b, source.matrix.reach()), {}, 1.0, true, false};
+    for (int64_t row = 1; row <= offer.nodes; row++) {
+      const int64_t node = b * offer.nodes + row - 1, rank = ranks[row];
+      offer.parents[node] = parents[row];
       rows[row].is_filled = rows[row].is_found = false;
       Row& above = rows[parents[row]];
-      if (!above.is_filled || depths[row] > max_depths[b]) continue;
-      if (!above.is_found) {
-        above.found = find_entry(matrix, above.context, matrix.salts[idx_mapping[b]]);
-        above.is_found = true;
-      }
-      if (!above.found.entry || above.found.entry[1 + ranks[row]] < 0) continue;
-      token = above.found.entry[1 + ranks[row]];
-      worth = above.worth * rates_of(matrix, rates, above.found)[ranks[row] * STEADINESSES];
+      if (!above.is_filled || depths[row] > source.max_depths[b]) continue;
+      if (!above.is_found) above.found = source.find(above.context, b), above.is_found = true;
+      if (!above.found.entry || above.found.entry[1 + rank] < 0) continue;
+      const int64_t token = offer.token_ids[node] = above.found.entry[1 + rank];
+      const double worth = above.worth * source.rates_of(above.found)[rank * STEADINESSES];
+      offer.worths[node] = worth;
       rows[row] = {above.context.below(token), {}, worth, true, false};
     }
   }
 }
 
-// All is read before anything is written; of several writes to an entry the last one stays.
-void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const int64_t* tails,
-           const int64_t* parents, int64_t parents_stride, const int64_t* row_token_ids,
-           const int64_t* cu_num_logits, const int32_t* successors, const int64_t* path,
-           const int64_t* token_ids, int64_t path_length, int64_t batch) {
+}  // namespace
+
+extern "C" {
+
+double choose(const double* worths, const double* times, int64_t num_times, int64_t num_other_rows,
+              int64_t batch, int64_t nodes, int64_t* counts);  // in walk.cpp
+
+// Kinds without times have no price. Returns how many numbers `drafts` has: of each text the size
+// of its draft, its tokens, and their parents.
+int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping,
+              const int32_t* token_ids, const uint8_t* is_token, int64_t stride,
+              const int64_t* last, const int64_t* max_depths, int64_t batch,
+              int64_t num_other_rows, int64_t max_nodes, const int64_t* tree_parents,
+              const int64_t* tree_ranks, const int64_t* tree_depths, int64_t tree_nodes,
+              const double* tree_times, const double* chain_times, int64_t num_times,
+              int64_t* drafts) {
   const Matrix& matrix = *of;
-  const int64_t reach = matrix.reach();
+  const Source source = {matrix, idx_mapping, {token_ids, is_token, stride, last}, max_depths,
+                         batch, find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
+  const int64_t num_reqs = batch + num_other_rows;
+  std::vector<Offer> offers;
+  auto offer = [&](int64_t nodes, int64_t ranks, const double* times) {
+    Offer& made = offers.emplace_back(batch, std::min(nodes, max_nodes));
+    if (ranks) grow_what_may_pay(source, ranks, times, num_times, num_reqs, made);
+    else fill(source, tree_parents, tree_ranks, tree_depths, made);
+    made.rate = choose(made.worths.data(), times, num_times, num_other_rows, batch, made.nodes,
+                       made.sizes.data());
+  };
+  if (tree_times && tree_nodes) offer(tree_nodes, 0, tree_times);
+  else if (tree_times) offer(max_nodes, matrix.k, tree_times);
+  if (chain_times) offer(MAX_CHAIN, 1, chain_times);
+  const Offer& best = offers.size() > 1 && offers[1].rate > offers[0].rate ? offers[1] : offers[0];
+  int64_t* out = drafts;
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t first = b * best.nodes, size = best.sizes[b];
+    *out++ = size;
+    out = std::copy_n(best.token_ids.data() + first, size, out);
+    out = std::copy_n(best.parents.data() + first, size, out);
+  }
+  return out - drafts;
+}
+
+// All is read before anything is written; of several writes to an entry the last one stays.
+void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const int32_t* text_ids,
+           const uint8_t* is_token, int64_t stride, const int64_t* last, const int64_t* parents,
+           int64_t parents_stride, const int64_t* row_token_ids, const int64_t* cu_num_logits,
+           const int32_t* successors, const int64_t* path, const int64_t* token_ids,
+           int64_t path_length, int64_t batch) {
+  const Matrix& matrix = *of;
+  const Ends ends = {text_ids, is_token, stride, last};
   std::vector<double> increments(counts ? matrix.num_contexts * 2 * matrix.k * CELLS * 2 : 0);
   std::vector<Context> contexts;
   std::vector<uint8_t> visited;
@@ -263,9 +369,9 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
     const int64_t first = cu_num_logits[b], rows = cu_num_logits[b + 1] - first;
     const int64_t salt = matrix.salts[idx_mapping[b]];
     if (!rows) continue;
-    contexts.assign(rows, tail_of(nullptr, 0));  // of no token, where a node was not filled
+    contexts.assign(rows, no_context());  // where a node was not filled
     visited.assign(rows, 0);
-    contexts[0] = tail_of(tails + b * reach, reach);
+    contexts[0] = ends.tail(b, matrix.reach());
     for (int64_t row = 1; row < rows; row++) {
       const int64_t parent = parents[b * parents_stride + row];
       const bool is_below = parent == 0 || contexts[parent].tokens[0] >= 0;
@@ -296,7 +402,7 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
 void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t req_state_idx) {
   const Matrix& matrix = *of;
   const int64_t k = matrix.k, salt = matrix.salts[req_state_idx];
-  Context context = tail_of(tokens, 0);
+  Context context = no_context();
   std::vector<const int32_t*> known(matrix.num_contexts);
   std::vector<int32_t> merged(matrix.num_contexts * k);
   for (int64_t end = 1; end < num_tokens; end++) {
@@ -327,10 +433,11 @@ void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t r
 }
 
 void top_k_rows(const void* logits, int64_t count, int64_t stride, int64_t num_logits, int64_t k,
-                int64_t is_bf16, int64_t threads, int32_t* best) {
+                int64_t is_bf16, int64_t threads, int32_t* best, int64_t* first) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
   for (int64_t row = 0; row < count; row++) {
     top_k(logits, row * stride, is_bf16, num_logits, k, best + row * k);
+    first[row] = std::max(best[row * k], 0);
   }
 }
 

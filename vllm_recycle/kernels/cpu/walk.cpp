@@ -52,10 +52,10 @@ double choose(const double* worths, const double* times, int64_t num_times, int6
   return best;
 }
 
-void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* cu_num_logits,
-          const int64_t* all_parents, const int64_t* all_depths, int64_t parents_stride,
-          int64_t depths_stride, int64_t batch, int64_t nodes, int64_t length, int64_t* path,
-          int64_t* token_ids, int32_t* lengths) {
+void walk(const int64_t* sampled, const int64_t* drafts, int64_t drafts_stride,
+          const int64_t* cu_num_logits, const int64_t* all_parents, const int64_t* all_depths,
+          int64_t parents_stride, int64_t depths_stride, int64_t batch, int64_t nodes,
+          int64_t length, int64_t* path, int64_t* token_ids, int32_t* lengths) {
   std::vector<uint8_t> reached(nodes + 1);
   for (int64_t b = 0; b < batch; b++) {
     const int64_t* produced = sampled + cu_num_logits[b];
@@ -66,7 +66,7 @@ void walk(const int64_t* sampled, const int64_t* drafts, const int64_t* cu_num_l
     reached[0] = 1;
     for (int64_t row = 1; row < rows; row++) {
       const int64_t parent = parents[row];
-      reached[row] = reached[parent] && produced[parent] == drafts[b * nodes + row - 1];
+      reached[row] = reached[parent] && produced[parent] == drafts[b * drafts_stride + row - 1];
       if (reached[row] && depths[row] > depths[deepest]) deepest = row;
     }
     std::fill(path + b * length, path + (b + 1) * length, -1);

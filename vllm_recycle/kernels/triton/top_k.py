@@ -23,7 +23,7 @@ CHUNK = 8192
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """See `vllm_recycle.core.learn.top_k`.
+    """See `vllm_recycle.core.learn.top_k`; the first of its results.
 
     Of equal logits the lower token comes first, and NaN counts as -inf.
     """
