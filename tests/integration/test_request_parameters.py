@@ -37,7 +37,7 @@ def test_an_opt_out_that_is_none(extra_args, message, speculative_config):
 def test_what_opts_out(speculate, expected, speculative_config):
     params = SamplingParams(extra_args={"speculate": speculate})
     params._validate_spec_decode(speculative_config)
-    assert may_speculate(params, sees_paths=True) == expected
+    assert may_speculate(params) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,3 @@ def test_other_methods_are_left_alone():
     made = EngineArgs(TARGET, speculative_config=config).create_engine_config()
     params = SamplingParams(extra_args={"speculate": "no"})
     params._validate_spec_decode(made.speculative_config)
-
-
-def test_bad_words_have_no_drafts_where_paths_are_not_seen():
-    params = SamplingParams(bad_words=["no"])
-    assert may_speculate(params, sees_paths=True)
-    assert not may_speculate(params, sees_paths=False)
-    assert may_speculate(SamplingParams(repetition_penalty=1.1), sees_paths=False)

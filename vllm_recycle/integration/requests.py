@@ -26,14 +26,9 @@ def is_ours(speculative_config: Any) -> bool:
     return hasattr(speculative_config, IS_OURS)
 
 
-def may_speculate(params: Any, *, sees_paths: bool) -> bool:
-    """Whether drafts for a request may be verified, as far as its sampling parameters tell.
-
-    Bad words look back on the output, and must see of a row the path that leads to it: on Model
-    Runner V2 vLLM's kernel for them takes the rows before a row for its ancestors, as in a chain.
-    """
-    sees_all = sees_paths or not params.bad_words
-    return bool(_says(params.extra_args or {})) and sees_all
+def may_speculate(params: Any) -> bool:
+    """Whether a request lets drafts be verified, by its sampling parameters."""
+    return bool(_says(params.extra_args or {}))
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from engines import TOKEN_RECYCLING, counter, engine, runner
 from test_runner import GRAMMARS, LOOKING_BACK, MIXED
 from v2_engines import LLM_ARGUMENTS, generate, watch_moves
-from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def test_drafts_are_accepted_and_nothing_of_trees_runs(result, run, nodes):
     assert found["most nodes"] == nodes
     assert found["accepted tokens"] > 0
     assert found["moved rows"] == 0
-    assert found["attention"] == [TritonAttentionImpl.__name__]
+    assert found["attention"] == [FlashAttentionImpl.__name__]
 
 
 def test_requests_that_look_back_have_drafts(result):

@@ -144,9 +144,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             known = [*prompt, *request.output_token_ids]
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
-            self.drafter.num_undrafted += not may_speculate(
-                request.sampling_params, sees_paths=True
-            )
+            self.drafter.num_undrafted += not may_speculate(request.sampling_params)
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         return result
@@ -283,7 +281,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             left = params.max_tokens - len(request.output_token_ids)
             # Of those that were sampled for, without the draft tokens that were not accepted.
             computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
-            may_draft = goes_on and num_nodes > 0 and may_speculate(params, sees_paths=True)
+            may_draft = goes_on and num_nodes > 0 and may_speculate(params)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths)
         drafts, self.draft_parents = self.drafter.draft(texts, num_nodes, batch.block_table)

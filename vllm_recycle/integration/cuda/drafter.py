@@ -45,14 +45,20 @@ class V2Drafter(Drafter):
 
     Attributes:
         trees: the topology of all requests' drafts, by `req_state_idx`.
+        best: integer [logit rows], the most probable token of each row that was observed; None
+            where the method does not look for it.
 
     """
 
     trees: DeviceTrees
+    best: torch.Tensor | None = None
 
     @abstractmethod
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         """What drafts; `may_speculate`, bool [max_num_reqs] on the host, is kept by the runner."""
+
+    def warm_up(self) -> None:
+        """Compile what requests may ask for and steps that warm up do not; it is forgotten then."""
 
     @abstractmethod
     def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:

@@ -77,7 +77,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
         self.stamps = torch.zeros(len(table), dtype=torch.int32, device=device)
         self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
         # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes per
-        # token of `max_model_len` and request. We read each prompt once, and then the ends.
+        # token of `max_model_len` and request. We copy each prompt once, and then read the ends.
         req_states.all_token_ids = StagedWriteTensor(
             (max_num_reqs, vllm_config.model_config.max_model_len),
             dtype=torch.int32,
@@ -93,34 +93,34 @@ class TokenRecyclingV2Drafter(V2Drafter):
         super().reset()
         self.counts.rates.copy_(self.state.acceptance.rates())
 
+    def warm_up(self) -> None:
+        self.take_in([0, 0], 0)
+        if self.state.matrix.layout.has_shared:
+            self.take_in([0, 0])
+
     def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
         matrix = self.state.matrix
         for req_state_idx in req_state_indices:
             matrix.begin(req_state_idx)
         if self.seeds:
-            seed(
-                matrix,
-                self.stamps,
-                self.texts.token_ids,
-                req_state_indices=req_state_indices,
-                lengths=lengths,
-            )
+            texts = zip(req_state_indices, lengths, strict=True)
+            # From the host at once: kernels look at each token again and again.
+            token_ids = torch.cat([self.texts.token_ids[i, :length] for i, length in texts])
+            indices = req_state_indices
+            seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=lengths)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         matrix = self.state.matrix
         if req_state_idx is None:
             matrix, req_state_idx = matrix.of_all(), 0
+        if not token_ids:
+            return
         text = async_tensor_h2d([*token_ids], device=matrix.table.device, dtype=torch.int32)
-        seed(
-            matrix,
-            self.stamps,
-            text.expand(len(matrix.salts), -1),  # where each request has its text
-            req_state_indices=[req_state_idx],
-            lengths=[len(text)],
-        )
+        seed(matrix, self.stamps, text, req_state_indices=[req_state_idx], lengths=[len(text)])
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)
+        self.best = self.successors[:, 0]
 
     def accept(
         self,
