@@ -228,11 +228,6 @@ def finish(vllm_config: Any) -> None:
     # vLLM takes it away under data parallelism, whose ranks it lets wait for each other. Those of
     # dense models, and no others are accepted, are engines by themselves.
     setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
-    reasoning = vllm_config.reasoning_config
-    if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
-        # From --reasoning-parser alone, for thinking budgets, which our V2 runner does not have:
-        # vLLM refuses requests with one then.
-        vllm_config.reasoning_config = None if platform.on_v2 else reasoning
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER

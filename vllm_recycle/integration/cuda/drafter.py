@@ -55,8 +55,8 @@ class V2Drafter(Drafter):
         """What drafts; `may_speculate`, bool [max_num_reqs] on the host, is kept by the runner."""
 
     @abstractmethod
-    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Some requests start, with texts of these lengths."""
+    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Some requests start, with these texts; -1 where the input is no token."""
 
     @abstractmethod
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
