@@ -38,6 +38,7 @@ REFUSED_BY_CONFIG = {
     "decode_context_parallel_size": ("parallel_config", 2),
     "prefill_context_parallel_size": ("parallel_config", 2),
     "enable_dbo": ("parallel_config", True),
+    "enable_elastic_ep": ("parallel_config", True),
     "enable_expert_parallel": ("parallel_config", True),
     "enable_batch_sharded_sampling": ("parallel_config", True),
     "kv_sharing_fast_prefill": ("cache_config", True),

@@ -18,7 +18,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration import refusals, versions
+from vllm_recycle.core.tree import MAX_CHAIN
+from vllm_recycle.integration import draft_limits, refusals, versions
 from vllm_recycle.integration.options import (
     METHODS,
     OUROBOROS,
@@ -41,6 +42,9 @@ PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 
 # A draft model with one of these anywhere in its path is of another method for vLLM.
 WORDS_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
+
+# Of a chain where it can not follow the load.
+NODES_AT_ANY_LOAD = 4
 
 # The largest token count that vLLM captures a CUDA graph for, on a Blackwell GPU and on others; it
 # captures multiples of the stride.
@@ -225,14 +229,15 @@ def finish(vllm_config: Any) -> None:
             f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
             f"takes for one of its method {got!r}, expected an ordinary language model"
         )
-    # vLLM takes it away under data parallelism, whose ranks it lets wait for each other. Those of
-    # dense models, and no others are accepted, are engines by themselves.
-    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     if isinstance(options, TokenRecyclingOptions) and options.is_dynamic:
         options = _choose_chains(vllm_config, options, platform)
+    if isinstance(options, TokenRecyclingOptions) and refusals.keeps_step(vllm_config):
+        options = _draft_alike(vllm_config, options)
+    # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
+    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
     if options.has_trees and platform.attention_backend is not None:
         vllm_config.attention_config.backend = platform.attention_backend
@@ -257,10 +262,21 @@ def _choose_chains(
         return options
     logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
     options = options.as_chains(vllm_config.model_config.max_model_len - 1)
-    spec, table = vllm_config.speculative_config, table_of(vllm_config)
+    table = table_of(vllm_config)
     table = [(first, last, min(nodes, options.num_nodes)) for first, last, nodes in table]
-    spec.num_speculative_tokens = options.num_nodes
-    setattr(spec, TABLE, table)
+    vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
+    vllm_config.additional_config = put(
+        vllm_config.additional_config, options, chooses_sizes=False, table=table
+    )
+    return options
+
+
+def _draft_alike(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRecyclingOptions:
+    """The options; with chains of one length in each step and on each rank, as vLLM has them."""
+    if options.num_nodes == MAX_CHAIN:  # the user says nothing
+        options = options.as_chains(NODES_AT_ANY_LOAD)
+    table = [(1, draft_limits.UNLIMITED, options.num_nodes)]
+    vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
     vllm_config.additional_config = put(
         vllm_config.additional_config, options, chooses_sizes=False, table=table
     )
