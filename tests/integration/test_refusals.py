@@ -44,7 +44,6 @@ REFUSED_BY_CONFIG = {
     "kv_sharing_fast_prefill": ("cache_config", True),
     "return_sampling_mask": ("model_config", True),
     "enable_trace_replay": ("model_config", True),
-    "enable_sleep_mode": ("model_config", True),
     "runner_type": ("model_config", "pooling"),
     "logits_processors": ("model_config", ["a:b"]),
     "enable_return_routed_experts": ("aux_output_config", True),

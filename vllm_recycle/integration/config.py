@@ -239,6 +239,10 @@ def finish(vllm_config: Any) -> None:
     # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
     setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
+    model = vllm_config.model_config
+    if isinstance(options, OuroborosOptions) and model.enable_sleep_mode:
+        # At level 2 nobody would load the draft model's weights again.
+        model.sleep_preserve_parameter_names += ["draft.*"]
     if options.has_trees and platform.attention_backend is not None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:

@@ -87,7 +87,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--structured-outputs-config.backend lm-format-enforcer": (
             vllm_config.structured_outputs_config.backend == "lm-format-enforcer"
         ),
-        "--enable-sleep-mode": model.enable_sleep_mode,
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
