@@ -16,6 +16,13 @@ from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import OUROBOROS, MethodOptions, OuroborosOptions, table_of
 from vllm_recycle.integration.options.base import expect
 
+LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
+
+
+def keeps_step(vllm_config: Any) -> bool:
+    """Whether data-parallel ranks run each forward together, as those of experts do."""
+    return vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
+
 
 def refuse(method: str, features: dict[str, bool]) -> None:
     """Raise NotImplementedError for the first of these features that is there."""
@@ -60,11 +67,12 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
-        "--data-parallel-size above 1 with a mixture-of-experts model": (
-            parallel.data_parallel_size > 1 and model.is_moe
-        ),
-        "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--enable-dbo": parallel.enable_dbo,
+        # Without speculation vLLM starts there with these two, and ends at the first request.
+        "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
+        f"{LOCKSTEP} on a CPU": keeps_step(vllm_config) and not on_v2,
+        "--enable-elastic-ep": parallel.enable_elastic_ep,
+        # vLLM has neither with speculation on Model Runner V2, and would leave that.
+        "--enable-dbo or --ubatch-size": parallel.use_ubatching,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
         "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
@@ -72,7 +80,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
         "a hybrid or Mamba model on a GPU": has_states(model) and on_v2,
-        "--reasoning-config on a GPU": vllm_config.reasoning_config is not None and on_v2,
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
@@ -81,7 +88,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--structured-outputs-config.backend lm-format-enforcer": (
             vllm_config.structured_outputs_config.backend == "lm-format-enforcer"
         ),
-        "--enable-sleep-mode": model.enable_sleep_mode,
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
@@ -103,6 +109,8 @@ def unsupported_by_trees(
         "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--enable-prompt-embeds": model.enable_prompt_embeds,
+        # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
+        LOCKSTEP: keeps_step(vllm_config),
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
         f"--attention-backend {given and given.name}": given not in (None, attention_backend),

@@ -44,6 +44,7 @@ class TreeScheduler(Scheduler):
         options = options_of(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
         self.isolates = options.isolates
+        self.sees_paths = not (self.use_v2_model_runner and options.has_trees)
         # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
         # draft; the most that it may be where trees are grown on the device.
         self.depth_of_nodes: list[int] = []
@@ -168,7 +169,7 @@ class TreeScheduler(Scheduler):
             return False
         if request.use_structured_output and not self.masks.is_constrained(request):
             return False
-        return may_speculate(request.sampling_params)
+        return may_speculate(request.sampling_params, sees_paths=self.sees_paths)
 
     def will_know_draft(self, request: Any) -> bool:
         """Whether the draft is here when masks are made of it, where that is needed."""

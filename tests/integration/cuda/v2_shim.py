@@ -42,7 +42,8 @@ def install() -> None:
     _schedule_asynchronously()
     _attend_by_flash_attention()
     _mask_grammars_in_torch()
-    _reduce_without_shared_memory()
+    _talk_without_shared_memory()
+    _leave_out_experts_of_other_ranks()
     _bring_our_worker()
     _attend_to_trees_in_few_programs()
     _sample_in_few_programs()
@@ -142,11 +143,44 @@ def _mask_grammars_in_torch() -> None:
     structured_outputs._apply_grammar_bitmask_kernel = Kernel()
 
 
-def _reduce_without_shared_memory() -> None:
-    """Ranks that vLLM has not started find theirs by a name that those of other runs have too."""
+def _talk_without_shared_memory() -> None:
+    """Ranks that vLLM has not started find theirs by a name that those of other runs have too.
+
+    And what experts need, which vLLM's ranks on a CPU have not.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    def all_gatherv(self: Any, given: Any, dim: int = 0, sizes: Any = None) -> Any:
+        assert dim == 0
+        parts = [None] * self.world_size
+        torch.distributed.all_gather_object(parts, given, group=self.device_group)
+        return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
+
+    def reduce_scatterv(self: Any, given: Any, dim: int, sizes: list[int]) -> Any:
+        assert dim == 0
+        total = given.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        return total.split(sizes)[self.rank_in_group]
+
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def _leave_out_experts_of_other_ranks() -> None:
+    """vLLM's kernel for a CPU looks for them too, and crashes."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def of_this_rank(self: Any, **given: Any) -> None:
+        if given["expert_map"] is not None:
+            local = given["expert_map"][given["topk_ids"].long()]
+            given["topk_weights"] = given["topk_weights"].masked_fill(local < 0, 0)
+            given["topk_ids"] = local.clamp(min=0).to(given["topk_ids"].dtype)
+        apply(self, **given)
+
+    CPUUnquantizedExperts.apply = of_this_rank
 
 
 def _bring_our_worker() -> None:

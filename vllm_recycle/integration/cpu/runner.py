@@ -34,7 +34,7 @@ from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import options_of
-from vllm_recycle.integration.requests import hinted_text, may_speculate
+from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
@@ -139,9 +139,12 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            is_encoder_decoder = self.model_config.is_encoder_decoder
-            prompt = prompt_of(request, is_encoder_decoder=is_encoder_decoder)
-            known = [*prompt, *request.output_token_ids]
+            prompt = request.prompt_token_ids or [NO_TOKEN] * request.num_prompt_tokens
+            known = with_holes(
+                [*prompt, *request.output_token_ids],
+                request,
+                is_encoder_decoder=self.model_config.is_encoder_decoder,
+            )
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
             self.drafter.num_undrafted += not may_speculate(request.sampling_params)
@@ -299,18 +302,3 @@ class TreeCPUModelRunner(CPUModelRunner):
     def price_rows(self) -> str | None:
         """See `V1Drafter.price`."""
         return self.drafter.price(self)
-
-
-def prompt_of(request: Any, *, is_encoder_decoder: bool) -> list[int]:
-    """The prompt of a request, of the decoder, with -1 where its input is no token."""
-    if request.prompt_token_ids is None:
-        return [NO_TOKEN] * request.num_prompt_tokens
-    tokens = list(request.prompt_token_ids)
-    for feature in () if is_encoder_decoder else request.mm_features:
-        first = feature.mm_position.offset
-        end = first + feature.mm_position.length
-        tokens[first:end] = [NO_TOKEN] * (end - first)
-    if request.prompt_is_token_ids:
-        holes = zip(tokens, request.prompt_is_token_ids, strict=True)
-        return [token if is_token else NO_TOKEN for token, is_token in holes]
-    return tokens

@@ -61,8 +61,8 @@ class V2Drafter(Drafter):
         """Compile what requests may ask for and steps that warm up do not; it is forgotten then."""
 
     @abstractmethod
-    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Some requests start, with texts of these lengths."""
+    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Some requests start, with these texts; -1 where the input is no token."""
 
     @abstractmethod
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:

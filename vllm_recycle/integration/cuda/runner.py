@@ -8,13 +8,15 @@ position, so a row's token does not depend on what was drawn before it, and seed
 without speculation. No step waits for the device.
 
 Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties and bad
-words look back along the path to each row. Where a request follows a grammar, drafts go to the
-scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's
-batch order requests with a draft come first.
+words look back along the path to each row. Thinking budgets look back along a chain in vLLM's
+kernel, so the scheduler gives such requests no trees. Where a request follows a grammar, drafts go
+to the scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In
+V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_row
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
-from vllm_recycle.integration.requests import hinted_text, may_speculate
+from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -159,12 +161,16 @@ class TreeModelRunner(GPUModelRunner):
         new = scheduler_output.scheduled_new_reqs
         if new:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
-            lengths = [len(request.prefill_token_ids) for request in new]
-            self.drafter.begin(indices, lengths)
-            for index, request in zip(indices, new, strict=True):
-                if hinted := hinted_text(request.sampling_params, request.prefill_token_ids):
+            text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
+            texts = [text_of(request.prefill_token_ids, request) for request in new]
+            self.drafter.begin(indices, texts)
+            for index, request, text in zip(indices, new, texts, strict=True):
+                if hinted := hinted_text(request.sampling_params, text):
                     self.drafter.take_in(hinted, index)
-            drafting = [may_speculate(request.sampling_params) for request in new]
+            drafting = [
+                may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
+                for request in new
+            ]
             self.may_speculate[indices] = drafting
             self.drafter.num_undrafted += drafting.count(False)
 
