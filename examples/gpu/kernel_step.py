@@ -81,7 +81,7 @@ class StepInputs:
         seed(
             self.matrix,
             self.stamps,
-            token_ids,
+            token_ids[self.idx_mapping].flatten(),
             req_state_indices=self.idx_mapping.tolist(),
             lengths=[case.text] * batch,
         )

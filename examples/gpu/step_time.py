@@ -268,12 +268,13 @@ def summarize_passes(batch: int, passes: list[dict[str, Any]]) -> dict[str, Any]
 
 def reached(results: list[dict], profiles: dict[str, dict]) -> Iterator[tuple[str, float, float]]:
     """Every mark, its limit, and what trees do."""
-    single = [row for row in results if row["name"].startswith("tree") and row["batch"] == 1]
+    trees = ("tree", "grown")
+    single = [row for row in results if row["name"].startswith(trees) and row["batch"] == 1]
     if single and single[0]["ratio"] is not None:
         largest = max(single, key=lambda row: row["rows"])
         yield f"step of {largest['rows']} rows / plain step, batch 1", PLAIN_LIMIT, largest["ratio"]
     for name, profile in profiles.items():
-        if name.startswith("tree") and profile["largest_gap_ms"] is not None:
+        if name.startswith(trees) and profile["largest_gap_ms"] is not None:
             yield f"largest idle gap, {name}, ms", GAP_LIMIT_MS, profile["largest_gap_ms"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +31,30 @@ def load(name, monkeypatch):
     return importlib.import_module(name)
 
 
+@pytest.fixture(scope="module")
+def first_hour(tmp_path_factory) -> Path:
+    """The folder of `first_hour.sh`, which ran everything at tiny sizes."""
+    folder = tmp_path_factory.mktemp("first hour")
+    command = ["bash", str(HARNESS / "first_hour.sh"), str(folder), "--smoke"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    statuses = re.findall(r"^(\w+): exit status (\d+)", done.stdout, re.MULTILINE)
+    names = ("twins", "engines", "kernels", "step_time")
+    assert statuses == [(name, "0") for name in names], done.stdout + done.stderr
+    return folder
+
+
 @pytest.mark.slow
-def test_kernels_are_checked_and_measured(tmp_path):
-    path = tmp_path / "kernels.json"
-    done = run("kernels.py", "--smoke", "--json", path)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text())
+def test_the_verdict_says_what_was_not_run_or_measured(first_hour):
+    lines = (first_hour / "verdict.txt").read_text().splitlines()
+    assert lines[0] == "kernels against their references: none ran"
+    assert lines[-1] == "0 of 0 estimates held"
+    assert sum(line.endswith(": not measured") for line in lines) > 10
+
+
+@pytest.mark.slow
+def test_kernels_are_checked_and_measured(first_hour):
+    report = json.loads((first_hour / "kernels.json").read_text())
     for row in report["attention"]:
         assert {"tree", "chain", "sdpa", "copy"} <= set(row["times"])
     assert [step["batch"] for step in report["steps"]] == [1, 2]
@@ -43,7 +63,8 @@ def test_kernels_are_checked_and_measured(tmp_path):
         assert min(step["nodes"], step["accepted"]) > 0
     assert any(step["moved_rows"] for step in report["steps"])
     assert report["conditions"]["times"].startswith("mean nothing")
-    assert done.stdout.count("not judged: ") == len(report["marks"]) == 3
+    assert (first_hour / "kernels.log").read_text().count("not judged: ") == 3
+    assert len(report["marks"]) == 3
 
 
 @pytest.mark.parametrize("broken", [None, "place", "walk", "compact", "grow", "learn"])
@@ -87,22 +108,18 @@ def test_a_missing_gpu_is_said_at_once(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_step_times_with_and_without_trees(tmp_path):
-    path = tmp_path / "step_time.json"
-    done = run(
-        "step_time.py", "--smoke", "--only=plain,tree-8,grown-8", "--profile", "--json", path
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text())
+def test_step_times_with_and_without_trees(first_hour):
+    report = json.loads((first_hour / "step_time.json").read_text())
     names = [(row["name"], row["batch"]) for row in report["results"]]
     assert names == [(name, batch) for name in ("plain", "tree-8", "grown-8") for batch in (1, 2)]
     assert all(row["step_ms"] > 0 and row["ratio"] > 0 for row in report["results"])
     for row in report["results"]:
         assert (row["requests_scheduled"], row["rows_scheduled"]) == (row["batch"], row["rows"])
     for profile in report["profiles"].values():
-        assert (tmp_path / profile["trace"]).stat().st_size > 0
+        assert (first_hour / profile["trace"]).stat().st_size > 0
     assert report["conditions"]["times"].startswith("mean nothing")
-    assert "not judged: step of 8 rows / plain step, batch 1" in done.stdout
+    log = (first_hour / "step_time.log").read_text()
+    assert "not judged: step of 8 rows / plain step, batch 1" in log
 
 
 def test_a_configuration_that_fails_ends_the_run_with_its_last_line(tmp_path, monkeypatch):
@@ -134,3 +151,33 @@ def test_the_largest_gap_is_where_no_stream_is_busy(monkeypatch):
     assert (found["gap_after"], found["gap_before"]) == ("c", "d")
     assert found["idle_share"] == pytest.approx(250 / 750)
     assert engine.find_gaps(events[4:5])["largest_gap_ms"] is None
+
+
+JUNIT = """<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">
+<testcase name="right"/><testcase name="wrong"><failure/></testcase><testcase name="left out"/>
+</testsuite></testsuites>"""
+
+
+def test_the_verdict_of_what_was_measured(tmp_path, monkeypatch):
+    verdict = load("verdict", monkeypatch)
+    (tmp_path / "twins.xml").write_text(JUNIT)
+    results = [
+        {"name": name, "batch": batch, "ratio": ratio, "step_ms": 6.0}
+        for name, batch, ratio in (("plain", 1, 1.0), ("grown-81", 1, 1.16), ("grown-21", 8, 1.5))
+    ]
+    marks = [{"verdict": "FAIL", "mark": "a gap, ms", "value": 0.31, "limit": 0.2}]
+    report = {"results": results, "marks": marks}
+    (tmp_path / "step_time.json").write_text(json.dumps(report))
+    lines = list(verdict.verdict(tmp_path))
+    for line in (
+        "kernels against their references: 1 of 2 failed: wrong",
+        "engines against plain vLLM: not run, there is no engines.xml",
+        "kernels: not run",
+        "step_time: FAIL: a gap, ms: 0.31, limit 0.2",
+        "growing a tree, us: not measured",
+        "a step of 81 rows / a plain step, one request, 2k: as estimated",
+        "the same of 8 requests with 21 rows: 1.5 where 1.21 to 1.29 was estimated, "
+        "1.16 times more",
+        "2 of 3 estimates held",
+    ):
+        assert line in lines

@@ -37,13 +37,13 @@ SMALL_OUROBOROS = {
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
 
 
-def make_config(method: dict[str, Any] | None = None, **flags: Any) -> Any:
-    """The config of an engine for the target with our method, not started."""
+def make_config(method: dict[str, Any] | None = None, *, model: str = TARGET, **flags: Any) -> Any:
+    """The config of an engine with our method, not started."""
     from vllm.engine.arg_utils import EngineArgs
 
     settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 24}
     return EngineArgs(
-        TARGET, speculative_config={**TOKEN_RECYCLING, **(method or {})}, **(settings | flags)
+        model, speculative_config={**TOKEN_RECYCLING, **(method or {})}, **(settings | flags)
     ).create_engine_config()
 
 

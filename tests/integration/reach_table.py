@@ -43,7 +43,7 @@ trees do not go, Token Recycling drafts chains.
 
 def rows() -> dict[str, tuple[Callable[[Path], str] | None, dict[str, Any], Any]]:
     """By name: what makes the model, or none for the target; engine settings; prompts."""
-    from derived_models import gemma4, mamba2, with_windows
+    from derived_models import gemma4, with_windows
     from test_architectures import KINDS
     from test_reach import ROWS, texts
 
@@ -54,7 +54,6 @@ def rows() -> dict[str, tuple[Callable[[Path], str] | None, dict[str, Any], Any]
         "a shared KV cache (Gemma 4)": (gemma4, {}, texts),
         **{name: (make, settings, texts) for name, (make, settings) in KINDS.items()},
         **{name: row[:3] for name, row in ROWS.items()},
-        "Mamba": (mamba2, {}, texts),
     }
 
 

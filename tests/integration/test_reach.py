@@ -15,9 +15,14 @@ from derived_models import (
     bloom,
     config_of,
     deepseek,
+    falcon_h1,
     gemma2,
+    granite_hybrid,
+    lfm2,
     llama4,
+    mamba2,
     qwen2_audio,
+    qwen3_next,
     whisper,
     write_model,
 )
@@ -79,6 +84,7 @@ def copied(folder: Path) -> str:
     return write_model(folder, config_of(TARGET))
 
 
+STATES = "a hybrid or Mamba model"
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 # By row: what makes the model, or none for the target; the settings of its engines; the prompts;
 # and how the start-up line calls the reason.
@@ -91,6 +97,15 @@ ROWS: dict[str, tuple[Callable[[Path], str] | None, dict[str, Any], Any, str]] =
     "embeddings": (copied, {"enable_prompt_embeds": True}, embeddings, "--enable-prompt-embeds"),
     "audio": (partial(qwen2_audio, hears=True), {}, audio, "a multimodal model"),
     "MLA": (deepseek, {}, texts, "MLA"),
+    "Mamba2": (mamba2, {}, texts, STATES),
+    "Mamba2, attention and prefix caching (Granite 4)": (
+        granite_hybrid,
+        {"enable_prefix_caching": True},
+        texts,
+        STATES,
+    ),
+    "Mamba2 beside attention (Falcon-H1)": (falcon_h1, {}, texts, STATES),
+    "gated delta nets (Qwen3-Next)": (qwen3_next, {"dtype": "bfloat16"}, texts, STATES),
     "encoder-decoder": (whisper, {"max_model_len": 128}, speech, "a multimodal model"),
 }
 
@@ -116,12 +131,12 @@ def test_output_equals_vllm_where_trees_do_not_go(row, tmp_path, monkeypatch):
         # Drafts are right more often where the text came before.
         assert [generate(llm, prompts, params) for _ in range(2)] == [expected] * 2
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-        assert "Tree" not in type(attention_of(llm).impl).__name__
+        assert not has_our_attention(llm)
 
 
-def attention_of(llm: Any) -> Any:
-    layers = runner(llm).compilation_config.static_forward_context
-    return next(layer for layer in layers.values() if hasattr(layer, "impl"))
+def has_our_attention(llm: Any) -> bool:
+    layers = runner(llm).compilation_config.static_forward_context.values()
+    return any("Tree" in type(getattr(layer, "impl", None)).__name__ for layer in layers)
 
 
 def test_chains_can_be_asked_for_and_are_verified_as_vllm_does():
@@ -131,7 +146,7 @@ def test_chains_can_be_asked_for_and_are_verified_as_vllm_does():
     with engine({**GROWN, "tree": "chain", "max_nodes": 8}) as llm:
         assert generate(llm, prompts, params) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-        assert "Tree" not in type(attention_of(llm).impl).__name__
+        assert not has_our_attention(llm)
         assert runner(llm).step.are_chains
 
 
@@ -172,6 +187,14 @@ def test_what_is_no_token_is_not_learnt_from(tmp_path):
         table = torch.zeros(12, runner(llm).model_config.get_hidden_size())
         generate(llm, [{"prompt_embeds": table}], mixed_params(1, max_tokens=1))
         assert runner(llm).drafter.state.matrix.num_written == 0
+
+
+def test_a_model_with_other_states_is_refused(tmp_path):
+    with (
+        pytest.raises(NotImplementedError, match="its states are those of ShortConv, expected"),
+        engine(TOKEN_RECYCLING, model=lfm2(tmp_path / "model")),
+    ):
+        pass
 
 
 def test_a_model_whose_heads_vllm_does_not_rotate_is_refused(tmp_path):

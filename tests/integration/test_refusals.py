@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from derived_models import granite_hybrid
 from engines import make_config
 
 from vllm_recycle.integration import config as engine_config
@@ -38,12 +39,12 @@ REFUSED_BY_CONFIG = {
     "decode_context_parallel_size": ("parallel_config", 2),
     "prefill_context_parallel_size": ("parallel_config", 2),
     "enable_dbo": ("parallel_config", True),
+    "enable_elastic_ep": ("parallel_config", True),
     "enable_expert_parallel": ("parallel_config", True),
     "enable_batch_sharded_sampling": ("parallel_config", True),
     "kv_sharing_fast_prefill": ("cache_config", True),
     "return_sampling_mask": ("model_config", True),
     "enable_trace_replay": ("model_config", True),
-    "enable_sleep_mode": ("model_config", True),
     "runner_type": ("model_config", "pooling"),
     "logits_processors": ("model_config", ["a:b"]),
     "enable_return_routed_experts": ("aux_output_config", True),
@@ -72,6 +73,18 @@ def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
     for method in ({"tree": "default"}, {"preset": "paper"}):
         with pytest.raises(NotImplementedError, match=f"does not support {feature}"):
             make_config(method, **flags)
+
+
+def test_models_with_states_have_short_chains_on_cpu_and_none_on_a_gpu(tmp_path):
+    model = granite_hybrid(tmp_path / "model")
+    config = make_config(model=model)
+    options = options_of(config)
+    assert (options.tree, options.num_nodes) == ("chain", 4)
+    assert options_of(make_config({"tree": "chain", "max_nodes": 9}, model=model)).num_nodes == 9
+    with pytest.raises(NotImplementedError, match="does not support a hybrid or Mamba model;"):
+        make_config({"tree": "default"}, model=model)
+    with pytest.raises(NotImplementedError, match="a hybrid or Mamba model on a GPU"):
+        refusals.check(config, options, None, on_v2=True)
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_CONFIG)

@@ -18,7 +18,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration import refusals, versions
+from vllm_recycle.core.tree import MAX_CHAIN
+from vllm_recycle.integration import draft_limits, refusals, versions
 from vllm_recycle.integration.options import (
     METHODS,
     OUROBOROS,
@@ -42,6 +43,11 @@ PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 
 # A draft model with one of these anywhere in its path is of another method for vLLM.
 WORDS_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
+
+# Nodes of a chain where each keeps a copy of all states of its request, in blocks of the KV cache.
+MOST_STATES = 4
+# Of a chain where it can not follow the load.
+NODES_AT_ANY_LOAD = 4
 
 # The largest token count that vLLM captures a CUDA graph for, on a Blackwell GPU and on others; it
 # captures multiples of the stride.
@@ -226,20 +232,20 @@ def finish(vllm_config: Any) -> None:
             f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
             f"takes for one of its method {got!r}, expected an ordinary language model"
         )
-    # vLLM takes it away under data parallelism, whose ranks it lets wait for each other. Those of
-    # dense models, and no others are accepted, are engines by themselves.
-    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
-    reasoning = vllm_config.reasoning_config
-    if reasoning and not (reasoning.reasoning_start_str or reasoning.reasoning_end_str):
-        # From --reasoning-parser alone, for thinking budgets, which our V2 runner does not have:
-        # vLLM refuses requests with one then.
-        vllm_config.reasoning_config = None if platform.on_v2 else reasoning
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     if type(options) is TokenRecyclingOptions and options.is_dynamic:
         options = _choose_chains(vllm_config, options, platform)
+    if isinstance(options, TokenRecyclingOptions) and refusals.keeps_step(vllm_config):
+        options = _draft_alike(vllm_config, options)
+    # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
+    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
+    model = vllm_config.model_config
+    if isinstance(options, DraftModelOptions) and model.enable_sleep_mode:
+        # At level 2 nobody would load the draft model's weights again.
+        model.sleep_preserve_parameter_names += ["draft.*"]
     if options.has_trees and platform.attention_backend is not None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
@@ -262,11 +268,24 @@ def _choose_chains(
     if reason is None:
         return options
     logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
-    options = options.as_chains(vllm_config.model_config.max_model_len - 1)
-    spec, table = vllm_config.speculative_config, table_of(vllm_config)
+    model = vllm_config.model_config
+    longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
+    options = options.as_chains(longest)
+    table = table_of(vllm_config)
     table = [(first, last, min(nodes, options.num_nodes)) for first, last, nodes in table]
-    spec.num_speculative_tokens = options.num_nodes
-    setattr(spec, TABLE, table)
+    vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
+    vllm_config.additional_config = put(
+        vllm_config.additional_config, options, chooses_sizes=False, table=table
+    )
+    return options
+
+
+def _draft_alike(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRecyclingOptions:
+    """The options; with chains of one length in each step and on each rank, as vLLM has them."""
+    if options.num_nodes == MAX_CHAIN:  # the user says nothing
+        options = options.as_chains(NODES_AT_ANY_LOAD)
+    table = [(1, draft_limits.UNLIMITED, options.num_nodes)]
+    vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
     vllm_config.additional_config = put(
         vllm_config.additional_config, options, chooses_sizes=False, table=table
     )

@@ -22,6 +22,13 @@ from vllm_recycle.integration.options import (
 )
 from vllm_recycle.integration.options.base import expect
 
+LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
+
+
+def keeps_step(vllm_config: Any) -> bool:
+    """Whether data-parallel ranks run each forward together, as those of experts do."""
+    return vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
+
 
 def refuse(method: str, features: dict[str, bool]) -> None:
     """Raise NotImplementedError for the first of these features that is there."""
@@ -66,18 +73,19 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
-        "--data-parallel-size above 1 with a mixture-of-experts model": (
-            parallel.data_parallel_size > 1 and model.is_moe
-        ),
-        "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--enable-dbo": parallel.enable_dbo,
+        # Without speculation vLLM starts there with these two, and ends at the first request.
+        "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
+        f"{LOCKSTEP} on a CPU": keeps_step(vllm_config) and not on_v2,
+        "--enable-elastic-ep": parallel.enable_elastic_ep,
+        # vLLM has neither with speculation on Model Runner V2, and would leave that.
+        "--enable-dbo or --ubatch-size": parallel.use_ubatching,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
         "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
-        "--reasoning-config on a GPU": vllm_config.reasoning_config is not None and on_v2,
+        "a hybrid or Mamba model on a GPU": has_states(model) and on_v2,
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
@@ -86,12 +94,10 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--structured-outputs-config.backend lm-format-enforcer": (
             vllm_config.structured_outputs_config.backend == "lm-format-enforcer"
         ),
-        "--enable-sleep-mode": model.enable_sleep_mode,
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "a hybrid or Mamba model": model.is_hybrid or model.is_attention_free,
     }
 
 
@@ -109,12 +115,19 @@ def unsupported_by_trees(
         "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--enable-prompt-embeds": model.enable_prompt_embeds,
+        # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
+        LOCKSTEP: keeps_step(vllm_config),
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
         f"--attention-backend {given and given.name}": given not in (None, attention_backend),
         "--attention-config.backend_per_kind": bool(attention.backend_per_kind),
         **_attention_of("model", model),
     }
+
+
+def has_states(model: Any) -> bool:
+    """Whether a model has recurrent layers."""
+    return model.is_hybrid or model.is_attention_free
 
 
 def _attention_of(name: str, model: Any) -> dict[str, bool]:
@@ -127,6 +140,7 @@ def _attention_of(name: str, model: Any) -> dict[str, bool]:
         f"a {name} with ALiBi": model.uses_alibi,
         f"a {name} with MLA": model.use_mla,
         f"an encoder-decoder {name}": model.is_encoder_decoder,
+        f"a hybrid or Mamba {name}": has_states(model),
     }
 
 
@@ -152,7 +166,6 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
     draft = spec.draft_model_config
     features = {
         **_attention_of("draft model", draft),
-        "a hybrid or Mamba draft model": draft.is_hybrid or draft.is_attention_free,
         "a multimodal draft model": draft.is_multimodal_model,
         "a draft model with M-RoPE": draft.uses_mrope,
     }

@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT
 from vllm_recycle.core.state_file import shorten
+from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.options import TOKEN_RECYCLING, options_of
 
 OPT_OUT = "speculate"
@@ -26,14 +27,15 @@ def is_ours(speculative_config: Any) -> bool:
     return hasattr(speculative_config, IS_OURS)
 
 
-def may_speculate(params: Any, *, sees_paths: bool) -> bool:
+def may_speculate(params: Any, *, sees_paths: bool = True) -> bool:
     """Whether drafts for a request may be verified, as far as its sampling parameters tell.
 
-    Bad words look back on the output, and must see of a row the path that leads to it: on Model
-    Runner V2 vLLM's kernel for them takes the rows before a row for its ancestors, as in a chain.
+    A thinking budget looks back on the output, and must see of a row the path that leads to it: on
+    Model Runner V2 vLLM's kernel for it takes the rows before a row for its ancestors, as in a
+    chain.
     """
-    sees_all = sees_paths or not params.bad_words
-    return bool(_says(params.extra_args or {})) and sees_all
+    looks_back = params.thinking_token_budget is not None
+    return bool(_says(params.extra_args or {})) and (sees_paths or not looks_back)
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
@@ -120,6 +122,33 @@ def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:
     """The hint of a request as it may follow its text; empty where it has none."""
     hint = (params.extra_args or {}).get(HINT)
     return [*token_ids[-MAX_CONTEXT:], *hint] if isinstance(hint, list) else []
+
+
+def with_holes(
+    token_ids: Sequence[int], request: Any, *, is_encoder_decoder: bool
+) -> Sequence[int]:
+    """The text of a request, with -1 where its input is no token: images, embeddings.
+
+    Args:
+        token_ids: the text, prompt first; of the decoder, where there is an encoder.
+        request: vLLM's, as its scheduler sends it or as a runner keeps it.
+        is_encoder_decoder: whether images and the like go to an encoder.
+
+    """
+    if request.prompt_token_ids is None:
+        holes = [*range(len(request.prompt_embeds))]
+    else:
+        features = () if is_encoder_decoder else request.mm_features
+        places = [feature.mm_position for feature in features]
+        holes = [place.offset + at for place in places for at in range(place.length)]
+        is_token = request.prompt_is_token_ids or ()
+        holes += [at for at, token in enumerate(is_token) if not token]
+    if not holes:
+        return token_ids
+    text = [*token_ids]
+    for at in holes:
+        text[at] = NO_TOKEN
+    return text
 
 
 def _content(prediction: Any) -> str:

@@ -49,7 +49,7 @@ class TreeScheduler(Scheduler):
         options = options_of(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
         self.isolates = options.isolates
-        self.has_trees = options.has_trees
+        self.sees_paths = not (self.use_v2_model_runner and options.has_trees)
         # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
         # draft; the most that it may be where trees are grown on the device.
         self.depth_of_nodes: list[int] = []
@@ -131,10 +131,13 @@ class TreeScheduler(Scheduler):
         if self.isolates:
             # By the number of requests alone: what one does not use is nobody else's.
             limit = budget // max(1, len(self.running))
-            share = self._guaranteed_blocks(sizes)
+            share = self._guaranteed_blocks()
         else:
             limit = even_limit([len(r.spec_token_ids) for r in drafting], budget)
             share = self._unclaimed_blocks(sizes, ahead) // max(1, len(self.running) * len(sizes))
+        if self.need_mamba_block_aligned_split:
+            # The states at the end of a block are those that prefix caching keeps.
+            share = 0
         size = min(sizes)
         slots = [r.num_tokens + r.num_output_placeholders + ahead for r in drafting]
         return [min(limit, -slot % size + share * size) for slot in slots]
@@ -150,9 +153,12 @@ class TreeScheduler(Scheduler):
                 claimed += known // size - computed // size
         return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - claimed)
 
-    def _guaranteed_blocks(self, sizes: list[int]) -> int:
+    def _guaranteed_blocks(self) -> int:
         """KV blocks of a group that each request is sure of, whatever others have; or none."""
-        longest = [-(-self.max_model_len // size) for size in sizes]
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        longest = [
+            spec.max_num_blocks_per_req(self.vllm_config, self.max_model_len) for spec in specs
+        ]
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
         # Streamed prompts that wait for more have blocks too.
         num_reqs = len(self.running) + len(self.kv_holding_waiting)
@@ -161,12 +167,14 @@ class TreeScheduler(Scheduler):
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.
 
-        It may not while the request reasons ahead of what follows a grammar.
+        It may not while the request reasons ahead of what follows a grammar; nor where a stream
+        may go on behind a stop, which recurrent states cannot go back to.
         """
+        if request.resumable and self.has_mamba_layers:
+            return False
         if request.use_structured_output and not self.masks.is_constrained(request):
             return False
-        sees_paths = not (self.use_v2_model_runner and self.has_trees)
-        return may_speculate(request.sampling_params, sees_paths=sees_paths)
+        return may_speculate(request.sampling_params, sees_paths=self.sees_paths)
 
     def will_know_draft(self, request: Any) -> bool:
         """Whether the draft is here when masks are made of it, where that is needed."""

@@ -291,6 +291,23 @@ def wrap_request_stats(stats: Any) -> None:
     _replace(PrometheusStatLogger, "__init__", init)
 
 
+def wrap_gated_delta_net(by_depth: Callable[..., None]) -> None:
+    """Let `by_depth` run gated delta nets on CPU where metadata have `depths`, which are ours.
+
+    Remove when vLLM runs their core as a method of the layer, as it does for Mamba2.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    def run(original: Any, layer: Any, metadata: Any, *tensors: Any) -> None:
+        if not hasattr(metadata, "depths"):
+            original(layer, metadata, *tensors)
+            return
+        *inputs, output = tensors
+        by_depth(layer, metadata, functools.partial(original, layer), inputs, output)
+
+    _replace(gdn_attention, "_cpu_gdn_attention_nonspec", run)
+
+
 def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
     """Leave vLLM's device buffer of grammar masks the rows that a step may have.
 

@@ -1,8 +1,10 @@
 """What is served on Model Runner V2 launches no kernel of ours that warm-up has not compiled.
 
-Compiling takes half a second and more, and all requests wait. Bursts of prompts arrive beside trees
-of many sizes. Of a launch is recorded by what Triton would compile it anew: constants, which
-arguments there are and of what type, and which numbers are 1 or divisible by 16.
+Compiling takes half a second and more, and all requests wait; vLLM's `--jit-monitor-mode error`
+ends the engine. Bursts of prompts arrive beside trees of many sizes; of the requests some look back
+on their output, one has a hint, and texts are taken in for all. Of a launch is recorded by what
+Triton would compile it anew: constants, which arguments there are and of what type, which numbers
+are 1, and what is divisible by 16.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ from typing import Any
 import pytest
 import torch
 from engines import core, engine, runner
-from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, TEXT
+from test_ouroboros import METHOD as OUROBOROS
+from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TEXT
 from vllm import SamplingParams
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.warmup import warmup_kernels
+from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_recycle.integration.cuda import sampling
 from vllm_recycle.kernels.triton.attention import tiles, tree_attention
 
 pytestmark = pytest.mark.slow
 
 NODES = 24
-# Nodes of trees, and requests that arrive beside one of them: tiles of all heights.
+# Nodes of trees, and requests that arrive beside one of them: tiles of all heights; in all engines
+# but the first the second alone.
 ROUNDS = [(NODES, 1), (12, 2), (6, 5), (3, 9)]
 ARGUMENTS = LLM_ARGUMENTS | {
     "max_num_seqs": 12,
@@ -31,16 +37,35 @@ ARGUMENTS = LLM_ARGUMENTS | {
     "num_gpu_blocks_override": 64,
 }
 STEPS = 3  # that trees of a size have before and behind a burst
+# Of the first request of a small burst; the others are greedy.
+ALL = SEEDED | {
+    "repetition_penalty": 1.2,
+    "bad_words": ["How many"],
+    "min_p": 0.02,
+    "extra_args": {"prediction": {"type": "content", "content": TEXT[:80]}},
+}
+# By name: the method, and a kernel that drafts.
+ENGINES = {
+    "grown": (GROWN | {"max_nodes": NODES}, "_grow_kernel"),
+    "grown, without seeding": (
+        GROWN | {"max_nodes": 7, "seed_from_prompt": False, "scope": "shared"},
+        "_mark_prompt_kernel",
+    ),
+    "ouroboros": (OUROBOROS, "_begin_round_kernel"),
+}
 
 
-def test_nothing_is_compiled_while_serving(result):
-    assert result["compiled while serving"] == []
+@pytest.mark.parametrize("name", ENGINES)
+def test_nothing_is_compiled_while_serving(result, name):
+    found = result[name]
+    assert found["compiled while serving"] == []
+    kernels = {"attend_kernel", "_penalise_kernel", "_ban_kernel", ENGINES[name][1]}
+    assert kernels <= set(found["served"])
+    assert max(found["prompts of a step beside trees"]) >= (9 if name == "grown" else 2)
 
 
 def test_there_were_tiles_of_all_heights_beside_prompts(result):
-    assert result["queries of tiles"] == [16, 32, 64, 128]
-    assert {"_mark_prompt_kernel", "_mark_step_kernel", "attend_kernel"} <= set(result["served"])
-    assert max(result["prompts of a step beside trees"]) >= 9
+    assert result["grown"]["queries of tiles"] == [16, 32, 64, 128]
 
 
 class Compiled:
@@ -65,12 +90,14 @@ def variant(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> str:
     given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     del given["grid"], given["warmup"]
     free = kernel.kwargs.get("do_not_specialize") or ()
+    unaligned = (*free, *(kernel.kwargs.get("do_not_specialize_on_alignment") or ()))
     hints = kernel.fn.__annotations__
     kinds = {}
     for name, value in given.items():
         is_constant = "constexpr" in str(hints.get(name, "constexpr"))
         if isinstance(value, torch.Tensor):
-            kinds[name] = str(value.dtype)
+            aligned = name not in unaligned and value.data_ptr() % 16 == 0
+            kinds[name] = f"{value.dtype}, {aligned}"
         elif type(value) is int and not is_constant:
             kinds[name] = "int" if name in free else f"int, {value == 1}, {value % 16 == 0}"
         else:
@@ -78,42 +105,44 @@ def variant(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> str:
     return f"{kernel.__name__} {kinds}"
 
 
-def serve(llm: Any, seen: dict[str, Any]) -> None:
-    """In the process with the engine: bursts arrive while the first request has trees."""
-    token_ids = llm.get_tokenizer().encode(TEXT)
+def serve(llm: Any, rounds: list[tuple[int, int]]) -> list[int]:
+    """In the process with the engine: bursts arrive while the first request has trees.
+
+    Returns how many prompts the steps had that had trees too.
+    """
+    token_ids, prompts = llm.get_tokenizer().encode(TEXT), []
     served, scheduler = llm.llm_engine, core(llm).scheduler
     prepare_attn = runner(llm).prepare_attn
 
     def watched(batch: Any) -> Any:
         if batch.has_prefill and batch.num_draft_tokens:
-            seen["prompts of a step beside trees"].append(
-                int((batch.num_draft_tokens_per_req == 0).sum())
-            )
+            prompts.append(int((batch.num_draft_tokens_per_req == 0).sum()))
         return prepare_attn(batch)
 
-    def add(name: str, first: int, max_tokens: int) -> None:
-        params = SamplingParams(**GREEDY | {"max_tokens": max_tokens})
+    def add(name: str, first: int, params: dict[str, Any]) -> None:
         prompt = {"prompt_token_ids": token_ids[first : first + 12]}
-        served.add_request(name, prompt, params)
+        served.add_request(name, prompt, SamplingParams(**params | {"max_tokens": 90}))
 
     runner(llm).prepare_attn = watched
-    for nodes, burst in ROUNDS:
-        scheduler.dynamic_sd_lookup = [nodes] * (1 + ARGUMENTS["max_num_seqs"])
+    most = runner(llm).drafter.trees.num_nodes
+    for nodes, burst in rounds:
+        scheduler.dynamic_sd_lookup = [min(nodes, most)] * (1 + ARGUMENTS["max_num_seqs"])
         names = [f"{nodes} {index}" for index in range(1 + burst)]
-        add(names[0], 0, 90)
+        add(names[0], 0, GREEDY)
         for _ in range(STEPS):
             served.step()
         for first, name in enumerate(names[1:]):
-            add(name, first, 90)
+            add(name, first, GREEDY if first or burst > 2 else ALL)
         for _ in range(STEPS):
             served.step()
         served.abort_request(names)
         while served.has_unfinished_requests():
             served.step()
+    return prompts
 
 
 def main(_: Path) -> dict[str, Any]:
-    """In the process with the engine: one whose attention has the tiles of a GPU."""
+    """In the process with the engines: their attention has the tiles of a GPU."""
     heights: list[int] = []
 
     def choose_tile(*args: Any, **kwargs: Any) -> Any:
@@ -123,22 +152,41 @@ def main(_: Path) -> dict[str, Any]:
 
     tree_attention.choose_tile = choose_tile
     tree_attention.choose_num_splits = tiles.choose_num_splits
+    sampling.get_max_chunk_logits = lambda vocab_size: 40  # so that a step has several
     compile_or_warm_up = CPUWorker.compile_or_warm_up_model
+    compiled, warm = Compiled(), set[str]()
 
     def warm_up_as_on_a_gpu(worker: Any) -> Any:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
-        return compile_or_warm_up(worker)
+        times = compile_or_warm_up(worker)
+        worker._maybe_activate_jit_monitor()
+        return times
+
+    def activated(worker: Any) -> None:
+        warm.update(compiled.seen)
+        compiled.seen.clear()
 
     CPUWorker.compile_or_warm_up_model = warm_up_as_on_a_gpu
-    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(**GREEDY))
-    compiled = Compiled()
-    result: dict[str, Any] = {"prompts of a step beside trees": []}
-    with engine(GROWN | {"max_nodes": NODES}, **ARGUMENTS) as llm:
-        warm, compiled.seen = compiled.seen, set()
-        heights.clear()
-        serve(llm, result)
-    return result | {
-        "compiled while serving": sorted(compiled.seen - warm),
-        "served": sorted({one.split(" ")[0] for one in compiled.seen}),
-        "queries of tiles": sorted(set(heights)),
-    }
+    Worker._maybe_activate_jit_monitor = activated
+    # vLLM's, without what its kernels do not do in the interpreter.
+    params = SamplingParams.for_sampler_warmup()
+    params.top_k, params.top_p, params.watermarking = 0, 1.0, None
+    SamplingParams.for_sampler_warmup = staticmethod(params.clone)
+    result = {}
+    for name, (method, _) in ENGINES.items():
+        warm.clear()
+        # Rounds of few requests have all shapes.
+        few = LLM_ARGUMENTS if name == "ouroboros" else {}
+        with engine(method, **ARGUMENTS | few) as llm:
+            assert warm
+            heights.clear()
+            prompts = serve(llm, ROUNDS if name == "grown" else ROUNDS[1:2])
+            if name != "ouroboros":
+                llm.collective_rpc("learn_texts", args=([TEXT],))
+        result[name] = {
+            "compiled while serving": sorted(compiled.seen - warm),
+            "served": sorted({one.split(" ")[0] for one in compiled.seen}),
+            "queries of tiles": sorted(set(heights)),
+            "prompts of a step beside trees": prompts,
+        }
+    return result

@@ -57,7 +57,7 @@ def test_the_host_method_and_our_classes():
 
 def test_all_nodes_are_the_default():
     made = rewrite()
-    assert made.speculative_config["num_speculative_tokens"] == 80
+    assert made.speculative_config["num_speculative_tokens"] == 63  # whole tiles, with the root
     assert made.additional_config["vllm_recycle"]["tree"] == "dynamic"
     template = rewrite({"tree": "default"})
     assert template.additional_config["vllm_recycle"]["max_nodes"] is None
@@ -72,7 +72,7 @@ def test_rows_have_no_price_of_the_user_s(method):
 
 
 def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
-    assert rewrite().speculative_config[TABLE] == halving_schedule(80, MAX_TREE_ROWS)
+    assert rewrite().speculative_config[TABLE] == halving_schedule(63, MAX_TREE_ROWS)
     mine = [(1, 4, 16), (5, 1024, 0)]
     assert rewrite({TABLE: mine}).speculative_config[TABLE] == mine
 
@@ -99,7 +99,7 @@ def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated_or_the_user_s
 
 def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees():
     assert rewrite().max_cudagraph_capture_size == 512
-    assert rewrite(max_num_seqs=2).max_cudagraph_capture_size == 336  # 2 x 2 x 81, in steps of 16
+    assert rewrite(max_num_seqs=2).max_cudagraph_capture_size == 256  # 2 x 2 x 64
     # What the user has said stays.
     assert rewrite(max_cudagraph_capture_size=1000).max_cudagraph_capture_size == 1000
     for given in ({"cudagraph_capture_sizes": [8]}, {"max_cudagraph_capture_size": 64}):

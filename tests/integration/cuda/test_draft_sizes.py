@@ -120,7 +120,7 @@ def test_a_size_stays_what_it_was_where_steps_have_no_graph(make_scheduler):
 
 def test_requests_without_drafts_are_not_counted_on(make_scheduler):
     scheduler = make_scheduler()
-    add(scheduler, 4, bad_words=["x"])
+    add(scheduler, 4, **OPTED_OUT)
     step(scheduler, report_of(FREE, 4))
     assert [step(scheduler) for _ in range(3)] == [0] * 3
 

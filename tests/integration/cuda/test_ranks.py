@@ -1,17 +1,7 @@
-"""Two tensor-parallel ranks on Model Runner V2, with the drafts of either method.
-
-Each rank is a process with an engine of its own; the environment tells them of each other, as
-torchrun would. Their schedulers agree as long as their tokens and drafts do.
-"""
+"""Two tensor-parallel ranks on Model Runner V2, with the drafts of either method."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import time
-from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,14 +10,10 @@ import pytest
 from engines import TARGET, counter, engine, runner
 from test_ouroboros import FORWARDS, SIZES
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
-from v2_scripts import command_of
+from v2_ranks import NUM_RANKS, run_ranks, take_port
 
 pytestmark = pytest.mark.slow
 
-NUM_RANKS, NUM_ENGINES = 2, 4
-# A port for each engine: on that of the one before, a rank that is early finds what has ended.
-PORTS = "PORTS_OF_RANKS"
-WAITING = ({None}, {None, 0})  # for exit codes of ranks
 METHODS = {
     "token_recycling": {"k": 4, "max_nodes": 4, "context_mib": 1},
     # The target drafts for itself: the heads of the small draft model are three.
@@ -46,38 +32,7 @@ BATCH = [((0, 33), GREEDY), ((3, 40), SEEDED)]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank has to say."""
-    with ExitStack() as held:
-        servers = [
-            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_ENGINES)
-        ]
-        ports = [str(server.getsockname()[1]) for server in servers]
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {
-        "WORLD_SIZE": str(NUM_RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        PORTS: " ".join(ports),
-        "OMP_NUM_THREADS": "1",  # a core each
-    }
-    logs = [folder / f"{rank}.log" for rank in range(NUM_RANKS)]
-    outputs = [folder / f"{rank}.json" for rank in range(NUM_RANKS)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            command = command_of(__file__, outputs[rank], folder / f"{rank}.safetensors")
-            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("w") as said:
-                process = subprocess.Popen(command, env=of_rank, stdout=said, stderr=said)
-            processes.append(process)
-        end = time.monotonic() + 550
-        # Where one has died the other waits for it.
-        while time.monotonic() < end and {process.poll() for process in processes} in WAITING:
-            time.sleep(0.2)
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.wait() for process in processes]
-    assert codes == [0] * NUM_RANKS, "\n".join(log.read_text() for log in logs)
-    return [json.loads(output.read_text()) for output in outputs]
+    return run_ranks(__file__, tmp_path_factory.mktemp("ranks"), num_engines=4)
 
 
 def test_each_rank_has_its_share_of_the_heads(ranks):
@@ -109,8 +64,7 @@ def test_the_first_rank_alone_writes_the_state_file(ranks):
 
 def serve(method: dict[str, Any] | None, *batches: list) -> dict[str, Any]:
     """In a rank: an engine's tokens, and with a method what it was like."""
-    os.environ["MASTER_PORT"], *rest = os.environ[PORTS].split()
-    os.environ[PORTS] = " ".join(rest)
+    take_port()
     with engine(method, **ARGUMENTS) as llm:
         result: dict[str, Any] = {
             "token ids": tokens_of(llm, *batches),

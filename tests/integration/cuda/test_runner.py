@@ -24,8 +24,10 @@ from v2_engines import (
 )
 from v2_learning import watch_learning
 from v2_worker import TreeV2Runner
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from vllm_recycle.integration.cuda import runner as v2_runner
+from vllm_recycle.integration.cuda import sampling
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +39,14 @@ MIXED = [
     ((0, 100), {**GREEDY, "max_tokens": 12, "prompt_logprobs": 0}),
     ((0, BLOCK_SIZE + 8), {**SEEDED, "seed": 8, "min_p": 0.02, "logit_bias": {14: 2.0}}),
 ]
-# Requests that look back on their own output; the one with bad words gets no drafts.
+# Of several tokens, which greedy texts have.
+BAD_WORDS = ["him to the", "to a first", "first day"]
+# Requests that look back on their own output, and one that does without the first bad words.
 LOOKING_BACK = [
     ((0, 24), {**GREEDY, "logprob_token_ids": [14, 15]}),
     ((0, 40), {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
     ((3, 40), {**SEEDED, "presence_penalty": 0.5, "bad_words": ["miles"]}),
+    ((0, 16), {**GREEDY, "bad_words": BAD_WORDS}),
 ]
 # They go on behind the end of the grammar, where all is allowed.
 GRAMMARS = [
@@ -53,6 +58,7 @@ GRAMMARS = [
 CROWDED = [((i, i + 61), {**GREEDY, "max_tokens": 20}) for i in range(4)]
 # The second time, all of the second prompt but its last token comes from the prefix cache.
 BATCHES = [MIXED, MIXED[1:2], LOOKING_BACK, GRAMMARS, CROWDED]
+REQUESTS = [request for batch in BATCHES for request in batch]
 ONE_AT_A_TIME = [LOOKING_BACK, GRAMMARS]
 ONE_AT_A_TIME_AT = slice(len(MIXED) + 1, len(MIXED) + 1 + sum(map(len, ONE_AT_A_TIME)))
 LOGPROB_TOLERANCE = 1e-4  # float32 sums, over batches of other shapes
@@ -70,6 +76,13 @@ def test_logprobs_are_those_of_the_accepted_path(result):
             assert trees["logprobs"][kind] == pytest.approx(values, abs=LOGPROB_TOLERANCE)
     kinds = Counter(kind for output in result["trees"] for kind in output["logprobs"])
     assert kinds == {"sampled": 5, "prompt": 1, "chosen tokens": 1}
+
+
+def test_logprobs_are_computed_for_paths_alone(result):
+    # Whole trees of two requests are 18 rows, those of four 24.
+    assert (
+        0 < result["seen of the template"]["most rows with logprobs"] <= 4 * (1 + TREE.depth) < 18
+    )
 
 
 def test_trees_were_verified_accepted_and_compacted(result):
@@ -112,12 +125,16 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(result, run):
 
 
 @pytest.mark.parametrize("run", ["seen", "seen one at a time"])
-def test_drafts_are_accepted_where_there_are_penalties_and_none_where_there_are_bad_words(
-    result, run
-):
-    assert result[run]["accepted tokens of penalised requests"] > 0
-    assert result[run]["drafts of requests with bad words"] == 0
-    assert result[run]["undrafted requests"] == 1  # which is not preempted
+@pytest.mark.parametrize("kind", ["of penalised requests", "beside bad words"])
+def test_drafts_are_accepted_of_requests_that_look_back(result, run, kind):
+    assert result[run][f"accepted tokens {kind}"] > 0
+    assert result[run]["undrafted requests"] == 0
+
+
+def test_bad_words_matter(result):
+    without = result["plain"][0]["token_ids"]
+    (at,) = [at for at, (_, given) in enumerate(REQUESTS) if given.get("bad_words") == BAD_WORDS]
+    assert result["plain"][at]["token_ids"] != without
 
 
 @pytest.mark.parametrize("run", ["seen", "seen one at a time"])
@@ -147,10 +164,8 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
         ahead = any(request.num_output_placeholders for request in scheduler.running)
         output = schedule(*args)
         seen["steps scheduled ahead"] += ahead
-        for request_id, draft in output.scheduled_spec_decode_tokens.items():
+        for draft in output.scheduled_spec_decode_tokens.values():
             seen[f"trees of {len(draft)} nodes"] += 1
-            request = scheduler.requests[request_id]
-            seen["drafts of requests with bad words"] += bool(request.sampling_params.bad_words)
         return output
 
     def watched_update(step: Any, output: Any) -> Any:
@@ -162,6 +177,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
             for name, is_one in (
                 ("that follow a grammar", request.use_structured_output),
                 ("of penalised requests", request.sampling_params.repetition_penalty != 1.0),
+                ("beside bad words", request.sampling_params.bad_words == BAD_WORDS),
             ):
                 seen[f"accepted tokens {name}"] += max(0, len(sampled) - 1) * is_one
         return update_from_output(step, output)
@@ -182,11 +198,22 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
     watch_learning(model_runner.drafter, seen)
 
 
+def watch_scores(seen: Counter) -> None:
+    """In the process with the engines: how many rows of a step have logprobs computed."""
+
+    def watched(logits: torch.Tensor, *args: Any, **given: Any) -> Any:
+        seen["most rows with logprobs"] = max(seen["most rows with logprobs"], len(logits))
+        return compute_topk_scores(logits, *args, **given)
+
+    sampling.compute_topk_scores = watched
+
+
 def serve(
     method: dict[str, Any], batches: Any, waits: Waits, **arguments: Any
 ) -> tuple[list, Counter]:
     """In the process with the engines: an engine with trees, its outputs and what was seen."""
     seen, moved = Counter[str](), watch_moves(waits)
+    watch_scores(seen)
     with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS | arguments) as llm:
         assert type(runner(llm)) is TreeV2Runner
         watch(llm, seen, waits)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from engines import TARGET, TOKEN_RECYCLING
-from v2_worker import TreeTritonBuilder
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_recycle.core.tree import load_tree
+from vllm_recycle.integration.cuda.backend import TreeFlashAttentionMetadataBuilder
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -19,14 +19,14 @@ TREES = DeviceTrees.of(load_tree("default").prefix(4), 8, "cpu")
 
 
 @pytest.fixture
-def builder() -> TreeTritonBuilder:
+def builder() -> TreeFlashAttentionMetadataBuilder:
     register()
     method = {**TOKEN_RECYCLING, "tree": "default", "max_nodes": 4}
     config = EngineArgs(
         TARGET, speculative_config=method, dtype="float32", kv_cache_memory_bytes=1 << 24
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    builder = TreeTritonBuilder(spec, [], config, torch.device("cpu"))
+    builder = TreeFlashAttentionMetadataBuilder(spec, [], config, torch.device("cpu"))
     builder.take_trees(TREES, INDICES)
     return builder
 

@@ -5,7 +5,7 @@ are in a process of their own, see `v2_scripts`. The shim makes what runs what a
 runner, worker and scheduler of CUDA, asynchronous scheduling, all of our Triton kernels, a KV cache
 of the GPU's layout. What still differs from a GPU:
 
-    the rows that are no tree are attended to by vLLM's Triton kernel instead of FlashAttention
+    FlashAttention's functions, for the rows that are no tree, are torch's
     trees are attended to in larger tiles than float32 has, and no context is split
     nothing is captured into CUDA graphs (but in `test_full_graphs`)
     vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them

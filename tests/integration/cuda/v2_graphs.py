@@ -116,12 +116,11 @@ def install() -> None:
     """To be called after `v2_shim.install`."""
     from triton.runtime.interpreter import InterpretedFunction
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends import flash_attn
     from vllm.v1.worker.gpu import cudagraph_utils
 
     InterpretedFunction.run = launch(InterpretedFunction.run)
-    name = "triton_reshape_and_cache_flash"
-    setattr(triton_attn, name, launch(getattr(triton_attn, name)))
+    flash_attn.reshape_and_cache_flash = launch(flash_attn.reshape_and_cache_flash)
     # Else attention is an operator, which looks for its metadata in Python's state.
     type(current_platform).opaque_attention_op = lambda self: False
     type(current_platform)._global_graph_pool = object()

@@ -3,9 +3,9 @@
 V2 asks for Triton, and Triton has no CPU backend to compile its kernels with. Its interpreter runs
 them, slowly, once vLLM is told that there is a backend. vLLM's CPU platform turns asynchronous
 scheduling off and has one attention backend, of another KV cache layout. Both are set back here:
-to asynchronous scheduling, and to the backend of vLLM's whose cache has the layout of a GPU's. Some
-of vLLM's kernels are replaced by torch: attention and the writing of its cache, which take up to a
-second a layer in the interpreter, and that of grammars, which does not run in it.
+to asynchronous scheduling, and to FlashAttention, of an H100's version. FlashAttention's functions,
+which only CUDA has, are torch here; so is vLLM's kernel for grammars, which the interpreter cannot
+run.
 
 Several ranks are as many processes that run one script, as torchrun would start them: each brings
 the shim for itself, where workers that vLLM starts would be without it.
@@ -40,9 +40,10 @@ def install() -> None:
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
     triton_interpreter.speed_up()
     _schedule_asynchronously()
-    _attend_to_a_cache_of_a_gpu()
+    _attend_by_flash_attention()
     _mask_grammars_in_torch()
-    _reduce_without_shared_memory()
+    _talk_without_shared_memory()
+    _leave_out_experts_of_other_ranks()
     _bring_our_worker()
     _attend_to_trees_in_few_programs()
     _sample_in_few_programs()
@@ -62,24 +63,38 @@ def _schedule_asynchronously() -> None:
     CpuPlatform.check_and_update_config = staticmethod(keeping_asynchronous_scheduling)
 
 
-def _attend_to_a_cache_of_a_gpu() -> None:
-    from vllm.v1.attention.backends import triton_attn
+def _attend_by_flash_attention() -> None:
+    """vLLM's classes for it, with torch in the place of what they call."""
+    from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = AttentionBackendEnum.TRITON_ATTN.get_path()
+    path = AttentionBackendEnum.FLASH_ATTN.get_path()
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
-    triton_attn.unified_attention = _attend
-    triton_attn.triton_reshape_and_cache_flash = _store
-    # Its launches ask the device what block sizes it likes.
-    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+    fa_utils.get_flash_attn_version = lambda *args, **kwargs: 3
+    fa_utils.is_flash_attn_varlen_func_available = lambda: True
+    fa_utils.flash_attn_varlen_func = _attend
+    fa_utils.get_scheduler_metadata = _plan
+    fa_utils.reshape_and_cache_flash = _store
+    fa_utils.compile_flash_attn_varlen_func_from_specs = None
+
+
+def _plan(**given: Any) -> torch.Tensor:
+    """In the place of a schedule: what it is made for, by which `_attend` knows its own."""
+    return torch.cat((torch.tensor([given["max_seqlen_q"]]), given["cache_seqlens"])).int()
 
 
 def _attend(**given: Any) -> None:
     """Causal attention of each request's last tokens over its paged keys and values."""
     starts, lengths = given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()
+    longest = given["max_seqlen_q"]
+    plan = given["scheduler_metadata"]
+    assert plan is None or plan.tolist() == [longest, *lengths]
+    assert max(lengths) <= given["max_seqlen_k"]
+    assert given["causal"] is True
     for request, length in enumerate(lengths):
         rows = slice(starts[request], starts[request + 1])
         num_rows = rows.stop - rows.start
+        assert num_rows <= longest
         if num_rows:
             token = torch.arange(length)
             size = given["k"].shape[1]
@@ -93,8 +108,8 @@ def _attend(**given: Any) -> None:
             keys, values = (side.repeat_interleave(group, dim=0) for side in (keys, values))
             scores = query @ keys.transpose(1, 2) * given["softmax_scale"]
             scores = scores.masked_fill(~mask, -torch.inf)
-            if given["sinks"] is not None:
-                sinks = given["sinks"][:, None, None].expand(-1, num_rows, 1)
+            if given["s_aux"] is not None:
+                sinks = given["s_aux"][:, None, None].expand(-1, num_rows, 1)
                 scores = torch.cat((scores, sinks), dim=2)
             weights = scores.softmax(dim=2)[..., :length]
             given["out"][rows] = (weights @ values).transpose(0, 1)
@@ -128,11 +143,44 @@ def _mask_grammars_in_torch() -> None:
     structured_outputs._apply_grammar_bitmask_kernel = Kernel()
 
 
-def _reduce_without_shared_memory() -> None:
-    """Ranks that vLLM has not started find theirs by a name that those of other runs have too."""
+def _talk_without_shared_memory() -> None:
+    """Ranks that vLLM has not started find theirs by a name that those of other runs have too.
+
+    And what experts need, which vLLM's ranks on a CPU have not.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    def all_gatherv(self: Any, given: Any, dim: int = 0, sizes: Any = None) -> Any:
+        assert dim == 0
+        parts = [None] * self.world_size
+        torch.distributed.all_gather_object(parts, given, group=self.device_group)
+        return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
+
+    def reduce_scatterv(self: Any, given: Any, dim: int, sizes: list[int]) -> Any:
+        assert dim == 0
+        total = given.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        return total.split(sizes)[self.rank_in_group]
+
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def _leave_out_experts_of_other_ranks() -> None:
+    """vLLM's kernel for a CPU looks for them too, and crashes."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def of_this_rank(self: Any, **given: Any) -> None:
+        if given["expert_map"] is not None:
+            local = given["expert_map"][given["topk_ids"].long()]
+            given["topk_weights"] = given["topk_weights"].masked_fill(local < 0, 0)
+            given["topk_ids"] = local.clamp(min=0).to(given["topk_ids"].dtype)
+        apply(self, **given)
+
+    CPUUnquantizedExperts.apply = of_this_rank
 
 
 def _bring_our_worker() -> None:

@@ -1,38 +1,14 @@
-"""Our GPU worker, runner and backend where there is no GPU; see `v2_shim`."""
+"""Our GPU worker and runner where there is no GPU; see `v2_shim`."""
 
 from __future__ import annotations
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
-from vllm_recycle.integration.cuda.backend import TreeAttentionImpl, TreeMetadataBuilder
 from vllm_recycle.integration.cuda.runner import TreeModelRunner
 from vllm_recycle.integration.cuda.worker import TreeGPUWorker
-
-
-class TreeTritonBuilder(TreeMetadataBuilder, TritonAttentionMetadataBuilder):
-    pass
-
-
-class TreeTritonImpl(TreeAttentionImpl, TritonAttentionImpl):
-    pass
-
-
-class TreeTritonBackend(TritonAttentionBackend):
-    @staticmethod
-    def get_impl_cls():
-        return TreeTritonImpl
-
-    @staticmethod
-    def get_builder_cls():
-        return TreeTritonBuilder
 
 
 class TreeV2Runner(TreeModelRunner, CPUModelRunner):
@@ -45,7 +21,6 @@ class TreeV2Runner(TreeModelRunner, CPUModelRunner):
 class TreeV2Worker(TreeGPUWorker, CPUWorker):
     runner_class = TreeV2Runner
     replaced_backend = AttentionBackendEnum.CPU_ATTN
-    tree_backend = TreeTritonBackend
 
     def init_device(self):
         super().init_device()

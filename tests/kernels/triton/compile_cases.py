@@ -69,6 +69,7 @@ def cases() -> Iterator[tuple[Case, int]]:
     for arch in (80, 90):
         yield walk_case(), arch
         yield penalise_case(), arch
+        yield ban_case(), arch
         yield place_case(), arch
         yield compact_case(), arch
         for case in (*ouroboros_cases(), *learning_cases()):
@@ -282,6 +283,23 @@ def penalise_case() -> Case:
             **dict.fromkeys(strides, "i32"),
         },
         {"BLOCK": penalties.BLOCK},
+    )
+
+
+def ban_case() -> Case:
+    pointers = ("expanded_local_pos", "parents", "word_token_ids", "offsets", "num_words")
+    texts = ("texts", "prompt_lengths", "lengths")
+    of = ("logits", "parents", "words", "offsets", "texts")
+    return Case(
+        "ban",
+        penalties._ban_kernel,
+        {
+            "logits": "*fp32:16",
+            **dict.fromkeys(("row_token_ids", "expanded_idx_mapping"), "*i64:16"),
+            **dict.fromkeys((*pointers, *texts), "*i32:16"),
+            **{f"{name}_stride": "i32" for name in of},
+        },
+        {},
     )
 
 

@@ -106,7 +106,7 @@ def seed_cases(layout: MatrixLayout) -> Iterator[Case]:
         seeding._mark_prompt_kernel,
         {
             **{**rows, **found, **sizes, "rests": "*i64:16", "table": "*i32:16"},
-            **{"all_token_ids": "*i32:16", "stride": "i32:16", "salts": "*i64:16"},
+            **{"token_ids": "*i32:16", "salts": "*i64:16"},
             **{"requests": "*i32:16", "num_requests": "i32", "first": "i32"},
         },
         {"BITS": 5, "LANES": seeding.LANES, "LAYOUT": Layout.of(layout)},

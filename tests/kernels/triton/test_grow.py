@@ -171,3 +171,15 @@ def test_a_chain_of_any_depth_is_filled(depth):
     drafts, worths = draft(fill, setting, depth, tree=tree.to(DEVICE))
     assert drafts[0].tolist() == [(5 + 7 * step) % 90 for step in range(1, depth + 1)]
     assert worths.eq(1.0).all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts calls in the interpreter")
+@pytest.mark.parametrize(("max_nodes", "levels"), [(1, 1), (80, 2)])
+def test_levels_end_where_none_of_the_next_could_be_among_the_nodes(max_nodes, levels, monkeypatch):
+    from vllm_recycle.kernels.triton.matrix import grow as module
+
+    found, looked = module.find_entry, []
+    monkeypatch.setattr(module, "find_entry", lambda *args: looked.append(1) or found(*args))
+    setting = random_setting(8, (1, 2, 4, 8), max_nodes=max_nodes, beam=16, levels=8)
+    check(replace(setting, texts=setting.texts[:1], max_depths=setting.max_depths[:1]))
+    assert len(looked) == levels

@@ -44,12 +44,13 @@ def test_texts_are_seeded_a_slice_at_a_time(seeding, scope, contexts, slots, sli
     for _ in range(2):
         all_token_ids = make_texts(rng, 8, 30)  # one is no token of the vocabulary
         indices = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
-        lengths = [rng.choice([0, 1, 2, rng.randint(3, 30), 30]) for _ in indices]
+        lengths = [rng.choice([1, 2, rng.randint(3, 30), 30]) for _ in indices]
+        texts = [all_token_ids[i, :length] for i, length in zip(indices, lengths, strict=True)]
         for one, function in ((matrix, seed), (expected, twin.seed)):
             function(
                 one,
                 stamps,
-                all_token_ids,
+                torch.cat(texts),
                 req_state_indices=indices,
                 lengths=lengths,
                 slice_size=slice_size,
@@ -74,7 +75,7 @@ def test_where_nothing_is_lost_it_is_what_is_seeded_one_by_one(scope, contexts, 
     seed(
         matrix,
         stamps,
-        torch.tensor(texts, dtype=torch.int32, device=DEVICE),
+        torch.tensor([*texts[0], *texts[1][:18]], dtype=torch.int32, device=DEVICE),
         req_state_indices=[0, 1],
         lengths=lengths,
         slice_size=slice_size,
@@ -92,9 +93,7 @@ def test_a_text_that_is_nobodys_is_seeded_for_all(scope):
     expected, before = copy.deepcopy(matrix), matrix.table.clone()
     text = torch.tensor([3 * place % 37 for place in range(50)], dtype=torch.int32, device=DEVICE)
     stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
-    # As it is given: one text in the place of everybody's.
-    texts = text.expand(MAX_NUM_REQS, -1)
-    seed(matrix.of_all(), stamps, texts, req_state_indices=[0], lengths=[50])
+    seed(matrix.of_all(), stamps, text, req_state_indices=[0], lengths=[50])
     core.seed(expected.of_all(), 0, text)
     assert matrix.table.equal(expected.table)
     assert matrix.shared_entries().equal(matrix.table)

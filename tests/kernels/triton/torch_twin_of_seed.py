@@ -16,7 +16,7 @@ from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
 def seed(
     matrix: AdjacencyMatrix,
     stamps: torch.Tensor,
-    all_token_ids: torch.Tensor,
+    token_ids: torch.Tensor,
     *,
     req_state_indices: Sequence[int],
     lengths: Sequence[int],
@@ -25,16 +25,17 @@ def seed(
     """See `vllm_recycle.kernels.triton.matrix.seed.seed`."""
     assert not stamps.any()
     layout = matrix.layout
+    texts = [text.tolist() for text in token_ids.split(list(lengths))]
     positions = [
-        (req_state_idx, end)
-        for req_state_idx, length in zip(req_state_indices, lengths, strict=True)
-        for end in range(1, length)
+        (req_state_idx, text, end)
+        for req_state_idx, text in zip(req_state_indices, texts, strict=True)
+        for end in range(1, len(text))
     ]
     for first in range(0, len(positions), slice_size):
         # By address, what was found of it in order: (head, salt), follower, rest.
         found: dict[int, list[tuple[tuple[int, int], int, list[int]]]] = {}
-        for req_state_idx, end in positions[first : first + slice_size]:
-            text, salt = all_token_ids[req_state_idx].tolist(), int(matrix.salts[req_state_idx])
+        for req_state_idx, text, end in positions[first : first + slice_size]:
+            salt = int(matrix.salts[req_state_idx])
             if not 0 <= text[end] < layout.vocab_size:
                 continue
             context = text[max(0, end - layout.reach) : end][::-1]

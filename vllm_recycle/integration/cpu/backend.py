@@ -49,7 +49,9 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.is_idle:
             return None
         step, self.step = self.step, None
-        return self.build_step(common_attn_metadata, step)
+        # Of chains attention need not know: vLLM's metadata say it all.
+        trees = None if step is None or step.are_chains else step
+        return self.build_step(common_attn_metadata, trees)
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
@@ -84,45 +86,55 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         other_lengths = np.diff(common.query_start_loc_cpu.numpy()) - tree_lengths
         metadata.others = None
         if other_lengths.any():
-            is_other = torch.ones(common.num_actual_tokens, dtype=torch.bool)
-            is_other.numpy()[step.tree_rows()[2]] = False
-            rows = is_other.nonzero().flatten()
-            alone = _without_trees(common, rows, torch.from_numpy(other_lengths))
+            [others] = other_lengths.nonzero()
+            first = common.query_start_loc_cpu.numpy()[others]  # before a root, if there is one
+            rows, alone = part_of(common, others, first, other_lengths[others])
             metadata.others = (rows, super().build(0, alone))
         return metadata
 
 
 def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
-    """Let the metadata that vLLM's runner builds next know of a step's trees.
+    """Let the metadata that vLLM's runner builds next know of a step's drafts.
 
     Args:
-        step: that is prepared. Of chains nobody need know: vLLM's metadata say it all.
+        step: that is prepared.
         attn_groups: vLLM's, of each KV cache group.
 
     """
     for groups in attn_groups:
         for group in groups:
-            group.get_metadata_builder().step = None if step.are_chains else step
+            group.get_metadata_builder().step = step
 
 
-def _without_trees(
-    common: CommonAttentionMetadata, rows: torch.Tensor, lengths: torch.Tensor
-) -> CommonAttentionMetadata:
-    """The metadata of these rows, int64 [n], of which each request has so many, int64 [batch]."""
-    query_lengths = common.query_start_loc_cpu.diff()
-    others = lengths > 0
-    seq_lens = (common.seq_lens - query_lengths + lengths)[others].to(torch.int32)
-    lengths = lengths[others]
-    query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return common.replace(
+def part_of(
+    common: CommonAttentionMetadata, requests: np.ndarray, first: np.ndarray, lengths: np.ndarray
+) -> tuple[torch.Tensor, CommonAttentionMetadata]:
+    """Some rows of a step, and their metadata, as of a step of these alone.
+
+    Args:
+        common: vLLM's, of all rows.
+        requests: int64 [n], which have such rows, in the order that they are to have.
+        first: integer [n], the first of these rows of each request.
+        lengths: int64 [n], how many they are, one or more.
+
+    Returns:
+        The rows, int64 [rows], and vLLM's metadata.
+
+    """
+    ends = lengths.cumsum()
+    rows = torch.from_numpy(np.arange(ends[-1]) + (first - ends + lengths).repeat(lengths))
+    behind = common.query_start_loc_cpu.numpy()[requests + 1] - first - lengths
+    seq_lens = common.seq_lens[requests] - torch.from_numpy(behind.astype(np.int32))
+    query_start_loc = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+    return rows, common.replace(
         query_start_loc=query_start_loc,
         query_start_loc_cpu=query_start_loc,
         seq_lens=seq_lens,
-        num_reqs=len(lengths),
+        num_reqs=len(requests),
         num_actual_tokens=len(rows),
         max_query_len=int(lengths.max()),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=common.block_table_tensor[others],
+        block_table_tensor=common.block_table_tensor[requests],
         slot_mapping=common.slot_mapping[rows],
     )
 

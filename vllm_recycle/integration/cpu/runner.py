@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
@@ -29,10 +30,11 @@ from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.drafters import DRAFTERS
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
+from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import options_of
-from vllm_recycle.integration.requests import hinted_text, may_speculate
+from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.kernels.cpu.kv_cache import move_slots
 
@@ -48,6 +50,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
         began: when the step did.
+        recurrent_groups: layers whose states cannot go back by themselves.
 
     """
 
@@ -58,6 +61,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
     began: float
+    recurrent_groups: list[RecurrentGroup]
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -102,6 +106,23 @@ class TreeCPUModelRunner(CPUModelRunner):
             for group in groups:
                 if self.drafter.attention_layers >= set(group.layer_names):
                     group.get_metadata_builder().is_idle = True
+        layers = self.compilation_config.static_forward_context
+        self.recurrent_groups = [
+            RecurrentGroup(group, layers)
+            for groups in self.attn_groups
+            for group in groups
+            if isinstance(group.kv_cache_spec, MambaSpec)
+        ]
+        self.calculate_reorder_batch_threshold()  # again, by what these changed
+
+    def _get_mamba_bufs(self) -> Any:
+        # What is for drafts has no kernels on CPU.
+        buffers = super()._get_mamba_bufs()
+        buffers.postprocess_align = None
+        return buffers
+
+    def _update_states_after_model_execute(self, *args: Any) -> None:
+        """Nothing, where vLLM notes how far recurrent states are to go back: `_sample` did it."""
 
     # Requests come and go.
 
@@ -118,14 +139,15 @@ class TreeCPUModelRunner(CPUModelRunner):
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
-            is_encoder_decoder = self.model_config.is_encoder_decoder
-            prompt = prompt_of(request, is_encoder_decoder=is_encoder_decoder)
-            known = [*prompt, *request.output_token_ids]
+            prompt = request.prompt_token_ids or [NO_TOKEN] * request.num_prompt_tokens
+            known = with_holes(
+                [*prompt, *request.output_token_ids],
+                request,
+                is_encoder_decoder=self.model_config.is_encoder_decoder,
+            )
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
-            self.drafter.num_undrafted += not may_speculate(
-                request.sampling_params, sees_paths=True
-            )
+            self.drafter.num_undrafted += not may_speculate(request.sampling_params)
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         return result
@@ -202,6 +224,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             )
         self.drafter.accept(self.idx_mapping, step, result, self.roots)
         self._compact_kv_cache(result.path)
+        for group in self.recurrent_groups:
+            group.go_back(result.lengths)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
 
     def _compact_kv_cache(self, path: torch.Tensor) -> None:
@@ -260,7 +284,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             left = params.max_tokens - len(request.output_token_ids)
             # Of those that were sampled for, without the draft tokens that were not accepted.
             computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
-            may_draft = goes_on and num_nodes > 0 and may_speculate(params, sees_paths=True)
+            may_draft = goes_on and num_nodes > 0 and may_speculate(params)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths)
         drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
@@ -278,18 +302,3 @@ class TreeCPUModelRunner(CPUModelRunner):
     def price_rows(self) -> str | None:
         """See `V1Drafter.price`."""
         return self.drafter.price(self)
-
-
-def prompt_of(request: Any, *, is_encoder_decoder: bool) -> list[int]:
-    """The prompt of a request, of the decoder, with -1 where its input is no token."""
-    if request.prompt_token_ids is None:
-        return [NO_TOKEN] * request.num_prompt_tokens
-    tokens = list(request.prompt_token_ids)
-    for feature in () if is_encoder_decoder else request.mm_features:
-        first = feature.mm_position.offset
-        end = first + feature.mm_position.length
-        tokens[first:end] = [NO_TOKEN] * (end - first)
-    if request.prompt_is_token_ids:
-        holes = zip(tokens, request.prompt_is_token_ids, strict=True)
-        return [token if is_token else NO_TOKEN for token, is_token in holes]
-    return tokens

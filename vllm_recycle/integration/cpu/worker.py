@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
+from vllm_recycle.integration.cpu.recurrent import hide_drafts
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
 from vllm_recycle.integration.worker import TreeWorker
 from vllm_recycle.kernels.cpu.kv_cache import ISAS
@@ -33,6 +35,8 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, MambaBase).items():
+            hide_drafts(name, layer)
         for name, layer in self.model_runner.model.named_modules():
             if isinstance(layer, MultiHeadLatentAttentionWrapper) and not rotates_each_head(layer):
                 raise NotImplementedError(

@@ -45,18 +45,24 @@ class V2Drafter(Drafter):
 
     Attributes:
         trees: the topology of all requests' drafts, by `req_state_idx`.
+        best: integer [logit rows], the most probable token of each row that was observed; None
+            where the method does not look for it.
 
     """
 
     trees: DeviceTrees
+    best: torch.Tensor | None = None
 
     @abstractmethod
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         """What drafts; `may_speculate`, bool [max_num_reqs] on the host, is kept by the runner."""
 
+    def warm_up(self) -> None:
+        """Compile what requests may ask for and steps that warm up do not; it is forgotten then."""
+
     @abstractmethod
-    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Some requests start, with texts of these lengths."""
+    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Some requests start, with these texts; -1 where the input is no token."""
 
     @abstractmethod
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:

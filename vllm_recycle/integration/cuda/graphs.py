@@ -26,6 +26,8 @@ from vllm_recycle.core.size_chooser import GraphShape, by_preference
 SPREAD = 3
 # A step is padded by at most a quarter of its rows, or by this many rows.
 FILLED = 8
+# Batches of so few requests have graphs of their own, without room for others.
+ALONE = (1, 2, 4)
 
 
 def plan_full_graphs(
@@ -61,6 +63,9 @@ def plan_full_graphs(
             shapes.add(GraphShape(num_tokens, num_reqs, bound))
         for num_tokens in counts[::2] if among_others else ():
             shapes.add(GraphShape(num_tokens, min(num_tokens, max_num_reqs), bound))
+    for rows, total in steps:
+        if (batch := total // rows) in ALONE:
+            shapes.add(GraphShape(total, batch, rows))
     return by_preference(shapes)
 
 
@@ -106,6 +111,18 @@ def replace_full_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
         for num_tokens in range(desc.num_tokens + 1):
             key = (num_tokens, desc.num_active_loras)
             manager._candidates.setdefault(key, []).insert(0, desc)
+
+
+def prefer_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
+    """Let steps try the graphs of `replace_full_graphs` in this order, piecewise ones behind."""
+    place = {shape: index for index, shape in enumerate(shapes)}
+
+    def at(desc: Any) -> int:
+        is_full = desc.cg_mode == CUDAGraphMode.FULL
+        return place.get(shape_of(desc), len(place)) if is_full else len(place)
+
+    for candidates in manager._candidates.values():
+        candidates.sort(key=at)
 
 
 def shape_of(desc: Any) -> GraphShape:

@@ -7,15 +7,16 @@ rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its n
 position, so a row's token does not depend on what was drawn before it, and seeded output is that
 without speculation. No step waits for the device.
 
-Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties look back
-along the path to each row. Bad words look back along a chain in vLLM's kernel, so the scheduler
-gives such requests no trees. Where a request follows a grammar, drafts go to the scheduler, as
-those of vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's batch order
-requests with a draft come first.
+Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties and bad
+words look back along the path to each row. Thinking budgets look back along a chain in vLLM's
+kernel, so the scheduler gives such requests no trees. Where a request follows a grammar, drafts go
+to the scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In
+V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,17 +31,17 @@ from vllm_recycle.integration.cuda.backend import warm_up_tiles
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
-from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
-from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.sampling import (
-    logprobs_of_paths,
-    penalise_along_paths,
-    sample_rows,
+from vllm_recycle.integration.cuda.graphs import (
+    plan_full_graphs,
+    prefer_graphs,
+    replace_full_graphs,
 )
+from vllm_recycle.integration.cuda.lora import TreeLoraState
+from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
-from vllm_recycle.integration.requests import hinted_text, may_speculate
+from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -77,7 +78,7 @@ class TreeModelRunner(GPUModelRunner):
         share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
-        penalise_along_paths(self.sampler, self.drafter.trees)
+        see_paths(self.sampler, self.drafter.trees)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
@@ -108,8 +109,16 @@ class TreeModelRunner(GPUModelRunner):
             }
 
     @torch.inference_mode()
-    def warm_up_attention(self) -> None:
-        """Compile tree attention for all trees that may be served, once for each kind of layer."""
+    def warm_up(self) -> None:
+        """Compile what is served and vLLM's warm-up has not run."""
+        self.drafter.warm_up()
+        for run in self.speculator.drafting_runs().values():
+            run()
+        if self.verifies_trees:
+            self._warm_up_attention()
+
+    def _warm_up_attention(self) -> None:
+        """Tree attention for all trees that there may be, once for each kind of layer."""
         layers, kinds = self.compilation_config.static_forward_context, {}
         tables = self.block_tables.get_dummy_block_tables(1)
         for table, group in zip(tables, self.kv_cache_config.kv_cache_groups, strict=True):
@@ -128,6 +137,8 @@ class TreeModelRunner(GPUModelRunner):
         times = find_step_seconds(self, self.speculator.drafting_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
+        if times.graphs:
+            prefer_graphs(self.cudagraph_manager, times.preference)
         return describe_times(times)
 
     def shutdown(self) -> None:
@@ -150,10 +161,11 @@ class TreeModelRunner(GPUModelRunner):
         new = scheduler_output.scheduled_new_reqs
         if new:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
-            lengths = [len(request.prefill_token_ids) for request in new]
-            self.drafter.begin(indices, lengths)
-            for index, request in zip(indices, new, strict=True):
-                if hinted := hinted_text(request.sampling_params, request.prefill_token_ids):
+            text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
+            texts = [text_of(request.prefill_token_ids, request) for request in new]
+            self.drafter.begin(indices, texts)
+            for index, request, text in zip(indices, new, texts, strict=True):
+                if hinted := hinted_text(request.sampling_params, text):
                     self.drafter.take_in(hinted, index)
             drafting = [
                 may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
@@ -230,16 +242,17 @@ class TreeModelRunner(GPUModelRunner):
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)
         else:
-            output, path = self._sample_trees(logits, input_batch)
+            best = self.drafter.best if grammar_output is None else None
+            output, path = self._sample_trees(logits, input_batch, best)
         self.drafter.accept(input_batch, self.row_token_ids, output, path)
         return output, output.num_sampled, output.num_rejected
 
     def _sample_trees(
-        self, logits: torch.Tensor, input_batch: Any
+        self, logits: torch.Tensor, input_batch: Any, best: torch.Tensor | None
     ) -> tuple[SamplerOutput, torch.Tensor]:
         """What was sampled, and the visited rows, int64 [num_reqs, path]."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids)
+        sampled, scores = sample_rows(self.sampler, logits, input_batch, self.row_token_ids, best)
         cu_num_logits = input_batch.cu_num_logits
         result = walk(
             sampled,

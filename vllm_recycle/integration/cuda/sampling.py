@@ -2,48 +2,77 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks,
     get_max_chunk_logits,
 )
 
-from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
+from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
-def penalise_along_paths(sampler: Any, trees: DeviceTrees) -> None:
+def see_paths(sampler: Any, trees: DeviceTrees) -> None:
     """Let a sampler of vLLM see of each row of the requests' trees the path that leads to it."""
-    state = sampler.penalties_state
+    for state in sampler.logits_processors:
+        if isinstance(state, PenaltiesState):
+            state.apply = partial(_penalise, state, trees)
+        elif isinstance(state, BadWordsState):
+            state.apply = partial(_ban, state, trees)
 
-    def apply(logits: torch.Tensor, context: Any) -> torch.Tensor:
-        if state.use_penalty[context.idx_mapping_np].any():
-            penalise_paths(
-                logits,
-                context.input_ids,
-                context.expanded_local_pos,
-                context.expanded_idx_mapping,
-                parents=trees.parents,
-                penalties=Penalties(
-                    state.repetition_penalty.gpu,
-                    state.frequency_penalty.gpu,
-                    state.presence_penalty.gpu,
-                    state.prompt_bin_mask,
-                    state.output_bin_counts,
-                ),
-            )
-        return logits
 
-    state.apply = apply
+def _penalise(
+    state: PenaltiesState, trees: DeviceTrees, logits: torch.Tensor, context: Any
+) -> torch.Tensor:
+    if state.use_penalty[context.idx_mapping_np].any():
+        penalties = Penalties(
+            state.repetition_penalty.gpu,
+            state.frequency_penalty.gpu,
+            state.presence_penalty.gpu,
+            state.prompt_bin_mask,
+            state.output_bin_counts,
+        )
+        penalise_paths(logits, *_rows(context), parents=trees.parents, penalties=penalties)
+    return logits
+
+
+def _ban(
+    state: BadWordsState, trees: DeviceTrees, logits: torch.Tensor, context: Any
+) -> torch.Tensor:
+    if most_words := int(state.num_bad_words.np[context.idx_mapping_np].max()):
+        texts = state.req_states
+        words = BadWords(
+            state.bad_word_token_ids.gpu,
+            state.bad_word_offsets.gpu,
+            state.num_bad_words.gpu,
+            texts.all_token_ids.gpu,
+            texts.prompt_len.gpu,
+            texts.total_len.gpu,
+        )
+        ban_words(
+            logits, *_rows(context), parents=trees.parents, words=words, most_words=most_words
+        )
+    return logits
+
+
+def _rows(context: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return context.input_ids, context.expanded_local_pos, context.expanded_idx_mapping
 
 
 def sample_rows(
-    sampler: Any, logits: torch.Tensor, input_batch: Any, row_token_ids: torch.Tensor
+    sampler: Any,
+    logits: torch.Tensor,
+    input_batch: Any,
+    row_token_ids: torch.Tensor,
+    best: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, in chunks of vLLM's size, and the logits that logprobs are of.
 
@@ -52,11 +81,20 @@ def sample_rows(
         logits: floating [logit rows, vocab].
         input_batch: of the step.
         row_token_ids: int64 [logit rows].
+        best: integer [logit rows], the most probable tokens, where they are known: of a batch that
+            is greedy and no more these are it.
 
     Returns:
         int64 [logit rows], and floating [logit rows, vocab].
 
     """
+    requests = input_batch.idx_mapping_np
+    is_greedy = not (
+        sampler.needs_logits_processing[requests].any()
+        or sampler.sampling_states.temperature.np[requests].any()
+    )
+    if best is not None and is_greedy:
+        return best.long(), logits
     starts = input_batch.cu_num_logits_np
     positions = input_batch.positions[input_batch.logits_indices]
     upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
@@ -104,23 +142,25 @@ def logprobs_of_paths(
     dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
     if dims is None:
         return None
-    # Of all rows, since which ones were visited only the device knows; then of each path,
-    # padded to one length.
+    # Which rows were visited only the device knows: paths are padded to one length, at most that
+    # of a chain of the most nodes. Where that makes more rows than there are, these are scored.
+    path = path[:, : 1 + int(input_batch.num_draft_tokens_per_req.max())]
+    num_reqs, length = path.shape
+    rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
+    scored, taken = (rows, slice(None)) if len(rows) < len(logits) else (slice(None), rows)
     found = compute_topk_scores(
-        logits,
+        logits[scored],
         dims[0],
-        sampled,
+        sampled[scored],
         logprob_token_ids_state=sampler.logprob_token_ids_state,
-        expanded_idx_mapping=input_batch.expanded_idx_mapping,
+        expanded_idx_mapping=input_batch.expanded_idx_mapping[scored],
         max_per_req_token_ids=dims[1],
         logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
     )
-    num_reqs, length = path.shape
-    rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
     return LogprobsTensors(
-        found.logprob_token_ids[rows],
-        found.logprobs[rows],
-        found.selected_token_ranks[rows],
+        found.logprob_token_ids[taken],
+        found.logprobs[taken],
+        found.selected_token_ranks[taken],
         list(range(0, num_reqs * length + 1, length)),
     )
 

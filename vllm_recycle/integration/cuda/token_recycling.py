@@ -21,7 +21,7 @@ from vllm_recycle.core.grow import BEAM, LEVELS
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.options import TokenRecyclingOptions, chooses_sizes
@@ -48,6 +48,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
         template: that is filled; None where trees are grown.
         counts: what the state's counts are on the device.
         stamps: int32 [addresses], for learning; zero between steps.
+        is_blind: bool [max_num_reqs], on the host, whether the prompt of each ends in no token.
         roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
         successors: int32 [logit rows, k], of the step.
         worths: float32 [batch, nodes], of the trees that were drafted last.
@@ -75,9 +76,10 @@ class TokenRecyclingV2Drafter(V2Drafter):
         self.counts = DeviceCounts.of(self.state.acceptance)
         table = self.state.matrix.table
         self.stamps = torch.zeros(len(table), dtype=torch.int32, device=device)
+        self.is_blind = np.zeros(max_num_reqs, dtype=bool)
         self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
         # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes per
-        # token of `max_model_len` and request. We read each prompt once, and then the ends.
+        # token of `max_model_len` and request. We copy each prompt once, and then read the ends.
         req_states.all_token_ids = StagedWriteTensor(
             (max_num_reqs, vllm_config.model_config.max_model_len),
             dtype=torch.int32,
@@ -93,34 +95,41 @@ class TokenRecyclingV2Drafter(V2Drafter):
         super().reset()
         self.counts.rates.copy_(self.state.acceptance.rates())
 
-    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
+    def warm_up(self) -> None:
+        self.take_in([0, 0], 0)
+        if self.state.matrix.layout.has_shared:
+            self.take_in([0, 0])
+
+    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         matrix = self.state.matrix
         for req_state_idx in req_state_indices:
             matrix.begin(req_state_idx)
+        self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
         if self.seeds:
-            seed(
-                matrix,
-                self.stamps,
-                self.texts.token_ids,
-                req_state_indices=req_state_indices,
-                lengths=lengths,
-            )
+            # What vLLM has in the place of no token is some token.
+            holed = [NO_TOKEN in text for text in texts]
+            lengths = [0 if holes else len(text) for text, holes in zip(texts, holed, strict=True)]
+            pairs = zip(req_state_indices, lengths, strict=True)
+            # From the host at once: kernels look at each token again and again.
+            token_ids = torch.cat([self.texts.token_ids[i, :length] for i, length in pairs])
+            indices = req_state_indices
+            seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=lengths)
+            for req_state_idx, text, holes in zip(indices, texts, holed, strict=True):
+                if holes:
+                    self.take_in(text, req_state_idx)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         matrix = self.state.matrix
         if req_state_idx is None:
             matrix, req_state_idx = matrix.of_all(), 0
+        if not token_ids:
+            return
         text = async_tensor_h2d([*token_ids], device=matrix.table.device, dtype=torch.int32)
-        seed(
-            matrix,
-            self.stamps,
-            text.expand(len(matrix.salts), -1),  # where each request has its text
-            req_state_indices=[req_state_idx],
-            lengths=[len(text)],
-        )
+        seed(matrix, self.stamps, text, req_state_indices=[req_state_idx], lengths=[len(text)])
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)
+        self.best = self.successors[:, 0]
 
     def accept(
         self,
@@ -140,6 +149,10 @@ class TokenRecyclingV2Drafter(V2Drafter):
             self.successors,
             WalkResult(path, output.sampled_token_ids.long(), output.num_sampled),
         )
+        learns = output.num_sampled  # nothing in the middle of a prompt
+        blind = self.is_blind[input_batch.idx_mapping_np] & input_batch.is_prefilling_np
+        if blind.any():
+            learns = learns.masked_fill(async_tensor_h2d(blind, device=learns.device), 0)
         learn(
             matrix,
             self.stamps,
@@ -148,7 +161,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
             self.texts,
             step,
             max_rows=1 + (self.trees.num_nodes if input_batch.num_draft_tokens else 0),
-            learns=output.num_sampled,  # nothing in the middle of a prompt
+            learns=learns,
         )
 
     def propose(self, idx_mapping: torch.Tensor) -> torch.Tensor:

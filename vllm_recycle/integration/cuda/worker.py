@@ -26,9 +26,12 @@ class TreeGPUWorker(TreeWorker):
         max_num_seqs = config.max_num_seqs
         config.max_num_seqs = max(1, sum(full in sizes for sizes in runner.sizes_of_batch))
         try:
-            times = super().warm_up()
+            return super().warm_up()
         finally:
             config.max_num_seqs = max_num_seqs
-        if self.verifies_trees:
-            runner.warm_up_attention()
-        return times
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        # With this vLLM's warm-up ends: a kernel that is compiled from here on is complained of, or
+        # ends the engine.
+        self.model_runner.warm_up()
+        super()._maybe_activate_jit_monitor()

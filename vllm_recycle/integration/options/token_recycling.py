@@ -16,7 +16,9 @@ from vllm_recycle.integration.options.base import MethodOptions, expect
 
 TOKEN_RECYCLING = "token_recycling"
 DYNAMIC = "dynamic"
-DYNAMIC_MAX_NODES = 80
+# With their roots 81 rows; on a GPU 64, and 32, 16, ... where there are fewer nodes: whole tiles of
+# its matrix products.
+DYNAMIC_MAX_NODES, DYNAMIC_MAX_NODES_ON_GPU = 80, 63
 # What a preset says where the user does not: the paper's matrix and tree, verified whole.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -84,7 +86,7 @@ class TokenRecyclingOptions(MethodOptions):
         defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 8], "context_mib": 64}
         defaults |= PRESETS.get(given.get("preset") or "", {})
         if (given.get("tree") or defaults["tree"]) == DYNAMIC:
-            defaults["max_nodes"] = DYNAMIC_MAX_NODES
+            defaults["max_nodes"] = DYNAMIC_MAX_NODES_ON_GPU if on_gpu else DYNAMIC_MAX_NODES
         return defaults
 
     def check(self) -> None:

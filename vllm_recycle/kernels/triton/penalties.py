@@ -1,7 +1,7 @@
-"""Penalties at the rows of trees: each row's text ends with the tokens of its own path.
+"""Penalties and bad words at the rows of trees: each row's text ends with the tokens of its path.
 
-vLLM's kernel takes all rows before a row for its ancestors, as they are in a chain, where this one
-gives the same bits.
+vLLM's kernels take all rows before a row for its ancestors, as they are in a chain, where these
+give the same bits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,26 @@ class Penalties(NamedTuple):
     presence: torch.Tensor
     prompt_bits: torch.Tensor
     output_counts: torch.Tensor
+
+
+class BadWords(NamedTuple):
+    """What vLLM keeps of each request, by `req_state_idx`.
+
+    Attributes:
+        token_ids: int32 [max_num_reqs, tokens], those of its words, one behind the other.
+        offsets: int32 [max_num_reqs, words + 1], where each word begins, and the last one ends.
+        num_words: int32 [max_num_reqs].
+        texts: int32 [max_num_reqs, max_model_len], of which the output counts.
+        prompt_lengths, lengths: int32 [max_num_reqs], of a text before its output, and of all.
+
+    """
+
+    token_ids: torch.Tensor
+    offsets: torch.Tensor
+    num_words: torch.Tensor
+    texts: torch.Tensor
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
 
 
 def penalise_paths(
@@ -70,7 +90,11 @@ def penalise_paths(
     )
 
 
-@triton.jit
+# Of chunks of a step, which may begin anywhere.
+_ROWS = ["row_token_ids", "expanded_local_pos", "expanded_idx_mapping"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_ROWS)
 def _penalise_kernel(
     logits: tl.tensor,
     logits_stride: int,
@@ -115,3 +139,85 @@ def _penalise_kernel(
     value -= of_count * counts
     value -= of_output * in_output
     tl.store(at, value, mask=real)
+
+
+def ban_words(
+    logits: torch.Tensor,
+    row_token_ids: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    *,
+    parents: torch.Tensor,
+    words: BadWords,
+    most_words: int,
+) -> None:
+    """Ban the last token of each word whose others the output and the path to a row end with.
+
+    Args:
+        logits, row_token_ids, expanded_local_pos, expanded_idx_mapping, parents: as for
+            `penalise_paths`.
+        words: of all requests.
+        most_words: of a request of the step.
+
+    """
+    _ban_kernel[(len(logits), most_words)](
+        logits,
+        logits.stride(0),
+        row_token_ids.contiguous(),
+        expanded_local_pos.contiguous(),
+        expanded_idx_mapping.contiguous(),
+        parents,
+        parents.stride(0),
+        *words,
+        words.token_ids.stride(0),
+        words.offsets.stride(0),
+        words.texts.stride(0),
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=_ROWS)
+def _ban_kernel(
+    logits: tl.tensor,
+    logits_stride: int,
+    row_token_ids: tl.tensor,
+    expanded_local_pos: tl.tensor,
+    expanded_idx_mapping: tl.tensor,
+    parents: tl.tensor,
+    parents_stride: int,
+    word_token_ids: tl.tensor,
+    offsets: tl.tensor,
+    num_words: tl.tensor,
+    texts: tl.tensor,
+    prompt_lengths: tl.tensor,
+    lengths: tl.tensor,
+    words_stride: int,
+    offsets_stride: int,
+    texts_stride: int,
+) -> None:
+    """A program serves a word at a row, from its last token to its first."""
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(expanded_idx_mapping + row).to(tl.int64)
+    if tl.program_id(1) >= tl.load(num_words + request):
+        return
+    offsets += request * offsets_stride + tl.program_id(1)
+    first = tl.load(offsets)
+    at = tl.load(offsets + 1) - 1
+    word_token_ids += request * words_stride
+    banned = tl.load(word_token_ids + at)
+    node = tl.load(expanded_local_pos + row)
+    root = row - node
+    prompt_length = tl.load(prompt_lengths + request)
+    place = tl.load(lengths + request) - 1  # of the root
+    ends_with = at >= first
+    while ends_with & (at > first):
+        at -= 1
+        in_tree = node > 0
+        token = tl.load(row_token_ids + root + node, mask=in_tree, other=-1).to(tl.int32)
+        in_output = (node == 0) & (place >= prompt_length)
+        known = tl.load(texts + request * texts_stride + place, mask=in_output, other=-1)
+        token = tl.where(in_tree, token, known)
+        ends_with = token == tl.load(word_token_ids + at)
+        place -= tl.where(in_tree, 0, 1)
+        node = tl.load(parents + request * parents_stride + node)
+    if ends_with:
+        tl.store(logits + row * logits_stride + banned, float("-inf"))

@@ -58,14 +58,15 @@ class OuroborosV2Drafter(V2Drafter):
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return OuroborosSpeculator(self, may_speculate)
 
-    def begin(self, req_state_indices: Sequence[int], lengths: Sequence[int]) -> None:
+    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        lengths = [*map(len, texts)]
         all_token_ids = self.req_states.all_token_ids.gpu
         for chosen in groups_of(lengths, MOST_TOKENS):
             indices = [req_state_indices[i] for i in chosen]
             counts = [lengths[i] for i in chosen]
-            texts = [all_token_ids[i, :count] for i, count in zip(indices, counts, strict=True)]
+            known = [all_token_ids[i, :count] for i, count in zip(indices, counts, strict=True)]
             owners = async_tensor_h2d(np.repeat(indices, counts), device=self.device)
-            self.proposer.begin(owners, torch.cat(texts).to(torch.int64))
+            self.proposer.begin(owners, torch.cat(known).to(torch.int64))
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.proposer.observe(

@@ -75,9 +75,6 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
         refuse_shared_caches(self.draft_attn_layer_names, self.vllm_config.compilation_config)
-        shapes = self.drafter.shapes
-        made = {shape: DraftForward(self, shape) for shape in set(shapes)}
-        self.forwards = [made[shape] for shape in shapes]
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """As vLLM's; NotImplementedError where the draft model's layers share no block table."""
@@ -96,6 +93,10 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
         self.cache = DraftCache(
             self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group], self.device
         )
+        # Here, since what is made with the weights goes with them when the engine sleeps.
+        shapes = self.drafter.shapes
+        made = {shape: DraftForward(self, shape) for shape in set(shapes)}
+        self.forwards = [made[shape] for shape in shapes]
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = None

@@ -131,8 +131,11 @@ def _grow_kernel(
     tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
     tl.store(contexts + place, tail)
     value = tl.where(lane == 0, 1.0, 0.0)
+    node = tl.arange(0, LANES)
     best = tl.zeros([LANES], tl.int64)
-    for level in range(LEVELS):
+    level = tl.full([], 0, tl.int32)
+    grows = level < LEVELS
+    while grows:
         tl.debug_barrier()  # The contexts were written by other threads.
         context = contexts + (level % 2) * (EXPANDED * STRIDE)
         address, length, own, head = find_entry(
@@ -154,7 +157,7 @@ def _grow_kernel(
         key_above = tl.where(lane < BEAM, tl.gather(of_level, lane, 0), 0)
         value = (key_above >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         candidate_above = _MOST - (key_above & _MOST).to(tl.int32)
-        goes_on = (key_above > 0) & (level + 1 < LEVELS)
+        goes_on = key_above > tl.where(level + 1 < LEVELS, 0, key_above)
         tl.store(candidate_of + (level + 1) * EXPANDED + lane, candidate_above, mask=goes_on)
         tl.debug_barrier()  # So were the tokens.
         newest = tl.load(token_of + candidate_above, mask=goes_on, other=-1)
@@ -169,8 +172,12 @@ def _grow_kernel(
             following + lane[:, None] * STRIDE + place[None, :],
             tl.where((place == 0)[None, :], newest[:, None], older),
         )
+        # No node is worth more than its parent, and of equals the earlier one stays: with as many
+        # nodes as a tree may have, levels end where none of the next one could be among them.
+        last = tl.sum(tl.where(node == NODES - 1, best, 0), 0)
+        level += 1
+        grows = (level < LEVELS) & ((tl.max(key_above, 0) >> 32) > (last >> 32))
 
-    node = tl.arange(0, LANES)
     real = (best > 0) & (node < NODES)
     candidate = _MOST - (best & _MOST).to(tl.int32)
     tl.store(row_of + candidate, node + 1, mask=real)

@@ -27,14 +27,14 @@ from vllm_recycle.kernels.triton.matrix.find import Layout, absorb, address_of, 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
 # Positions of a slice: the more of them, the more followers are lost, and the fewer launches.
-SLICE = 512
+SLICE = 4096
 LANES = 32  # positions of one program
 
 
 def seed(
     matrix: AdjacencyMatrix,
     stamps: torch.Tensor,
-    all_token_ids: torch.Tensor,
+    token_ids: torch.Tensor,
     *,
     req_state_indices: Sequence[int],
     lengths: Sequence[int],
@@ -47,15 +47,16 @@ def seed(
     Args:
         matrix: written in place.
         stamps: int32 [addresses], zero before and after.
-        all_token_ids: int32 [max_num_reqs, max_model_len], of the device or mapped for it.
+        token_ids: int32 [tokens], of the texts, one behind the other.
         req_state_indices: whose texts, in this order.
-        lengths: of each of these texts.
+        lengths: of each of these texts, at least 1.
         slice_size: positions that are taken in at once.
 
     """
     table, layout = matrix.table, matrix.layout
-    assert all_token_ids.stride(1) == 1
-    starts = [0, *accumulate(max(0, length - 1) for length in lengths)]
+    assert len(token_ids) == sum(lengths)
+    assert min(lengths, default=1) > 0
+    starts = [0, *accumulate(length - 1 for length in lengths)]
     num_positions = starts[-1]
     if num_positions == 0:
         return
@@ -81,15 +82,14 @@ def seed(
             thirds,
             runs,
             table,
-            all_token_ids,
-            all_token_ids.stride(0),
+            token_ids,
             matrix.salts,
             requests,
             len(lengths),
             first,
             count,
             size,
-            BITS=all_token_ids.shape[0].bit_length(),  # of any batch: compiled once
+            BITS=len(matrix.salts).bit_length(),  # of any batch: compiled once
             LANES=LANES,
             LAYOUT=Layout.of(layout),
             num_warps=1,
@@ -113,7 +113,7 @@ def seed(
         )
 
 
-@triton.jit(do_not_specialize=["stride", "num_requests", "first", "count", "size"])
+@triton.jit(do_not_specialize=["num_requests", "first", "count", "size"])
 def _mark_prompt_kernel(
     stamps: tl.tensor,
     addresses: tl.tensor,
@@ -125,8 +125,7 @@ def _mark_prompt_kernel(
     thirds: tl.tensor,
     runs: tl.tensor,
     table: tl.tensor,
-    all_token_ids: tl.tensor,
-    stride: int,
+    token_ids: tl.tensor,
     salts: tl.tensor,
     requests: tl.tensor,
     num_requests: int,
@@ -152,7 +151,8 @@ def _mark_prompt_kernel(
     req_state_idx = tl.load(requests + num_requests + 1 + request).to(tl.int64)
     salt = tl.load(salts + req_state_idx)
     newest_place = absolute - begins
-    text = all_token_ids + req_state_idx * stride + newest_place
+    # The last token of each text before it has no position.
+    text = token_ids + absolute + request
     follower = tl.load(text + 1, mask=real, other=-1)
     tl.store(followers + position, follower, mask=real)
     tl.store(of_salts + position, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=real)
@@ -165,7 +165,8 @@ def _mark_prompt_kernel(
         for place in tl.static_range(
             LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
         ):
-            token = tl.load(text - place, mask=known & (place <= newest_place), other=-1)
+            # Whatever is known so far, so that no load waits for another.
+            token = tl.load(text - place, mask=real & (place <= newest_place), other=-1)
             known = known & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
         rest = of_one
