@@ -64,12 +64,14 @@ def seed(
     if table.is_cuda:
         requests = requests.pin_memory().to(table.device, non_blocking=True)
     size, num_lengths = min(slice_size, num_positions), len(layout.contexts)
+    # So that whatever the size all tensors begin where kernels were compiled for.
+    room = triton.cdiv(size, LANES) * LANES
     empty = partial(torch.empty, dtype=torch.int32, device=table.device)
     # Of each position, and of each entry that it writes.
-    followers, of_salts = empty(2, size)
-    heads, seconds, thirds, runs = empty(4, num_lengths, size)
-    addresses, rests = empty(2, num_lengths, size, dtype=torch.int64)
-    merged = empty(num_lengths, size, layout.width)
+    followers, of_salts = empty(2, room)
+    heads, seconds, thirds, runs = empty(4, num_lengths, room)
+    addresses, rests = empty(2, num_lengths, room, dtype=torch.int64)
+    merged = empty(num_lengths, room, layout.width)
     shape = {"LENGTHS": num_lengths, "LANES": LANES, "num_warps": 1}
     for first in range(0, num_positions, size):
         count = min(size, num_positions - first)
@@ -88,7 +90,7 @@ def seed(
             len(lengths),
             first,
             count,
-            size,
+            room,
             BITS=len(matrix.salts).bit_length(),  # of any batch: compiled once
             LANES=LANES,
             LAYOUT=Layout.of(layout),
@@ -96,17 +98,17 @@ def seed(
         )
         for last in (False, True):
             _gather_kernel[programs](
-                *common, seconds, thirds, runs, count, size, LAST=last, **shape
+                *common, seconds, thirds, runs, count, room, LAST=last, **shape
             )
         latest = (rests, seconds, thirds, runs)
-        _merge_kernel[programs](merged, table, *common, *latest, count, size, K=layout.k, **shape)
+        _merge_kernel[programs](merged, table, *common, *latest, count, room, K=layout.k, **shape)
         _write_prompt_kernel[programs](
             table,
             stamps,
             addresses,
             merged,
             count,
-            size,
+            room,
             K=layout.k,
             WIDTH=triton.next_power_of_2(layout.width),
             **shape,
