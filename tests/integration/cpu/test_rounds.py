@@ -1,0 +1,32 @@
+"""When a round of the draft model is made: by what such rounds gave, and what they took."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_recycle.integration.cpu import trunk
+from vllm_recycle.integration.cpu.trunk import CORRECT_EVERY, LOOK_EVERY, Rounds
+
+
+def test_a_round_is_left_out_where_such_rounds_gave_less_and_is_looked_at_again():
+    rounds = Rounds(cost=0.5)
+    assert rounds.pays(2, 3.0)  # nothing is known
+    rounds.gave(2, 3.0, rate=2.8, seconds=0.1)
+    asked = [rounds.pays(2, 3.0) for _ in range(2 * LOOK_EVERY)]
+    assert [place for place, pays in enumerate(asked, start=1) if pays] == [32, 64]
+    # Steps that are worth less alone, or have more requests, are others.
+    assert rounds.pays(2, 2.0)
+    assert rounds.pays(8, 12.0)
+    for _ in range(20):
+        rounds.gave(2, 3.0, rate=3.6, seconds=0.1)
+    assert rounds.pays(2, 3.0)
+
+
+def test_a_round_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
+    monkeypatch.setattr(trunk, "from_first_rank", lambda value: value)
+    rounds = Rounds(cost=0.5)
+    for _ in range(CORRECT_EVERY):
+        assert rounds.cost == 0.5
+        rounds.served(0.2)
+        rounds.gave(1, 1.0, rate=2.0, seconds=0.05)
+    assert rounds.cost == pytest.approx(0.25)
