@@ -150,13 +150,14 @@ def grow(
             if level < depth and num_expanded[level] != beam:
                 num_expanded[level] += 1
                 offered = {} if texts.trunks is None else texts.trunks.at(b, places[row])
-                following = _following(matrix, rates, contexts[row], salt, offered)
-                for rank, (token, chance) in enumerate(following[:ranks]):
-                    goes_on = token == next(iter(offered), None)
-                    if above * chance > least_worth:
+                following = _following(matrix, rates, contexts[row], salt, offered)[:ranks]
+                chances = torch.tensor([chance for _, chance in following], dtype=rates.dtype)
+                below = zip(following, (above * chances).tolist(), strict=True)
+                for rank, ((token, _), worth) in enumerate(below):
+                    if worth > least_worth:
+                        goes_on = token == next(iter(offered), None)
                         place = places[row] + 1 if goes_on else NO_PLACE
-                        candidate = (-above * chance, level + 1, row, rank, token, place)
-                        heapq.heappush(heap, candidate)
+                        heapq.heappush(heap, (-worth, level + 1, row, rank, token, place))
             if not heap or row == max_nodes:
                 break
             negative, level, parent, _, token, place = heapq.heappop(heap)
