@@ -195,6 +195,10 @@ def test_bad_tables_of_nodes(table, message):
         ({"scope": "request", "pool_file": "p"}, "pool_file is given with scope 'request'"),
         ({"pool_file": "/no/such/folder/p"}, "expected a file in a directory that exists"),
         ({"budget_share": 2}, "budget_share is 2, expected a number above 0, at most 1"),
+        ({"tree": "dynamic", "gamma": 17}, "gamma is 17, expected an integer 1 to 16"),
+        ({"tree": "dynamic", "window": 3}, "unknown key 'window', expected any of"),
+        ({"tree": "dynamic", "preset": "paper"}, "preset is 'paper', expected none beside tree"),
+        ({"tree": "dynamic", "k": 0}, "k is 0, expected an integer 1 to 64"),
     ],
 )
 def test_bad_options_of_ouroboros(options, message):

@@ -65,6 +65,11 @@ def test_all_nodes_are_the_default():
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
 
+def test_trees_along_a_trunk_are_for_the_cpu():
+    with pytest.raises(NotImplementedError, match="tree is 'dynamic', expected none on a GPU"):
+        rewrite({**OUROBOROS, "tree": "dynamic"})
+
+
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
 def test_rows_have_no_price_of_the_user_s(method):
     with pytest.raises(NotImplementedError, match="expected none on a GPU"):

@@ -34,7 +34,7 @@ class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
         super().check()
         is_size = is_int(self.gamma, 1, MAX_GAMMA)
         expect("gamma", self.gamma, is_size, f"an integer 1 to {MAX_GAMMA}")
-        expect("tree", self.tree, self.tree == DYNAMIC, repr(DYNAMIC))
+        expect("preset", self.preset, self.preset is None, f"none beside tree {DYNAMIC!r}")
 
     @property
     def draft_rows(self) -> int:
