@@ -106,17 +106,18 @@ class TokenRecyclingV2Drafter(V2Drafter):
             matrix.begin(req_state_idx)
         self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
         if self.seeds:
+            pairs = [*zip(req_state_indices, texts, strict=True)]
+            whole = {index: len(text) for index, text in pairs if NO_TOKEN not in text}
+            if whole:
+                # From the host at once: kernels look at each token again and again.
+                ends = [self.texts.token_ids[index, :length] for index, length in whole.items()]
+                indices, lengths = [*whole], [*whole.values()]
+                text = torch.cat(ends)
+                seed(matrix, self.stamps, text, req_state_indices=indices, lengths=lengths)
             # What vLLM has in the place of no token is some token.
-            holed = [NO_TOKEN in text for text in texts]
-            lengths = [0 if holes else len(text) for text, holes in zip(texts, holed, strict=True)]
-            pairs = zip(req_state_indices, lengths, strict=True)
-            # From the host at once: kernels look at each token again and again.
-            token_ids = torch.cat([self.texts.token_ids[i, :length] for i, length in pairs])
-            indices = req_state_indices
-            seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=lengths)
-            for req_state_idx, text, holes in zip(indices, texts, holed, strict=True):
-                if holes:
-                    self.take_in(text, req_state_idx)
+            for index, text in pairs:
+                if index not in whole:
+                    self.take_in(text, index)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         matrix = self.state.matrix
