@@ -112,8 +112,8 @@ class TokenRecyclingV2Drafter(V2Drafter):
                 # From the host at once: kernels look at each token again and again.
                 ends = [self.texts.token_ids[index, :length] for index, length in whole.items()]
                 indices, lengths = [*whole], [*whole.values()]
-                text = torch.cat(ends)
-                seed(matrix, self.stamps, text, req_state_indices=indices, lengths=lengths)
+                token_ids = torch.cat(ends)
+                seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=lengths)
             # What vLLM has in the place of no token is some token.
             for index, text in pairs:
                 if index not in whole:
