@@ -15,14 +15,9 @@ from derived_models import (
     bloom,
     config_of,
     deepseek,
-    falcon_h1,
     gemma2,
-    granite_hybrid,
-    lfm2,
     llama4,
-    mamba2,
     qwen2_audio,
-    qwen3_next,
     whisper,
     write_model,
 )
@@ -37,6 +32,7 @@ from engines import (
     read_prompts,
     runner,
 )
+from recurrent_models import falcon_h1, granite_hybrid, lfm2, mamba2, qwen3_next
 
 from vllm_recycle.integration import config
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from derived_models import granite_hybrid
 from engines import make_config
+from recurrent_models import granite_hybrid
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import refusals

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from derived_models import falcon_h1, mamba2
 from engines import (
     GROWN,
     SMALL_BUDGET,
@@ -19,6 +18,7 @@ from engines import (
     runner,
     watch_steps,
 )
+from recurrent_models import falcon_h1, mamba2
 from vllm import SamplingParams
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.sampling_params import StructuredOutputsParams
