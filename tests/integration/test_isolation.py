@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engines import GROWN, PAPER, core, engine, generate, read_prompts, with_hint
+from engines import GROWN, PAPER, TRUNK, core, engine, generate, read_prompts, with_hint
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -45,6 +45,7 @@ class Attack:
 ATTACKS = {
     "time": Attack({**GROWN, "row_cost": 0.05}),
     "time of a template": Attack({**PAPER, "row_cost": 0.05}),
+    "what a draft model's choices are worth": Attack({**TRUNK, "row_cost": 0.05}),
     "rows": Attack(GROWN, {"max_num_batched_tokens": 32}),
     "rows of a template": Attack(PAPER, {"max_num_batched_tokens": 32}),
     "KV blocks": Attack(

@@ -27,7 +27,7 @@ class Drafts(NamedTuple):
     Attributes:
         token_ids: of each request, those of its nodes, -1 where a node is not filled.
         parents: of each request, the parent row of each node; the root is row 0.
-        rate: expected tokens of the step that verifies them, by its time.
+        rate: expected tokens of the step that verifies them, by its time; 0 where that is unknown.
 
     """
 

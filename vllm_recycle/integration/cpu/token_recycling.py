@@ -98,7 +98,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
             num_other_rows=0,
             max_nodes=min(num_nodes, most),
         )
-        if self.served is not None and look is None:
+        if look is not None:
+            return drafts._replace(rate=0.0)
+        if self.served is not None:
             self.served.rows = 1 + sum(map(len, drafts.token_ids)) // len(lengths)
         return drafts
 

@@ -109,8 +109,9 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:
         super().accept(idx_mapping, step, walked, ends)
-        drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
-        self.choices.count(drafted, walked.token_ids)
+        if not self.isolates:  # else nobody's counts reach another
+            drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
+            self.choices.count(drafted, walked.token_ids)
         self.trunks.token_ids[idx_mapping] = NO_TOKEN
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
@@ -131,7 +132,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         self.added = self.rounds.cost if is_priced else 0.0
         texts = replace(texts, trunks=self.choices.chances(trunks))
         drafts = super().draft(texts, num_nodes, block_tables)
-        if is_priced:
+        if is_priced and drafts.rate:
             self.rounds.gave(batch, alone, drafts.rate, self.round_seconds)
         return drafts
 

@@ -12,11 +12,8 @@ from typing import Any
 
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions
-from vllm_recycle.integration.options.ouroboros import (
-    OUROBOROS,
-    DraftModelOptions,
-    OuroborosOptions,
-)
+from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
+from vllm_recycle.integration.options.ouroboros import DraftModelOptions as DraftModelOptions
 from vllm_recycle.integration.options.token_recycling import (
     DYNAMIC,
     TOKEN_RECYCLING,
@@ -24,20 +21,9 @@ from vllm_recycle.integration.options.token_recycling import (
 )
 from vllm_recycle.integration.options.trunk import TrunkOptions
 
-__all__ = [
-    "DraftModelOptions",
-    "MethodOptions",
-    "OuroborosOptions",
-    "TokenRecyclingOptions",
-    "TrunkOptions",
-    "chooses_sizes",
-    "options_of",
-    "parse",
-    "put",
-    "table_of",
-]
-
 METHODS = (TOKEN_RECYCLING, OUROBOROS)
+KEY = "vllm_recycle"  # in `additional_config`
+CHOOSES_SIZES, TABLE_OF_SIZES = "chooses_sizes", "table_of_sizes"
 
 
 def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]:
@@ -50,10 +36,6 @@ def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]
 def parse(method: str, given: Mapping[str, Any], *, on_gpu: bool) -> MethodOptions:
     """See `MethodOptions.parse`."""
     return options_class(method, given).parse(given, on_gpu=on_gpu)
-
-
-KEY = "vllm_recycle"  # in `additional_config`
-CHOOSES_SIZES, TABLE_OF_SIZES = "chooses_sizes", "table_of_sizes"
 
 
 def put(

@@ -75,19 +75,20 @@ def penalise_paths(
     """
     num_rows, vocab_size = logits.shape
     _penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
-        logits,
-        logits.stride(0),
-        row_token_ids.contiguous(),
-        expanded_local_pos.contiguous(),
-        expanded_idx_mapping.contiguous(),
-        parents,
-        parents.stride(0),
+        *_rows(logits, row_token_ids, expanded_local_pos, expanded_idx_mapping, parents),
         *penalties,
         penalties.prompt_bits.stride(0),
         penalties.output_counts.stride(0),
         vocab_size,
         BLOCK=BLOCK,
     )
+
+
+def _rows(logits: torch.Tensor, *of_rows_and_parents: torch.Tensor) -> list[torch.Tensor | int]:
+    """What both kernels begin with: the logits, what is known of their rows, and the parents."""
+    *of_rows, parents = of_rows_and_parents
+    known = [one.contiguous() for one in of_rows]
+    return [logits, logits.stride(0), *known, parents, parents.stride(0)]
 
 
 # Of chunks of a step, which may begin anywhere.
@@ -161,13 +162,7 @@ def ban_words(
 
     """
     _ban_kernel[(len(logits), most_words)](
-        logits,
-        logits.stride(0),
-        row_token_ids.contiguous(),
-        expanded_local_pos.contiguous(),
-        expanded_idx_mapping.contiguous(),
-        parents,
-        parents.stride(0),
+        *_rows(logits, row_token_ids, expanded_local_pos, expanded_idx_mapping, parents),
         *words,
         words.token_ids.stride(0),
         words.offsets.stride(0),
