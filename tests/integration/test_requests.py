@@ -248,8 +248,9 @@ def test_prices_follow_served_steps(monkeypatch):
         found = statistics(llm)
     assert all(time < 1.01 for time in before.values())
     assert all(after[kind] > before[kind] for kind in before)
-    plain = "seconds_by_measured: chains, 1 requests, 256 tokens, 1 rows"
-    assert 0 < found[plain] < 1  # on a busy machine served steps take long too
+    where = "seconds_by_measured: chains, 1 requests, 256 tokens, "
+    found = {of: seconds for of, seconds in found.items() if of.startswith(where)}
+    assert 0 < found[where + "1 rows"] < max(found.values())  # a busy machine's are all long
 
 
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
