@@ -65,9 +65,10 @@ def test_all_nodes_are_the_default():
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
 
-def test_trees_along_a_trunk_are_for_the_cpu():
-    with pytest.raises(NotImplementedError, match="tree is 'dynamic', expected none on a GPU"):
-        rewrite({**OUROBOROS, "tree": "dynamic"})
+def test_trees_along_a_trunk_have_as_many_nodes_as_others():
+    made = rewrite({**OUROBOROS, "tree": "dynamic"})
+    assert made.speculative_config["num_speculative_tokens"] == 63
+    assert made.additional_config["vllm_recycle"]["gamma"] == 4
 
 
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])

@@ -62,7 +62,7 @@ class TreeModelRunner(GPUModelRunner):
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
         options = options_of(vllm_config)
         self.verifies_trees = options.has_trees
-        self.drafter = DRAFTERS[options.method](vllm_config, device, self.req_states)
+        self.drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
         self.speculator = self.drafter.make_speculator(self.may_speculate)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
