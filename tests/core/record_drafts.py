@@ -18,7 +18,7 @@ from record_traces import read_prompts
 from slow_ouroboros import SlowOuroboros
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
-# As `options.ouroboros.GPU_SIZES`, window and guesses halved twice.
+# As `options.ouroboros.SIZES`, window and guesses halved twice.
 SIZES = {"gamma": 12, "window": 5, "guesses": 5, "phrase_length": 7, "branches": 3}
 FORWARDS = 4
 NODES = 30

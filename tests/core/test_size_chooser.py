@@ -29,7 +29,8 @@ from vllm_recycle.integration.draft_limits import (
     draft_forward_rows,
     halved_shapes,
 )
-from vllm_recycle.integration.options.ouroboros import GPU_SIZES
+from vllm_recycle.integration.options.ouroboros import FORWARDS_ON_GPU
+from vllm_recycle.integration.options.ouroboros import SIZES as PAPER_SIZES
 
 # Seconds of a step by its rows. Rows cost nothing up to where computing takes as long as reading:
 # on an A100, an H100 and an H20. Or, of a mixture of experts, each row reads more of them.
@@ -277,9 +278,8 @@ def test_trees_that_promise_too_much_are_found_out(batch):
     assert served.run(600) > 0.97
 
 
-FORWARDS = GPU_SIZES["max_forwards"]
 SHAPES = halved_shapes(
-    DraftShape(**{name: size for name, size in GPU_SIZES.items() if name != "max_forwards"}),
+    DraftShape(**PAPER_SIZES),
     MAX_HALVED_DRAFT_ROWS,
 )
 
@@ -287,7 +287,7 @@ SHAPES = halved_shapes(
 def round_seconds(device: str, batch: int) -> float:
     """Of the forwards of a round; a draft model has a seventh of the target's weights."""
     rows = batch * draft_forward_rows(SHAPES[batch - 1])
-    return FORWARDS * KINDS["dense"](rows, FREE_ROWS[device]) / 7
+    return FORWARDS_ON_GPU * KINDS["dense"](rows, FREE_ROWS[device]) / 7
 
 
 def drafted(device: str, batch: int, *, right: float, cost: float) -> Served:

@@ -39,7 +39,7 @@ PROMPTS = [
 ]
 SIZES = {
     **{"gamma": 6, "window": 8, "guesses": 4, "phrase_length": 5, "branches": 2},
-    **{"early_rows": 0, "max_forwards": 6},
+    "max_forwards": 6,
 }
 NUM_TOKENS = 40
 
@@ -119,7 +119,6 @@ def run_engine(
     [
         pytest.param({}, id="whole"),
         pytest.param({"max_forwards": 2}, id="two forwards", marks=pytest.mark.slow),
-        pytest.param({"early_rows": 3}, id="early rows"),
         pytest.param(
             {"window": 0, "guesses": 1},
             id="no window, fewer guesses than branches",

@@ -37,10 +37,10 @@ pytestmark = pytest.mark.slow
 # 20 rows of a request in a draft forward, or 13 with half the window and half the guesses: with the
 # engine's budget of 48 tokens, two requests are drafted for whole, a third one with less, and of
 # four none.
-SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2, "early_rows": 1}
+SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2}
 FORWARDS = 2
 METHOD = {**OUROBOROS, "max_forwards": FORWARDS, **SIZES}
-SCHEDULE = [(1, 3, 15), (4, 1024, 0)]
+SCHEDULE = [(1, 3, 9), (4, 1024, 0)]
 # 17 rows in a draft forward: two requests have a trunk, a third one a tree without.
 TRUNK = {**OUROBOROS, "tree": "dynamic", "gamma": SIZES["gamma"], "max_nodes": 15, "context_mib": 1}
 ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 8}

@@ -1,4 +1,4 @@
-"""The options of the method `ouroboros` where its trees are grown."""
+"""The options of the method `ouroboros`, whose trees grow along the trunk of a draft model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
         super().check()
         is_size = is_int(self.gamma, 1, MAX_GAMMA)
         expect("gamma", self.gamma, is_size, f"an integer 1 to {MAX_GAMMA}")
-        expect("preset", self.preset, self.preset is None, f"none beside tree {DYNAMIC!r}")
+        expect("tree", self.tree, self.tree == DYNAMIC, f"{DYNAMIC!r}")
         expect("k", self.k, self.k >= CHOICES, f"at least the {CHOICES} choices of a draft model")
 
     @property
