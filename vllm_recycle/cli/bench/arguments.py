@@ -22,7 +22,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-model",
         metavar="DIR",
-        help="a smaller model with the same vocabulary, for draft_model, ouroboros and ouroboros-paper",
+        help="a smaller model with the same vocabulary, for draft_model and ouroboros",
     )
     parser.add_argument(
         "--prompts",
