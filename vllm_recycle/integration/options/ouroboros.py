@@ -59,7 +59,7 @@ class DraftModelOptions(MethodOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OuroborosOptions(DraftModelOptions):
-    """The options of the method `ouroboros` as published.
+    """The options of the method `ouroboros` as published, whose drafts are verified whole.
 
     Attributes:
         preset: `paper`.
@@ -81,6 +81,7 @@ class OuroborosOptions(DraftModelOptions):
     state_key = "pool_file"
 
     preset: str = PAPER
+    row_cost: float | None = 0.0
     window: int
     guesses: int
     phrase_length: int
@@ -96,7 +97,7 @@ class OuroborosOptions(DraftModelOptions):
         # Neither gamma nor `max_forwards` is below the other, whichever is given.
         forwards = given.get("max_forwards")
         least = forwards if is_int(forwards, 1, MAX_NODES) else 1
-        sizes = SIZES | {"gamma": max(SIZES["gamma"], least)}
+        sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], least), "row_cost": 0.0}
         gamma = given.get("gamma") or sizes["gamma"]
         if is_int(gamma, 1, MAX_NODES):
             sizes["max_forwards"] = min(gamma, FORWARDS_ON_GPU) if on_gpu else gamma
@@ -108,6 +109,7 @@ class OuroborosOptions(DraftModelOptions):
             self.shape()
         except ValueError as error:
             raise ValueError(f"speculative_config: {error}") from None
+        expect("row_cost", self.row_cost, self.row_cost == 0, "0 beside preset 'paper'")
         is_valid = is_int(self.max_forwards, 1, self.gamma)
         expect("max_forwards", self.max_forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
         for name in ("harvest_trunk", "harvest_branches"):

@@ -13,7 +13,6 @@ from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
 from vllm_recycle.integration.cuda.ouroboros.rounds import Round
 from vllm_recycle.integration.draft_limits import head_length
-from vllm_recycle.integration.draft_sizes import DraftReport
 
 if TYPE_CHECKING:
     from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
@@ -28,11 +27,8 @@ class OuroborosSpeculator(RoundSpeculator):
 
     Attributes:
         drafts: int64 [batch, nodes], what rounds end with.
-        num_drafted: how many requests got a draft, where the step asked for drafts, to be reported.
 
     """
-
-    num_drafted: int | None = None
 
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
         length, most = head_length(drafter.proposer.shape), len(drafter.shapes)
@@ -57,13 +53,8 @@ class OuroborosSpeculator(RoundSpeculator):
             shape=self.drafter.shapes[batch - 1],
         )
 
-    def take_report(self) -> DraftReport | None:
-        """Times and how many drafted; no worths, which nobody knows."""
-        times, num_drafted = self.times, self.num_drafted
-        self.times = self.num_drafted = None
-        if times is None and num_drafted is None:
-            return None
-        return DraftReport(np.zeros(0, dtype=np.float32), 0, times, num_drafted)
+    def take_report(self) -> None:
+        """Nobody knows what these drafts are worth."""
 
     @torch.inference_mode()
     def propose(
@@ -80,8 +71,6 @@ class OuroborosSpeculator(RoundSpeculator):
 
         """
         chosen = self.ready(input_batch, drafts=bool(num_speculative_tokens), **kwargs)
-        if num_speculative_tokens and not kwargs.get("dummy_run"):
-            self.num_drafted = len(chosen)
         if len(chosen) == input_batch.num_reqs:
             self.draft(input_batch.idx_mapping)
             return self.drafts[: len(chosen)]
