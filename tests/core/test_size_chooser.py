@@ -118,7 +118,8 @@ def test_trees_are_believed_as_far_as_they_keep_their_promise():
 
 
 def test_what_trees_lose_is_bounded_however_often_they_are_tried_again():
-    chooser, seconds = SizeChooser(np.array([0.0, 3.0])), {0: 1.0, 1: 2.0}
+    chooser, seconds = SizeChooser(), {0: 1.0, 1: 2.0}
+    chooser.learn(np.array([3.0]), 1)
     sizes = []
     for _ in range(4000):
         sizes.append(choose(chooser, seconds))

@@ -159,9 +159,9 @@ def _grow_kernel(
         first = table + address * (2 + K) + 1
         successor = rank
         if GAMMA:
-            choice = (request * GAMMA + level) * CHOICES
+            choice = (request * GAMMA + tl.minimum(level, GAMMA - 1)) * CHOICES
             has_choices = (trunk_lane >= 0) & (level < GAMMA)
-            has_choices = tl.load(trunk_token_ids + choice, mask=has_choices, other=-1) >= 0
+            has_choices = has_choices & (tl.load(trunk_token_ids + choice) >= 0)
             on_trunk = ((lane == trunk_lane) & has_choices)[:, None]
             successor = rank - tl.where(on_trunk, CHOICES, 0)
             real = real & (successor >= 0)
@@ -169,13 +169,12 @@ def _grow_kernel(
         rate = (rates + (length * 2 + own) * (4 * K) + (head & 3))[:, None] + successor * 4
         chance = tl.load(rate, mask=real, other=0.0)
         if GAMMA:
-            is_choice = has_choices & (rank < CHOICES)
+            is_choice = rank < CHOICES
             chosen = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
             offered = tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0)
             is_chosen = token < 0
-            for place in tl.static_range(CHOICES):
-                one = tl.load(trunk_token_ids + choice + place, mask=has_choices, other=-1)
-                is_chosen = is_chosen | (token == one)
+            for other in tl.static_range(CHOICES):
+                is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other))
             left = tl.maximum(1.0 - tl.sum(offered), 0.0)
             others = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)
             share = tl.div_rn(left, tl.maximum(tl.maximum(left, others), 1e-30))[:, None]
