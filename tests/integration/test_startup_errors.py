@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from engines import OUROBOROS, TARGET, TRUNK, make_config
+from engines import OUROBOROS, PUBLISHED, TARGET, TRUNK, make_config
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
@@ -263,7 +263,7 @@ def test_tree_deeper_than_the_context():
         make_config({"tree": "paper-80"}, max_model_len=6)
 
 
-@pytest.mark.parametrize("method", [None, OUROBOROS])
+@pytest.mark.parametrize("method", [None, PUBLISHED])
 @pytest.mark.parametrize(
     ("flags", "raises"),
     [

@@ -91,8 +91,9 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
         (TOKEN_RECYCLING | {"scope": "isolated"}, False),
         (TOKEN_RECYCLING | {"preset": "paper"}, False),
         (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
-        (PUBLISHED, True),
-        (PUBLISHED | {TABLE: [(1, 1024, 8)]}, False),
+        (PUBLISHED, False),
+        (PUBLISHED | {"preset": None}, True),
+        (PUBLISHED | {"preset": None, "scope": "isolated"}, False),
     ],
 )
 def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated_or_the_user_says_them(

@@ -82,7 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure what the state file lacks, write the result."""
     ranges = {name: getattr(args, name) for name in RANGES}
-    fixed = _fixed_keys(args, ranges)
+    fixed = _fixed_keys(args)
     workload = arguments.read_workload(args)
     plan = Plan(**workload, methods={}, repeats=args.repeats, fresh_prompts=True)
     state_path = args.state or args.output.with_suffix(".state.json")
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     """The keys of the speculative configuration that are given."""
     given = arguments.json_object(args.speculative_config, "--speculative-config")
     if refused := REFUSED_KEYS & given.keys():
@@ -112,9 +112,8 @@ def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) ->
         raise UsageError(f"tune needs {A_DRAFT_MODEL}")
     is_directory = Path(args.draft_model).is_dir()
     model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
-    # The sizes with the fewest rows. Which candidates have too many is seen in the search.
-    sizes = {name: min(values) for name, values in ranges.items()}
-    sizes |= {"max_forwards": 1, "preset": PAPER}
+    # The smallest sizes. Which candidates have too many rows is seen in the search.
+    sizes = {"preset": PAPER, "gamma": 1, "window": 1, "guesses": 1, "phrase_length": 3}
     try:
         OuroborosOptions.parse({"model": model, **sizes, **given}, on_gpu=torch.cuda.is_available())
     except ValueError as error:
