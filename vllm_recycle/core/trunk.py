@@ -152,4 +152,5 @@ class ChoiceAcceptance:
 
 
 def _parts(probabilities: torch.Tensor) -> torch.Tensor:
-    return (probabilities * PARTS).long().clamp(max=PARTS - 1)
+    # Rounds that warm up have read what was never written.
+    return (probabilities * PARTS).nan_to_num().long().clamp(min=0, max=PARTS - 1)

@@ -42,7 +42,8 @@ FORWARDS = 2
 METHOD = {**OUROBOROS, "max_forwards": FORWARDS, **SIZES}
 SCHEDULE = [(1, 3, 9), (4, 1024, 0)]
 # 17 rows in a draft forward: two requests have a trunk, a third one a tree without.
-TRUNK = {**OUROBOROS, "tree": "dynamic", "gamma": SIZES["gamma"], "max_nodes": 15, "context_mib": 1}
+TRUNK = {"method": "ouroboros", "model": OUROBOROS["model"], "gamma": SIZES["gamma"]}
+TRUNK |= {"max_nodes": 15, "context_mib": 1}
 ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 8}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
@@ -159,11 +160,11 @@ def test_trunks_are_what_the_draft_model_says(result):
     seen = result["trunk"]["seen"]
     assert min(seen["trunks"], seen["trees without a trunk"], seen["tokens beside trunks"]) > 10
     assert seen["other trunks"] == 0
-    assert result["trunk"]["choices"] == pytest.approx(result["trunk"]["expected choices"])
+    assert result["trunk"]["choices"] == result["trunk"]["expected choices"]
     assert result[TRUNK_REPLAYED]["replays"] > 20
     # Whether its round is launched or replayed, a trunk and what is beside it are the same.
-    for number, rounds in result[TRUNK_REPLAYED]["rounds"].items():
-        assert rounds[:NUM_ROUNDS] == result["trunk"]["rounds"][number][:NUM_ROUNDS]
+    replayed, launched = (result[name]["rounds"]["0"] for name in (TRUNK_REPLAYED, "trunk"))
+    assert replayed[:NUM_ROUNDS] == launched[:NUM_ROUNDS]
 
 
 def test_few_launches_are_outside_of_graphs(result):
@@ -293,7 +294,9 @@ class Watch:
             said.values, atol=1e-4
         )
         self.seen["trunks"] += 1
-        self.seen["other trunks"] += not is_equal
+        # What lies behind the end of the context is computed for nothing.
+        fits = length + len(trunk) <= LLM_ARGUMENTS["max_model_len"]
+        self.seen["other trunks"] += fits and not is_equal
         drafted = draft[draft >= 0].tolist()
         self.seen["tokens beside trunks"] += len({*drafted} - {*trunk.tolist()})
         self.rounds[number].append([trunk.tolist(), drafted])
