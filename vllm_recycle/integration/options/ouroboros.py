@@ -96,7 +96,7 @@ class OuroborosOptions(DraftModelOptions):
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         # Neither gamma nor `max_forwards` is below the other, whichever is given.
         forwards = given.get("max_forwards")
-        least = forwards if is_int(forwards, 1, MAX_NODES) else 1
+        least: Any = forwards if is_int(forwards, 1, MAX_NODES) else 1
         sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], least), "row_cost": 0.0}
         gamma = given.get("gamma") or sizes["gamma"]
         if is_int(gamma, 1, MAX_NODES):
