@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import TARGET, core, counter, engine, runner
-from test_ouroboros import METHOD, OPTED_OUT
+from test_ouroboros import OPTED_OUT, TRUNK
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of
 
 from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 # Which tokens of TEXT are the prompt, and the sampling parameters.
 BATCH = [((0, 20), GREEDY), ((3, 24), SEEDED)]
-# Drafted for as three, where the table of batch sizes has nothing for four.
+# Two have a trunk.
 FOUR = [*(((i, i + 12), GREEDY) for i in range(3)), ((5, 17), OPTED_OUT)]
 # What a round is then taken to last, in seconds, where it is not what was measured. The target's
 # steps have no graphs here, and are taken to last a minute.
@@ -31,17 +31,17 @@ def test_tokens_are_the_same_whatever_is_drafted(result, batch):
     assert result[batch]["token ids"] == result["plain"][batch]
 
 
-def test_rounds_are_timed_at_the_start_for_each_shape(result):
-    # Two requests have whole windows and guesses, three have half of them.
-    assert list(result["rounds timed for"]) == ["1", "2", "3"]
+def test_rounds_are_timed_at_the_start(result):
+    # For two requests there is room in a draft forward; the trees of four grow without.
+    assert sorted(result["rounds timed for"]) == ["1", "2", "4"]
     assert min(result["rounds timed for"].values()) > 0
 
 
 def test_rounds_are_made_as_long_as_they_are_worth_their_time(result):
     rounds = {name: result[name]["rounds"] for name in BATCHES}
     assert min(rounds["as measured"], rounds["free"]) > 5
-    # Those that the last steps before had asked for.
-    assert rounds["dear"] <= 2 * len(BATCH)
+    # Those that the last steps before had asked for, and one to see what it would give.
+    assert rounds["dear"] <= 3 * len(BATCH)
     assert result["free"]["accepted tokens"] > 0
 
 
@@ -55,7 +55,7 @@ def main(_: Path) -> dict[str, Any]:
     with engine(**arguments) as llm:
         plain = {name: tokens_of(llm, batch) for name, (batch, _) in BATCHES.items()}
     result: dict[str, Any] = {"plain": plain}
-    with engine(METHOD, **arguments) as llm:
+    with engine(TRUNK, **arguments) as llm:
         sizes, waits = core(llm).scheduler.sizes, Waits()
         drafter, speculator = runner(llm).drafter, runner(llm).speculator
         waits.watch(speculator, "propose")

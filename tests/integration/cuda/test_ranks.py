@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on Model Runner V2, with the drafts of either method."""
+"""Two tensor-parallel ranks on Model Runner V2, with the drafts of each method."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 from engines import TARGET, counter, engine, runner
-from test_ouroboros import FORWARDS, SIZES
+from test_ouroboros import METHOD as OUROBOROS
+from test_ouroboros import TRUNK
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
 from v2_ranks import NUM_RANKS, run_ranks, take_port
 
 pytestmark = pytest.mark.slow
 
 METHODS = {
-    "token_recycling": {"k": 4, "max_nodes": 4, "context_mib": 1},
+    "token_recycling": {"method": "token_recycling", "k": 4, "max_nodes": 4, "context_mib": 1},
     # The target drafts for itself: the heads of the small draft model are three.
-    "ouroboros": {"model": TARGET, "max_forwards": FORWARDS, **SIZES},
+    "ouroboros": {**OUROBOROS, "model": TARGET},
+    "trunk": {**TRUNK, "model": TARGET, "max_nodes": 4},
 }
 ARGUMENTS = {
     **LLM_ARGUMENTS,
@@ -32,7 +34,7 @@ BATCH = [((0, 33), GREEDY), ((3, 40), SEEDED)]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank has to say."""
-    return run_ranks(__file__, tmp_path_factory.mktemp("ranks"), num_engines=4)
+    return run_ranks(__file__, tmp_path_factory.mktemp("ranks"), num_engines=5)
 
 
 def test_each_rank_has_its_share_of_the_heads(ranks):
@@ -81,8 +83,8 @@ def serve(method: dict[str, Any] | None, *batches: list) -> dict[str, Any]:
 def main(state_file: Path) -> dict[str, Any]:
     """In a rank: an engine without speculation, one with each method, and one of them again."""
     result = {"plain": serve(None, BATCH)}
-    methods = {name: {"method": name, **given} for name, given in METHODS.items()}
-    methods["token_recycling"]["matrix_file"] = str(state_file)
+    kept = METHODS["token_recycling"] | {"matrix_file": str(state_file)}
+    methods = METHODS | {"token_recycling": kept}
     result |= {name: serve(method, BATCH) for name, method in methods.items()}
-    result["started again"] = serve(methods["token_recycling"])
+    result["started again"] = serve(kept)
     return result | {"has a file": state_file.exists()}
