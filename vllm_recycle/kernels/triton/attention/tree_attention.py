@@ -184,10 +184,12 @@ def _num_splits_of(
     query: torch.Tensor, kv_cache: torch.Tensor, rows: TreeQueries, tile: Tile, window: int | None
 ) -> int:
     processors, _ = processors_and_capability(query.device)
-    tiles = triton.cdiv(rows.max_rows * query.shape[1] // kv_cache.shape[1], tile.queries)
+    kv_heads = kv_cache.shape[1]
+    of_one = kv_heads * triton.cdiv(rows.max_rows * query.shape[1] // kv_heads, tile.queries)
     # So many requests may have so many rows: programs of others have less to do, or nothing.
     full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
-    num_splits = choose_num_splits(full * kv_cache.shape[1] * tiles, processors * tile.resident)
+    slots = processors * tile.resident
+    num_splits = choose_num_splits(full * of_one, (rows.batch - full) * of_one, slots)
     if window is not None:
         num_splits = min(num_splits, triton.cdiv(window + rows.max_rows, LEAST_SHARE))
     return num_splits
