@@ -25,8 +25,8 @@ part() {  # a name, the most minutes, and a command
 if [ -n "$smoke" ]; then
     tests=(--collect-only) steps=(--smoke --only "plain,tree-8,grown-8")
 else
-    tests=() steps=(--context 2048 --batch 1,8,64 --rows 3,21,81 --repeats 1
-        --only "plain,grown-3,grown-21,grown-81")
+    tests=() steps=(--context 2048 --batch 1,8,64 --rows 2,16,64 --repeats 1
+        --only "plain,grown-2,grown-16,grown-64")
 fi
 nvidia-smi >"$folder/nvidia-smi.txt" 2>&1
 part twins 10 "$python" -m pytest -q tests/kernels/triton --junitxml "$folder/twins.xml" "${tests[@]}"

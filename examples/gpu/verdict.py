@@ -3,7 +3,8 @@
     python examples/gpu/verdict.py FOLDER
 
 The estimates were made by counting, before anything had run on a GPU: for an H100 SXM and
-Llama-3-8B in bfloat16, of kernels to 30 %. They are in `estimates.json`.
+Llama-3-8B in bfloat16, of kernels to 30 %. They are in `estimates.json`; `estimates.py` makes those
+of steps.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-HARNESS = Path(__file__).resolve().parents[2] / "examples" / "gpu"
+ROOT = Path(__file__).resolve().parents[2]
+HARNESS = ROOT / "examples" / "gpu"
+LAUNCHES = ROOT / "tests" / "integration" / "cuda" / "v2_launches.json"
 KERNELS = {"place", "top_k", "walk", "compact", "learn", "grow", "together"}
 
 
@@ -163,7 +165,7 @@ def test_the_verdict_of_what_was_measured(tmp_path, monkeypatch):
     (tmp_path / "twins.xml").write_text(JUNIT)
     results = [
         {"name": name, "batch": batch, "ratio": ratio, "step_ms": 6.0}
-        for name, batch, ratio in (("plain", 1, 1.0), ("grown-81", 1, 1.16), ("grown-21", 8, 1.5))
+        for name, batch, ratio in (("plain", 1, 1.0), ("grown-64", 1, 1.12), ("grown-16", 8, 1.5))
     ]
     marks = [{"verdict": "FAIL", "mark": "a gap, ms", "value": 0.31, "limit": 0.2}]
     report = {"results": results, "marks": marks}
@@ -175,9 +177,27 @@ def test_the_verdict_of_what_was_measured(tmp_path, monkeypatch):
         "kernels: not run",
         "step_time: FAIL: a gap, ms: 0.31, limit 0.2",
         "growing a tree, us: not measured",
-        "a step of 81 rows / a plain step, one request, 2k: as estimated",
-        "the same of 8 requests with 21 rows: 1.5 where 1.21 to 1.29 was estimated, "
-        "1.16 times more",
+        "a step of 64 rows / a plain step, one request, 2k: as estimated",
+        "the same of 8 requests with 16 rows: 1.5 where 1.14 to 1.19 was estimated, "
+        "1.26 times more",
         "2 of 3 estimates held",
     ):
         assert line in lines
+
+
+def test_estimates_are_of_the_graphs_and_launches_that_there_are(monkeypatch):
+    estimates = load("estimates", monkeypatch)
+    described = (ROOT / "examples" / "benchmarks" / "README.md").read_text()
+    for lines in (estimates.step_table(), estimates.program_table()):
+        assert "\n".join(lines) in described
+    launched = json.loads(LAUNCHES.read_text())["grown"]
+    names = {name for part in ("placing", "sampling", "drafting") for name in launched[part]}
+    assert names == {*estimates.LAUNCHES_US, *estimates.LOGITS}
+    ratios = {(max(rows), len(rows)): estimates.ratios(rows) for rows in estimates.STEPS}
+    judged = json.loads((HARNESS / "estimates.json").read_text())
+    found = [one for one in judged if one["value"] == ["ratio"]]
+    assert len(found) == 3
+    for one in found:
+        rows = int(one["where"]["name"].removeprefix("grown-"))
+        said = [round(ratio, 2) for ratio in ratios[rows, one["where"]["batch"]]]
+        assert [one["from"], one["to"]] == said

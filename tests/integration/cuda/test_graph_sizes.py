@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from vllm_recycle.core.size_chooser import ROWS_OF_A_PROGRAM, GraphShape, StepSeconds
 from vllm_recycle.integration.cuda.graphs import (
-    ALONE,
     FILLED,
     SPREAD,
     plan_full_graphs,
@@ -133,7 +132,8 @@ def test_every_uniform_step_has_a_full_graph_and_is_filled_up_little(sizes_of_ba
             assert desc.uniform_token_count is None
             assert desc.num_tokens - rows <= max(FILLED, rows // 4)
             # Of few requests no program of attention finds nothing to do, of others not many.
-            room = 1 if num_reqs in ALONE else 2 * SPREAD
+            room = 1 if num_reqs in (1, 2, 3, 4, 8) else 2 * SPREAD
+            assert room > 1 or desc.num_tokens == rows
             assert programs(shape_of(desc)) <= room * programs((rows, num_reqs, nodes + 1))
 
 
@@ -225,8 +225,8 @@ def test_few_graphs_are_captured():
     ours = counts(with_ours(grown(256), among_others=True))
     templates = counts(with_ours(by_table(256)))
     assert vllm_s == (54, 251, 70)
-    assert ours == (35, 72, len(CAPTURE_SIZES))
-    assert templates == (35, 13, len(CAPTURE_SIZES))
+    assert ours == (35, 85, len(CAPTURE_SIZES))
+    assert templates == (35, 15, len(CAPTURE_SIZES))
 
 
 def test_the_largest_graph_is_captured_first(manager):

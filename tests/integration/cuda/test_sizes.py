@@ -5,6 +5,7 @@ What steps cost is replaced between batches of requests, so that rows are free, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
+from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.integration.cuda.graphs import replace_full_graphs
-from vllm_recycle.integration.cuda.time_steps import time_graphs
+from vllm_recycle.integration.cuda.time_steps import ROUNDS, time_graphs
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +42,13 @@ def test_what_is_known_comes_with_the_tokens_of_steps(result):
     assert learnt["drafting seconds"] > 0
     assert learnt["reports"] > 0
     assert set(learnt["requests of a report"]) <= {1, 2}
+
+
+def test_whole_trees_are_drafted_where_that_is_timed_and_nothing_is_left(result):
+    timed = result["timed"]
+    assert timed["nodes"] == [NODES] * (1 + ROUNDS)
+    assert timed["entries"] > 0
+    assert result["left"] == {"entries": 0, "tokens": 0, "stamps": 0}
 
 
 def test_rows_that_are_dear_are_not_drafted(result):
@@ -69,11 +78,38 @@ def test_nothing_waits_for_the_device(result):
     assert result["waits"] == []
 
 
+def watch_timing() -> dict[str, Any]:
+    """In the process with the engine: what is drafted where that is timed."""
+    seen: dict[str, Any] = {"nodes": []}
+    find = v2_runner.find_step_seconds
+
+    def watched_find(model_runner: Any, drafting: dict[int, Callable[[], Any]]) -> StepSeconds:
+        seen["entries"] = model_runner.drafter.state.matrix.num_written
+        return find(model_runner, {batch: watched(run) for batch, run in drafting.items()})
+
+    def watched(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        return lambda: seen["nodes"].append(int((run() >= 0).sum()))
+
+    v2_runner.find_step_seconds = watched_find
+    return seen
+
+
+def left_by(drafter: Any) -> dict[str, int]:
+    """What is known when the engine has started."""
+    return {
+        "entries": drafter.state.matrix.num_written,
+        "tokens": int(drafter.texts.lengths.sum()),
+        "stamps": int(drafter.stamps.count_nonzero()),
+    }
+
+
 def main(_: Path) -> dict[str, Any]:
     """In the process with the engines: one without trees, and one with them."""
     with engine(**LLM_ARGUMENTS) as llm:
         result: dict[str, Any] = {"plain": tokens_of(llm, BATCH)}
+    result["timed"] = watch_timing()
     with engine(GROWN, **LLM_ARGUMENTS) as llm:
+        result["left"] = left_by(runner(llm).drafter)
         scheduler, speculator, waits = core(llm).scheduler, runner(llm).speculator, Waits()
         sizes: list[int] = []
         reports: list[int] = []

@@ -273,24 +273,30 @@ def test_contexts_are_split_for_the_requests_that_may_be_there(monkeypatch):
     launched = []
     monkeypatch.setattr(
         "vllm_recycle.kernels.triton.attention.tree_attention.choose_num_splits",
-        lambda programs, slots: launched.append(programs) or 1,
+        lambda programs, empty, slots: launched.append((programs, empty)) or 1,
     )
     shape = Shape(kv_heads=1)
     tree, none = Request(26, 9), Request(0, 0)
     for requests in ((tree,), (tree, tree, tree), (tree, *[none] * 5)):
         Step.make(PAPER, requests, shape).attend()
-    one, three, one_of_six = launched
-    assert three == 3 * one
+    (one, empty), three, one_of_six = launched
+    assert (empty, three) == (0, (3 * one, 0))
     # There are rows for a part of another tree.
-    assert one_of_six == 2 * one
+    assert one_of_six == (2 * one, 4 * one)
 
 
 # Programs of a launch that splits nothing, on a device that runs 132: one Llama-3-8B request of 81
 # rows, eight of them, one on a rank of eight, and more than the device can run.
 @pytest.mark.parametrize(("programs", "splits"), [(24, 5), (192, 2), (3, 40), (133, 2), (5000, 1)])
 def test_contexts_are_split_to_fill_the_device(programs, splits):
-    assert choose_num_splits(programs, 132) == splits
+    assert choose_num_splits(programs, 0, 132) == splits
     assert splits == 1 or splits * programs <= WAVES * 132
+
+
+# The same heads, 64 rows: room for 3 requests of 160, and for one of 64, else split into 5 and 8.
+@pytest.mark.parametrize(("full", "batch", "splits"), [(3, 160, 2), (1, 64, 3)])
+def test_contexts_are_split_less_where_most_programs_find_nothing(full, batch, splits):
+    assert choose_num_splits(16 * full, 16 * (batch - full), 132) == splits
 
 
 @pytest.mark.parametrize("capability", [8, 9, 10, 12])

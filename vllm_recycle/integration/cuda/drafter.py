@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,13 @@ class V2Drafter(Drafter):
 
     def warm_up(self) -> None:
         """Compile what requests may ask for and steps that warm up do not; it is forgotten then."""
+
+    def as_if_serving(self) -> AbstractContextManager[None]:
+        """While drafting is timed: it reads and makes what it does in serving.
+
+        What this teaches is nonsense, and forgotten when the engine has started.
+        """
+        return nullcontext()
 
     @abstractmethod
     def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:

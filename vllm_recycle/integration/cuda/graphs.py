@@ -26,8 +26,8 @@ from vllm_recycle.core.size_chooser import GraphShape, by_preference
 SPREAD = 3
 # A step is padded by at most a quarter of its rows, or by this many rows.
 FILLED = 8
-# Batches of so few requests have graphs of their own, without room for others.
-ALONE = (1, 2, 4)
+# Batches of so many requests have graphs of their own, without room for others.
+ALONE = (1, 2, 3, 4, 8)
 
 
 def plan_full_graphs(

@@ -134,7 +134,8 @@ class TreeModelRunner(GPUModelRunner):
         """Measure what steps cost, where the scheduler is to know; returns what was found."""
         if not chooses_sizes(self.vllm_config):
             return None
-        times = find_step_seconds(self, self.speculator.drafting_runs())
+        with self.drafter.as_if_serving():
+            times = find_step_seconds(self, self.speculator.drafting_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
         if times.graphs:

@@ -7,7 +7,9 @@ Topology is data, in buffers that never move, for the kernels of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,6 +104,20 @@ class TokenRecyclingV2Drafter(V2Drafter):
         if self.state.matrix.layout.has_shared:
             self.take_in([0, 0])
 
+    @contextmanager
+    def as_if_serving(self) -> Iterator[None]:
+        """The first request has a text, below which whole trees are known."""
+        layout, length = self.state.matrix.layout, self.texts.lengths[:1]
+        text, end = _recurring_text(layout.vocab_size), self.texts.token_ids[0, : layout.reach]
+        self.take_in(text, 0)
+        end.copy_(torch.tensor(text[-len(end) :]))
+        length.fill_(len(end))
+        try:
+            yield
+        finally:
+            end.zero_()
+            length.zero_()
+
     def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         matrix = self.state.matrix
         for req_state_idx in req_state_indices:
@@ -186,6 +202,15 @@ class TokenRecyclingV2Drafter(V2Drafter):
             f"token_recycling: {name} of at most {trees.num_nodes} nodes and {trees.depth} levels, "
             f"{self.state.describe()}, {num_bytes:,} bytes, kernels in triton"
         )
+
+
+def _recurring_text(vocab_size: int) -> list[int]:
+    """Tokens of which each is followed by the same one three times of four."""
+    chance, kinds, text = random.Random(0), min(64, vocab_size), [0]
+    while len(text) < 512:
+        follows = (5 * text[-1] + 1) % kinds
+        text.append(follows if chance.random() < 0.75 else chance.randrange(kinds))
+    return text
 
 
 class TokenRecyclingSpeculator(V2Speculator):

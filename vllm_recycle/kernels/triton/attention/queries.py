@@ -16,7 +16,9 @@ Names of dimensions, beside those of `vllm_recycle.core.tree`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -42,6 +44,7 @@ class TreeQueries:
         num_padding: int32 [batch], how many of a request's first rows are none; None where all are
             rows. They are neither seen nor written, and its context ends at the row behind them.
             They may only be what a tree begins with as a chain, above all other rows.
+        launches: what layers of a kind have in common, by that kind; kept by `tree_attention`.
 
     """
 
@@ -54,6 +57,9 @@ class TreeQueries:
     max_rows: int
     num_rows: int
     num_padding: torch.Tensor | None = None
+    launches: dict[Any, Callable[[dict[str, Any]], None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def batch(self) -> int:

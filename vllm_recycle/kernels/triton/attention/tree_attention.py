@@ -6,10 +6,16 @@ for all of them. Long contexts are split over programs, and a second kernel comb
 found.
 
 Launches depend on shapes alone: nothing is read from the device, and a captured CUDA graph stays
-valid when lengths, block tables and the rows of requests change.
+valid when lengths, block tables and the rows of requests change. What is the same for all layers of
+a step is made for the first of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +34,7 @@ from vllm_recycle.kernels.triton.attention.tiles import (
     choose_tile,
     processors_and_capability,
 )
+from vllm_recycle.kernels.triton.launch import ALIGNMENT, bind
 
 # Tokens of a request that are worth a program of their own: with fewer, writing what it found and
 # combining it costs more than it saves.
@@ -68,109 +75,124 @@ def tree_attention(
         tile: likewise.
 
     """
+    own_keys, own_values = own or (None, None)
+    tensors: dict[str, Any] = {
+        "query": query,
+        "kv_cache": kv_cache,
+        "output": output,
+        "own_keys": own_keys,
+        "own_values": own_values,
+        "sinks": sinks,
+    }
+    kind = (*map(_form_of, tensors.values()), scale, window, num_splits, tile)
+    launch = rows.launches.get(kind)
+    if launch is None:
+        assert scale > 0
+        _check(rows, tensors)
+        tile = tile or _tile_of(query, rows.max_rows * query.shape[1] // kv_cache.shape[1])
+        num_splits = num_splits or _num_splits_of(query, kv_cache, rows, tile, window)
+        numbers = {"window": window, "log2_scale": scale * LOG2_E, "num_splits": num_splits}
+        launch = rows.launches[kind] = _plan(rows, tile, numbers, tensors)
+    launch(tensors)
+
+
+def _form_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What a launch depends on, of a tensor that each layer has for itself."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT
+
+
+def _check(rows: TreeQueries, tensors: dict[str, Any]) -> None:
+    query, kv_cache, output, *own, sinks = tensors.values()
     _, heads, head_size = query.shape
-    _, kv_heads, block_size, _ = kv_cache.shape
-    group = heads // kv_heads
     assert kv_cache.dtype == query.dtype
     assert kv_cache.shape[3] == 2 * head_size
     assert query.stride(2) == kv_cache.stride(3) == output.stride(2) == 1
     assert rows.block_table.stride(1) == 1
     assert rows.ancestor_bits[0].is_contiguous()
     assert rows.depths.stride(1) == 1
-    assert scale > 0
     assert sinks is None or (sinks.is_contiguous() and len(sinks) == heads)
-    own_keys, own_values = own or (None, None)
-    for side in own or ():
-        assert side.dtype == query.dtype
-        assert side.stride()[1:] == (head_size, 1)
+    for side in own:
+        assert side is None or side.dtype == query.dtype
+        assert side is None or side.stride()[1:] == (head_size, 1)
 
-    processors, _ = processors_and_capability(query.device)
+
+def _plan(
+    rows: TreeQueries, tile: Tile, numbers: dict[str, Any], tensors: dict[str, Any]
+) -> Callable[[dict[str, Any]], None]:
+    """The launches of a layer, and of all that differ from it by these tensors alone."""
+    query, kv_cache, output, own_keys, own_values, _ = tensors.values()
+    (tokens, heads, head_size), (_, kv_heads, block_size, _) = query.shape, kv_cache.shape
+    group, num_splits = heads // kv_heads, numbers["num_splits"]
     num_queries = rows.max_rows * group
-    all_queries = min(query.shape[0] * group, rows.batch * num_queries)
-    tile = tile or _tile_of(query, num_queries)
-    tiles = triton.cdiv(num_queries, tile.queries)
-    if num_splits is None:
-        slots = processors * tile.resident
-        # So many requests may have so many rows: programs of others have less to do, or nothing.
-        full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
-        num_splits = choose_num_splits(full * kv_heads * tiles, slots)
-        if window is not None:
-            most = triton.cdiv(window + rows.max_rows, LEAST_SHARE)
-            num_splits = min(num_splits, most)
-
-    partial, partial_lse = output, output  # never touched without splits
-    if num_splits > 1:
-        # By the rows of the launch: of most requests that a graph has room for there are none.
-        shape = (kv_heads, num_splits, all_queries)
-        partial = query.new_empty(*shape, head_size, dtype=torch.float32)
-        partial_lse = query.new_empty(shape, dtype=torch.float32)
-    shared = {
+    # By the rows of the launch: of most requests that a graph has room for there are none.
+    all_queries = min(tokens * group, rows.batch * num_queries)
+    known = numbers | {
+        **{each.name: getattr(rows, each.name) for each in fields(rows)},
+        "num_queries": all_queries,
+        "num_words": rows.ancestor_bits.shape[-1],
+        "query_token_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "output_token_stride": output.stride(0),
+        "output_head_stride": output.stride(1),
+        "block_stride": kv_cache.stride(0),
+        "head_stride": kv_cache.stride(1),
+        "token_stride": kv_cache.stride(2),
+        "table_stride": rows.block_table.stride(0),
+        "tree_stride": rows.ancestor_bits.stride(0),
+        "depths_stride": rows.depths.stride(0),
+        "own_key_stride": None if own_keys is None else own_keys.stride(0),
+        "own_value_stride": None if own_values is None else own_values.stride(0),
         "GROUP": group,
         "HEAD_SIZE": head_size,
-        "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_SIZE": block_size,
         "BLOCK_N": tile.tokens,
+        "BLOCK_D": triton.next_power_of_2(head_size),
         "LEAST_TILES": max(1, LEAST_SHARE // tile.tokens),
+        "SPLIT": num_splits > 1,
+        "UPCAST": query.device.type == "cpu",
     }
-    attend_kernel[(tiles * num_splits, kv_heads, rows.batch)](
-        query,
-        kv_cache,
-        output,
-        partial,
-        partial_lse,
-        rows.ancestor_bits,
-        rows.depths,
-        rows.query_start_loc,
-        rows.seq_lens,
-        rows.block_table,
-        rows.num_padding,
-        rows.idx_mapping,
-        own_keys,
-        own_values,
-        window,
-        sinks if num_splits == 1 else None,
-        scale * LOG2_E,
-        rows.max_rows,
-        num_splits,
-        all_queries,
-        rows.ancestor_bits.shape[-1],
-        query.stride(0),
-        query.stride(1),
-        output.stride(0),
-        output.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        rows.block_table.stride(0),
-        rows.ancestor_bits.stride(0),
-        rows.depths.stride(0),
-        own_keys.stride(0) if own_keys is not None else None,
-        own_values.stride(0) if own_values is not None else None,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=tile.queries,
-        SPLIT=num_splits > 1,
-        UPCAST=query.device.type == "cpu",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **shared,
-    )
-    if num_splits > 1:
-        combine_kernel[(triton.cdiv(num_queries, COMBINED_QUERIES), kv_heads, rows.batch)](
-            partial,
-            partial_lse,
-            output,
-            rows.query_start_loc,
-            rows.seq_lens,
-            rows.num_padding,
-            window,
-            sinks,
-            num_splits,
-            all_queries,
-            output.stride(0),
-            output.stride(1),
-            BLOCK_M=COMBINED_QUERIES,
-            CHUNK=COMBINED_SPLITS,
-            **shared,
-        )
+    grid = (triton.cdiv(num_queries, tile.queries) * num_splits, kv_heads, rows.batch)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    attend = bind(attend_kernel, grid, known | {"BLOCK_M": tile.queries}, **options)
+    if num_splits == 1:
+        return partial(_attend, attend)
+    grid = (triton.cdiv(num_queries, COMBINED_QUERIES), kv_heads, rows.batch)
+    known |= {"BLOCK_M": COMBINED_QUERIES, "CHUNK": COMBINED_SPLITS}
+    combine = bind(combine_kernel, grid, known)
+    return partial(_attend_and_combine, attend, combine, (kv_heads, num_splits, all_queries))
+
+
+def _attend(attend: Callable, tensors: dict[str, Any]) -> None:
+    output = tensors["output"]
+    attend(tensors | {"partial": output, "partial_lse": output})  # never touched without splits
+
+
+def _attend_and_combine(
+    attend: Callable, combine: Callable, shape: tuple[int, ...], tensors: dict[str, Any]
+) -> None:
+    """`shape` is of what shares find: [kv_heads, splits, queries]."""
+    output = tensors["output"]
+    new_empty = partial(output.new_empty, dtype=torch.float32)
+    found = {"partial": new_empty((*shape, output.shape[2])), "partial_lse": new_empty(shape)}
+    attend(tensors | found | {"sinks": None})
+    combine(found | {"output": output, "sinks": tensors["sinks"]})
+
+
+def _num_splits_of(
+    query: torch.Tensor, kv_cache: torch.Tensor, rows: TreeQueries, tile: Tile, window: int | None
+) -> int:
+    processors, _ = processors_and_capability(query.device)
+    kv_heads = kv_cache.shape[1]
+    of_one = kv_heads * triton.cdiv(rows.max_rows * query.shape[1] // kv_heads, tile.queries)
+    # So many requests may have so many rows: programs of others have less to do, or nothing.
+    full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
+    slots = processors * tile.resident
+    num_splits = choose_num_splits(full * of_one, (rows.batch - full) * of_one, slots)
+    if window is not None:
+        num_splits = min(num_splits, triton.cdiv(window + rows.max_rows, LEAST_SHARE))
+    return num_splits
 
 
 def _tile_of(query: torch.Tensor, num_queries: int) -> Tile:

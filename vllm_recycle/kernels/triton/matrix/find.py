@@ -7,6 +7,7 @@ context is eight tokens or fewer in memory, the newest first, -1 behind the last
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class Layout(NamedTuple):
     CONTEXT_LANES: int  # a power of two, at least REACH
 
     @classmethod
+    @cache  # Each launch asks for it.
     def of(cls, layout: MatrixLayout) -> Layout:
         return cls._make((*astuple(layout), layout.reach, triton.next_power_of_2(layout.reach)))
 
