@@ -22,6 +22,7 @@ from vllm_recycle.integration.options import (
 )
 from vllm_recycle.integration.options.base import expect
 
+STAGES = "--pipeline-parallel-size above 1"
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
 
@@ -70,10 +71,10 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
-        "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
-        # Without speculation vLLM starts there with these two, and ends at the first request.
+        # vLLM starts there with these, and ends at the first request: with the first if it drafts.
+        f"{STAGES} on a CPU": parallel.pipeline_parallel_size > 1 and not on_v2,
         "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
         f"{LOCKSTEP} on a CPU": keeps_step(vllm_config) and not on_v2,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
@@ -85,7 +86,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
-        "a hybrid or Mamba model on a GPU": has_states(model) and on_v2,
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
@@ -115,6 +115,8 @@ def unsupported_by_trees(
         "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--enable-prompt-embeds": model.enable_prompt_embeds,
+        # KV moves on all ranks, by paths that the last one knows.
+        STAGES: vllm_config.parallel_config.pipeline_parallel_size > 1,
         # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
         LOCKSTEP: keeps_step(vllm_config),
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
