@@ -22,6 +22,7 @@ def result(request, tmp_path_factory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         # Workers are forked, so that they have the shim too, and threads are not.
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         return run_script(request.path, tmp_path_factory.mktemp("v2"))
 
 

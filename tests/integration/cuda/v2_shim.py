@@ -25,14 +25,6 @@ import triton_interpreter
 from engines import spare_later_engines
 
 
-class Driver:
-    """In the place of one of Triton's."""
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-
 def install() -> None:
     """Prepare this process; to be called before vllm is imported."""
     assert "vllm" not in sys.modules
@@ -46,12 +38,13 @@ def install() -> None:
     os.environ["VLLM_TRITON_FORCE_FIRST_CONFIG"] = "1"
     import triton.backends
 
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
     triton_interpreter.speed_up()
     _schedule_asynchronously()
     _attend_by_flash_attention()
     _mask_grammars_in_torch()
-    _run_recurrent_layers_in_triton()
+    _run_mamba2_in_triton()
     _talk_without_shared_memory()
     _leave_out_experts_of_other_ranks()
     _bring_our_worker()
@@ -153,7 +146,7 @@ def _mask_grammars_in_torch() -> None:
     structured_outputs._apply_grammar_bitmask_kernel = Kernel()
 
 
-def _run_recurrent_layers_in_triton() -> None:
+def _run_mamba2_in_triton() -> None:
     """By the kernels of a GPU, where vLLM has others for a CPU."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import utils  # noqa: F401 - imports what these do, but as ever
@@ -167,15 +160,8 @@ def _run_recurrent_layers_in_triton() -> None:
 
     del CpuPlatform.is_cpu
     from vllm.config.mamba import MambaBackendEnum
-    from vllm.model_executor.layers.mamba import short_conv
-    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
     from vllm.model_executor.layers.mamba.ops.ssu_dispatch import _BACKEND_REGISTRY
 
-    class Gpu(CpuPlatform):
-        def is_cpu(self) -> bool:
-            return False
-
-    short_conv.current_platform = qwen_gdn_linear_attn.current_platform = Gpu()
     _BACKEND_REGISTRY[MambaBackendEnum.CPU] = _BACKEND_REGISTRY[MambaBackendEnum.TRITON]
 
 
