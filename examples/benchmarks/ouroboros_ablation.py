@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_recycle.cli import main as vllm_recycle
-from vllm_recycle.integration.options import OuroborosOptions
+from vllm_recycle.integration.options import PAPER, OuroborosOptions
 
 NO_PHRASES = {"guesses": 0}  # the window goes on to fill the pool
 NO_LENGTHENING = {"branches": 0}
@@ -43,7 +43,13 @@ def arguments(draft_model: str, gamma: int) -> list[str]:
     given = [f"--draft-model={draft_model}", f"--draft-tokens={gamma}", "--fresh-prompts"]
     given += ["--no-profile", f"--methods={','.join(['none', 'draft_model', *LINES])}"]
     for name, off in LINES.items():
-        config = {"method": "ouroboros", "model": draft_model, "gamma": gamma, **off}
+        config = {
+            "method": "ouroboros",
+            "model": draft_model,
+            "preset": "paper",
+            "gamma": gamma,
+            **off,
+        }
         given += ["--speculative-config", f"{name}={json.dumps(config)}"]
     return given
 
@@ -56,7 +62,9 @@ def main() -> None:
     gamma = args.gamma
     if gamma is None:
         on_gpu = torch.cuda.is_available()
-        gamma = OuroborosOptions.parse({"model": args.draft_model}, on_gpu=on_gpu).gamma
+        gamma = OuroborosOptions.parse(
+            {"model": args.draft_model, "preset": PAPER}, on_gpu=on_gpu
+        ).gamma
     sys.exit(vllm_recycle(["bench", *arguments(args.draft_model, gamma), *others]))
 
 

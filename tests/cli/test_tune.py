@@ -21,10 +21,10 @@ SMALL = [
     '--engine-args={"enforce_eager": true, "kv_cache_memory_bytes": 67108864}',
 ]
 SEARCH = ["--gamma=2:14:2", "--window=15:18", "--phrase-length=5,7", "--num-prompts=8"]
-BEST = {"gamma": 6, "window": 16, "phrase_length": 7, "max_forwards": 2, "early_rows": 4}
-# Of SEARCH, at the default ranges of the last two: 4 of each, then 7 gammas, 4 windows and 2 phrase
-# lengths in two forms, three timed passes each.
-TIMED_PASSES = 3 * (4 + 4 + 2 * (7 + 4 + 2))
+BEST = {"gamma": 6, "window": 16, "phrase_length": 7, "max_forwards": 2}
+# Of SEARCH, at the default range of the last: 4 of it, then 7 gammas, of which the least has one
+# form, 4 windows and 2 phrase lengths in two forms, three timed passes each.
+TIMED_PASSES = 3 * (4 + 2 * (7 + 4 + 2) - 1)
 
 
 def tune(output: Path, *arguments: str) -> list[str]:
@@ -53,15 +53,15 @@ def passes(monkeypatch, tmp_path):
 def test_the_search_runs_real_engines(tmp_path, capsys):
     output = tmp_path / "ouroboros.json"
     ranges = ["--gamma=2,6", "--window=4", "--phrase-length=4", "--max-forwards=4"]
-    ranges += ["--early-rows=3", "--repeats=1", "--num-prompts=2"]
+    ranges += ["--repeats=1", "--num-prompts=2"]
     assert main(tune(output, *SMALL, *ranges)) == 0
     config = json.loads(output.read_text())
     assert config == printed_config(capsys.readouterr().out)
     assert (config["window"], config["guesses"], config["phrase_length"]) == (4, 4, 4)
     measured = json.loads((tmp_path / "ouroboros.state.json").read_text())["measurements"]
-    keys = ("gamma", "max_forwards", "early_rows")  # the last two are at most gamma
+    keys = ("gamma", "max_forwards")  # which is at most gamma
     sizes = [tuple(one["config"][key] for key in keys) for one in measured]
-    assert sizes == [(2, 2, 2), (6, 4, 3)]
+    assert sizes == [(2, 2), (6, 4)]
     assert tuple(config[key] for key in keys) in sizes
     for one in measured:
         most = one["config"]["max_forwards"] * one["draft_rounds"]
@@ -74,14 +74,14 @@ def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
     text = capsys.readouterr().out
     config = json.loads(output.read_text())
     assert config == printed_config(text)
-    assert config == {"method": "ouroboros", "model": str(DRAFT_MODEL), "guesses": 16} | BEST
+    fixed = {"method": "ouroboros", "model": str(DRAFT_MODEL), "preset": "paper"}
+    assert config == fixed | {"guesses": 16} | BEST
     given = {key: value for key, value in config.items() if key != "method"}
     assert OuroborosOptions.parse(given, on_gpu=False).branches == 3
     best = [line.split(":")[0] for line in text.splitlines() if line.endswith(", best")]
-    forms = [", max_forwards 2, early_rows 4", ", max_forwards 6, early_rows 0"]
+    forms = [", max_forwards 2", ", max_forwards 6"]
     assert best == [
-        "max_forwards 2, gamma 8, window 16, phrase_length 5, early_rows 0",
-        "early_rows 4, gamma 8, window 16, phrase_length 5, max_forwards 2",
+        "max_forwards 2, gamma 8, window 16, phrase_length 5",
         *(f"gamma 6, window 16, phrase_length 5{form}" for form in forms),
         *(f"window 16, gamma 6, phrase_length 5{form}" for form in forms),
         *(f"phrase_length 7, gamma 6, window 16{form}" for form in forms),
@@ -89,7 +89,7 @@ def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
 
     # A first pass that is not timed and three that are, on prompts of their own.
     gamma_14 = [one for one in passes() if one["config"]["gamma"] == 14]
-    of_one = [(one["start"], one["stop"]) for one in gamma_14 if one["config"]["early_rows"]]
+    of_one = [(one["start"], one["stop"]) for one in gamma_14 if one["config"]["max_forwards"] == 2]
     assert of_one == [(0, 2), (2, 4), (4, 6), (6, 8)]
     # Interleaved: no candidate has a second turn before all had a first.
     forwards = [one["config"]["max_forwards"] for one in passes()[4:16]]
@@ -97,36 +97,33 @@ def test_the_search_finds_the_fastest_of_each_range(passes, tmp_path, capsys):
 
 
 def test_the_search_is_never_behind_that_of_the_paper(passes, monkeypatch, tmp_path):
-    # In the middle of the ranges early rows are the best, but with a window that is out of range.
-    paper = {"gamma": 2, "window": 18, "phrase_length": 7, "max_forwards": 2, "early_rows": 0}
-    early = BEST | {"gamma": 8, "window": 14}
-    monkeypatch.setenv("FAKE_WORKER_BEST", json.dumps([early, paper]))
+    # In the middle of the ranges few forwards are the best, but with a window that is out of range.
+    paper = {"gamma": 4, "window": 18, "phrase_length": 7, "max_forwards": 4}
+    few = BEST | {"gamma": 8, "window": 14}
+    monkeypatch.setenv("FAKE_WORKER_BEST", json.dumps([few, paper]))
     output = tmp_path / "ouroboros.json"
     assert main(tune(output, *SEARCH)) == 0
     config = json.loads(output.read_text())
     assert {key: config[key] for key in BEST} == paper
-    # Early rows were searched beside it.
+    # Few forwards were searched beside it.
     configs = [one["config"] for one in passes()]
-    assert any(one["early_rows"] == 4 and one["window"] == 18 for one in configs)
+    assert any(one["max_forwards"] == 2 and one["window"] == 18 for one in configs)
 
 
 def test_what_is_beyond_the_paper_is_at_most_gamma(passes, tmp_path):
     output = tmp_path / "ouroboros.json"
     ranges = ["--gamma=3", "--window=16", "--phrase-length=7", "--num-prompts=4"]
-    assert main(tune(output, *ranges, "--early-rows=0:9:3")) == 0
-    assert json.loads(output.read_text())["early_rows"] == 3
-    # 6 and 9 mean the same as 3, and so do 0 and 4 forwards.
+    assert main(tune(output, *ranges)) == 0
+    # 0 and 4 forwards mean 3.
     configs = [one["config"] for one in passes() if not one["start"]]
-    sizes = [(one["max_forwards"], one["early_rows"]) for one in configs]
-    forwards, rows, forms = [(1, 0), (2, 0), (3, 0)], [(2, 0), (2, 3)], [(2, 3), (3, 0)]
-    assert sizes == forwards + rows + forms
+    assert [one["max_forwards"] for one in configs] == [1, 2, 3, 2, 3]
 
 
 def test_fixed_keys_need_not_go_with_sizes_that_are_not_searched(passes, tmp_path):
-    ranges = ["--gamma=2", "--window=4", "--phrase-length=4", "--early-rows=0", "--max-forwards=1"]
-    # With the early rows that are the default it would be too many.
-    branches = '--speculative-config={"branches": 30}'
-    assert main(tune(tmp_path / "ouroboros.json", *ranges, branches)) == 0
+    ranges = ["--gamma=2", "--window=4", "--phrase-length=4", "--max-forwards=1"]
+    # With phrases of the paper's length these would be too many.
+    guesses = '--speculative-config={"guesses": 60}'
+    assert main(tune(tmp_path / "ouroboros.json", *ranges, guesses)) == 0
 
 
 @pytest.mark.parametrize("kept", [1, 14, 30, TIMED_PASSES - 1])
@@ -171,10 +168,7 @@ def test_a_candidate_that_the_method_refuses_is_left_out(passes, tmp_path, capsy
         (["--window=a"], "got 'a', expected"),
         (["--speculative-config={"], "--speculative-config: not JSON"),
         (['--speculative-config={"gamma": 3}'], "got 'gamma', expected none of"),
-        (
-            ['--speculative-config={"early_rows": 3}'],
-            "got 'early_rows', expected none",
-        ),
+        (['--speculative-config={"preset": "paper"}'], "got 'preset', expected none of"),
         (['--speculative-config={"speed": 3}'], "unknown key 'speed', expected any"),
         (["--num-prompts=3"], "got 3 prompts, expected at least 4"),
         (["--window=99"], "no candidate can be run: speculative_config: window"),

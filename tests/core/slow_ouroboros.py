@@ -94,7 +94,6 @@ class SlowOuroboros:
     guesses: int
     phrase_length: int
     branches: int
-    early_rows: int = 0
     max_forwards: int | None = None
     harvest_trunk: bool = True
     harvest_branches: bool = True
@@ -102,7 +101,6 @@ class SlowOuroboros:
 
     def __post_init__(self) -> None:
         self.beta, self.levels = self.phrase_length - 1, self.phrase_length - 2
-        self.branch_rows = [*range(self.early_rows), self.gamma]
 
     def generate(self, prompt_token_ids: list[int], num_rounds: int) -> list[Round]:
         """Decode so many rounds behind a prompt, whose last token is the first to be verified."""
@@ -141,9 +139,7 @@ class SlowOuroboros:
             for start, chain in tried:
                 phrase = tuple(rows.token_ids[row] for row in chain[start:])
                 self.remove(tokens[start], phrase)
-            # By row; of each the oldest first.
-            in_order = [pair for row in self.branch_rows for pair in tried[::-1] if pair[0] == row]
-            for start, chain in in_order:
+            for start, chain in tried[::-1]:  # the oldest first
                 said = [outputs[row] for row in [below[start], *chain[start:-1]]]
                 self.insert(tokens[start], tuple(said))
         new_tokens = [outputs[row] for row in visited]
@@ -151,14 +147,11 @@ class SlowOuroboros:
         return Round(draft_forwards, trunk, [branch for _, branch in branches], new_tokens)
 
     def branches_of(self, tokens: list[int]) -> list[tuple[int, Phrase]]:
-        """Phrases below rows of the last token and the trunk, each with its row."""
-        return [
-            (row, phrase)
-            for row in self.branch_rows
-            for phrase in (
-                self.phrases_of(tokens[row])[: self.branches] if row < len(tokens) else []
-            )
-        ]
+        """Phrases below a whole trunk, each with the row that it is below."""
+        if len(tokens) <= self.gamma:
+            return []
+        phrases = self.phrases_of(tokens[self.gamma])[: self.branches]
+        return [(self.gamma, phrase) for phrase in phrases]
 
     def draft_trunk(self, sequence: Sequence) -> tuple[list[int], int]:
         """Draft forwards until there are gamma tokens, or phrases where forwards ran out."""

@@ -10,16 +10,11 @@ from recycling_steps import VOCAB, K, address_of, learn_text, make_matrix, verif
 from strategies import BRIEF
 
 from vllm_recycle.core.acceptance import (
-    MOST_SEEN,
-    PRIOR,
-    PRIOR_WEIGHT,
     AcceptanceTable,
-    NodeAcceptance,
 )
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
-from vllm_recycle.core.tree import Trees, TreeTemplate
-from vllm_recycle.core.verification import walk
+from vllm_recycle.core.tree import Trees
 
 ANY = 4  # where the counts of all steadinesses are
 OWN, SHARED = 1, 0
@@ -234,58 +229,3 @@ def test_what_an_engine_counts_does_not_reach_what_is_shipped():
     assert not proposer.state.acceptance.counts.equal(shipped)
     proposer.state.clear()
     assert proposer.state.acceptance.counts.equal(shipped)
-
-
-# The nodes of a template.
-
-# A trunk of two, and a phrase of two below the root.
-TEMPLATE = TreeTemplate(((0, 0), (1, 0), (0, 1), (3, 0)))
-
-
-def counted_nodes(acceptance: NodeAcceptance) -> list[tuple[float, float]]:
-    """Of each node how often it was right, and seen, without what it began with."""
-    start = torch.tensor([PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT])
-    return [tuple(pair) for pair in (acceptance.counts - start).tolist()]
-
-
-def verify_nodes(acceptance: NodeAcceptance, drafts: list[int], sampled: list[int]) -> None:
-    """One request whose first rows were verified: as many as were sampled for."""
-    drafted, starts = torch.tensor([drafts]), torch.tensor([0, len(sampled)])
-    acceptance.count(
-        drafted, walk(torch.tensor(sampled), drafted, starts, trees=TEMPLATE.of_batch(len(drafted)))
-    )
-
-
-def test_nodes_below_visited_rows_are_counted():
-    acceptance = NodeAcceptance(TEMPLATE)
-    verify_nodes(acceptance, [7, 8, 5, 6], [7, 8, 9, 0, 0])
-    assert counted_nodes(acceptance) == [(1, 1), (1, 1), (0, 1), (0, 0)]
-
-
-def test_nodes_that_were_not_verified_are_counted_as_far_as_the_text_is_known():
-    acceptance = NodeAcceptance(TEMPLATE)
-    verify_nodes(acceptance, [7, 8, 5, 6], [5])
-    verify_nodes(acceptance, [7, 8, 5, -1], [7, 3])
-    assert counted_nodes(acceptance) == [(1, 2), (0, 1), (1, 2), (0, 0)]
-
-
-def test_what_was_not_drafted_is_not_counted():
-    acceptance = NodeAcceptance(TEMPLATE)
-    verify_nodes(acceptance, [-1, -1, 5, 6], [5, 0, 0, 6, 1])
-    assert counted_nodes(acceptance) == [(0, 0), (0, 0), (1, 1), (1, 1)]
-
-
-def test_old_counts_fade():
-    acceptance = NodeAcceptance(TEMPLATE)
-    for _ in range(int(MOST_SEEN)):
-        verify_nodes(acceptance, [7, -1, -1, -1], [7])
-    assert acceptance.counts[0, 1] < 0.6 * MOST_SEEN
-    acceptance.clear()
-    assert counted_nodes(acceptance) == [(0, 0)] * 4
-
-
-def test_a_node_is_worth_the_product_along_its_path():
-    acceptance = NodeAcceptance(TEMPLATE)
-    acceptance.counts[:] = torch.tensor([[1, 2], [1, 4], [3, 4], [1, 1]])
-    drafts = torch.tensor([[7, 8, 5, 6], [7, -1, -1, 6]])
-    assert acceptance.worths(drafts).tolist() == [[0.5, 0.125, 0.75, 0.75], [0.5, 0, 0, 0]]

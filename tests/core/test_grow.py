@@ -50,8 +50,9 @@ def offers_of(setting: Setting, b: int, place: int | None) -> list[tuple[int, fl
 
 def following(setting: Setting, b: int, above: Candidate) -> list[tuple[int, float, int | None]]:
     """What may follow a node, the chance of each and its place on the trunk."""
-    known = [*successors_of(setting, b, above.text).values()]
     offers = offers_of(setting, b, above.place)
+    of_rank = successors_of(setting, b, above.text)
+    known = [of_rank[rank] for rank in sorted(of_rank) if rank < K - len(offers)]
     if not offers:
         return [(token, rate, None) for token, rate in known]
     chosen = [token for token, _ in offers]

@@ -7,12 +7,10 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.size_chooser import (
     EARNED,
     LOOK_EVERY,
@@ -21,15 +19,7 @@ from vllm_recycle.core.size_chooser import (
     GraphShape,
     SizeChooser,
     StepSeconds,
-    promised_gains,
 )
-from vllm_recycle.integration.draft_limits import (
-    MAX_HALVED_DRAFT_ROWS,
-    MAX_TREE_ROWS,
-    draft_forward_rows,
-    halved_shapes,
-)
-from vllm_recycle.integration.options.ouroboros import GPU_SIZES
 
 # Seconds of a step by its rows. Rows cost nothing up to where computing takes as long as reading:
 # on an A100, an H100 and an H20. Or, of a mixture of experts, each row reads more of them.
@@ -45,8 +35,6 @@ MAX_ROWS = 512
 # Recorded by record_traces.py: of a text, by token and size, what trees promised and gave.
 TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
 SIZES = TRACES["sizes"]
-# And by record_drafts.py: what rounds of a draft model gave.
-DRAFTED = json.loads(Path(__file__).with_name("draft_traces.json").read_text())
 
 
 def timed(
@@ -130,7 +118,8 @@ def test_trees_are_believed_as_far_as_they_keep_their_promise():
 
 
 def test_what_trees_lose_is_bounded_however_often_they_are_tried_again():
-    chooser, seconds = SizeChooser(np.array([0.0, 3.0])), {0: 1.0, 1: 2.0}
+    chooser, seconds = SizeChooser(), {0: 1.0, 1: 2.0}
+    chooser.learn(np.array([3.0]), 1)
     sizes = []
     for _ in range(4000):
         sizes.append(choose(chooser, seconds))
@@ -181,18 +170,15 @@ class Served:
         context: float,
         *,
         boast: float = 1.0,
-        traces: dict[str, Any] = TRACES,
-        gains: np.ndarray | None = None,
     ) -> None:
         self.times, self.batch, self.context, self.boast = times, batch, context, boast
-        self.texts, self.all_sizes = traces["texts"], traces["sizes"]
-        self.fitting = [n for n in self.all_sizes if not n or batch * (n + 1) <= MAX_ROWS]
-        self.grows = gains is None
+        self.texts = TRACES["texts"]
+        self.fitting = [n for n in SIZES if not n or batch * (n + 1) <= MAX_ROWS]
         # Each somewhere in a text; behind its end the next one begins.
         lengths = [len(text["accepted"]) for text in self.texts]
         owners = [index % len(lengths) for index in range(batch)]
         self.places = [(text, 13 * i % lengths[text]) for i, text in enumerate(owners)]
-        self.chooser = SizeChooser(gains)
+        self.chooser = SizeChooser()
         self.seconds = self.plain_seconds = 0.0
         self.sizes: list[int] = []
 
@@ -200,7 +186,7 @@ class Served:
         """Verify trees of a size, and go on."""
         tokens = accepted = 0
         for index, (text, place) in enumerate(self.places):
-            gain = self.texts[text]["accepted"][place][self.all_sizes.index(size)]
+            gain = self.texts[text]["accepted"][place][SIZES.index(size)]
             accepted, tokens, place = accepted + gain, tokens + 1 + gain, place + 1 + gain
             if place >= len(self.texts[text]["accepted"]):
                 text, place = (text + 1) % len(self.texts), 0
@@ -237,7 +223,7 @@ class Served:
             on_its_way = []
             if self.chooser.gains is not None:
                 size = self.chooser.choose(seconds, num_reqs=self.batch, num_drafting=self.batch)
-            if self.grows and (size or idle % LOOK_EVERY == 0):
+            if size or idle % LOOK_EVERY == 0:
                 on_its_way = [self.worth()]
                 self.seconds += 0.0 if size else DRAFTING
             idle = 0 if size else idle + 1
@@ -275,58 +261,3 @@ def test_devices_differ_in_the_sizes_that_pay():
 def test_trees_that_promise_too_much_are_found_out(batch):
     served = Served(timed("H20", batch, kind="mixture"), batch, 512, boast=4.0)
     assert served.run(600) > 0.97
-
-
-FORWARDS = GPU_SIZES["max_forwards"]
-SHAPES = halved_shapes(
-    DraftShape(**{name: size for name, size in GPU_SIZES.items() if name != "max_forwards"}),
-    MAX_HALVED_DRAFT_ROWS,
-)
-
-
-def round_seconds(device: str, batch: int) -> float:
-    """Of the forwards of a round; a draft model has a seventh of the target's weights."""
-    rows = batch * draft_forward_rows(SHAPES[batch - 1])
-    return FORWARDS * KINDS["dense"](rows, FREE_ROWS[device]) / 7
-
-
-def drafted(device: str, batch: int, *, right: float, cost: float) -> Served:
-    """Requests that are drafted for by a draft model.
-
-    Args:
-        device: of `FREE_ROWS`.
-        batch: how many requests.
-        right: the part of the rounds that are accepted as recorded; of the others nothing is.
-        cost: of a round, in units of `round_seconds`.
-
-    """
-    shape = SHAPES[batch - 1]
-    texts = [
-        {"accepted": [row if place // 8 % 10 < 10 * right else [0] * 3 for place, row in rows]}
-        for rows in (list(enumerate(text["accepted"])) for text in DRAFTED["texts"])
-    ]
-    times = timed(device, batch, drafting=cost * round_seconds(device, batch))
-    served = Served(
-        times,
-        batch,
-        512,
-        traces={"sizes": DRAFTED["sizes"], "texts": texts},
-        gains=promised_gains(shape.tree().prefix_depths),
-    )
-    whole = shape.num_nodes
-    served.fitting = [0, whole if batch * (whole + 1) <= MAX_TREE_ROWS else whole // 2]
-    return served
-
-
-@pytest.mark.parametrize(("right", "cost"), [(1.0, 1.0), (1.0, 0.2), (0.5, 0.2), (0.0, 1.0)])
-@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("device", FREE_ROWS)
-def test_rounds_of_a_draft_model_are_never_slower_than_plain_decoding(device, batch, right, cost):
-    assert drafted(device, batch, right=right, cost=cost).run(2000) > 0.99
-
-
-def test_rounds_of_a_draft_model_are_made_where_they_give_more_than_they_cost():
-    assert drafted("H100", 1, right=1.0, cost=0.1).run(400) > 1.3
-    in_vain = drafted("H100", 16, right=0.0, cost=1.0)
-    in_vain.run(2000)
-    assert 0 < sum(map(bool, in_vain.sizes)) < 100

@@ -119,27 +119,6 @@ def test_branches_hang_below_the_trunk():
     ]
 
 
-def test_branches_hang_below_early_rows_too():
-    target = Follower()
-    slow = SlowOuroboros(target, Follower(), **plain(gamma=2, branches=1, early_rows=1))
-    slow.pool = {3: [(0, 0, 0)], 5: [(6, 7, 9)]}
-    [result] = slow.generate([1, 2, 3], 1)
-    assert target.token_ids == [1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 9]
-    assert target.positions == [0, 1, 2, 3, 4, 3, 4, 5, 5, 6, 7]
-    assert picture(target.mask)[5:] == [
-        "xxx..x.....",
-        "xxx..xx....",
-        "xxx..xxx...",
-        "xxxxx...x..",
-        "xxxxx...xx.",
-        "xxxxx...xxx",
-    ]
-    assert result.new_tokens == [4, 5, 6, 7, 8]
-    # From the trunk, and in the place of what was tried.
-    assert slow.pool[3] == [(4, 5, 6), (4, 1, 1)]
-    assert slow.pool[5] == [(6, 7, 8)]
-
-
 def test_the_window_begins_with_random_tokens_of_the_prompt():
     slow = SlowOuroboros(Follower(), Follower(), **plain(window=4))
     # The first random numbers are 0.496, 0.768, 0.088 and 0.132.
@@ -285,7 +264,6 @@ def test_a_short_trunk_has_no_branches():
             "guesses": st.integers(0, 4),
             "phrase_length": st.integers(3, 6),
             "branches": st.integers(0, 3),
-            "early_rows": st.integers(0, 1),
             "max_forwards": st.none() | st.integers(0, 3),
             "harvest_trunk": st.booleans(),
             "harvest_branches": st.booleans(),

@@ -18,18 +18,19 @@ TOKEN_RECYCLING = {"method": "token_recycling"}
 # slow to draft is drafted.
 GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80", "row_cost": 0}
-OUROBOROS = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
 # Trees along the draft model's trunk.
-TRUNK = {**OUROBOROS, "tree": "dynamic", "row_cost": 0}
-# The paper's form with few rows, for tests that make many steps.
+TRUNK = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft"), "row_cost": 0}
+# As published, also with few rows, for tests that make many steps.
+PUBLISHED = {"method": "ouroboros", "model": TRUNK["model"], "preset": "paper"}
+OUROBOROS = {**PUBLISHED, "gamma": 2, "window": 2, "guesses": 2, "phrase_length": 4}
+OUROBOROS["max_forwards"] = 1
 SMALL_OUROBOROS = {
-    **OUROBOROS,
+    **PUBLISHED,
     "gamma": 5,
     "window": 4,
     "guesses": 3,
     "phrase_length": 4,
     "branches": 2,
-    "early_rows": 0,
     "max_forwards": 5,
     "row_cost": 0,
 }

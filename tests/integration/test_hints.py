@@ -9,6 +9,7 @@ from engines import (
     GROWN,
     SMALL_OUROBOROS,
     TARGET,
+    TRUNK,
     core,
     counter,
     engine,
@@ -154,6 +155,7 @@ def processors() -> dict[str, InputProcessor]:
     register()
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
     methods = {"token_recycling": GROWN, "ouroboros": SMALL_OUROBOROS, "ngram": ngram}
+    methods["trunk"] = TRUNK
     return {
         name: InputProcessor(
             EngineArgs(TARGET, speculative_config=method, max_model_len=64).create_engine_config()
@@ -195,16 +197,17 @@ def test_what_is_no_hint_is_refused(extra_args, message, processors):
         processed(processors["token_recycling"], extra_args)
 
 
+@pytest.mark.parametrize("name", ["token_recycling", "trunk"])
 @pytest.mark.parametrize("hint", ["", "a b", [], [0, 4095]])
-def test_token_ids_reach_the_engine(hint, processors):
-    processor = processors["token_recycling"]
+def test_token_ids_reach_the_engine(hint, name, processors):
+    processor = processors[name]
     ids = processor.tokenizer.encode(hint, add_special_tokens=False) if hint == str(hint) else hint
     found = processed(processor, {"hint": hint, "others": 5})
     assert (found["hint"], found["others"]) == (ids, 5)
 
 
-def test_ouroboros_has_no_use_for_a_hint(processors):
-    with pytest.raises(VLLMValidationError, match="none: the method ouroboros has no use for it"):
+def test_ouroboros_as_published_has_no_use_for_a_hint(processors):
+    with pytest.raises(VLLMValidationError, match="none: the method ouroboros as published has no"):
         processed(processors["ouroboros"], {"hint": "a"})
     # As any other engine, it leaves a prediction unread.
     assert processed(processors["ouroboros"], {"prediction": "a"}) == {"prediction": "a"}

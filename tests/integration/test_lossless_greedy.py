@@ -32,7 +32,7 @@ from vllm import SamplingParams
 
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.price import TREES
-from vllm_recycle.integration.options.ouroboros import GPU_SIZES
+from vllm_recycle.integration.options.ouroboros import FORWARDS_ON_GPU, SIZES
 
 PROMPTS = read_prompts(40)
 # For what differs in little from the defaults; twice as many as are served at a time.
@@ -80,7 +80,7 @@ def test_output_equals_vllm(expected, method):
         pytest.param(GROWN, SMALL_BUDGET, id="chunked prefill, small budget, cut trees"),
         pytest.param(GROWN, {"block_size": 32}, id="blocks of 32", marks=pytest.mark.slow),
         pytest.param(
-            {**OUROBOROS, **GPU_SIZES, "row_cost": 0},
+            {**OUROBOROS, **SIZES, "max_forwards": FORWARDS_ON_GPU, "row_cost": 0},
             {"max_num_seqs": 4},
             id="ouroboros, the paper's sizes",
             marks=pytest.mark.slow,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from engines import OUROBOROS, TARGET, make_config
+from engines import OUROBOROS, PUBLISHED, TARGET, TRUNK, make_config
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
@@ -187,23 +187,34 @@ def test_bad_tables_of_nodes(table, message):
         ({"phrase_length": 2}, "phrase_length is 2, expected an integer from 3"),
         ({"branches": -1}, "branches is -1, expected an integer from 0"),
         ({"guesses": 90}, r"guesses \* \(phrase_length - 1\) is 274, expected at most 256"),
-        ({"gamma": 250}, r"\(early_rows \+ 1\) \* branches .* is 277, expected at most 256"),
-        ({"gamma": 12, "early_rows": 13}, "early_rows is 13, expected at most gamma, 12"),
+        ({"gamma": 250}, r"gamma \+ branches .* is 259, expected at most 256"),
         ({"gamma": 12, "max_forwards": 13}, "max_forwards is 13, expected an integer 1 to gamma"),
         ({"harvest_trunk": 1}, "harvest_trunk is 1, expected true or false"),
         ({"scope": "isolated"}, r"scope is 'isolated', expected one of \['shared', 'request'\]"),
         ({"scope": "request", "pool_file": "p"}, "pool_file is given with scope 'request'"),
         ({"pool_file": "/no/such/folder/p"}, "expected a file in a directory that exists"),
         ({"budget_share": 2}, "budget_share is 2, expected a number above 0, at most 1"),
-        ({"tree": "dynamic", "gamma": 17}, "gamma is 17, expected an integer 1 to 16"),
-        ({"tree": "dynamic", "window": 3}, "unknown key 'window', expected any of"),
-        ({"tree": "dynamic", "preset": "paper"}, "preset is 'paper', expected none beside tree"),
-        ({"tree": "dynamic", "k": 0}, "k is 0, expected an integer 1 to 64"),
     ],
 )
-def test_bad_options_of_ouroboros(options, message):
+def test_bad_options_of_ouroboros_as_published(options, message):
     with pytest.raises(ValueError, match=message):
         make_config({**OUROBOROS, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 17}, "gamma is 17, expected an integer 1 to 16"),
+        ({"window": 3}, "unknown key 'window', expected any of"),
+        ({"preset": "dynamic"}, r"preset is 'dynamic', expected one of \['paper'\]"),
+        ({"tree": "paper-80"}, "tree is 'paper-80', expected 'dynamic'"),
+        ({"k": 0}, "k is 0, expected an integer 1 to 64"),
+        ({"k": 2}, "k is 2, expected at least the 3 choices of a draft model"),
+    ],
+)
+def test_bad_options_of_trees_along_a_trunk(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config({**TRUNK, **options})
 
 
 def test_a_draft_model_is_needed():
@@ -252,7 +263,7 @@ def test_tree_deeper_than_the_context():
         make_config({"tree": "paper-80"}, max_model_len=6)
 
 
-@pytest.mark.parametrize("method", [None, OUROBOROS])
+@pytest.mark.parametrize("method", [None, PUBLISHED])
 @pytest.mark.parametrize(
     ("flags", "raises"),
     [

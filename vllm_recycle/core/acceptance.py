@@ -1,11 +1,10 @@
 """How often drafts are right, counted while serving.
 
 `AcceptanceTable` counts for the entries of the adjacency matrix: for each length of context, for
-own and shared entries, for each rank, and for each steadiness. `NodeAcceptance` counts for the
-nodes of a template that is filled from elsewhere.
+own and shared entries, for each rank, and for each steadiness.
 
-Both count at every row that the walk visits, for all that would be drafted there, drafted or not.
-So counts are not bent by what was chosen to be drafted, and a step without drafts teaches as well.
+It counts at every row that the walk visits, for all that would be drafted there, drafted or not. So
+counts are not bent by what was chosen to be drafted, and a step without drafts teaches as well.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from importlib import resources
 import torch
 
 from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
-from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 ANY_STEADINESS = MAX_STEADINESS + 1
 # Where something was seen more often, both its numbers are halved: what is old counts less.
@@ -27,8 +24,6 @@ MOST_SEEN = 2000.0
 PRIOR_WEIGHT = 4.0
 # What the shipped counts weigh beside those of this engine.
 MOST_SHIPPED = 200.0
-# How often a node of a template is taken to be right that was hardly seen: so that it is tried.
-PRIOR = 0.5
 
 
 class AcceptanceTable:
@@ -80,43 +75,3 @@ def _shipped_counts() -> dict[int, torch.Tensor]:
         seen = values[..., 1:]
         values *= MOST_SHIPPED / seen.clamp(min=MOST_SHIPPED)
     return counts
-
-
-class NodeAcceptance:
-    """How often each node of a template was right where its parent was visited.
-
-    Attributes:
-        counts: float64 [nodes, 2], how often a node was right, and how often it was seen.
-
-    """
-
-    def __init__(self, tree: TreeTemplate) -> None:
-        self.tree = tree
-        self.counts = torch.empty(tree.num_nodes, 2, dtype=torch.float64)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.counts[:] = torch.tensor([PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT])
-
-    def count(self, drafts: torch.Tensor, walked: WalkResult) -> None:
-        """Take in a step; `drafts`, int64 [batch, nodes], are all that was drafted, or -1."""
-        batch, rows = len(drafts), self.tree.num_nodes + 1
-        # One row more than there are, for the places of a path that are none.
-        follower = torch.full((batch, rows + 1), NO_TOKEN)
-        follower.scatter_(1, walked.path.where(walked.path >= 0, rows), walked.token_ids)
-        follows = follower[:, self.tree.parents[1:]]
-        was_seen = (drafts != NO_TOKEN) & (follows != NO_TOKEN)
-        self.counts[:, 0] += (was_seen & (drafts == follows)).sum(0)
-        self.counts[:, 1] += was_seen.sum(0)
-        self.counts[self.counts[:, 1] > MOST_SEEN] *= 0.5
-
-    def worths(self, drafts: torch.Tensor) -> torch.Tensor:
-        """float64 [batch, nodes], the chance that each node of these drafts is accepted."""
-        filled = torch.nn.functional.pad((drafts != NO_TOKEN).double(), (1, 0), value=1.0)
-        worths = filled.clone()
-        rates = torch.nn.functional.pad(self.counts[:, 0] / self.counts[:, 1], (1, 0))
-        for level in self.tree.levels:
-            above = worths[:, self.tree.parents[level]]
-            worths[:, level] = filled[:, level] * rates[level] * above
-        return worths[:, 1:]

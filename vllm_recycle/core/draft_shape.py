@@ -20,8 +20,6 @@ class DraftShape:
         guesses: G, phrases tried in a draft forward; 0 for none.
         phrase_length: L, tokens of a phrase with the one that it follows.
         branches: K, phrases below the end of the trunk; 0 for none.
-        early_rows: rows of the trunk, from the last token on, that have as many phrases below them;
-            0 in the paper. They count where the draft is seldom accepted whole.
 
     A size out of range, or more rows than a tree may have, is a ValueError.
     """
@@ -31,7 +29,6 @@ class DraftShape:
     guesses: int
     phrase_length: int
     branches: int
-    early_rows: int = 0
 
     def __post_init__(self) -> None:
         least = {"gamma": 1, "phrase_length": 3}
@@ -39,10 +36,6 @@ class DraftShape:
             value, low = getattr(self, name), least.get(name, 0)
             if not is_int(value, low):
                 raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
-        if self.early_rows > self.gamma:
-            raise ValueError(
-                f"early_rows is {self.early_rows}, expected at most gamma, {self.gamma}"
-            )
         if not self.window + self.guesses:
             raise ValueError(
                 "window and guesses are both 0, expected more of one of them; without both this is "
@@ -52,7 +45,7 @@ class DraftShape:
             "window * (phrase_length - 2) + guesses * (phrase_length - 1)": self.window
             * self.levels
             + self.guesses * self.length,
-            "gamma + (early_rows + 1) * branches * (phrase_length - 1)": self.num_nodes,
+            "gamma + branches * (phrase_length - 1)": self.num_nodes,
         }
         for name, value in rows.items():
             if value > MAX_NODES:
@@ -71,17 +64,12 @@ class DraftShape:
     @property
     def num_nodes(self) -> int:
         """Nodes of `tree`."""
-        return self.gamma + len(self.branch_rows) * self.branches * self.length
+        return self.gamma + self.branches * self.length
 
     @property
     def num_runs(self) -> int:
         """Phrases that the last token and the trunk may hold."""
         return max(0, self.gamma + 2 - self.length)
-
-    @property
-    def branch_rows(self) -> list[int]:
-        """Those rows of the last token and the trunk that have phrases below them."""
-        return [*range(self.early_rows), self.gamma]
 
     def halved(self) -> DraftShape | None:
         """With half the window and half the guesses; None where that is neither."""
@@ -92,9 +80,7 @@ class DraftShape:
 
     def tree(self) -> TreeTemplate:
         """What the target verifies."""
-        return lengthened_template(
-            gamma=self.gamma, rows=self.branch_rows, branches=self.branches, length=self.length
-        )
+        return lengthened_template(gamma=self.gamma, branches=self.branches, length=self.length)
 
     def lookahead(self) -> TreeTemplate:
         """The rows of a draft forward, below the last token."""

@@ -121,8 +121,8 @@ def grow(
     The node that is worth the most is added again and again; of equal ones the one of the least
     depth, then of the first parent, then of the lowest rank. A node is worth no more than its
     parent, so that nodes come parents first, and any prefix of them is a tree. Along the trunk of
-    a draft model its choices are nodes too; the successors of an entry there share the chance that
-    these leave.
+    a draft model its choices are nodes too, in the place of the last successors of an entry there;
+    the other ones share the chance that these leave.
 
     Args:
         matrix: what is drafted from.
@@ -211,13 +211,15 @@ def _following(
 ) -> list[tuple[int, float]]:
     """What may follow a context, and the chance of each; with what is offered, best first."""
     found = _successors(matrix, rates, context, salt)
-    successors = [(token, rate) for _, token, rate in found]
+    ranks = matrix.layout.k - len(offered)
+    successors = [(token, rate) for rank, token, rate in found if rank < ranks]
     if not offered:
         return successors
     left = max(0.0, 1.0 - sum(offered.values()))
     others = 1.0 - sum(rate for token, rate in successors if token in offered)
-    share = left / max(left, others) if left else 0.0
-    rest = [(token, rate * share) for token, rate in successors if token not in offered]
+    # In the precision of rates, as twins have it.
+    share = rates.new_tensor(left) / max(left, others) if left else 0.0
+    rest = [(token, float(share * rate)) for token, rate in successors if token not in offered]
     return sorted([*offered.items(), *rest], key=lambda pair: -pair[1])
 
 

@@ -59,20 +59,17 @@ def harvest(
         found = phrases_of_trunk(trunk, said_there, num_rows.flatten(), length=length)
     else:
         found = drafts[:, :0], drafts.new_empty(len(drafts), 0, length)
-    starts = shape.branch_rows
     # The newest first, as they were proposed; inserted last, it stays the newest.
-    each = (len(drafts) * len(starts), shape.branches, length)
+    each = (len(drafts), shape.branches, length)
     tried = drafts[:, behind:].reshape(each).flip(1)
-    agrees = (trunk[:, 1:] == said_there[:, :-1]).cumprod(dim=1)
     owners, corrected = corrections_of_branches(
-        trunk[:, starts].flatten(),
+        trunk[:, -1],
         tried,
-        said_there[:, starts].flatten(),
+        said_there[:, -1],
         said[:, behind:].reshape(each).flip(1),
-        torch.nn.functional.pad(agrees, (1, 0), value=1)[:, starts].flatten() > 0,
+        (trunk[:, 1:] == said_there[:, :-1]).all(dim=1),
     )
-    flat = (len(drafts), len(starts) * shape.branches, length)
-    return Phrases(*found), Phrases(owners.view(flat[:2]), corrected.view(flat), tried.view(flat))
+    return Phrases(*found), Phrases(owners, corrected, tried)
 
 
 def phrases_of_trunk(
@@ -108,11 +105,11 @@ def corrections_of_branches(
     A phrase that it agrees with comes out as it was, and so becomes the newest.
 
     Args:
-        last_token_ids: int64 [batch], the token of the trunk's row that they were tried below.
+        last_token_ids: int64 [batch], the last token of the trunk, that they were tried below.
         branches: int64 [batch, branches, length], the phrases that were tried, -1 for none.
-        sampled_there: int64 [batch], the target's token at that row.
+        sampled_there: int64 [batch], the target's token behind it.
         sampled: int64 [batch, branches, length], its token at each row of the branches.
-        is_accepted: bool [batch], whether the row is; else nothing was tried where it belongs.
+        is_accepted: bool [batch], whether it is; else nothing was tried where it belongs.
 
     """
     first = sampled_there[:, None, None].expand(-1, branches.shape[1], 1)

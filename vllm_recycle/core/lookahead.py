@@ -19,7 +19,6 @@ paper, one less than the tokens of a phrase; `window` the paper's W; `guesses` i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,20 +43,16 @@ def lookahead_template(*, window: int, levels: int, guesses: int, length: int) -
     return TreeTemplate(tuple(nodes), f"lookahead {window} x {levels}, {guesses} x {length}")
 
 
-def lengthened_template(
-    *, gamma: int, rows: Sequence[int], branches: int, length: int
-) -> TreeTemplate:
-    """What the target verifies: a trunk, and phrases below rows of it (section 3.2).
+def lengthened_template(*, gamma: int, branches: int, length: int) -> TreeTemplate:
+    """What the target verifies: a trunk, and phrases below its end (section 3.2).
 
-    The trunk has gamma tokens. Below each of `rows`, from 0, the last token, to gamma, where the
-    paper has them, are so many branches (the paper's K) of so many tokens.
+    The trunk has gamma tokens, and below it are so many branches (the paper's K) of so many tokens.
     """
     nodes: list[Node] = [(row, 0) for row in range(gamma)]
-    for row in rows:
-        for branch in range(branches):
-            nodes.append((row, branch + (row < gamma)))  # the trunk goes on with rank 0
-            nodes += [(len(nodes) + place, 0) for place in range(length - 1)]
-    return TreeTemplate(tuple(nodes), f"ouroboros {gamma} + {len(rows)} x {branches} x {length}")
+    for branch in range(branches):
+        nodes.append((gamma, branch))
+        nodes += [(len(nodes) + place, 0) for place in range(length - 1)]
+    return TreeTemplate(tuple(nodes), f"ouroboros {gamma} + {branches} x {length}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,6 @@ class OuroborosProposer:
         self.pool = make_pool(
             shape, vocab_size, max_num_reqs=max_num_reqs, is_shared=shares_pool, device=device
         )
-        # An index that is on the device already: a list would be copied there, and waited for.
-        self.branch_rows = torch.tensor(shape.branch_rows, device=device)
         self.windows = torch.zeros(
             max_num_reqs, shape.levels, shape.window, dtype=torch.int64, device=device
         )
@@ -193,7 +191,7 @@ class OuroborosProposer:
         trunk = trunk[:, :gamma]
         if self.max_forwards < gamma:
             trunk = self._filled_up(idx_mapping, trunk, count)
-        return torch.cat((trunk, self._branches(idx_mapping, last_token_ids, trunk)), dim=1)
+        return torch.cat((trunk, self._branches(idx_mapping, trunk)), dim=1)
 
     def observe(
         self,
@@ -284,13 +282,9 @@ class OuroborosProposer:
             count = (count + length).where(goes_on, count).clamp(max=gamma)
         return trunk[:, :gamma]
 
-    def _branches(
-        self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor, trunk: torch.Tensor
-    ) -> torch.Tensor:
-        """int64 [batch, n], phrases below the rows that have some (section 3.2)."""
-        text = torch.cat((last_token_ids[:, None], trunk), dim=1)
-        owners = text[:, self.branch_rows]
-        return self._newest(idx_mapping[:, None], owners, self.shape.branches).flatten(1)
+    def _branches(self, idx_mapping: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, n], phrases below the end of each trunk (section 3.2)."""
+        return self._newest(idx_mapping, trunk[:, -1], self.shape.branches).flatten(1)
 
     def _newest(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, count: int

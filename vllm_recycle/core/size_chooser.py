@@ -1,16 +1,15 @@
 """How many nodes the trees of a step on a GPU have: the most tokens for the time, or none.
 
 A step is one of captured graphs, each timed at start-up. What a size would give is known from trees
-that were grown, verified or not; of the drafts of a draft model it is a guess. Where drafts are
-verified, the chooser checks whether they are worth what they promise. At size 0 nobody can check,
-so what was held against the drafts fades, and they are tried again; an account of the time that
-they cost and gave bounds what that may lose.
+that were grown, verified or not. Where drafts are verified, the chooser checks whether they are
+worth what they promise. At size 0 nobody can check, so what was held against the drafts fades, and
+they are tried again; an account of the time that they cost and gave bounds what that may lose.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -28,9 +27,6 @@ MARGIN = 0.03
 STAKE = 8.0
 # The part of a plain step's time that each plain step gives back to drafts.
 EARNED = 1 / 250
-# How often a draft of a draft model is taken to be right. Above the truth: below it nothing would
-# be drafted where that pays, and nothing be learnt, while from too much trust is soon withdrawn.
-RIGHT = 0.8
 
 # Rows of a request that a program of attention serves, by which graphs are compared.
 ROWS_OF_A_PROGRAM = 32
@@ -127,19 +123,8 @@ class StepSeconds:
         return 0.0 if at is None else self.drafting[at]
 
 
-def promised_gains(depths: Sequence[int]) -> np.ndarray:
-    """Tokens that the first 0, 1, ... nodes of a draft model's tree are taken to give, float64.
-
-    `depths` are those of the first 1, 2, ... nodes.
-    """
-    return np.cumsum([0.0, *RIGHT ** np.arange(1, max(depths) + 1)])[[0, *depths]]
-
-
 class SizeChooser:
     """Chooses the size of the trees of a batch.
-
-    Args:
-        gains: where no trees are grown that could say it.
 
     Attributes:
         gains: float64 [nodes + 1], what the first 0, 1, ... nodes of a request's tree are said to
@@ -149,8 +134,8 @@ class SizeChooser:
 
     """
 
-    def __init__(self, gains: np.ndarray | None = None) -> None:
-        self.gains = gains
+    def __init__(self) -> None:
+        self.gains: np.ndarray | None = None
         self.size: int | None = None
         self.credit = STAKE
         self._weight = 0.0

@@ -109,14 +109,17 @@ def _padded(rows: list[list[int]]) -> torch.Tensor:
 class ChoiceAcceptance:
     """How often a draft model's choices were right where the trunk before them was.
 
+    Nothing of it waits for a device.
+
     Attributes:
         counts: float64 [CHOICES, PARTS, 2], of each choice by the probability that the model gave
             it, how often it was right, and how often it was seen.
 
     """
 
-    def __init__(self) -> None:
-        self.counts = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.counts = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64, device=device)
+        self._choices = torch.arange(CHOICES, device=device)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -124,10 +127,10 @@ class ChoiceAcceptance:
 
     def chances(self, trunks: Trunks) -> Trunks:
         """Chances in the place of probabilities, which are believed where little was seen."""
-        right, seen = self.counts[torch.arange(CHOICES), _parts(trunks.chances)].unbind(-1)
-        return trunks._replace(
-            chances=(right + PRIOR_WEIGHT * trunks.chances) / (seen + PRIOR_WEIGHT)
-        )
+        probabilities = trunks.chances
+        right, seen = self.counts[self._choices, _parts(probabilities)].unbind(-1)
+        chances = (right + PRIOR_WEIGHT * probabilities) / (seen + PRIOR_WEIGHT)
+        return trunks._replace(chances=chances.to(probabilities.dtype))
 
     def count(self, trunks: Trunks, token_ids: torch.Tensor) -> None:
         """Take in what followed each text, int64 [batch, n], padded with -1."""
@@ -136,17 +139,18 @@ class ChoiceAcceptance:
         follows = torch.nn.functional.pad(token_ids, (0, missing), value=NO_TOKEN)[:, :gamma]
         was_right = (trunks.token_ids[:, :, 0] == follows) & (follows != NO_TOKEN)
         # All before a place.
-        was_visited = was_right.cumprod(1).roll(1, 1).bool()
-        was_visited[:, 0] = True
+        was_visited = torch.nn.functional.pad(was_right[:, :-1], (1, 0), value=True).cumprod(1) > 0
         was_visited &= follows != NO_TOKEN
         seen = was_visited[:, :, None] & (trunks.token_ids != NO_TOKEN)
         right = seen & (trunks.token_ids == follows[:, :, None])
-        cells = (torch.arange(CHOICES) * PARTS + _parts(trunks.chances))[seen]
-        flat = self.counts.view(-1, 2)
-        flat[:, 0].index_add_(0, cells, right[seen].double())
-        flat[:, 1].index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
-        flat[flat[:, 1] > MOST_SEEN] *= 0.5
+        cells = self._choices * PARTS + _parts(trunks.chances)
+        of_step = torch.zeros_like(self.counts).view(-1, 2)
+        both = torch.stack((right, seen), dim=-1).double()
+        of_step.index_add_(0, cells.flatten(), both.flatten(0, -2))
+        self.counts += of_step.view_as(self.counts)
+        self.counts *= torch.where(self.counts[..., 1:] > MOST_SEEN, 0.5, 1.0)
 
 
 def _parts(probabilities: torch.Tensor) -> torch.Tensor:
-    return (probabilities * PARTS).long().clamp(max=PARTS - 1)
+    # Rounds that warm up have read what was never written.
+    return (probabilities * PARTS).nan_to_num().long().clamp(min=0, max=PARTS - 1)

@@ -132,7 +132,7 @@ def rewrite(engine_args: Any) -> Any | None:
     rewritten.worker_cls = platform.worker
     # A table or a price of the user's wins over what is chosen step by step, which goes by the
     # worth of the drafts of all requests.
-    is_measured = options.row_cost is None and (method == OUROBOROS or not options.isolates)
+    is_measured = options.row_cost is None and not options.isolates
     is_measured &= options.has_trees  # chains have vLLM's graphs, of the sizes of its table
     rewritten.additional_config = put(
         engine_args.additional_config or {},

@@ -7,17 +7,15 @@ the output of earlier steps, from the first rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds, promised_gains
+from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
-from vllm_recycle.integration.options import OuroborosOptions, chooses_sizes, options_of, table_of
+from vllm_recycle.integration.options import chooses_sizes, table_of
 
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
@@ -33,13 +31,11 @@ class DraftReport:
             writes, to be read when the output is there. Empty where no trees were grown.
         num_reqs: how many these are.
         times: of steps, once.
-        num_drafted: how many requests have the drafts that were asked for; None for all.
     """
 
     worth: np.ndarray
     num_reqs: int
     times: StepSeconds | None = None
-    num_drafted: int | None = None
 
 
 def sizes_of(vllm_config: Any) -> list[list[int]]:
@@ -47,9 +43,7 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
     table = build_dynamic_sd_schedule_lookup(table_of(vllm_config), max_num_reqs, num_nodes)
-    # A draft model is asked for whole drafts, whose shapes the table knows.
-    is_drafted_by_model = isinstance(options_of(vllm_config), OuroborosOptions)
-    if is_drafted_by_model or not chooses_sizes(vllm_config):
+    if not chooses_sizes(vllm_config):
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
@@ -88,12 +82,7 @@ class DraftSizes:
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
-        options = options_of(vllm_config)
-        self.chooser = SizeChooser(
-            promised_gains(options.load_tree().prefix_depths)
-            if isinstance(options, OuroborosOptions)
-            else None
-        )
+        self.chooser = SizeChooser()
         self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
@@ -165,9 +154,7 @@ class DraftSizes:
             # Without a draft it is one token, or none in the middle of a prompt.
             sampled = model_runner_output.sampled_token_ids
             tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
-            sizes: Iterable[int] = map(len, drafts.values())
-            if report is not None and report.num_drafted is not None:
-                sizes = islice(sizes, report.num_drafted)
+            sizes = map(len, drafts.values())
             self.chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
         if report is not None:
             self.chooser.learn(report.worth, report.num_reqs)

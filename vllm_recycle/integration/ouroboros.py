@@ -69,7 +69,7 @@ def describe(proposer: OuroborosProposer, vllm_config: Any) -> str:
     return (
         f"ouroboros: draft model {draft_model}, gamma {shape.gamma}, window {shape.window}, "
         f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
-        f"{shape.branches}, early rows {shape.early_rows}, at most {proposer.max_forwards} "
+        f"{shape.branches}, at most {proposer.max_forwards} "
         f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "
         f"in {proposer.operations.name}"
     )

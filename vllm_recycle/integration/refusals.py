@@ -18,9 +18,11 @@ from vllm_recycle.integration.options import (
     DraftModelOptions,
     MethodOptions,
     OuroborosOptions,
+    TrunkOptions,
     table_of,
 )
 from vllm_recycle.integration.options.base import expect
+from vllm_recycle.integration.options.trunk import head_length
 
 STAGES = "--pipeline-parallel-size above 1"
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
@@ -73,8 +75,8 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     return {
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
-        # vLLM starts there with these, and ends at the first request: with the first if it drafts.
         f"{STAGES} on a CPU": parallel.pipeline_parallel_size > 1 and not on_v2,
+        # Without speculation vLLM starts there with these two, and ends at the first request.
         "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
         f"{LOCKSTEP} on a CPU": keeps_step(vllm_config) and not on_v2,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
@@ -178,10 +180,7 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
             f"--max-model-len: got {max_model_len}, expected at most the "
             f"{draft.max_model_len} tokens of the draft model {options.model}"
         )
-    if isinstance(options, OuroborosOptions) and on_v2:
-        rows = _draft_rows_on_v2(vllm_config, options)
-    else:
-        rows = options.draft_rows
+    rows = _draft_rows_on_v2(vllm_config, options) if on_v2 else options.draft_rows
     if scheduler.max_num_batched_tokens < rows:
         raise ValueError(
             f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
@@ -189,20 +188,23 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
         )
 
 
-def _draft_rows_on_v2(vllm_config: Any, options: OuroborosOptions) -> int:
+def _draft_rows_on_v2(vllm_config: Any, options: DraftModelOptions) -> int:
     """Rows of the largest draft forward; refuses what one there cannot be."""
+    given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
+    if given not in (None, target.tensor_parallel_size):
+        raise NotImplementedError(
+            f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
+            f"{target.tensor_parallel_size}"
+        )
+    if isinstance(options, TrunkOptions):
+        return head_length(options)  # of one request; more are drafted for as there is room
+    assert isinstance(options, OuroborosOptions)
     shape, scheduler = options.shape(), vllm_config.scheduler_config
     rows = draft_limits.draft_forward_rows(shape)
     if rows > 1 + MAX_NODES:
         raise ValueError(
             f"speculative_config: a draft forward has {rows} rows of a request, expected at "
             f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
-        )
-    given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
-    if given not in (None, target.tensor_parallel_size):
-        raise NotImplementedError(
-            f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
-            f"{target.tensor_parallel_size}"
         )
     shapes = draft_limits.drafting_shapes(
         shape,

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_recycle.core.adjacency import MAX_CONTEXT
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.options import TOKEN_RECYCLING, options_of
+from vllm_recycle.integration.options import TokenRecyclingOptions, options_of
 
 OPT_OUT = "speculate"
 HINT = "hint"
@@ -83,10 +83,11 @@ def read_hint(processor: Any, params: Any) -> None:
 
 def _tokens_of_hint(processor: Any, hints: dict[str, Any]) -> list[int] | None:
     """Those of what a request gives by these names; None where it is left unread."""
-    method = options_of(processor.vllm_config).method
-    if method != TOKEN_RECYCLING:
+    options = options_of(processor.vllm_config)
+    if not isinstance(options, TokenRecyclingOptions):
         if HINT in hints:  # a prediction is left unread, as vLLM does
-            raise _bad(HINT, hints[HINT], f"none: the method {method} has no use for it")
+            expected = f"none: the method {options.method} as published has no use for it"
+            raise _bad(HINT, hints[HINT], expected)
         return None
     if len(hints) > 1:
         raise _bad(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
+from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.core.draft_shape import DraftShape
@@ -23,7 +23,7 @@ from vllm_recycle.integration.draft_limits import (
     most_draft_rows,
 )
 from vllm_recycle.integration.options import put
-from vllm_recycle.integration.options.ouroboros import CPU_SIZES, GPU_SIZES, OuroborosOptions
+from vllm_recycle.integration.options.ouroboros import SIZES, OuroborosOptions
 
 TABLE = "num_speculative_tokens_per_batch_size"
 
@@ -65,12 +65,13 @@ def test_all_nodes_are_the_default():
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
 
-def test_trees_along_a_trunk_are_for_the_cpu():
-    with pytest.raises(NotImplementedError, match="tree is 'dynamic', expected none on a GPU"):
-        rewrite({**OUROBOROS, "tree": "dynamic"})
+def test_trees_along_a_trunk_have_as_many_nodes_as_others():
+    made = rewrite({**PUBLISHED, "preset": None})
+    assert made.speculative_config["num_speculative_tokens"] == 63
+    assert made.additional_config["vllm_recycle"]["gamma"] == 4
 
 
-@pytest.mark.parametrize("method", [TOKEN_RECYCLING, OUROBOROS])
+@pytest.mark.parametrize("method", [TOKEN_RECYCLING, PUBLISHED])
 def test_rows_have_no_price_of_the_user_s(method):
     with pytest.raises(NotImplementedError, match="expected none on a GPU"):
         make(method | {"row_cost": 0.1})
@@ -90,8 +91,9 @@ def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
         (TOKEN_RECYCLING | {"scope": "isolated"}, False),
         (TOKEN_RECYCLING | {"preset": "paper"}, False),
         (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
-        (OUROBOROS, True),
-        (OUROBOROS | {TABLE: [(1, 1024, 8)]}, False),
+        (PUBLISHED, False),
+        (PUBLISHED | {"preset": None}, True),
+        (PUBLISHED | {"preset": None, "scope": "isolated"}, False),
     ],
 )
 def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated_or_the_user_says_them(
@@ -116,46 +118,45 @@ def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees()
 
 
 def test_ouroboros_is_hosted_by_vllm_s_draft_model():
-    made = make(OUROBOROS)
+    made = make(PUBLISHED)
     assert made.speculative_config["method"] == "draft_model"
-    assert made.speculative_config["model"] == OUROBOROS["model"]
+    assert made.speculative_config["model"] == PUBLISHED["model"]
     assert made.speculative_config["num_speculative_tokens"] == 12 + 3 * 6
 
 
 def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
     for given, forwards in (({}, 4), ({"max_forwards": 7}, 7), ({"gamma": 2}, 2)):
-        options = make(OUROBOROS | given).additional_config["vllm_recycle"]
+        options = make(PUBLISHED | given).additional_config["vllm_recycle"]
         assert options["max_forwards"] == forwards
 
 
 @pytest.mark.parametrize(
     ("given", "on_gpu", "expected"),
     [
-        ({}, True, GPU_SIZES),
-        ({}, False, CPU_SIZES),
-        ({"window": None, "max_forwards": None}, False, CPU_SIZES),
-        ({"gamma": 1}, False, CPU_SIZES | {"gamma": 1, "early_rows": 1}),
-        ({"early_rows": 4}, False, CPU_SIZES | {"gamma": 4, "early_rows": 4}),
-        ({"max_forwards": 14}, True, GPU_SIZES | {"gamma": 14, "max_forwards": 14}),
+        ({}, True, SIZES | {"max_forwards": 4}),
+        ({}, False, SIZES | {"max_forwards": 12}),
+        ({"window": None, "max_forwards": None}, False, SIZES | {"max_forwards": 12}),
+        ({"gamma": 1}, True, SIZES | {"gamma": 1, "max_forwards": 1}),
+        ({"max_forwards": 14}, True, SIZES | {"gamma": 14, "max_forwards": 14}),
     ],
 )
-def test_sizes_that_are_not_given_are_the_device_s_and_fit_the_others(given, on_gpu, expected):
+def test_sizes_that_are_not_given_are_the_paper_s_and_fit_the_others(given, on_gpu, expected):
     options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=on_gpu)
-    assert {key: getattr(options, key) for key in GPU_SIZES} == expected
+    assert {key: getattr(options, key) for key in expected} == expected
 
 
 def test_ouroboros_drafts_with_fewer_guesses_for_more_requests():
-    shape = OuroborosOptions.parse({"model": "x"}, on_gpu=True).shape()
+    shape = OuroborosOptions.parse({"model": "x", "preset": "paper"}, on_gpu=True).shape()
     assert draft_forward_rows(shape) == 20 + 220
     sizes = [(one.window, one.guesses) for one in halved_shapes(shape, MAX_HALVED_DRAFT_ROWS)]
     assert sizes == [(20, 20)] * 2 + [(10, 10)] + [(5, 5)] * 3 + [(2, 2)] * 6 + [(1, 1)] * 4
     for flags, last in (({}, 16), ({"max_num_batched_tokens": 8192}, 16),
                         ({"max_num_batched_tokens": 260}, 8)):  # fmt: skip
-        table = make(OUROBOROS, **flags).speculative_config[TABLE]
+        table = make(PUBLISHED, **flags).speculative_config[TABLE]
         trees = [(1, 8, 30)] + ([(9, 16, 15)] if last > 8 else [])
         assert table == [*trees, (last + 1, 1 << 20, 0)]
     mine = [(1, 4, 16), (5, 1024, 0)]
-    assert make(OUROBOROS | {TABLE: mine}).speculative_config[TABLE] == mine
+    assert make(PUBLISHED | {TABLE: mine}).speculative_config[TABLE] == mine
 
 
 @pytest.mark.parametrize("max_rows", [1, 48, 512])
@@ -176,7 +177,7 @@ def sum_of(shape: DraftShape) -> int:
 
 
 def test_a_table_of_the_user_s_has_the_smallest_rounds_where_no_others_fit():
-    shape = OuroborosOptions.parse({"model": "x"}, on_gpu=True).shape()
+    shape = OuroborosOptions.parse({"model": "x", "preset": "paper"}, on_gpu=True).shape()
     given = {"max_num_reqs": 256, "max_num_batched_tokens": 8192}
     shapes = drafting_shapes(shape, [(1, 20, 7), (21, 1024, 0)], **given)
     assert shapes == [*halved_shapes(shape, MAX_HALVED_DRAFT_ROWS), *[shapes[15]] * 4]
@@ -200,7 +201,7 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **giv
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=256
         ),
         speculative_config=SimpleNamespace(
-            draft_model_config=EngineArgs(OUROBOROS["model"]).create_model_config(),
+            draft_model_config=EngineArgs(PUBLISHED["model"]).create_model_config(),
         ),
     )
     options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)

@@ -6,17 +6,15 @@ report is made here.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-from engines import OUROBOROS, TOKEN_RECYCLING
+from engines import TOKEN_RECYCLING
 from schedulers import make_request, schedulers
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
-from vllm_recycle.integration.cuda.graphs import plan_full_graphs
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
@@ -146,48 +144,6 @@ def test_trees_are_paid_for_by_the_rows_that_the_step_has(make_scheduler):
     # A size whose step has no graph is none, however cheap.
     scheduler.sizes.take_times(StepSeconds({GraphShape(33, 33, 1): (1.0, 0.0)}))
     assert [step(scheduler) for _ in range(3)] == [0] * 3
-
-
-def test_rounds_of_a_draft_model_are_priced():
-    table = [(1, 4, 20), (5, 1 << 20, 0)]
-    with schedulers(OUROBOROS, table, **SETTINGS) as make:
-        scheduler = make(chooses=True)
-        add(scheduler, 3)
-        add(scheduler, 9, **OPTED_OUT)
-        # The table knows of all requests alone.
-        assert [step(scheduler) for _ in range(3)] == [0] * 3
-        nothing_grown = DraftReport(np.zeros(0, dtype=np.float32), 0, FREE)
-        step(scheduler, nothing_grown)
-        assert [step(scheduler, accepted=3) for _ in range(3)] == [20] * 3
-        scheduler.sizes.take_times(replace(FREE, drafting={4: 1.0}))
-        assert [step(scheduler) for _ in range(3)] == [0] * 3
-        # A fifth of a step, and then nothing is accepted.
-        scheduler.sizes.take_times(replace(FREE, drafting={4: 2e-3}))
-        assert step(scheduler) == 20
-        sizes = [step(scheduler, accepted=0) for _ in range(12)]
-        assert sizes[-1] == 0
-
-
-def test_a_plain_request_leaves_a_batch_its_graphs():
-    with schedulers(OUROBOROS, [(1, 4, 20), (5, 1 << 20, 0)], **SETTINGS) as make:
-        scheduler = make(chooses=True)
-        capture_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-        graphs = plan_full_graphs(scheduler.sizes.sizes_of_batch, capture_sizes, among_others=True)
-        times = StepSeconds(dict.fromkeys(graphs, (1.0, 0.0)))
-        add(scheduler, 4)
-        add(scheduler, 1, **OPTED_OUT)
-        step(scheduler, DraftReport(np.zeros(0, dtype=np.float32), 0, times))
-        # 4 x 21 rows are the most that were captured.
-        assert [step(scheduler, accepted=3) for _ in range(3)] == [19] * 3
-
-
-def test_drafts_that_were_not_made_say_nothing(make_scheduler):
-    scheduler = make_scheduler()
-    add(scheduler, 4)
-    step(scheduler, report_of(FREE, 4))
-    none_made = DraftReport(np.zeros(NODES, dtype=np.float32), 0, num_drafted=0)
-    assert [step(scheduler, none_made) > 0 for _ in range(5)] == [True] * 5
-    assert scheduler.sizes.chooser.trust == 1.0
 
 
 def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import OUROBOROS, TARGET, TOKEN_RECYCLING
+from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 
 # A draft model that two ranks can share.
-METHODS = {"token_recycling": TOKEN_RECYCLING, "ouroboros": OUROBOROS | {"model": TARGET}}
+METHODS = {"token_recycling": TOKEN_RECYCLING, "ouroboros": PUBLISHED | {"model": TARGET}}
+METHODS["trunk"] = METHODS["ouroboros"] | {"preset": None}
 MINE = [(1, 4, 16), (5, 1024, 0)]
 # By name: flags, and keys of the method.
 FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

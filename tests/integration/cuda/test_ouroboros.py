@@ -1,7 +1,8 @@
 """Ouroboros on Model Runner V2: its output, its drafts, and what its draft model's cache holds.
 
-With steps scheduled ahead or one at a time, with a pool that requests share or one of each, with
-rounds that are launched or replayed, and with steps that draft nothing between those that do.
+As published, and with trees that grow along the draft model's trunk. With steps scheduled ahead or
+one at a time, with a pool that requests share or one of each, with rounds that are launched or
+replayed, and with steps that draft nothing between those that do.
 """
 
 from __future__ import annotations
@@ -27,15 +28,22 @@ from v2_engines import (
 )
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_recycle.core.grow import Trunks
+from vllm_recycle.core.trunk import ChoiceAcceptance
+from vllm_recycle.integration.cuda.ouroboros.trunk import TrunkV2Drafter
+
 pytestmark = pytest.mark.slow
 
 # 20 rows of a request in a draft forward, or 13 with half the window and half the guesses: with the
 # engine's budget of 48 tokens, two requests are drafted for whole, a third one with less, and of
 # four none.
-SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2, "early_rows": 1}
+SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2}
 FORWARDS = 2
 METHOD = {**OUROBOROS, "max_forwards": FORWARDS, **SIZES}
-SCHEDULE = [(1, 3, 15), (4, 1024, 0)]
+SCHEDULE = [(1, 3, 9), (4, 1024, 0)]
+# 17 rows in a draft forward: two requests have a trunk, a third one a tree without.
+TRUNK = {"method": "ouroboros", "model": OUROBOROS["model"], "gamma": SIZES["gamma"]}
+TRUNK |= {"max_nodes": 15, "context_mib": 1}
 ARGUMENTS = {**LLM_ARGUMENTS, "model": TARGET, "num_gpu_blocks_override": 8}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
@@ -53,13 +61,19 @@ BATCHES = {
     "crowded": [((i, i + 28), {**GREEDY, "max_tokens": 24 - 4 * i}) for i in range(4)],
     "same prompt": [ALONE, ((0, 40), {**SEEDED, "max_tokens": 16})],
 }
-REPLAYED = "rounds replayed"
-# Engines with speculation: what differs from the default, of the method or the engine, and batches.
+REPLAYED, TRUNK_REPLAYED = "rounds replayed", "trunk, rounds replayed"
+# Engines with speculation: the method, what differs from the default of the engine, and batches.
 ENGINES = {
-    "ahead": ({}, {}, ["alone", "two", "one opted out", "after it", "crowded"]),
-    "step by step": ({}, {"async_scheduling": False}, ["same prompt", "one opted out", "crowded"]),
-    "own pools": ({"scope": "request"}, {}, ["alone", "same prompt"]),
-    REPLAYED: ({}, {}, ["alone", "two", "crowded"]),
+    "ahead": (METHOD, {}, ["alone", "two", "one opted out", "after it", "crowded"]),
+    "step by step": (
+        METHOD,
+        {"async_scheduling": False},
+        ["same prompt", "one opted out", "crowded"],
+    ),
+    "own pools": ({**METHOD, "scope": "request"}, {}, ["alone", "same prompt"]),
+    REPLAYED: (METHOD, {}, ["alone", "two", "crowded"]),
+    "trunk": (TRUNK, {}, ["alone", "two", "one opted out", "after it", "crowded"]),
+    TRUNK_REPLAYED: (TRUNK, {}, ["alone", "two", "crowded"]),
 }
 NUM_ROUNDS = 6
 # Keys and values are of order one to ten; float32, over forwards of other shapes.
@@ -108,7 +122,7 @@ class TestEveryEngine:
         assert result[name]["waits"] == []
 
 
-@pytest.mark.parametrize("name", ["ahead", "step by step"])
+@pytest.mark.parametrize("name", ["ahead", "step by step", "trunk"])
 def test_steps_were_of_every_kind(result, name):
     seen = result[name]["seen"]
     kinds = ("only trees", "only plain rows", "both", "trees that are the last", "moved rows")
@@ -116,7 +130,7 @@ def test_steps_were_of_every_kind(result, name):
     assert min(seen["rounds of 1"], seen["rounds of 2"]) > 0
     assert seen["preemptions"] > 0
     assert seen["tokens from the prefix cache"] > 0
-    assert (seen["ahead"] > 0) == (name == "ahead")
+    assert (seen["ahead"] > 0) == (name != "step by step")
 
 
 def test_the_draft_catches_up_where_nothing_was_drafted(result):
@@ -140,6 +154,17 @@ def test_rounds_were_replayed(result):
     assert launched["replays"] == 0
     assert replayed["replays"] > 20
     assert replayed["rounds"]["0"] == launched["rounds"]["0"]
+
+
+def test_trunks_are_what_the_draft_model_says(result):
+    seen = result["trunk"]["seen"]
+    assert min(seen["trunks"], seen["trees without a trunk"], seen["tokens beside trunks"]) > 10
+    assert seen["other trunks"] == 0
+    assert result["trunk"]["choices"] == result["trunk"]["expected choices"]
+    assert result[TRUNK_REPLAYED]["replays"] > 20
+    # Whether its round is launched or replayed, a trunk and what is beside it are the same.
+    replayed, launched = (result[name]["rounds"]["0"] for name in (TRUNK_REPLAYED, "trunk"))
+    assert replayed[:NUM_ROUNDS] == launched[:NUM_ROUNDS]
 
 
 def test_few_launches_are_outside_of_graphs(result):
@@ -173,13 +198,15 @@ class Watch:
         self.runner, self.scheduler = runner(llm), core(llm).scheduler
         self.waits, self.seen, self.draft = Waits(), Counter(), load(OUROBOROS["model"])
         self.cache_error = 0.0
+        # Of trunks: the last of each request with the length of its text, and what they teach.
+        self.trunks, self.choices = {}, ChoiceAcceptance()
         # By the number of a request: what was drafted for it, and the index of its state.
         self.rounds, self.states = defaultdict(list), {}
         self.schedule, self.scheduler.schedule = self.scheduler.schedule, self.watched_schedule
         self.speculator = speculator = self.runner.speculator
         self.propose, speculator.propose = speculator.propose, self.watched_propose
         speculator.model.register_forward_pre_hook(self.watched_forward)
-        self.draft_round, speculator._draft = speculator._draft, self.watched_round
+        self.draft_round, speculator.draft = speculator.draft, self.watched_round
         self.take_in, speculator._take_in = speculator._take_in, self.watched_take_in
         # What was never written is not read.
         context = self.runner.compilation_config.static_forward_context
@@ -217,9 +244,9 @@ class Watch:
     def watched_forward(self, *args: Any) -> None:
         self.seen["draft forwards without drafts"] += not self.drafts_now
 
-    def watched_round(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+    def watched_round(self, idx_mapping: torch.Tensor) -> None:
         self.seen[f"rounds of {len(idx_mapping)}"] += 1
-        return self.draft_round(idx_mapping)
+        self.draft_round(idx_mapping)
 
     def watched_take_in(self, input_batch: Any, counts: Any) -> None:
         self.seen["catching up without a prompt"] += not input_batch.has_prefill
@@ -238,9 +265,43 @@ class Watch:
         for place, state in enumerate(input_batch.idx_mapping_np):
             number = input_batch.req_ids[place].split("-")[0]
             self.states[number] = int(state)
-            self.record_round(number, drafts[place])
-            self.check_cache(place, state, has_draft=bool(drafts[place, 0] >= 0))
+            if isinstance(self.runner.drafter, TrunkV2Drafter):
+                has_round = self.check_trunk(number, state, drafts[place])
+            else:
+                has_round = bool(drafts[place, 0] >= 0)
+                self.record_round(number, drafts[place])
+            self.check_cache(place, state, has_draft=has_round)
         return drafts
+
+    @torch.no_grad()
+    def check_trunk(self, number: str, state: int, draft: torch.Tensor) -> bool:
+        """Whether the request has a trunk; it against the draft model, computed anew."""
+        drafter, length = self.runner.drafter, int(self.runner.req_states.total_len.gpu[state])
+        found = Trunks(drafter.trunks.token_ids[state], drafter.probabilities[state])
+        has_trunk = self.drafts_now and bool(found.token_ids[0, 0] >= 0)
+        if not has_trunk:
+            self.seen["trees without a trunk"] += self.drafts_now and bool(draft[0] >= 0)
+            return False
+        text = self.runner.req_states.all_token_ids.gpu[state, :length].long()
+        if number in self.trunks:
+            before, old_length = self.trunks[number]
+            follows = text[old_length:][: SIZES["gamma"]]
+            self.choices.count(before, follows[None])
+        trunk = found.token_ids[:, 0]
+        behind = torch.cat((text, trunk))[None, :-1]
+        said = self.draft(behind).logits[0, length - 1 :].softmax(-1).topk(found.token_ids.shape[1])
+        is_equal = found.token_ids.equal(said.indices) and found.chances.allclose(
+            said.values, atol=1e-4
+        )
+        self.seen["trunks"] += 1
+        # What lies behind the end of the context is computed for nothing.
+        fits = length + len(trunk) <= LLM_ARGUMENTS["max_model_len"]
+        self.seen["other trunks"] += fits and not is_equal
+        drafted = draft[draft >= 0].tolist()
+        self.seen["tokens beside trunks"] += len({*drafted} - {*trunk.tolist()})
+        self.rounds[number].append([trunk.tolist(), drafted])
+        self.trunks[number] = Trunks(*(values[None].clone() for values in found)), length
+        return True
 
     def record_round(self, number: str, draft: torch.Tensor) -> None:
         gamma, length = SIZES["gamma"], SIZES["phrase_length"] - 1
@@ -298,9 +359,9 @@ def capture_rounds(watch: Watch) -> None:
 def serve(name: str) -> dict[str, Any]:
     """In the process with the engines: one with speculation, and what it was like."""
     method, overrides, batches = ENGINES[name]
-    with engine(with_sizes(METHOD | method, SCHEDULE), **ARGUMENTS | overrides) as llm:
+    with engine(with_sizes(method, SCHEDULE), **ARGUMENTS | overrides) as llm:
         watch = Watch(llm)
-        if name == REPLAYED:
+        if name in (REPLAYED, TRUNK_REPLAYED):
             capture_rounds(watch)
         found = token_ids(llm, batches)
         rounds = watch.runner.speculator.graphs
@@ -309,6 +370,7 @@ def serve(name: str) -> dict[str, Any]:
             watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
         watch.seen["preemptions"] = counter(llm, "num_preemptions")
         watch.seen["moved rows"] = watch.moved.total()
+        choices = getattr(watch.runner.drafter, "choices", watch.choices).counts.tolist()
         layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers.values()]
     return {
         "token ids": found,
@@ -316,6 +378,8 @@ def serve(name: str) -> dict[str, Any]:
         "states": watch.states,
         "cache error": watch.cache_error,
         "layers with trees": layers_with_trees,
+        "choices": choices,
+        "expected choices": watch.choices.counts.tolist(),
         "launches": watch.launches,
         "replays": sum(graph.num_replays for graph in graphs),
         "seen": watch.seen,

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
 
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.core.tree import load_tree
+from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.kernels.triton import inputs, kv_cache, penalties
 from vllm_recycle.kernels.triton import walk as walking
 from vllm_recycle.kernels.triton.attention import kernel as attention_kernel
@@ -77,6 +78,8 @@ def cases() -> Iterator[tuple[Case, int]]:
     for arch in (80, 90, 100, 120):
         yield grow_case(), arch
     yield grow_case(beam=32), 90
+    yield grow_case(gamma=4), 80
+    yield grow_case(gamma=4), 90
     for arch in (80, 90):
         for name in ("default", "paper-80"):
             yield fill_case(name), arch
@@ -208,19 +211,23 @@ LAYOUT = MatrixLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True)
 TEXTS = {"all_token_ids": "*i32:16", "all_token_ids_stride": "i32:16", "lengths": "*i32:16"}
 
 
-def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8) -> Case:
+def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8, gamma: int = 0) -> Case:
+    trunk = {"trunk_token_ids": "*i64:16", "trunk_chances": "*fp32:16"}
     lanes, words = triton.next_power_of_2(num_nodes), -(-(num_nodes + 1) // 32)
     expanded = max(beam, lanes // LAYOUT.k)
     return Case(
-        f"grow-nodes{num_nodes}-beam{beam}-levels{levels}",
+        f"grow-nodes{num_nodes}-beam{beam}-levels{levels}-gamma{gamma}",
         growing._grow_kernel,
         {
             **dict.fromkeys(("drafts", "idx_mapping", "salts"), "*i64:16"),
             **dict.fromkeys(("worths", "rates"), "*fp32:16"),
             **dict.fromkeys(("parents", "depths", "ancestor_bits", "scratch", "table"), "*i32:16"),
             **TEXTS,
+            **(trunk if gamma else {}),
         },
         {
+            **({} if gamma else dict.fromkeys(trunk)),
+            **{"GAMMA": gamma, "CHOICES": CHOICES if gamma else 0},
             **{"NODES": num_nodes, "LANES": lanes, "WORDS": words, "WORD_LANES": 4},
             **{"BEAM": beam, "EXPANDED": expanded, "CHILDREN": 8, "LEVELS": levels},
             "SIZE": levels * (2 * expanded * 8 + expanded) + 2 * expanded * 8,

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_settings import Setting, settings_of_growth
+from growth_settings import Setting, settings_of_growth, some_trunks
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from recycling_steps import K, make_matrix, write_entries
 from strategies import trees
 
 from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import MAX_SALT
+from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
@@ -66,7 +68,12 @@ def check(setting: Setting) -> None:
     expected = setting.grow()
     trees = DeviceTrees.empty(setting.max_nodes, MAX_NUM_REQS, depth=setting.levels, device=DEVICE)
     before = trees.parents.clone()
-    drafts, worths = draft(grow, setting, setting.max_nodes, trees=trees, beam=setting.beam)
+    trunks = setting.trunks
+    if trunks is not None:
+        trunks = Trunks(trunks.token_ids, trunks.chances.float())
+        trunks = Trunks(*(by_state(values, torch.tensor(idx_mapping)) for values in trunks))
+    given = {"trees": trees, "beam": setting.beam, "trunks": trunks}
+    drafts, worths = draft(grow, setting, setting.max_nodes, **given)
     assert drafts.equal(expected.token_ids)
     assert worths.equal(expected.worths.float())
     assert trees.parents[idx_mapping].cpu().long().equal(expected.trees.parents)
@@ -86,10 +93,10 @@ def check_filled(setting: Setting, tree: TreeTemplate) -> None:
     assert worths.equal(expected.worths)
 
 
-@settings(max_examples=30, deadline=None)
-@given(setting=settings_of_growth())
-def test_what_is_grown_equals_python(setting):
-    check(setting)
+@settings(max_examples=60, deadline=None)
+@given(setting=settings_of_growth(), data=st.data())
+def test_what_is_grown_equals_python(setting, data):
+    check(replace(setting, trunks=data.draw(st.none() | some_trunks(len(setting.texts)))))
 
 
 def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:

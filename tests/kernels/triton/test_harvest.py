@@ -12,11 +12,8 @@ from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 shapes = st.builds(
-    lambda gamma, early, branches, length: DraftShape(
-        gamma, 1, 1, length, branches, early_rows=min(early, gamma)
-    ),
+    lambda gamma, branches, length: DraftShape(gamma, 1, 1, length, branches),
     st.integers(1, 9),
-    st.integers(0, 3),
     st.integers(0, 3),
     st.integers(3, 6),
 )

@@ -11,12 +11,12 @@ from typing import Any
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import json_object
 from vllm_recycle.integration.options import METHODS as PLUGIN_METHODS
-from vllm_recycle.integration.options import OUROBOROS
+from vllm_recycle.integration.options import OUROBOROS, PAPER
 
 SpeculativeConfig = dict[str, Any] | None  # None: plain decoding
 Methods = dict[str, SpeculativeConfig]
 
-DRAFT_MODEL = "draft_model"
+DRAFT_MODEL, OUROBOROS_PAPER = "draft_model", "ouroboros-paper"
 HINTS = "hints"  # with which the engine is given the hints of the prompts
 METHODS: Methods = {
     "none": None,
@@ -54,11 +54,11 @@ def choose_methods(args: argparse.Namespace) -> Methods:
     if not args.methods and "suffix" not in given and not has_suffix:
         names.remove("suffix")
     if DRAFT_MODEL not in known:
-        sizes = [name for name in drafting if name != OUROBOROS]
+        sizes = [name for name in drafting if name.startswith(DRAFT_MODEL)]
         names = [one for name in names for one in (name == DRAFT_MODEL and sizes) or [name]]
     for name in names:
         if name not in known:
-            if name in (DRAFT_MODEL, OUROBOROS):
+            if name in (DRAFT_MODEL, OUROBOROS, OUROBOROS_PAPER):
                 raise UsageError(f"the method {name} needs {A_DRAFT_MODEL}")
             raise UsageError(f"unknown method {name!r}, expected of {', '.join(known)}")
     if len(set(names)) < len(names):
@@ -100,7 +100,8 @@ def _drafting_methods(args: argparse.Namespace) -> Methods:
         }
         for size in sizes
     }
-    return methods | {OUROBOROS: {"method": OUROBOROS, "model": args.draft_model}}
+    ours = {"method": OUROBOROS, "model": args.draft_model}
+    return methods | {OUROBOROS: ours, OUROBOROS_PAPER: ours | {"preset": PAPER}}
 
 
 def _tree_options(args: argparse.Namespace) -> dict[str, Any]:

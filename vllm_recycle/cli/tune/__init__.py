@@ -3,7 +3,7 @@
     vllm-recycle tune --model examples/models/target --draft-model examples/models/draft \
         --prompts examples/prompts/humaneval.jsonl --output ouroboros.json
 
-It searches the sizes of `ouroboros` by wall clock and writes a speculative configuration.
+It searches the sizes of `ouroboros` as published by wall clock and writes a configuration of it.
 Every measurement goes to the state file at once, so that the same command goes on where an earlier
 run was interrupted. A template for `token_recycling` is measured by `examples/tune_tree.py`.
 """
@@ -27,7 +27,7 @@ from vllm_recycle.cli.bench import arguments
 from vllm_recycle.cli.bench.methods import A_DRAFT_MODEL
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.tune.ouroboros import State, search
-from vllm_recycle.integration.options import OUROBOROS, OuroborosOptions
+from vllm_recycle.integration.options import OUROBOROS, PAPER, OuroborosOptions
 
 # The paper's, Table 10, for both kinds of tasks, and smaller ones for where rows are dear.
 RANGES = {
@@ -35,16 +35,16 @@ RANGES = {
     "window": ("2,5,10,15,20", 0, "columns of the lookahead window, and as many guesses"),
     "phrase_length": ("4:8", 3, "tokens of a phrase with the one that it follows, L = beta + 1"),
     "max_forwards": ("0,1,2,4", 0, "draft forwards a round, at most gamma; 0 for gamma"),
-    "early_rows": ("0,2,4,8", 0, "rows with phrases below them beside the last, at most gamma"),
 }
 # What is searched or has an option of its own, and a file that engines would share.
-REFUSED_KEYS = {"method", "model", "pool_file", *RANGES}
+REFUSED_KEYS = {"method", "model", "preset", "pool_file", *RANGES}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `tune` to the command."""
     parser = subparsers.add_parser(
-        "tune", help="search the sizes of ouroboros for your models, prompts and machine"
+        "tune",
+        help="search the sizes of ouroboros as published for your models, prompts and machine",
     )
     arguments.add_workload(parser)
     for name, (default, least, meaning) in RANGES.items():
@@ -82,7 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, measure what the state file lacks, write the result."""
     ranges = {name: getattr(args, name) for name in RANGES}
-    fixed = _fixed_keys(args, ranges)
+    fixed = _fixed_keys(args)
     workload = arguments.read_workload(args)
     plan = Plan(**workload, methods={}, repeats=args.repeats, fresh_prompts=True)
     state_path = args.state or args.output.with_suffix(".state.json")
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     """The keys of the speculative configuration that are given."""
     given = arguments.json_object(args.speculative_config, "--speculative-config")
     if refused := REFUSED_KEYS & given.keys():
@@ -112,14 +112,13 @@ def _fixed_keys(args: argparse.Namespace, ranges: dict[str, tuple[int, ...]]) ->
         raise UsageError(f"tune needs {A_DRAFT_MODEL}")
     is_directory = Path(args.draft_model).is_dir()
     model = str(Path(args.draft_model).resolve()) if is_directory else args.draft_model
-    # The sizes with the fewest rows. Which candidates have too many is seen in the search.
-    sizes = {name: min(values) for name, values in ranges.items()}
-    sizes |= {"early_rows": 0, "max_forwards": 1}
+    # The smallest sizes. Which candidates have too many rows is seen in the search.
+    sizes = {"preset": PAPER, "gamma": 1, "window": 1, "guesses": 1, "phrase_length": 3}
     try:
         OuroborosOptions.parse({"model": model, **sizes, **given}, on_gpu=torch.cuda.is_available())
     except ValueError as error:
         raise UsageError(f"--speculative-config: {error}") from error
-    return {"method": OUROBOROS, "model": model, **given}
+    return {"method": OUROBOROS, "model": model, "preset": PAPER, **given}
 
 
 def _conditions(plan: Plan, fixed: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The sizes of Ouroboros by wall clock: Algorithm 1 of arXiv 2402.13720, and two options beyond it.
+"""The sizes of Ouroboros by wall clock: Algorithm 1 of arXiv 2402.13720, and an option beyond it.
 
 The paper's search starts from the middle of each range and chooses the best gamma, then the best
-window, then the best phrase length. `max_forwards` and `early_rows` come before it: at the small
-gamma that the paper's form wants, neither has anything to save. From then on the search goes on in
-two forms side by side, with the two as chosen and with the first of their ranges, which is the
-paper's form by default. The faster of both in the last stage is the result.
+window, then the best phrase length. `max_forwards` comes before it: at the small gamma that the
+paper's form wants, it has nothing to save. From then on the search goes on in two forms side by
+side, with it as chosen and with the first of its range, which is the paper's form by default. The
+faster of both in the last stage is the result.
 
 The candidates of a stage are measured side by side, a part of the prompts at a time; the first part
 is not timed, it fills the pool. K, the branches, stays at its default unless it is given, and there
@@ -33,7 +33,7 @@ from vllm_recycle.integration.options import OuroborosOptions
 Config = dict[str, Any]
 Sizes = dict[str, int]
 FORMAT = "vllm_recycle.tune/1"  # of the state file
-BEYOND_PAPER = ("max_forwards", "early_rows")  # 0: as many as gamma, and none, as in the paper
+BEYOND_PAPER = ("max_forwards",)  # 0: as many as gamma, as in the paper
 COUNTS = ("tokens", "wall_s", "steps", "accepted_tokens", "draft_rounds", "draft_forwards")
 
 

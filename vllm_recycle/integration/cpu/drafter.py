@@ -97,7 +97,6 @@ class V1Drafter(Drafter):
 
         """
 
-    @abstractmethod
     def accept(
         self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
     ) -> None:

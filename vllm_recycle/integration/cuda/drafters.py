@@ -1,4 +1,4 @@
-"""The drafters on Model Runner V2, by the name of their method."""
+"""The drafters on Model Runner V2, by the options of their method."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import torch
 
 from vllm_recycle.integration.cuda.drafter import V2Drafter
 from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
+from vllm_recycle.integration.cuda.ouroboros.trunk import TrunkV2Drafter
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
-from vllm_recycle.integration.options import OUROBOROS, TOKEN_RECYCLING
+from vllm_recycle.integration.options import (
+    MethodOptions,
+    OuroborosOptions,
+    TokenRecyclingOptions,
+    TrunkOptions,
+)
 
-DRAFTERS: dict[str, Callable[[Any, torch.device, Any], V2Drafter]] = {
-    TOKEN_RECYCLING: TokenRecyclingV2Drafter,
-    OUROBOROS: OuroborosV2Drafter,
+DRAFTERS: dict[type[MethodOptions], Callable[[Any, torch.device, Any], V2Drafter]] = {
+    TokenRecyclingOptions: TokenRecyclingV2Drafter,
+    OuroborosOptions: OuroborosV2Drafter,
+    TrunkOptions: TrunkV2Drafter,
 }

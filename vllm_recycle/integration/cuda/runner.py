@@ -67,7 +67,7 @@ class TreeModelRunner(GPUModelRunner):
         options = options_of(vllm_config)
         self.verifies_trees = options.has_trees
         self.has_states = has_states(vllm_config.model_config)
-        self.drafter = DRAFTERS[options.method](vllm_config, device, self.req_states)
+        self.drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
         self.speculator = self.drafter.make_speculator(self.may_speculate)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.

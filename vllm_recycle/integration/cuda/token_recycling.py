@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_recycle.core.grow import BEAM, LEVELS
+from vllm_recycle.core.grow import BEAM, LEVELS, Trunks
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
@@ -52,10 +52,12 @@ class TokenRecyclingV2Drafter(V2Drafter):
         roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
         successors: int32 [logit rows, k], of the step.
         worths: float32 [batch, nodes], of the trees that were drafted last.
+        trunks: of a draft model, by `req_state_idx`; None where there is none.
 
     """
 
     state: TokenRecyclingState
+    trunks: Trunks | None = None
     successors: torch.Tensor
     worths: torch.Tensor
 
@@ -172,7 +174,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
         self.worths = torch.empty(shape, device=idx_mapping.device)
         learnt = (self.state.matrix, self.counts.rates, idx_mapping, self.texts)
         if self.template is None:
-            grow(drafts, self.worths, *learnt, trees=self.trees, beam=BEAM)
+            grow(drafts, self.worths, *learnt, trees=self.trees, beam=BEAM, trunks=self.trunks)
         else:
             fill(drafts, self.worths, *learnt, tree=self.template)
         return drafts
@@ -236,13 +238,18 @@ class TokenRecyclingSpeculator(V2Speculator):
 
         A request in the middle of its prompt gets drafts too, which are never scheduled.
         """
-        if num_speculative_tokens == 0 and not self._looks(input_batch):
+        drafts_trees = num_speculative_tokens != 0 or self._looks(input_batch)
+        self.prepare(input_batch, drafts=drafts_trees, **kwargs)
+        if not drafts_trees:
             shape = (input_batch.num_reqs, self.drafter.trees.num_nodes)
             return self.drafter.roots.new_empty(shape)  # vLLM puts -1 behind the size
         drafts = self.drafter.propose(input_batch.idx_mapping)
         if self.reports:
             self._report(input_batch, num_speculative_tokens)
         return drafts
+
+    def prepare(self, input_batch: Any, *, drafts: bool, **kwargs: Any) -> None:
+        """Take in a step, before trees grow behind it, or none; the others are vLLM's."""
 
     def _looks(self, input_batch: Any) -> bool:
         """Whether trees are drafted that nobody verifies."""

@@ -13,12 +13,9 @@ from typing import Any
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
+from vllm_recycle.integration.options.ouroboros import PAPER as PAPER
 from vllm_recycle.integration.options.ouroboros import DraftModelOptions as DraftModelOptions
-from vllm_recycle.integration.options.token_recycling import (
-    DYNAMIC,
-    TOKEN_RECYCLING,
-    TokenRecyclingOptions,
-)
+from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
 from vllm_recycle.integration.options.trunk import TrunkOptions
 
 METHODS = (TOKEN_RECYCLING, OUROBOROS)
@@ -30,7 +27,7 @@ def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]
     """What the options of a method are, by what is given of them."""
     if method == TOKEN_RECYCLING:
         return TokenRecyclingOptions
-    return TrunkOptions if values.get("tree") == DYNAMIC else OuroborosOptions
+    return OuroborosOptions if values.get("preset") == PAPER else TrunkOptions
 
 
 def parse(method: str, given: Mapping[str, Any], *, on_gpu: bool) -> MethodOptions:

@@ -1,4 +1,4 @@
-"""The options of the method `ouroboros`."""
+"""The options of the method `ouroboros` as published, and what any with a draft model needs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,11 @@ from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import MethodOptions, expect
 
 OUROBOROS = "ouroboros"
-# Sizes of Ouroboros: on a GPU the paper's, with a fixed number of draft forwards, since ending when
-# all drafts are whole would wait for the device; on CPU, where each row is paid for, the fastest of
-# those measured, see examples/benchmarks.
-SIZES = {  # on a GPU, and on CPU
-    "gamma": (12, 2),
-    "window": (20, 2),
-    "guesses": (20, 2),
-    "phrase_length": (7, 4),
-    "branches": (3, 3),
-    "early_rows": (0, 2),
-    "max_forwards": (4, 1),
-}
-GPU_SIZES = {name: on_gpu for name, (on_gpu, _) in SIZES.items()}
-CPU_SIZES = {name: on_cpu for name, (_, on_cpu) in SIZES.items()}
+PAPER = "paper"
+# The paper's sizes.
+SIZES = {"gamma": 12, "window": 20, "guesses": 20, "phrase_length": 7, "branches": 3}
+# Draft forwards of a round on a GPU, where ending when all drafts are whole would wait for it.
+FORWARDS_ON_GPU = 4
 POOL_SCOPES = ("shared", "request")
 
 
@@ -68,15 +59,15 @@ class DraftModelOptions(MethodOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OuroborosOptions(DraftModelOptions):
-    """The options of the method `ouroboros`.
+    """The options of the method `ouroboros` as published, whose drafts are verified whole.
 
     Attributes:
+        preset: `paper`.
         window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
         guesses: phrases tried in a draft forward, the paper's G; likewise. As many are kept for a
             token, or `branches` if that is more.
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
-        early_rows: rows, from the last token on, that have phrases below them as well.
         max_forwards: draft forwards a round, at most gamma; on a GPU no round has fewer.
         harvest_trunk: whether phrases come from what the target verified in the trunk.
         harvest_branches: whether tried phrases are replaced by what the target said.
@@ -89,11 +80,12 @@ class OuroborosOptions(DraftModelOptions):
 
     state_key = "pool_file"
 
+    preset: str = PAPER
+    row_cost: float | None = 0.0
     window: int
     guesses: int
     phrase_length: int
     branches: int
-    early_rows: int
     max_forwards: int
     harvest_trunk: bool = True
     harvest_branches: bool = True
@@ -102,14 +94,14 @@ class OuroborosOptions(DraftModelOptions):
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        sizes = GPU_SIZES if on_gpu else CPU_SIZES
-        # Neither of these is above gamma, whichever of them is given.
-        limited = ("early_rows", "max_forwards")
-        asked: dict[str, int] = {
-            key: given[key] for key in ("gamma", *limited) if is_int(given.get(key), 1, MAX_NODES)
-        }
-        gamma = asked.get("gamma") or max([sizes["gamma"], *asked.values()])
-        return sizes | {"gamma": gamma} | {key: min(sizes[key], gamma) for key in limited}
+        # Neither gamma nor `max_forwards` is below the other, whichever is given.
+        forwards = given.get("max_forwards")
+        least: Any = forwards if is_int(forwards, 1, MAX_NODES) else 1
+        sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], least), "row_cost": 0.0}
+        gamma = given.get("gamma") or sizes["gamma"]
+        if is_int(gamma, 1, MAX_NODES):
+            sizes["max_forwards"] = min(gamma, FORWARDS_ON_GPU) if on_gpu else gamma
+        return sizes
 
     def check(self) -> None:
         super().check()
@@ -117,6 +109,7 @@ class OuroborosOptions(DraftModelOptions):
             self.shape()
         except ValueError as error:
             raise ValueError(f"speculative_config: {error}") from None
+        expect("row_cost", self.row_cost, self.row_cost == 0, "0 beside preset 'paper'")
         is_valid = is_int(self.max_forwards, 1, self.gamma)
         expect("max_forwards", self.max_forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
         for name in ("harvest_trunk", "harvest_branches"):

@@ -1,4 +1,4 @@
-"""The options of the method `ouroboros` where its trees are grown."""
+"""The options of the method `ouroboros`, whose trees grow along the trunk of a draft model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.state_file import is_int
+from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.integration.options.base import expect
 from vllm_recycle.integration.options.ouroboros import DraftModelOptions
 from vllm_recycle.integration.options.token_recycling import DYNAMIC, TokenRecyclingOptions
@@ -24,18 +26,20 @@ class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        if on_gpu:
-            raise NotImplementedError(
-                "speculative_config of ouroboros: tree is 'dynamic', expected none on a GPU"
-            )
         return super()._defaults(given, on_gpu=on_gpu) | {"gamma": cls.gamma}
 
     def check(self) -> None:
         super().check()
         is_size = is_int(self.gamma, 1, MAX_GAMMA)
         expect("gamma", self.gamma, is_size, f"an integer 1 to {MAX_GAMMA}")
-        expect("preset", self.preset, self.preset is None, f"none beside tree {DYNAMIC!r}")
+        expect("tree", self.tree, self.tree == DYNAMIC, f"{DYNAMIC!r}")
+        expect("k", self.k, self.k >= CHOICES, f"at least the {CHOICES} choices of a draft model")
 
     @property
     def draft_rows(self) -> int:
         return 2 * self.gamma
+
+
+def head_length(options: TrunkOptions) -> int:
+    """Rows of a draft forward on a GPU: the root, the longest path, and the token behind that."""
+    return 1 + min(LEVELS, options.num_nodes) + 1

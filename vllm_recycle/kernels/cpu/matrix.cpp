@@ -232,7 +232,6 @@ void find_following(const Source& source, const Context& context, int64_t b, int
   const Trunks& trunks = source.trunks;
   const Address found = source.find(context, b);
   const double* rate = found.entry ? source.rates_of(found) : nullptr;
-  const int64_t ranks = found.entry ? source.matrix.k : 0;
   following.clear();
   double left = 1.0, others = 0.0, share = 1.0;
   if (0 <= place && place < trunks.gamma) {
@@ -243,6 +242,7 @@ void find_following(const Source& source, const Context& context, int64_t b, int
     }
   }
   const size_t offered = following.size();
+  const int64_t ranks = found.entry ? source.matrix.k - int64_t(offered) : 0;
   auto is_offered = [&](int64_t token) {
     return std::any_of(following.begin(), following.begin() + offered,
                        [&](const Follower& one) { return one.token == token; });

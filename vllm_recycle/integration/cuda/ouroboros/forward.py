@@ -1,7 +1,7 @@
-"""The draft model of Ouroboros on Model Runner V2: a forward over the same rows of each request.
+"""A draft model on Model Runner V2: a forward over the same rows of each request.
 
-First come the rows of a request's head, the tokens that the cache lacks, which end where those of
-lookahead decoding begin. The mask is the same for all requests; a forward is only told how many of
+First come the rows of a request's head, the tokens that the cache lacks, which end where those that
+look ahead begin. The mask is the same for all requests; a forward is only told how many of
 a request's first rows are none. What has no slot is never written: keys and values of rows are the
 forward's own.
 """
@@ -14,18 +14,17 @@ import torch
 from torch.nn.functional import pad
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.integration.draft_limits import head_length
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
-def draft_forward_template(shape: DraftShape) -> TreeTemplate:
+def draft_forward_template(head_length: int, lookahead: TreeTemplate | None) -> TreeTemplate:
     """The rows of a request in a draft forward: a chain, and the lookahead rows below its end."""
-    end = head_length(shape) - 1
+    end = head_length - 1
     chain = [(row, 0) for row in range(end)]
-    below = [(end + parent, rank) for parent, rank in shape.lookahead().nodes]
+    nodes = () if lookahead is None else lookahead.nodes
+    below = [(end + parent, rank) for parent, rank in nodes]
     return TreeTemplate((*chain, *below), "draft forward")
 
 
@@ -34,18 +33,20 @@ class DraftForward:
 
     Args:
         speculator: of vLLM, that has the model.
-        shape: sizes of a draft.
+        head_length: rows of a head.
+        lookahead: the rows that look ahead; None for none.
 
     Attributes:
-        head_length: rows of a head.
         num_rows: of a request.
 
     """
 
-    def __init__(self, speculator: Any, shape: DraftShape) -> None:
-        template = draft_forward_template(shape)
+    def __init__(
+        self, speculator: Any, head_length: int, lookahead: TreeTemplate | None = None
+    ) -> None:
+        template = draft_forward_template(head_length, lookahead)
         device = speculator.device
-        self.head_length, self.num_rows = head_length(shape), len(template.depths)
+        self.head_length, self.num_rows = head_length, len(template.depths)
         self.depths = template.depths.to(device)
         self.trees = DeviceTrees.of(template, speculator.max_num_reqs, device)
         self.layer_names = speculator.draft_attn_layer_names
@@ -69,13 +70,13 @@ class DraftForward:
             heads: int64 [batch, head], at the end of each row.
             num_head: int64 [batch], how many tokens these are.
             num_cached: int64 [batch], the tokens before them.
-            row_token_ids: int64 [batch, nodes], by the nodes of the lookahead tree, -1 for none.
+            row_token_ids: int64 [batch, nodes], by the nodes that look ahead, -1 for none.
             block_table: int32 [batch, n].
             slot_mapping: int64 [batch, head - 1], where the first rows are to be written, -1 for
                 nowhere; None where none are.
 
         Returns:
-            int64 [batch, nodes + 1], the most probable next token behind head and lookahead rows.
+            [batch * (nodes + 1), vocab], the logits behind the head and each node.
 
         """
         batch, num_padding = len(heads), self.head_length - num_head
@@ -106,4 +107,4 @@ class DraftForward:
             None,
         )
         behind = hidden_states.view(batch, self.num_rows, -1)[:, self.head_length - 1 :]
-        return self.compute_logits(behind.flatten(0, 1)).max(dim=1).indices.view(batch, -1)
+        return self.compute_logits(behind.flatten(0, 1))

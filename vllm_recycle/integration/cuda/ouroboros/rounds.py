@@ -20,13 +20,16 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart
+from vllm_recycle.kernels.triton.top_k import top_k
 
 # Rounds of more requests have no graph: each takes memory, and time at start-up.
 LARGEST_BATCH = 32
 
 
 class Round:
-    """See `vllm_recycle.core.ouroboros.DraftModel`.
+    """See `core.ouroboros.DraftModel` and `core.trunk.ChoosingModel`.
+
+    A round has all of its requests in each forward.
 
     Args:
         model: what is run.
@@ -42,13 +45,29 @@ class Round:
     def forward(
         self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """int64 [batch, nodes + 1]; a round has all of its requests in each forward."""
+        return self._logits(new_token_ids, row_token_ids).max(dim=-1).indices
+
+    def choose(
+        self,
+        idx_mapping: torch.Tensor,
+        new_token_ids: torch.Tensor,
+        row_token_ids: torch.Tensor,
+        choices: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._logits(new_token_ids, row_token_ids)
+        shape = (*logits.shape[:2], choices)
+        chosen = top_k(logits.flatten(0, 1), choices).long().view(shape)
+        total = logits.float().logsumexp(-1, keepdim=True)
+        return chosen, (logits.gather(-1, chosen) - total).exp()
+
+    def _logits(self, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor) -> torch.Tensor:
+        """[batch, nodes + 1, vocab], of a forward that takes in the one and tries the other."""
         place = torch.arange(self.heads.shape[1], device=self.heads.device)
         num_new = (new_token_ids >= 0).sum(dim=1)
         longer = torch.cat((self.heads, new_token_ids), dim=1)
         self.heads = longer.gather(1, place + num_new[:, None])
         self.num_head = self.num_head + num_new
-        outputs = self.model.run(
+        logits = self.model.run(
             self.heads,
             self.num_head,
             self.num_cached,
@@ -59,7 +78,7 @@ class Round:
         if self.slot_mapping is not None:
             self.num_cached = self.num_cached + self.num_head - 1
             self.num_head, self.slot_mapping = torch.ones_like(self.num_head), None
-        return outputs
+        return logits.view(len(self.heads), -1, logits.shape[1])
 
 
 class DraftGraphs(CudaGraphManager):

@@ -1,233 +1,50 @@
-"""The speculator of Ouroboros, in the place of that of vLLM's `draft_model`.
-
-A step that drafts nothing does not run the draft model. The first forward of a request's next round
-takes in the tokens that the model's KV cache lacks. Where that forward has too few rows for them (a
-whole prompt), each step before the round takes in as many as a step may have, in one forward.
-"""
+"""The speculator of Ouroboros as published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cuda.drafter import V2Speculator, has_text
-from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
-from vllm_recycle.integration.cuda.ouroboros.rounds import DraftGraphs, Round
-from vllm_recycle.integration.draft_limits import head_length, most_draft_rows
-from vllm_recycle.integration.draft_sizes import DraftReport
-from vllm_recycle.integration.ouroboros import (
-    group_of_draft_layers,
-    refuse_shared_caches,
-)
-from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
+from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
+from vllm_recycle.integration.cuda.ouroboros.rounds import Round
+from vllm_recycle.integration.draft_limits import head_length
 
 if TYPE_CHECKING:
     from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
 
 
-class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
-    """Drafts with vLLM's draft model, which vLLM loads and gives a KV cache.
+class OuroborosSpeculator(RoundSpeculator):
+    """Runs rounds of Ouroboros's proposer.
 
     Args:
-        drafter: has the proposer, whose rounds this runs.
+        drafter: has the proposer.
         may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
 
     Attributes:
-        forwards: what runs the model, for rounds of 1, 2, ... requests.
-        cache: what the model's KV cache has.
-        start: where a round begins; its tensors are those that graphs were captured with.
         drafts: int64 [batch, nodes], what rounds end with.
-        graphs: of rounds, where there are any.
-        num_drafted: how many requests got a draft, where the step asked for drafts, to be reported.
 
     """
 
-    num_extra_query_per_req = 0
-    forwards: list[DraftForward]
-    cache: DraftCache
-    start: RoundStart
-    graphs: DraftGraphs | None = None
-    num_drafted: int | None = None
-
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
-        super().__init__(drafter.vllm_config, drafter.device)
-        self.drafter, self.may_speculate = drafter, may_speculate
-        self.req_states = drafter.req_states
-        self.head_length = head_length(drafter.proposer.shape)
-        self.max_drafting = len(drafter.shapes)
-        shape = (self.max_drafting, self.num_speculative_steps)
+        length, most = head_length(drafter.proposer.shape), len(drafter.shapes)
+        super().__init__(drafter, may_speculate, head_length=length, max_drafting=most)
+        self.drafter = drafter
+        shape = (most, self.num_speculative_steps)
         self.drafts = torch.empty(shape, dtype=torch.int64, device=self.device)
 
-    # The engine starts.
-
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        super().load_model(target_model)
-        refuse_shared_caches(self.draft_attn_layer_names, self.vllm_config.compilation_config)
-
-    def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's; NotImplementedError where the draft model's layers share no block table."""
-        super().set_attn(model_state, kv_cache_config, *args, **kwargs)
-        group = group_of_draft_layers(kv_cache_config, self.draft_attn_layer_names)
-        spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        spec = getattr(spec, "first_spec", spec)
-        if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < self.max_model_len:
-            # Tokens that it has yet to take in may lie in blocks that vLLM has given to others.
-            raise NotImplementedError(
-                "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
-            )
-        self.kv_cache_group, tables = group, self.block_tables
-        num_blocks = tables.input_block_tables[group].shape[1]
-        self.start = RoundStart.make(self.max_drafting, self.head_length, num_blocks, self.device)
-        self.cache = DraftCache(
-            self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group], self.device
-        )
-        # Here, since what is made with the weights goes with them when the engine sleeps.
+    def make_forwards(self) -> list[DraftForward]:
         shapes = self.drafter.shapes
-        made = {shape: DraftForward(self, shape) for shape in set(shapes)}
-        self.forwards = [made[shape] for shape in shapes]
+        made = {
+            shape: DraftForward(self, self.head_length, shape.lookahead()) for shape in set(shapes)
+        }
+        return [made[shape] for shape in shapes]
 
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        self.graphs = None
-        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            self.graphs = DraftGraphs(
-                self.vllm_config,
-                self.device,
-                [forward.num_rows for forward in self.forwards],
-            )
-
-    @torch.inference_mode()
-    def capture(self) -> None:
-        if self.graphs is not None:
-            self.start.clear()  # steps that warmed up have written to it
-            self.graphs.capture_rounds(self._run_round)
-
-    def drafting_runs(self) -> dict[int, Callable[[], None]]:
-        """Rounds that draft for nobody: of one request, and of the most requests of each shape."""
-        self.start.clear()
-        largest = {forward: batch for batch, forward in enumerate(self.forwards, start=1)}
-        return {batch: partial(self._replay_round, batch) for batch in (1, *largest.values())}
-
-    # A step.
-
-    def take_report(self) -> DraftReport | None:
-        """Times and how many drafted; no worths, which nobody knows."""
-        times, num_drafted = self.times, self.num_drafted
-        self.times = self.num_drafted = None
-        if times is None and num_drafted is None:
-            return None
-        return DraftReport(np.zeros(0, dtype=np.float32), 0, times, num_drafted)
-
-    def update_requests(self, scheduler_output: Any) -> None:
-        index_of = self.req_states.req_id_to_index
-        self.cache.follow(scheduler_output, index_of, self.kv_cache_group)
-
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        *args: Any,
-        num_speculative_tokens: int | None = None,
-        dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Draft behind what the target has computed, where the step is one that drafts.
-
-        Returns:
-            int64 [num_reqs, nodes], -1 where there is no draft.
-
-        """
-        if dummy_run and skip_attn_for_dummy_run:
-            self._run_largest_forwards()
-        # The requests of a dummy run are none: they have the states of others, and no KV slots.
-        chosen = np.zeros(0, dtype=np.int64)
-        if not dummy_run:
-            states = input_batch.idx_mapping_np
-            in_step, in_all = self._computed(input_batch)
-            self.cache.missing[states] += in_step
-            if num_speculative_tokens:
-                self._catch_up(input_batch)
-                chosen = self._choose(input_batch)
-                self.num_drafted = len(chosen)
-                self.cache.missing[states[chosen]] = 0
-                self.cache.mark(states, in_all)
-        if len(chosen) == input_batch.num_reqs:
-            return self._draft(input_batch.idx_mapping)
-        shape = (input_batch.num_reqs, self.num_speculative_steps)
-        drafts = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
-        if len(chosen):
-            index = async_tensor_h2d(chosen, device=self.device)
-            drafts[index] = self._draft(input_batch.idx_mapping[index])
-        return drafts
-
-    def _catch_up(self, input_batch: Any) -> None:
-        """Take in what the first forward of a round would have no rows for, as far as it fits."""
-        states = input_batch.idx_mapping_np
-        missing = self.cache.missing[states]
-        is_late = self.may_speculate[states] & (missing >= self.head_length)
-        if is_late.any():
-            ends = np.where(is_late, missing, 0).cumsum().clip(max=self.max_num_tokens)
-            counts = np.diff(ends, prepend=0)
-            self._take_in(input_batch, counts)
-            self.cache.missing[states] -= counts
-
-    def _choose(self, input_batch: Any) -> np.ndarray:
-        """The places in the step of those to draft for, int64 [n]."""
-        states = input_batch.idx_mapping_np
-        fits = self.cache.missing[states] < self.head_length
-        chosen = np.flatnonzero(self.may_speculate[states] & has_text(input_batch) & fits)
-        # Warm-up steps ask for drafts in batches of any size.
-        return chosen[: self.max_drafting]
-
-    def _computed(self, input_batch: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of each text that the target computed: in the step at most, in all at least.
-
-        Each is int [num_reqs]. Where vLLM schedules ahead, it counts all drafts of the last step as
-        accepted.
-        """
-        rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
-        nodes = np.zeros_like(rows) if nodes is None else nodes
-        ends = input_batch.num_computed_tokens_np + rows - nodes
-        sure = np.minimum(ends, input_batch.prefill_len_np)
-        in_step = rows - nodes + np.minimum(nodes, self.drafter.trees.depth)
-        return in_step, np.maximum(sure, ends - self.num_speculative_steps)
-
-    def _draft(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, nodes], the drafts of a round of these requests, int64 [batch]."""
-        batch, states = len(idx_mapping), self.req_states
-        self.drafter.num_rounds += batch
-        begin_round(
-            self.start.first(batch),
-            idx_mapping,
-            texts=states.all_token_ids.gpu,
-            last_token_ids=states.last_sampled_tokens,
-            num_computed=states.num_computed_tokens.gpu,
-            num_cached=self.cache.num_cached,
-            block_tables=self.block_tables.block_tables[self.kv_cache_group].gpu,
-            block_size=self.cache.block_size,
-        )
-        self._replay_round(batch)
-        return self.drafts[:batch]
-
-    def _replay_round(self, batch: int) -> None:
-        """`_run_round`, from its graph where there is one."""
-        if self.graphs is None or not self.graphs.replay(batch):
-            self._run_round(batch)
-
-    def _run_round(self, batch: int) -> None:
-        """From `start` to `drafts`; on the device alone, and the same whatever they hold."""
+    def run_round(self, batch: int) -> None:
         start = self.start.first(batch)
         self.drafts[:batch] = self.drafter.proposer.propose(
             start.idx_mapping,
@@ -236,66 +53,31 @@ class OuroborosSpeculator(V2Speculator, StandaloneARSpeculator):
             shape=self.drafter.shapes[batch - 1],
         )
 
-    def _take_in(self, input_batch: Any, counts: np.ndarray) -> None:
-        """A forward over the next tokens that the cache lacks.
+    def take_report(self) -> None:
+        """Nobody knows what these drafts are worth."""
 
-        Args:
-            input_batch: of the step.
-            counts: int64 [num_reqs], tokens of each request.
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        *args: Any,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft behind what the target has computed, where the step is one that drafts.
+
+        Returns:
+            int64 [num_reqs, nodes], -1 where there is no draft.
 
         """
-        num_reqs, num_rows = input_batch.num_reqs, int(counts.sum())
-        starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
-        buffers, config = self.input_buffers, self.kv_cache_config
-        slots = self._place_next(input_batch, counts, starts)
-        positions = buffers.positions[:num_rows]
-        metadata = build_attn_metadata(
-            self.attn_groups,
-            num_reqs,
-            num_rows,
-            buffers.query_start_loc[: num_reqs + 1],
-            torch.from_numpy(starts),
-            int(counts.max()),
-            buffers.seq_lens[:num_reqs],
-            self.max_model_len,
-            [table[:num_reqs] for table in self.block_tables.input_block_tables],
-            slots,
-            config,
-            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
-            positions=positions,
-        )
-        by_layer = build_slot_mappings_by_layer(slots, config)
-        self._run_model(buffers.input_ids[:num_rows], positions, metadata, by_layer, None)
-
-    def _place_next(self, input_batch: Any, counts: np.ndarray, starts: np.ndarray) -> torch.Tensor:
-        """Fill `input_buffers` with the next tokens; returns their slots, int64 [groups, rows]."""
-        buffers, idx_mapping = self.input_buffers, input_batch.idx_mapping
-        owner = np.repeat(np.arange(len(counts)), counts)
-        place = np.stack((owner, np.arange(len(owner)) - starts[owner]))
-        owner, offset = async_tensor_h2d(place, device=self.device)
-        taken = async_tensor_h2d(counts, device=self.device)
-        num_computed = self.req_states.num_computed_tokens.gpu[idx_mapping].long()
-        first = self.cache.advance(idx_mapping, taken, num_computed)
-        token = first[owner] + offset
-        query_start_loc = buffers.query_start_loc[: len(starts)]
-        query_start_loc.copy_(async_tensor_h2d(starts, device=self.device))
-        buffers.seq_lens[: len(counts)].copy_(first + taken)
-        positions = buffers.positions[: len(token)]
-        positions.copy_(token.clamp(max=self.max_model_len - 1))
-        texts = self.req_states.all_token_ids.gpu
-        buffers.input_ids[: len(token)].copy_(texts[idx_mapping[owner], positions])
-        slots = self.block_tables.compute_slot_mappings(
-            idx_mapping, query_start_loc, positions, len(token), out=self.expanded_slot_mappings
-        )
-        # Rows behind the end of a text: they are computed for nothing, and no other row sees them.
-        return slots.masked_fill_(token >= num_computed[owner], PAD_SLOT_ID)
-
-    def _run_largest_forwards(self) -> None:
-        """For vLLM to measure their memory; they read and write no KV cache."""
-        num_rows = most_draft_rows(self.drafter.shapes)
-        ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
-        for count in (self.max_num_tokens, num_rows) if num_rows else ():
-            hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)
-        if num_rows:
-            # Of the rows of a head only the last one has logits.
-            self.model.compute_logits(hidden_states).max(dim=1)
+        chosen = self.ready(input_batch, drafts=bool(num_speculative_tokens), **kwargs)
+        if len(chosen) == input_batch.num_reqs:
+            self.draft(input_batch.idx_mapping)
+            return self.drafts[: len(chosen)]
+        shape = (input_batch.num_reqs, self.num_speculative_steps)
+        drafts = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
+        if len(chosen):
+            index = async_tensor_h2d(chosen, device=self.device)
+            self.draft(input_batch.idx_mapping[index])
+            drafts[index] = self.drafts[: len(chosen)]
+        return drafts

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.grow import Trunks
 from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, inputs_of, read_tail
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -29,6 +30,7 @@ def grow(
     *,
     trees: DeviceTrees,
     beam: int,
+    trunks: Trunks | None = None,
 ) -> None:
     """Draft below the last token of each text; see `core.grow.grow`.
 
@@ -41,6 +43,7 @@ def grow(
         texts: by `req_state_idx`.
         trees: written where the requests' are; has the most nodes and levels of a tree.
         beam: the most nodes of a level that are expanded.
+        trunks: by `req_state_idx`, float32, of at most k choices; None where there is none.
 
     """
     (batch, nodes), layout = drafts.shape, matrix.layout
@@ -56,6 +59,8 @@ def grow(
     size = expanded * (trees.depth * (2 * children + 1) + 2 * constants.CONTEXT_LANES)
     scratch = torch.empty(batch, size, dtype=torch.int32, device=drafts.device)
     words = trees.ancestor_bits.shape[2]
+    _, gamma, choices = (0, 0, 0) if trunks is None else trunks.token_ids.shape
+    assert choices <= layout.k
     _grow_kernel[(batch,)](
         drafts,
         worths,
@@ -64,6 +69,9 @@ def grow(
         trees.ancestor_bits,
         scratch,
         *read,
+        *(trunks or (None, None)),
+        GAMMA=gamma,
+        CHOICES=choices,
         NODES=nodes,
         LANES=lanes,
         WORDS=words,
@@ -98,6 +106,10 @@ def _grow_kernel(
     all_token_ids: tl.tensor,
     all_token_ids_stride: int,
     lengths: tl.tensor,
+    trunk_token_ids: tl.tensor | None,
+    trunk_chances: tl.tensor | None,
+    GAMMA: tl.constexpr,
+    CHOICES: tl.constexpr,
     NODES: tl.constexpr,
     LANES: tl.constexpr,
     WORDS: tl.constexpr,
@@ -113,7 +125,8 @@ def _grow_kernel(
 
     Child `rank` of the node that lane `lane` of a level expands is candidate number
     (level * EXPANDED + lane) * CHILDREN + rank, in the order in which they are made. The greatest
-    key has what is worth the most, and of equals the first; that of none is 0.
+    key has what is worth the most, and of equals the first; that of none is 0. On the trunk of a
+    draft model its choices are the first ranks, and successors come behind them.
     """
     K: tl.constexpr = LAYOUT.K
     STRIDE: tl.constexpr = LAYOUT.CONTEXT_LANES  # of contexts
@@ -134,6 +147,7 @@ def _grow_kernel(
     node = tl.arange(0, LANES)
     best = tl.zeros([LANES], tl.int64)
     level = tl.full([], 0, tl.int32)
+    trunk_lane = tl.full([], 0, tl.int32)  # that has the trunk's node of this level; -1 for none
     grows = level < LEVELS
     while grows:
         tl.debug_barrier()  # The contexts were written by other threads.
@@ -143,9 +157,31 @@ def _grow_kernel(
         )
         real = (address >= 0)[:, None] & (rank < K)
         first = table + address * (2 + K) + 1
-        token = tl.load(first[:, None] + rank, mask=real, other=-1)
-        rate = (rates + (length * 2 + own) * (4 * K) + (head & 3))[:, None] + rank * 4
-        product = value[:, None] * tl.load(rate, mask=real, other=0.0)
+        successor = rank
+        if GAMMA:
+            choice = (request * GAMMA + tl.minimum(level, GAMMA - 1)) * CHOICES
+            has_choices = (trunk_lane >= 0) & (level < GAMMA)
+            has_choices = has_choices & (tl.load(trunk_token_ids + choice) >= 0)
+            on_trunk = ((lane == trunk_lane) & has_choices)[:, None]
+            successor = rank - tl.where(on_trunk, CHOICES, 0)
+            real = real & (successor >= 0)
+        token = tl.load(first[:, None] + successor, mask=real, other=-1)
+        rate = (rates + (length * 2 + own) * (4 * K) + (head & 3))[:, None] + successor * 4
+        chance = tl.load(rate, mask=real, other=0.0)
+        if GAMMA:
+            is_choice = rank < CHOICES
+            chosen = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
+            offered = tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0)
+            is_chosen = token < 0
+            for other in tl.static_range(CHOICES):
+                is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other))
+            left = tl.maximum(1.0 - tl.sum(offered), 0.0)
+            others = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)
+            share = tl.div_rn(left, tl.maximum(tl.maximum(left, others), 1e-30))[:, None]
+            chance = tl.where(on_trunk, tl.where(is_chosen, 0.0, share * chance), chance)
+            chance = tl.where(on_trunk & is_choice, offered, chance)
+            token = tl.where(on_trunk & is_choice, chosen.to(tl.int32), token)
+        product = value[:, None] * chance
         candidate = (level * EXPANDED + lane)[:, None] * CHILDREN + rank
         key = (product.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (_MOST - candidate)
         key = tl.where((token >= 0) & (product > 0), key, 0)
@@ -159,6 +195,10 @@ def _grow_kernel(
         candidate_above = _MOST - (key_above & _MOST).to(tl.int32)
         goes_on = key_above > tl.where(level + 1 < LEVELS, 0, key_above)
         tl.store(candidate_of + (level + 1) * EXPANDED + lane, candidate_above, mask=goes_on)
+        if GAMMA:
+            trunk = (level * EXPANDED + trunk_lane) * CHILDREN
+            is_trunk = goes_on & has_choices & (candidate_above == trunk)
+            trunk_lane = tl.max(tl.where(is_trunk, lane, -1))
         tl.debug_barrier()  # So were the tokens.
         newest = tl.load(token_of + candidate_above, mask=goes_on, other=-1)
         lane_above = candidate_above % WIDTH // CHILDREN

@@ -19,7 +19,7 @@ def harvest(
 ) -> tuple[Phrases, Phrases]:
     """See `vllm_recycle.core.harvest.harvest`."""
     batch, length = len(cu_num_logits) - 1, shape.length
-    runs, tried = shape.num_runs, len(shape.branch_rows) * shape.branches
+    runs, tried = shape.num_runs, shape.branches
     make = row_token_ids.new_empty
     of_trunk = Phrases(make(batch, runs), make(batch, runs, length))
     of_branches = Phrases(
@@ -36,8 +36,6 @@ def harvest(
             sampled.contiguous(),
             cu_num_logits,
             GAMMA=shape.gamma,
-            EARLY_ROWS=shape.early_rows,
-            BRANCHES=shape.branches,
             LENGTH=length,
             RUNS=runs,
             TRIED=tried,
@@ -61,8 +59,6 @@ def _harvest_kernel(
     sampled: tl.tensor,
     cu_num_logits: tl.tensor,
     GAMMA: tl.constexpr,
-    EARLY_ROWS: tl.constexpr,
-    BRANCHES: tl.constexpr,
     LENGTH: tl.constexpr,
     RUNS: tl.constexpr,
     TRIED: tl.constexpr,
@@ -103,18 +99,16 @@ def _harvest_kernel(
         lane = tl.arange(0, TRIED_LANES)
         is_lane = lane < TRIED
         # The newest first, as they were proposed; inserted last, it stays the newest.
-        group = lane // BRANCHES
-        branch = group * BRANCHES + BRANCHES - 1 - lane % BRANCHES
-        start = tl.where(group < EARLY_ROWS, group, GAMMA)
+        branch = TRIED - 1 - lane
         row = GAMMA + 1 + branch[:, None] * LENGTH + column
         is_tried = is_lane[:, None] & (column < LENGTH)
         there = is_tried & (row < rows)
         tried = tl.load(drafts + row, mask=there, other=-1)
-        before = tl.where(column == 0, start[:, None], row - 1)
+        before = tl.where(column == 0, GAMMA, row - 1)
         said = tl.load(sampled + before, mask=is_tried & (before < rows), other=-1)
         lacks = tl.max((is_tried & (tried < 0)).to(tl.int32), axis=1)
-        owner = tl.load(drafts + start, mask=is_lane & (start < rows), other=-1)
-        owner = tl.where((lacks > 0) | (start > accepted), -1, owner)
+        owner = tl.load(drafts + GAMMA, mask=rows > GAMMA, other=-1)
+        owner = tl.where((lacks > 0) | (accepted < GAMMA), -1, owner)
         at = (request * TRIED + lane[:, None]) * LENGTH + column
         tl.store(tried_owners + request * TRIED + lane, owner, mask=is_lane)
         tl.store(corrected + at, said, mask=is_tried)
