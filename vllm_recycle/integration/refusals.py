@@ -75,6 +75,7 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     return {
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
+        # With drafts vLLM's V1 runner ends at start-up: its first stages have no drafter.
         f"{STAGES} on a CPU": parallel.pipeline_parallel_size > 1 and not on_v2,
         # Without speculation vLLM starts there with these two, and ends at the first request.
         "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
