@@ -24,7 +24,6 @@ from vllm_recycle.integration.options import (
 from vllm_recycle.integration.options.base import expect
 from vllm_recycle.integration.options.trunk import head_length
 
-STAGES = "--pipeline-parallel-size above 1"
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
 
@@ -73,10 +72,10 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
+        # On a CPU vLLM's own drafts end it at start-up: the first stages have no drafter.
+        "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
-        # With drafts vLLM's V1 runner ends at start-up: its first stages have no drafter.
-        f"{STAGES} on a CPU": parallel.pipeline_parallel_size > 1 and not on_v2,
         # Without speculation vLLM starts there with these two, and ends at the first request.
         "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
         f"{LOCKSTEP} on a CPU": keeps_step(vllm_config) and not on_v2,
@@ -118,8 +117,6 @@ def unsupported_by_trees(
         "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
         "--enable-prompt-embeds": model.enable_prompt_embeds,
-        # KV moves on all ranks, by paths that the last one knows.
-        STAGES: vllm_config.parallel_config.pipeline_parallel_size > 1,
         # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
         LOCKSTEP: keeps_step(vllm_config),
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -28,7 +27,7 @@ logger = init_logger("vllm.recycle")
 class TreeWorker(Worker):
     """What is to be put before the worker of a device, which is one of these in vLLM too."""
 
-    saver: StateSaver | None = None  # of one rank that drafts, once it is warm, with a state file
+    saver: StateSaver | None = None  # of the first rank, once it is warm, with a state file
     runner_class: ClassVar[type]
     replaced_backend: ClassVar[AttentionBackendEnum]  # vLLM's, which ours takes the place of
     tree_backend: ClassVar[type[AttentionBackend]]
@@ -64,7 +63,7 @@ class TreeWorker(Worker):
         found = self.model_runner.price_rows()  # what rows cost, where that is measured
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.drafter.reset()
-        if get_pp_group().is_last_rank and get_tp_group().is_first_rank:
+        if self.rank == 0:
             self.saver = self.drafter.make_saver()
             logger.info(self.drafter.describe())
             if found is not None:
@@ -87,10 +86,9 @@ class TreeWorker(Worker):
         return nullcontext() if self.saver is None else self.saver.changing()
 
     def save_draft_state(self) -> str | None:
-        """Write the matrix or pool file now; for `collective_rpc`. Returns its path on one rank.
+        """Write the matrix or pool file now; for `collective_rpc`. Returns its path on rank 0.
 
-        That is the first, with pipeline parallelism of those of the last stage, which drafts; here
-        and below. All data-parallel ranks do, of which vLLM returns the results of the first.
+        All data-parallel ranks do, of which vLLM returns the result of the first, here and below.
         """
         return None if self.saver is None else self.saver.save()
 

@@ -8,8 +8,7 @@ position, so a row's token does not depend on what was drawn before it, and seed
 without speculation. No step waits for the device.
 
 Where only chains are drafted, attention and graphs are vLLM's, and no KV moves; recurrent layers
-keep the states behind each row, and vLLM is told how many were accepted. With pipeline parallelism
-the last rank learns and drafts, and vLLM brings its drafts to the others. Penalties and bad
+keep the states behind each row, and vLLM is told how many were accepted. Penalties and bad
 words look back along the path to each row. Thinking budgets look back along a chain in vLLM's
 kernel, so the scheduler gives such requests no trees. Where a request follows a grammar, drafts go
 to the scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In
@@ -79,8 +78,6 @@ class TreeModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        if not self.is_last_pp_rank:  # where nothing is sampled
-            return
         # As many as the scheduler lets a step have.
         share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
@@ -166,7 +163,7 @@ class TreeModelRunner(GPUModelRunner):
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
         new = scheduler_output.scheduled_new_reqs
-        if new and self.is_last_pp_rank:  # which drafts for all
+        if new:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
             texts = [text_of(request.prefill_token_ids, request) for request in new]
