@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 LENGTH = {"max_tokens": 12}
 # One does without drafts. In the second step it is beside the last part of a prompt that is as
-# long as the rows of a whole draft. With prefix caching one text goes beyond a block.
+# long as the rows of a whole draft.
 BATCH = [
     ((0, 16), GREEDY | LENGTH | {"extra_args": {"speculate": False}}),
     ((0, 37), GREEDY | LENGTH),
@@ -30,22 +30,19 @@ BATCHES = [BATCH, BATCH[1:]]
 ARGUMENTS = LLM_ARGUMENTS | {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 64 << 20}
 # A step has room for less than two whole drafts.
 METHOD = TOKEN_RECYCLING | {"k": 4, "contexts": [1, 2], "context_mib": 1, "budget_share": 0.15}
-RUNS = {"each prompt anew": False, "with prefix caching": True}
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_tokens_equal_those_without_speculation(result, run):
-    found = result[run]
+def test_tokens_equal_those_without_speculation(result):
+    found = result["served"]
     assert found["chains"] == found["plain"]
     assert found["accepted tokens"] > 0
     assert {*found["lengths"]} >= {3, 4}
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_requests_without_a_draft_come_before_prompts(result, run):
+def test_requests_without_a_draft_come_before_prompts(result):
     """Where vLLM's kernels look for them."""
-    assert "as long as a draft" in result[run]["prompts beside plain requests"]
-    assert "before" not in result[run]["prompts beside plain requests"]
+    assert "as long as a draft" in result["served"]["prompts beside plain requests"]
+    assert "before" not in result["served"]["prompts beside plain requests"]
 
 
 def test_drafts_have_one_length_at_any_load(result):
@@ -75,9 +72,9 @@ def watch_batches(llm: Any, lengths: list[int], seen: list[str]) -> None:
     runner(llm).prepare_inputs = watched
 
 
-def serve(model: str, caches_prefixes: bool) -> dict[str, Any]:
+def serve(model: str) -> dict[str, Any]:
     """In the process with the engines: one without drafts, and one with chains."""
-    arguments = ARGUMENTS | {"model": model, "enable_prefix_caching": caches_prefixes}
+    arguments = ARGUMENTS | {"model": model, "enable_prefix_caching": False}
 
     with engine(**arguments) as llm:
         result: dict[str, Any] = {"plain": tokens_of(llm, *BATCHES)}
@@ -92,7 +89,7 @@ def serve(model: str, caches_prefixes: bool) -> dict[str, Any]:
 def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines."""
     model = granite_hybrid(folder / "Mamba2")
-    result: dict[str, Any] = {name: serve(model, caches) for name, caches in RUNS.items()}
+    result: dict[str, Any] = {"served": serve(model)}
     result["table"] = table_of(make_config(METHOD, **ARGUMENTS | {"model": model}))
     try:
         with engine(TOKEN_RECYCLING, **ARGUMENTS | {"model": mamba1(folder / "Mamba1")}):
