@@ -10,6 +10,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     Mamba2Config,
+    MambaConfig,
     Qwen3NextConfig,
 )
 
@@ -34,6 +35,17 @@ def mamba2(folder: Path) -> str:
         num_heads=4,
         n_groups=1,
         num_hidden_layers=2,
+    )
+    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
+
+
+def mamba1(folder: Path) -> str:
+    """A Mamba of the first kind with random weights."""
+    config = MambaConfig(
+        architectures=["MambaForCausalLM"],
+        vocab_size=SMALL["vocab_size"],
+        hidden_size=64,
+        num_hidden_layers=1,
     )
     return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
 

@@ -75,16 +75,13 @@ def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
             make_config(method, **flags)
 
 
-def test_models_with_states_have_short_chains_on_cpu_and_none_on_a_gpu(tmp_path):
+def test_models_with_states_have_short_chains(tmp_path):
     model = granite_hybrid(tmp_path / "model")
-    config = make_config(model=model)
-    options = options_of(config)
+    options = options_of(make_config(model=model))
     assert (options.tree, options.num_nodes) == ("chain", 4)
     assert options_of(make_config({"tree": "chain", "max_nodes": 9}, model=model)).num_nodes == 9
     with pytest.raises(NotImplementedError, match="does not support a hybrid or Mamba model;"):
         make_config({"tree": "default"}, model=model)
-    with pytest.raises(NotImplementedError, match="a hybrid or Mamba model on a GPU"):
-        refusals.check(config, options, None, on_v2=True)
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_CONFIG)

@@ -237,8 +237,9 @@ def finish(vllm_config: Any) -> None:
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     if type(options) is TokenRecyclingOptions and options.is_dynamic:
         options = _choose_chains(vllm_config, options, platform)
-    if isinstance(options, TokenRecyclingOptions) and refusals.keeps_step(vllm_config):
-        options = _draft_alike(vllm_config, options)
+    if isinstance(options, TokenRecyclingOptions):
+        reason = _why_alike(vllm_config, platform)
+        options = _draft_alike(vllm_config, options, reason) if reason else options
     # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
     setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
     refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
@@ -280,10 +281,22 @@ def _choose_chains(
     return options
 
 
-def _draft_alike(vllm_config: Any, options: TokenRecyclingOptions) -> TokenRecyclingOptions:
-    """The options; with chains of one length in each step and on each rank, as vLLM has them."""
+def _why_alike(vllm_config: Any, platform: Platform) -> str | None:
+    """Why drafts must have one length in each step and on each rank; None where they need not."""
+    if refusals.keeps_step(vllm_config):
+        return refusals.LOCKSTEP
+    # For Mamba2 vLLM captures no graph of another length, and would end at the first one.
+    has_states = platform.on_v2 and refusals.has_states(vllm_config.model_config)
+    return "recurrent layers on a GPU" if has_states else None
+
+
+def _draft_alike(
+    vllm_config: Any, options: TokenRecyclingOptions, reason: str
+) -> TokenRecyclingOptions:
+    """The options; with chains of one length, as vLLM has them."""
     if options.num_nodes == MAX_CHAIN:  # the user says nothing
         options = options.as_chains(NODES_AT_ANY_LOAD)
+    logger.info("%s drafts %d tokens at any load: %s", options.method, options.num_nodes, reason)
     table = [(1, draft_limits.UNLIMITED, options.num_nodes)]
     vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
     vllm_config.additional_config = put(

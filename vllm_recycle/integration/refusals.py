@@ -72,6 +72,7 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
+        # On a CPU vLLM's own drafts end it at start-up: the first stages have no drafter.
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
@@ -87,7 +88,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
-        "a hybrid or Mamba model on a GPU": has_states(model) and on_v2,
         "--logits-processors": bool(model.logits_processors),
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")

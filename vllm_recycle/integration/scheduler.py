@@ -135,8 +135,9 @@ class TreeScheduler(Scheduler):
         else:
             limit = even_limit([len(r.spec_token_ids) for r in drafting], budget)
             share = self._unclaimed_blocks(sizes, ahead) // max(1, len(self.running) * len(sizes))
-        if self.need_mamba_block_aligned_split:
-            # The states at the end of a block are those that prefix caching keeps.
+        if self.need_mamba_block_aligned_split and not self.use_v2_model_runner:
+            # The states at the end of a block are those that prefix caching keeps. On a GPU vLLM
+            # finds them among those of a draft.
             share = 0
         size = min(sizes)
         slots = [r.num_tokens + r.num_output_placeholders + ahead for r in drafting]

@@ -30,6 +30,7 @@ from engines import (
     runner,
 )
 from gpu_checks import Answer, Row, Verdict, judge, judge_rows, serve, watch_rows
+from recurrent_models import granite_hybrid, qwen3_next
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -210,6 +211,27 @@ def forbidding_synchronisation(function: Callable) -> Callable:
             torch.cuda.set_sync_debug_mode("default")
 
     return guarded
+
+
+# Recurrent layers, whose kernels are vLLM's.
+
+
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+@pytest.mark.parametrize("make", [granite_hybrid, qwen3_next])
+def test_tokens_of_recurrent_layers_are_those_without_speculation(make, caches_prefixes, tmp_path):
+    settings = SETTINGS | {
+        "model": make(tmp_path / "model"),
+        "enable_prefix_caching": caches_prefixes,
+        "jit_monitor_mode": "warn",
+    }
+    asked = [(prompt, GREEDY) for prompt, _ in requests()]
+    with engine(TOKEN_RECYCLING, **settings) as llm:
+        answers = serve(llm, asked) + serve(llm, asked[::-1], steps_between=3)
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+    with engine(**settings) as llm:
+        verdict = judge(llm, answers)
+    print(verdict)
+    assert max(verdict.gap, verdict.logprob_error) <= NEAR_TIE
 
 
 # A vocabulary and contexts as they are served.

@@ -1,11 +1,13 @@
 """Triton's interpreter at several times its speed, for tests alone.
 
 What it does for each element, call or type, is done for all at once: the results are the same.
+And some of what it does otherwise than Triton is done as Triton does it.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from inspect import getcallargs, getfullargspec
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,8 @@ def speed_up() -> None:
     _find_types_once(interpreter)
     _share_shapes(interpreter.tl)
     interpreter.ReduceOps.generic_reduce = _reduce_pairs
+    _find_grids_first(interpreter.GridExecutor)
+    _take_numbers_for_masks(interpreter)
 
 
 def _patch_language_once(interpreter: Any) -> None:
@@ -58,6 +62,36 @@ def _share_shapes(tl: Any) -> None:
         self.numel, self.shape = sizes(tuple(type.shape) if type.is_block() else ())
 
     tl.tensor.__init__ = make
+
+
+def _find_grids_first(executor: Any) -> None:
+    """Before arguments are made Triton's: vLLM has a grid that puts others in their place."""
+    launch = executor.__call__
+
+    def launch_on_grid(self: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(self.grid):
+            names = getfullargspec(self.fn).args
+            kwargs = {name: value for name, value in kwargs.items() if name in names}
+            args, kwargs = (), getcallargs(self.fn, *args, **kwargs)
+            self.grid = self.grid(kwargs)
+        launch(self, *args, **kwargs)
+
+    executor.__call__ = launch_on_grid
+
+
+def _take_numbers_for_masks(interpreter: Any) -> None:
+    """A mask and a Python bool are a number to the interpreter, and no mask any more."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def mask_of(mask: Any) -> Any:
+        is_mask = mask.data.dtype == bool
+        return mask if is_mask else interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    builder.create_masked_load = lambda self, at, mask, *rest: load(self, at, mask_of(mask), *rest)
+    builder.create_masked_store = lambda self, at, value, mask, *rest: store(
+        self, at, value, mask_of(mask), *rest
+    )
 
 
 def _reduce_pairs(self: Any, given: tuple) -> list:

@@ -34,6 +34,8 @@ def install() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Inductor would ask for a driver of Triton's; a vocabulary that ranks share is compiled.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    # Which configuration of a kernel is the fastest the interpreter cannot say.
+    os.environ["VLLM_TRITON_FORCE_FIRST_CONFIG"] = "1"
     import triton.backends
 
     driver = SimpleNamespace(is_active=lambda: True)
@@ -42,6 +44,7 @@ def install() -> None:
     _schedule_asynchronously()
     _attend_by_flash_attention()
     _mask_grammars_in_torch()
+    _run_mamba2_in_triton()
     _talk_without_shared_memory()
     _leave_out_experts_of_other_ranks()
     _bring_our_worker()
@@ -141,6 +144,25 @@ def _mask_grammars_in_torch() -> None:
             logits[rows] = logits[rows].masked_fill(allowed[:, : logits.shape[1]] == 0, -torch.inf)
 
     structured_outputs._apply_grammar_bitmask_kernel = Kernel()
+
+
+def _run_mamba2_in_triton() -> None:
+    """By the kernels of a GPU, where vLLM has others for a CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends import utils  # noqa: F401 - imports what these do, but as ever
+
+    CpuPlatform.is_cpu = lambda self: False
+    from vllm.model_executor.layers.mamba.ops import (  # noqa: F401
+        causal_conv1d,
+        mamba_ssm,
+        ssd_combined,
+    )
+
+    del CpuPlatform.is_cpu
+    from vllm.config.mamba import MambaBackendEnum
+    from vllm.model_executor.layers.mamba.ops.ssu_dispatch import _BACKEND_REGISTRY
+
+    _BACKEND_REGISTRY[MambaBackendEnum.CPU] = _BACKEND_REGISTRY[MambaBackendEnum.TRITON]
 
 
 def _talk_without_shared_memory() -> None:

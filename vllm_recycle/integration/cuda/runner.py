@@ -7,7 +7,8 @@ rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its n
 position, so a row's token does not depend on what was drawn before it, and seeded output is that
 without speculation. No step waits for the device.
 
-Where only chains are drafted, attention and graphs are vLLM's, and no KV moves. Penalties and bad
+Where only chains are drafted, attention and graphs are vLLM's, and no KV moves; recurrent layers
+keep the states behind each row, and vLLM is told how many were accepted. Penalties and bad
 words look back along the path to each row. Thinking budgets look back along a chain in vLLM's
 kernel, so the scheduler gives such requests no trees. Where a request follows a grammar, drafts go
 to the scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In
@@ -41,6 +42,7 @@ from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_row
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
+from vllm_recycle.integration.refusals import has_states
 from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.versions import shrink_grammar_bitmask
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
@@ -54,6 +56,7 @@ class TreeModelRunner(GPUModelRunner):
 
     drafter: V2Drafter
     speculator: V2Speculator
+    decode_query_len: int
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -62,6 +65,7 @@ class TreeModelRunner(GPUModelRunner):
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
         options = options_of(vllm_config)
         self.verifies_trees = options.has_trees
+        self.has_states = has_states(vllm_config.model_config)
         self.drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
         self.speculator = self.drafter.make_speculator(self.may_speculate)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
@@ -187,6 +191,16 @@ class TreeModelRunner(GPUModelRunner):
         return removed
 
     # Before the forward: positions, and what attention needs to know.
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM sorts a part of a prompt that is as long as a whole draft before requests without a
+        # draft, whose states its kernels then do not find. By length alone these come first.
+        decode_query_len = self.decode_query_len
+        self.decode_query_len = 0 if self.has_states else decode_query_len
+        try:
+            return super().gather_batch_req_state(*args, **kwargs)
+        finally:
+            self.decode_query_len = decode_query_len
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, self.slot_mappings = super().prepare_attn(input_batch)

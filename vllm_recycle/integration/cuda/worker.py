@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 
 from vllm_recycle.integration.cuda.backend import TreeFlashAttentionBackend
 from vllm_recycle.integration.cuda.runner import TreeModelRunner
 from vllm_recycle.integration.worker import TreeWorker
+
+# Recurrent layers whose states V2 takes back to the last accepted row.
+GOING_BACK = (
+    MambaAttentionBackendEnum.MAMBA2,
+    MambaAttentionBackendEnum.GDN_ATTN,
+    MambaAttentionBackendEnum.SHORT_CONV,
+)
 
 
 class TreeGPUWorker(TreeWorker):
@@ -17,6 +26,15 @@ class TreeGPUWorker(TreeWorker):
     runner_class = TreeModelRunner
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     tree_backend = TreeFlashAttentionBackend
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, MambaBase).items():
+            if layer.mamba_type not in GOING_BACK:
+                raise NotImplementedError(
+                    f"layer {name}: its states are of the kind {layer.mamba_type.name}, expected "
+                    f"one of {[kind.name for kind in GOING_BACK]}; leave out --speculative-config"
+                )
 
     def warm_up(self) -> Any:
         # vLLM warms up with as many requests as fit, each with a whole tree: thousands of rows,
