@@ -11,6 +11,7 @@ from engines import (
     PAPER,
     SMALL_OUROBOROS,
     TOKEN_RECYCLING,
+    TRUNK,
     core,
     counter,
     engine,
@@ -193,14 +194,14 @@ def test_counters_count_nodes_and_depths(monkeypatch, method, most):
         assert (len(scheduled), sum(scheduled)) == (drafts, nodes)
 
 
-@pytest.mark.parametrize("method", [TOKEN_RECYCLING, PAPER, SMALL_OUROBOROS])
+@pytest.mark.parametrize("method", [TOKEN_RECYCLING, PAPER, TRUNK])
 def test_statistics_of_what_vllm_has_no_metrics_for(method):
     with engine({**method, "row_cost": 0.25}) as llm:
         before, _ = statistics(llm), generate(llm, read_prompts(2), GREEDY)
         after = statistics(llm)
     assert before["table_fill"] == 0 < after["table_fill"] < 1
     assert before["rounds"] == 0
-    assert (after["rounds"] > 0) == (after["forwards"] > 0) == (method is SMALL_OUROBOROS)
+    assert (after["rounds"] > 0) == (after["forwards"] > 0) == (method is TRUNK)
     assert after["row_cost"] == 0.25
 
 

@@ -65,8 +65,8 @@ class TrunkV2Drafter(TokenRecyclingV2Drafter):
 
     def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         super().begin(req_state_indices, texts)
-        for req_state_idx in req_state_indices:
-            self.trunks.token_ids[req_state_idx].fill_(NO_TOKEN)
+        begun = async_tensor_h2d([*req_state_indices], device=self.device)
+        self.trunks.token_ids[begun] = NO_TOKEN
 
     def draft_trunks(self, idx_mapping: torch.Tensor, last: torch.Tensor, model: Round) -> None:
         """Draft behind some texts, and count what followed the trunks before.
