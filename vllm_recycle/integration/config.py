@@ -237,7 +237,7 @@ def finish(vllm_config: Any) -> None:
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     if type(options) is TokenRecyclingOptions and options.is_dynamic:
         options = _choose_chains(vllm_config, options, platform)
-    if isinstance(options, TokenRecyclingOptions):
+    if isinstance(options, TokenRecyclingOptions) and not options.has_trees:
         reason = _why_alike(vllm_config, platform)
         options = _draft_alike(vllm_config, options, reason) if reason else options
     # vLLM takes it away under data parallelism, lest ranks that keep step come apart.

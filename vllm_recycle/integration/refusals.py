@@ -182,7 +182,7 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
     if scheduler.max_num_batched_tokens < rows:
         raise ValueError(
             f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
-            f"least the {rows} rows of a draft forward, or a smaller window or fewer guesses"
+            f"least the {rows} rows of a draft forward, or smaller drafts"
         )
 
 

@@ -32,7 +32,7 @@ def test_tokens_are_the_same_whatever_is_drafted(result, batch):
 
 
 def test_rounds_are_timed_at_the_start(result):
-    # For two requests there is room in a draft forward; the trees of four grow without.
+    # For two requests there is room in a draft forward; of four two have a trunk.
     assert sorted(result["rounds timed for"]) == ["1", "2", "4"]
     assert min(result["rounds timed for"].values()) > 0
 

@@ -25,7 +25,7 @@ def harvest_case() -> Case:
             "cu_num_logits": "*i32:16",
         },
         {
-            **{"GAMMA": 12, "EARLY_ROWS": 0, "BRANCHES": 3, "LENGTH": 6, "RUNS": 8, "TRIED": 3},
+            **{"GAMMA": 12, "LENGTH": 6, "RUNS": 8, "TRIED": 3},
             **{"ROWS": 16, "RUN_LANES": 8, "TRIED_LANES": 4, "TOKENS": 8},
         },
         {"num_warps": 1},

@@ -99,6 +99,16 @@ def test_what_is_grown_equals_python(setting, data):
     check(replace(setting, trunks=data.draw(st.none() | some_trunks(len(setting.texts)))))
 
 
+def test_successors_that_an_entry_lacks_leave_nothing_to_those_beside_a_trunk():
+    matrix = make_matrix(vocab_size=8, contexts=(1, 2), slots=64)
+    write_entries(matrix, [1], 1, [5, -1, -1], own=False, shared=True)
+    rates = torch.full((2, 2, K, 4), 0.5)
+    trunks = Trunks(torch.tensor([[[2]]]), torch.tensor([[[0.5]]], dtype=torch.float64))
+    setting = Setting(matrix, rates, [[1]], [2], 4, beam=2, levels=2, trunks=trunks)
+    assert setting.grow().worths[0, :2].tolist() == [0.5, 0.25]
+    check(setting)
+
+
 def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
     """Three texts of few tokens, of which much is known; large tokens and salts."""
     generator = torch.Generator().manual_seed(k)

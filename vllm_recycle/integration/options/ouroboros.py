@@ -99,8 +99,8 @@ class OuroborosOptions(DraftModelOptions):
         least: Any = forwards if is_int(forwards, 1, MAX_NODES) else 1
         sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], least), "row_cost": 0.0}
         gamma = given.get("gamma") or sizes["gamma"]
-        if is_int(gamma, 1, MAX_NODES):
-            sizes["max_forwards"] = min(gamma, FORWARDS_ON_GPU) if on_gpu else gamma
+        most = gamma if is_int(gamma, 1, MAX_NODES) else 1
+        sizes["max_forwards"] = min(most, FORWARDS_ON_GPU) if on_gpu else most
         return sizes
 
     def check(self) -> None:

@@ -176,7 +176,10 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         """Take in what the first forward of a round would have no rows for, as far as it fits."""
         states = input_batch.idx_mapping_np
         missing = self.cache.missing[states]
-        is_late = self.may_speculate[states] & (missing >= self.head_length)
+        may_draft = self.may_speculate[states]
+        # Those behind them are not drafted for.
+        is_among = np.cumsum(may_draft & has_text(input_batch)) <= self.max_drafting
+        is_late = may_draft & is_among & (missing >= self.head_length)
         if is_late.any():
             ends = np.where(is_late, missing, 0).cumsum().clip(max=self.max_num_tokens)
             counts = np.diff(ends, prepend=0)

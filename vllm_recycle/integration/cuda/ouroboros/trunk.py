@@ -19,7 +19,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.drafter import V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
-from vllm_recycle.integration.cuda.ouroboros.rounds import Round
+from vllm_recycle.integration.cuda.ouroboros.rounds import LARGEST_BATCH, Round
 from vllm_recycle.integration.cuda.token_recycling import (
     TokenRecyclingSpeculator,
     TokenRecyclingV2Drafter,
@@ -47,14 +47,15 @@ class TrunkV2Drafter(TokenRecyclingV2Drafter):
         super().__init__(vllm_config, device, req_states)
         options, max_num_reqs = self.options, vllm_config.scheduler_config.max_num_seqs
         assert isinstance(options, TrunkOptions)
-        self.device, self.gamma = device, options.gamma
+        # A longer trunk has no place in a tree, nor in a draft forward.
+        self.device, self.gamma = device, min(options.gamma, self.trees.depth)
         self.choices = ChoiceAcceptance(device)
-        shape = max_num_reqs, options.gamma, CHOICES
+        shape = max_num_reqs, self.gamma, CHOICES
         self.probabilities = torch.zeros(shape, device=device)
         token_ids = torch.full(shape, NO_TOKEN, device=device)
         self.trunks: Trunks = Trunks(token_ids, torch.zeros_like(self.probabilities))
         self.lengths = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.places = torch.arange(options.gamma, device=device)
+        self.places = torch.arange(self.gamma, device=device)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return TrunkSpeculator(self, may_speculate)
@@ -123,7 +124,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         assert isinstance(options, TrunkOptions)
         length = head_length(options)
         rows = min(MAX_HALVED_DRAFT_ROWS, scheduler.max_num_batched_tokens)
-        most = min(scheduler.max_num_seqs, rows // length)
+        most = min(scheduler.max_num_seqs, rows // length, LARGEST_BATCH)
         RoundSpeculator.__init__(
             self, drafter, may_speculate, head_length=length, max_drafting=most
         )
@@ -138,14 +139,14 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         self.drafter.draft_trunks(start.idx_mapping, start.last_token_ids, model)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        rounds = RoundSpeculator.drafting_runs(self)
-        trees = TokenRecyclingSpeculator.drafting_runs(self)
-        [grow] = trees.values()
+        [(most, grow)] = TokenRecyclingSpeculator.drafting_runs(self).items()
 
         def both(round_: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: (round_(), grow())
 
-        return trees | {batch: both(run) for batch, run in rounds.items()}
+        runs = {batch: both(run) for batch, run in RoundSpeculator.drafting_runs(self).items()}
+        # Of more requests as many have a trunk.
+        return runs | {most: runs[max(runs)]}
 
     def prepare(self, input_batch: Any, *, drafts: bool, **kwargs: Any) -> None:
         chosen = self.ready(input_batch, drafts=drafts, **kwargs)

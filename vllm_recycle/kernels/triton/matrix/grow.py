@@ -167,7 +167,7 @@ def _grow_kernel(
             real = real & (successor >= 0)
         token = tl.load(first[:, None] + successor, mask=real, other=-1)
         rate = (rates + (length * 2 + own) * (4 * K) + (head & 3))[:, None] + successor * 4
-        chance = tl.load(rate, mask=real, other=0.0)
+        chance = tl.load(rate, mask=real & (token >= 0), other=0.0)
         if GAMMA:
             is_choice = rank < CHOICES
             chosen = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
