@@ -11,6 +11,9 @@ from pathlib import Path
 # by default, everything takes several times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# vLLM's ngram starts numba, which sets OpenMP's number of threads to that of the cores; a library
+# that is first called later sets it back, within a step that vLLM has planned for the other number.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # Compiling a model takes longer than all that a test makes of it. The tests of examples switch it
 # on, so that each method is run compiled too; on a GPU engines run as they are served.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", str(int(not Path("/dev/nvidiactl").exists())))

@@ -28,7 +28,7 @@ class DraftReport:
 
     Attributes:
         worth: float32 [nodes], of each node, summed over requests; in memory that the device
-            writes, to be read when the output is there. Empty where no trees were grown.
+            writes, to be read when the output is there.
         num_reqs: how many these are.
         times: of steps, once.
     """

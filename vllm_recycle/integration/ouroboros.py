@@ -62,12 +62,19 @@ def make_proposer(
     )
 
 
+def describe_draft_model(vllm_config: Any, gamma: int) -> str:
+    """What a line that says what is on begins with."""
+    return (
+        f"ouroboros: draft model {vllm_config.speculative_config.draft_model_config.model}, "
+        f"gamma {gamma}"
+    )
+
+
 def describe(proposer: OuroborosProposer, vllm_config: Any) -> str:
     """One line: what is on."""
     shape, pool = proposer.shape, proposer.pool
-    draft_model: Any = vllm_config.speculative_config.draft_model_config.model
     return (
-        f"ouroboros: draft model {draft_model}, gamma {shape.gamma}, window {shape.window}, "
+        f"{describe_draft_model(vllm_config, shape.gamma)}, window {shape.window}, "
         f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
         f"{shape.branches}, at most {proposer.max_forwards} "
         f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes, kernels "

@@ -22,6 +22,7 @@ from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import TrunkOptions, options_of
+from vllm_recycle.integration.ouroboros import describe_draft_model
 
 # The part of a new sample that an average takes; rounds between corrections of what a round takes;
 # steps that go without a round, until one is made to see what it gives; and how fine rates are told
@@ -194,8 +195,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         self.choices.clear()
 
     def describe(self) -> str:
-        draft_model: Any = self.vllm_config.speculative_config.draft_model_config.model
-        return f"ouroboros: draft model {draft_model}, gamma {self.gamma}; {super().describe()}"
+        return f"{describe_draft_model(self.vllm_config, self.gamma)}; {super().describe()}"
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}

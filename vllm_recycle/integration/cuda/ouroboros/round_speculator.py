@@ -67,6 +67,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
     """
 
     num_extra_query_per_req = 0
+    drafter: RoundDrafter
     forwards: list[DraftForward]
     cache: DraftCache
     start: RoundStart
@@ -81,7 +82,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         max_drafting: int,
     ) -> None:
         StandaloneARSpeculator.__init__(self, drafter.vllm_config, drafter.device)
-        self.rounds_of, self.may_speculate = drafter, may_speculate
+        self.drafter, self.may_speculate = drafter, may_speculate
         self.req_states = drafter.req_states
         self.head_length, self.max_drafting = head_length, max_drafting
 
@@ -204,13 +205,13 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         nodes = np.zeros_like(rows) if nodes is None else nodes
         ends = input_batch.num_computed_tokens_np + rows - nodes
         sure = np.minimum(ends, input_batch.prefill_len_np)
-        in_step = rows - nodes + np.minimum(nodes, self.rounds_of.trees.depth)
+        in_step = rows - nodes + np.minimum(nodes, self.drafter.trees.depth)
         return in_step, np.maximum(sure, ends - self.num_speculative_steps)
 
     def draft(self, idx_mapping: torch.Tensor) -> None:
         """Run a round of these requests, int64 [batch]."""
         batch, states = len(idx_mapping), self.req_states
-        self.rounds_of.num_rounds += batch
+        self.drafter.num_rounds += batch
         begin_round(
             self.start.first(batch),
             idx_mapping,

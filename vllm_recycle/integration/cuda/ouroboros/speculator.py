@@ -30,10 +30,11 @@ class OuroborosSpeculator(RoundSpeculator):
 
     """
 
+    drafter: OuroborosV2Drafter
+
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
         length, most = head_length(drafter.proposer.shape), len(drafter.shapes)
         super().__init__(drafter, may_speculate, head_length=length, max_drafting=most)
-        self.drafter = drafter
         shape = (most, self.num_speculative_steps)
         self.drafts = torch.empty(shape, dtype=torch.int64, device=self.device)
 

@@ -27,6 +27,7 @@ from vllm_recycle.integration.cuda.token_recycling import (
 from vllm_recycle.integration.draft_limits import MAX_HALVED_DRAFT_ROWS
 from vllm_recycle.integration.options import TrunkOptions
 from vllm_recycle.integration.options.trunk import head_length
+from vllm_recycle.integration.ouroboros import describe_draft_model
 
 
 class TrunkV2Drafter(TokenRecyclingV2Drafter):
@@ -100,8 +101,7 @@ class TrunkV2Drafter(TokenRecyclingV2Drafter):
         self.choices.count(Trunks(*before), follows.where(is_text, NO_TOKEN))
 
     def describe(self) -> str:
-        draft_model: Any = self.vllm_config.speculative_config.draft_model_config.model
-        return f"ouroboros: draft model {draft_model}, gamma {self.gamma}; {super().describe()}"
+        return f"{describe_draft_model(self.vllm_config, self.gamma)}; {super().describe()}"
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_rounds * self.gamma}
@@ -154,7 +154,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
             return
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
         if len(chosen) < num_reqs:
-            left_out = np.setdiff1d(np.arange(num_reqs), chosen)
+            left_out = np.delete(np.arange(num_reqs), chosen)
             both = async_tensor_h2d(np.concatenate((chosen, left_out)), device=self.device)
             self.drafter.trunks.token_ids[idx_mapping[both[len(chosen) :]]] = NO_TOKEN
             idx_mapping = idx_mapping[both[: len(chosen)]]
