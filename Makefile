@@ -6,6 +6,7 @@
 #   make pair          a target and a draft model derived from it, at a set ratio of costs; LAYERS=400
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
 #   make ray           Ray, for the examples that run on it and their tests
+#   make vision        torchvision, for the tests of models that see images
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
@@ -26,6 +27,7 @@ BIN := .venv/bin
 LOCK := .ci/cpu/requirements.lock
 SUFFIX_LOCK := .ci/cpu/suffix.lock
 RAY_LOCK := .ci/cpu/ray.lock
+VISION_LOCK := .ci/cpu/vision.lock
 ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -33,7 +35,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray test test-slow soak newest-vllm lint format format-check types wheel help
+.PHONY: setup demo model pair suffix ray vision test test-slow soak newest-vllm lint format format-check types wheel help
 
 setup: $(STAMP)
 
@@ -65,6 +67,10 @@ suffix: setup
 
 ray: setup
 	$(PIP_INSTALL) --requirement $(RAY_LOCK)
+
+# Where only the tests that declare its operators find it: transformers would break elsewhere.
+vision: setup
+	$(PIP_INSTALL) --upgrade --target .venv/vision --requirement $(VISION_LOCK)
 
 # A file's tests share engines and what those have said, so a file stays with one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

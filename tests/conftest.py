@@ -18,8 +18,11 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # on, so that each method is run compiled too; on a GPU engines run as they are served.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", str(int(not Path("/dev/nvidiactl").exists())))
 
+import cpu_torchvision
 import torch
 import triton_interpreter
+
+cpu_torchvision.add()
 
 # The engine in the test's own process; tests of servers and of several ranks say otherwise.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -37,7 +37,7 @@ from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 from vllm_recycle.kernels.triton.walk import walk
 
-CONTEXTS = (1, 2, 4, 8)
+CONTEXTS = (1, 2, 4, 16)
 BEFORE_ROWS = 5  # tokens, so that the rows do not begin with a block
 
 

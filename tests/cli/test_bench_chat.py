@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+from vllm.tool_parsers.utils import get_json_schema_from_tools
 
 from vllm_recycle.cli import main
 from vllm_recycle.cli.bench import driver
@@ -134,6 +136,18 @@ def test_there_are_prompts_with_schemas():
     assert len(prompts) == 24
     for prompt in prompts:
         assert prompt.json_schema["required"] == list(prompt.json_schema["properties"])
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "tool_calls_settings"])
+def test_schemas_of_tool_calls_are_those_that_a_server_makes(name):
+    prompts = read_prompts(EXAMPLES / f"prompts/{name}.jsonl")
+    assert len(prompts) == 12
+    for prompt in prompts:
+        [turn] = prompt.turns
+        functions = [json.loads(line) for line in turn.splitlines() if line.startswith("{")]
+        assert 2 <= len(functions) <= 4
+        tools = [ChatCompletionToolsParam(function=function) for function in functions]
+        assert prompt.json_schema == get_json_schema_from_tools("required", tools)
 
 
 def _chat(model: str) -> tuple[list[list[int]], list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +11,30 @@ from hypothesis import strategies as st
 from recycling_steps import K, ends_of, make_matrix, write_entries
 
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
-from vllm_recycle.core.grow import Growth, TextEnds, Trunks, grow
+from vllm_recycle.core.grow import Allowed, Growth, TextEnds, Trunks, grow
 
 TOKENS = 4
+
+
+@dataclass(frozen=True)
+class SomeGrammar:
+    """Allows about two thirds of the tokens behind a path, which are others behind each."""
+
+    seed: int
+    tokens: int
+
+    def allowed(self, path: Sequence[int]) -> Allowed | None:
+        choose = random.Random(repr((self.seed, *path)))
+        some = [token for token in range(self.tokens) if choose.random() < 2 / 3]
+        words = torch.tensor([sum(1 << token for token in some)], dtype=torch.int32)
+        expected = choose.choice([-1, *some])
+        return choose.choice([None, Allowed(words), Allowed(words, expected)])
+
+
+def some_grammars(batch: int, *, tokens: int = TOKENS) -> st.SearchStrategy:
+    """Of each text one, or none."""
+    one = st.none() | st.builds(SomeGrammar, st.integers(0, 999), st.just(tokens))
+    return st.none() | st.lists(one, min_size=batch, max_size=batch)
 
 
 @dataclass(frozen=True)
@@ -26,12 +49,12 @@ class Setting:
     beam: int | None = None
     levels: int | None = None
     trunks: Trunks | None = None
+    grammars: list[SomeGrammar | None] | None = None
 
     @property
     def arguments(self) -> tuple:
-        texts = TextEnds(
-            torch.arange(len(self.texts)), ends_of(self.texts), self.max_depths, self.trunks
-        )
+        ends, of_texts = ends_of(self.texts), (self.max_depths, self.trunks, self.grammars)
+        texts = TextEnds(torch.arange(len(self.texts)), ends, *of_texts)
         return self.matrix, self.rates, texts
 
     def grow(self, **options) -> Growth:

@@ -94,7 +94,7 @@ def main(folder: str, output: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     matrix = AdjacencyMatrix(
-        model.config.vocab_size, 8, contexts=(1, 2, 4, 8), slots=1 << 18, max_num_reqs=1
+        model.config.vocab_size, 8, contexts=(1, 2, 4, 16), slots=1 << 18, max_num_reqs=1
     )
     state = TokenRecyclingState(matrix)
     texts = []

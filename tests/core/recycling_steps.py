@@ -46,9 +46,9 @@ def write(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int], succe
 
 
 def seen(matrix: AdjacencyMatrix, req_state_idx: int, context: list[int]) -> list[int] | None:
-    """The successors that a request would draft from after a context."""
-    found = matrix.find_entry(context, int(matrix.salts[req_state_idx]))
-    return None if found is None else matrix.table[found[0], 1:-1].tolist()
+    """The successors of the longest entry of a context, of the request's own if there is one."""
+    found = matrix.longest_entries(context, int(matrix.salts[req_state_idx]))
+    return matrix.table[found[-1][0], 1:-1].tolist() if found else None
 
 
 def started(scope="sequence", **options) -> AdjacencyMatrix:

@@ -56,10 +56,10 @@ def counted(proposer: TokenRecyclingProposer) -> dict[tuple[int, ...], tuple[flo
 # Counting.
 
 
-def test_a_step_without_drafts_teaches_all_ranks_of_the_row_that_would_be_drafted_from():
+def test_a_step_without_drafts_teaches_all_ranks_of_what_may_be_drafted_from():
     proposer = make_proposer()
     write(proposer, [2], [6, 6, 6], own=True)  # shorter than what is known
-    write(proposer, [2, 1], [6, 6, 6], own=False)  # another's of the same length
+    write(proposer, [2, 1], [4, -1, -1], own=False)  # another's of the same length
     write(proposer, [2, 1], [3, 4, -1], own=True, steadiness=2)
     learn_text(proposer, 0, [1, 2], [4, 0, 3])
     assert counted(proposer) == {
@@ -67,6 +67,8 @@ def test_a_step_without_drafts_teaches_all_ranks_of_the_row_that_would_be_drafte
         (2, OWN, 0, ANY): (0, 1),
         (2, OWN, 1, 2): (1, 1),
         (2, OWN, 1, ANY): (1, 1),
+        (2, SHARED, 0, 0): (1, 1),
+        (2, SHARED, 0, ANY): (1, 1),
     }
 
 
@@ -74,19 +76,20 @@ def test_counts_are_of_what_was_known_before_the_step():
     proposer = make_proposer()
     learn_text(proposer, 0, [1, 2], [4, 0, 3])
     assert counted(proposer) == {}
-    # The other request finds the shared row, once written and then as it was: steadiness 1.
+    # It finds its own and the shared entry; the other request the shared one alone, once written
+    # and then as it was: steadiness 1.
     learn_text(proposer, 0, [1, 2], [4, 0, 3])
     learn_text(proposer, 1, [1, 2], [3, 0, 4])
-    expected = {
-        (2, OWN, rank, steadiness): (float(rank == 0), 1.0)
-        for rank in range(K)
-        for steadiness in (0, ANY)
-    }
-    expected |= {
-        (2, SHARED, rank, steadiness): (float(rank == 2), 1.0)
-        for rank in range(K)
-        for steadiness in (1, ANY)
-    }
+    expected: dict[tuple[int, ...], tuple[float, float]] = {}
+    for rank in range(K):
+        first, last = float(rank == 0), float(rank == 2)
+        expected |= {
+            (2, OWN, rank, 0): (first, 1.0),
+            (2, OWN, rank, ANY): (first, 1.0),
+            (2, SHARED, rank, 0): (first, 1.0),
+            (2, SHARED, rank, 1): (last, 1.0),
+            (2, SHARED, rank, ANY): (first + last, 2.0),
+        }
     assert counted(proposer) == expected
 
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, address_of, make_matrix, seen, started, write, write_entries
@@ -75,11 +76,11 @@ def test_what_is_found_is_what_was_written_for_this_very_context(scope, slots, e
     for context in [other, *(context for _, context, _, _ in events)]:
         for salt in matrix.salts[:2].tolist():
             expected = model.find(layout, context, salt)
-            found = matrix.find_entry(context, salt)
-            assert (found is None) == (expected is None)
-            if found is not None:
+            found = matrix.longest_entries(context, salt)
+            assert bool(found) == (expected is not None)
+            if found:
                 key, successors, steadiness = expected
-                address, index, own = found
+                address, index, own = found[-1]
                 assert (layout.contexts[index], own) == (len(key[1]), key[0] > 0)
                 assert matrix.table[address, 1:-1].tolist() == successors
                 assert int(matrix.table[address, 0]) & 3 == steadiness
@@ -121,6 +122,25 @@ def test_slots_fill_what_there_is_room_for_and_no_more():
             assert slots * entry_bytes <= mib * adjacency.MIB < 2 * slots * entry_bytes
 
 
+# Which entry is drafted from.
+
+
+@pytest.mark.parametrize(("shared_rate", "own_rate"), [(0.5, 0.4), (0.4, 0.5), (0.5, 0.5)])
+def test_of_a_shared_and_an_own_entry_the_surer_one_is_found(shared_rate, own_rate):
+    matrix = started(contexts=(1, 2))
+    rates = torch.zeros(2, 2, K, 4)
+    rates[1, :, 0, 0] = torch.tensor([shared_rate, own_rate])
+    rates[0, :, :] = rates[:, :, 1:] = rates[:, :, :, 1:] = 0.9  # of other entries and ranks
+    write(matrix, 1, [1, 2], [4] * K)
+    write_entries(matrix, [1, 2], int(matrix.salts[0]), [3] * K, own=True, shared=False)
+    address, index, own = matrix.find_entry([1, 2], int(matrix.salts[0]), rates)
+    assert (index, own) == (1, own_rate >= shared_rate)
+    assert matrix.table[address, 1:-1].tolist() == [3 if own else 4] * K
+    # Longer ones come first, however sure they are.
+    write_entries(matrix, [1], int(matrix.salts[0]), [5] * K, own=True, shared=True)
+    assert matrix.find_entry([1, 2], int(matrix.salts[0]), rates)[1] == 1
+
+
 # Who sees what.
 
 
@@ -129,8 +149,8 @@ def test_slots_fill_what_there_is_room_for_and_no_more():
 def test_own_entries_are_not_found_with_another_salt(context, salts):
     matrix = make_matrix("isolated", contexts=CONTEXTS, slots=1)
     write_entries(matrix, context, salts[0], [1] * K, own=True, shared=False)
-    assert matrix.find_entry(context, salts[0]) is not None
-    assert matrix.find_entry(context, salts[1]) is None
+    assert matrix.longest_entries(context, salts[0])
+    assert not matrix.longest_entries(context, salts[1])
 
 
 @pytest.mark.parametrize("scope", ["sequence", "isolated"])
@@ -203,7 +223,7 @@ def test_an_isolated_request_keeps_and_finds_its_entries_whatever_others_write(o
         for number, context in enumerate(others if busy else ()):
             write(matrix, 1 + number % 2, context, [4] * K)
         salt = int(matrix.salts[0])
-        found.append([matrix.find_entry(context, salt) for context in ones])
+        found.append([matrix.longest_entries(context, salt) for context in ones])
         assert all(seen(matrix, 0, context) in (None, [3] * K) for context in ones)
     assert found[0] == found[1]
 
@@ -247,23 +267,25 @@ def test_an_entry_of_another_context_in_its_place_is_overwritten_and_not_steady(
     write(matrix, 0, [1, 2], [3] * K)
     write(matrix, 0, [2, 2], [3] * K)
     assert int(matrix.table[VOCAB, 0]) & 3 == 0
-    assert matrix.find_entry([2, 2], 1)[1] == 1
-    assert matrix.find_entry([1, 2], 1)[1] == 0  # that of one token is left
+    [(_, index, _)] = matrix.longest_entries([2, 2], 1)
+    assert index == 1
+    [(_, index, _)] = matrix.longest_entries([1, 2], 1)
+    assert index == 0  # that of one token is left
 
 
 # Options.
 
 
-@pytest.mark.parametrize("lengths", [[1], [1, 2, 3, 4], (1, 8)])
+@pytest.mark.parametrize("lengths", [[1], [1, 2, 3, 4], (1, 16)])
 def test_ascending_lengths_from_one_are_taken(lengths):
     assert check_contexts(lengths) == tuple(lengths)
 
 
 @pytest.mark.parametrize(
-    "lengths", [[], [2], [0, 1], [1, 1], [1, 3, 2], [1, 9], [True], [1, 2.0], [1, "2"]]
+    "lengths", [[], [2], [0, 1], [1, 1], [1, 3, 2], [1, 17], [True], [1, 2.0], [1, "2"]]
 )
 def test_other_lengths_are_refused(lengths):
-    message = f"contexts: got {lengths!r}, expected lengths ascending from 1 to at most 8"
+    message = f"contexts: got {lengths!r}, expected lengths ascending from 1 to at most 16"
     with pytest.raises(ValueError, match=re.escape(message)):
         make_matrix(contexts=lengths)
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from growth_settings import TOKENS, Setting, settings_of_growth, some_trunks
+from growth_settings import (
+    TOKENS,
+    Setting,
+    settings_of_growth,
+    some_grammars,
+    some_trunks,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from recycling_steps import K, make_matrix, texts_of_rows, write_entries
@@ -20,7 +26,7 @@ from vllm_recycle.core.tree import Trees
 def successors_of(setting: Setting, b: int, text: list[int]) -> dict[int, tuple[int, float]]:
     """By rank, what may follow a text of a request: the token, and how often that is right."""
     matrix = setting.matrix
-    found = matrix.find_entry(text[::-1], int(matrix.salts[b]))
+    found = matrix.find_entry(text[::-1], int(matrix.salts[b]), setting.rates)
     if found is None:
         return {}
     address, length, own = found
@@ -50,6 +56,26 @@ def offers_of(setting: Setting, b: int, place: int | None) -> list[tuple[int, fl
 
 def following(setting: Setting, b: int, above: Candidate) -> list[tuple[int, float, int | None]]:
     """What may follow a node, the chance of each and its place on the trunk."""
+    found = without_grammar(setting, b, above)
+    grammar = setting.grammars and setting.grammars[b]
+    allowed = grammar and grammar.allowed(above.text[len(setting.texts[b]) :])
+    if not allowed:
+        return found
+    kept = [(token, place) for token, _, place in found if int(allowed.words[0]) >> token & 1]
+    pairs = zip(kept, found, strict=False)
+    found = [(token, chance, place) for (token, place), (_, chance, _) in pairs]
+    if allowed.expected < 0:
+        return found
+    place = next((place for token, _, place in found if token == allowed.expected), None)
+    found = [one for one in found if one[0] != allowed.expected]
+    left = max(0.0, 1.0 - sum(chance for _, chance, _ in found))
+    return sorted([*found, (allowed.expected, left, place)], key=lambda one: -one[1])
+
+
+def without_grammar(
+    setting: Setting, b: int, above: Candidate
+) -> list[tuple[int, float, int | None]]:
+    """The same where all is allowed."""
     offers = offers_of(setting, b, above.place)
     of_rank = successors_of(setting, b, above.text)
     known = [of_rank[rank] for rank in sorted(of_rank) if rank < K - len(offers)]
@@ -102,7 +128,8 @@ limits = st.none() | st.integers(1, 5)
 @given(setting=settings_of_growth(), beam=limits, levels=limits, data=st.data())
 def test_what_is_grown_is_a_best_first_search(setting, beam, levels, data):
     trunks = data.draw(st.none() | some_trunks(len(setting.texts)))
-    setting = replace(setting, beam=beam, levels=levels, trunks=trunks)
+    grammars = data.draw(some_grammars(len(setting.texts)))
+    setting = replace(setting, beam=beam, levels=levels, trunks=trunks, grammars=grammars)
     growth = setting.grow()
     for b in range(len(setting.texts)):
         expected = [(c.parent, c.text[-1], c.worth) for c in best_first(setting, b)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from operator import mul
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +22,7 @@ VOCAB, REACH = 8, 4
 def probabilities(text: list[int]) -> torch.Tensor:
     """What a toy model says behind a text."""
     generator = torch.Generator().manual_seed(hash(tuple(text[-3:])) % 2**31)
-    return torch.rand(VOCAB, generator=generator, dtype=torch.float64).softmax(0)
+    return (4 * torch.rand(VOCAB, generator=generator, dtype=torch.float64)).softmax(0)
 
 
 class ToyModel:
@@ -78,7 +81,7 @@ def test_trunks_are_what_the_draft_model_says_alone(texts, gamma, data):
 
     model = ToyModel(texts)
     ends = TextEnds(torch.arange(len(texts)), ends_of(texts), depths)
-    trunks = draft_trunks(ends, model, guess, gamma=gamma, reach=REACH)
+    trunks = draft_trunks(ends, model, guess, ChoiceAcceptance(), gamma=gamma, reach=REACH)
     for b, text in enumerate(texts):
         length = min(gamma, depths[b])
         expected = chain(text, length)
@@ -98,11 +101,63 @@ def test_what_is_guessed_saves_forwards(count, forwards):
         ([tail], [depth]) = ends.ends.tails(3), ends.max_depths
         return [chain(tail[::-1], min(count, depth))]
 
-    trunks = draft_trunks(
-        TextEnds(torch.tensor([0]), ends_of([text]), [5]), model, guess, gamma=5, reach=REACH
-    )
+    ends = TextEnds(torch.tensor([0]), ends_of([text]), [5])
+    trunks = draft_trunks(ends, model, guess, ChoiceAcceptance(), gamma=5, reach=REACH)
     assert trunks.token_ids[0, :, 0].tolist() == chain(text, 5)
     assert model.num_forwards == forwards
+
+
+def chances(text: list[int], length: int) -> list[float]:
+    """That trunks of one token, two, and so on are right, where nothing was counted."""
+    tokens = [*text, *chain(text, length)]
+    ends = range(len(text), len(tokens))
+    return list(
+        itertools.accumulate((float(probabilities(tokens[:end]).max()) for end in ends), mul)
+    )
+
+
+def nothing(ends: TextEnds) -> list[list[int]]:
+    return [[] for _ in ends.max_depths]
+
+
+@pytest.mark.parametrize("length", range(1, 6))
+def test_a_trunk_ends_where_a_forward_more_does_not_pay(length):
+    text, model = [1, 2, 3], ToyModel([[1, 2, 3]])
+    ends = TextEnds(torch.tensor([0]), ends_of([text]), [5])
+    least = chances(text, 5)[length - 1] * 1.001  # more than is left of the chance there
+    trunks = draft_trunks(
+        ends, model, nothing, ChoiceAcceptance(), gamma=5, reach=REACH, least_chance=least
+    )
+    assert trunks.token_ids[0, :, 0].tolist() == [*chain(text, length), *[-1] * (5 - length)]
+    assert model.num_forwards == length
+
+
+def test_trunks_that_share_a_forward_pay_equal_parts_of_it():
+    # The least sure text and two that are surer: there is a price that two pay, and three do not.
+    least_sure, *_, sure, surest = sorted(
+        ([token] for token in range(VOCAB)), key=lambda text: chances(text, 1)[0]
+    )
+    texts = [sure, least_sure, surest]
+    first = [chances(text, 1)[0] for text in texts]
+    low, middle, high = sorted(first)
+    assert 2 * middle > 3 * low
+    ends = TextEnds(torch.arange(3), ends_of(texts), [2, 2, 2])
+
+    def go_on(least: float) -> list[bool]:
+        trunks = draft_trunks(
+            ends,
+            ToyModel(texts),
+            nothing,
+            ChoiceAcceptance(),
+            gamma=2,
+            reach=REACH,
+            least_chance=least,
+        )
+        return (trunks.token_ids[:, 1, 0] >= 0).tolist()
+
+    assert go_on(2.99 * low) == [True] * 3
+    assert go_on(1.99 * middle) == [chance > low for chance in first]
+    assert go_on(max(high, 2 * middle, 3 * low) * 1.001) == [False] * 3
 
 
 @BRIEF

@@ -6,7 +6,7 @@ Their text is natural enough that drafts are accepted, and a layer's kind matter
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ SMALL = {
 }
 NUM_LAYERS = 6
 EXPERTS = 4
+GROUP = 64  # inputs that have a scale of weights in 4 bits
 
 
 def write_model(
@@ -174,9 +175,7 @@ def qwen2_audio(folder: Path, *, hears: bool = False) -> str:
     """The target as the text part of a Qwen2-Audio, whose ear has random weights or none."""
     text, weights = as_qwen2(TARGET)
     if hears:
-        embedding = "model.embed_tokens.weight"
-        weights[embedding] = torch.nn.functional.pad(weights[embedding], (0, 0, 0, len(AUDIO)))
-        text["vocab_size"] += len(AUDIO)
+        make_room(text, weights, len(AUDIO))
     sizes = {"d_model": 32, "encoder_ffn_dim": 64}
     layers = {"encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 16}
     config = {
@@ -200,8 +199,15 @@ def qwen2_audio(folder: Path, *, hears: bool = False) -> str:
     if hears:
         WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
         add_tokens(folder, AUDIO)
-        name_processor(folder, "Qwen2AudioProcessor")
+        change_tokenizer(folder, processor_class="Qwen2AudioProcessor")
     return str(folder)
+
+
+def make_room(text: dict[str, Any], weights: dict[str, torch.Tensor], count: int) -> None:
+    """Enlarge the vocabulary of a model by some tokens, whose embeddings are 0."""
+    embedding = "model.embed_tokens.weight"
+    weights[embedding] = torch.nn.functional.pad(weights[embedding], (0, 0, 0, count))
+    text["vocab_size"] += count
 
 
 def add_tokens(folder: Path, tokens: Sequence[str]) -> None:
@@ -217,10 +223,10 @@ def add_tokens(folder: Path, tokens: Sequence[str]) -> None:
     path.write_text(json.dumps(content))
 
 
-def name_processor(folder: Path, name: str) -> None:
-    """Say what prepares the inputs of a model beside its tokenizer."""
+def change_tokenizer(folder: Path, **keys: Any) -> None:
+    """Put keys into the configuration of a tokenizer."""
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"processor_class": name}
+    config = json.loads(path.read_text()) | keys
     path.unlink()  # it is a link
     path.write_text(json.dumps(config))
 
@@ -228,10 +234,14 @@ def name_processor(folder: Path, name: str) -> None:
 def with_mrope(folder: Path, *, source: str = TARGET) -> str:
     """A model as that of `mrope_model`."""
     config, weights = as_qwen2(source)
-    eighth = config["head_dim"] // 8
-    rope = {**config["rope_parameters"], "mrope_section": [eighth, eighth, 2 * eighth]}
-    changed = {"architectures": ["MRopeQwen2ForCausalLM"], "rope_parameters": rope}
+    changed = {"architectures": ["MRopeQwen2ForCausalLM"], "rope_parameters": mrope_of(config)}
     return write_model(folder, config | changed, weights=weights, source=source)
+
+
+def mrope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of a model, with dimensions for time, height and width."""
+    eighth = config["head_dim"] // 8
+    return {**config["rope_parameters"], "mrope_section": [eighth, eighth, 2 * eighth]}
 
 
 def as_qwen2(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -315,6 +325,63 @@ def quantized(folder: Path) -> str:
     return write_model(folder, config, weights=weights)
 
 
+def awq(folder: Path) -> str:
+    """The target in 4 bits as AWQ has them: each group of weights has a scale and a zero."""
+
+    def put(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        least, most = weight.amin(2, keepdim=True), weight.amax(2, keepdim=True)
+        scales = (most - least) / 15
+        zeros = (-least / scales).round().clamp(0, 15)
+        values = ((weight / scales).round() + zeros).clamp(0, 15).flatten(1)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {
+            "qweight": packed(values.T, order),
+            "qzeros": packed(zeros[..., 0].T, order),
+            "scales": scales[..., 0].T.half(),
+        }
+
+    return in_4_bits(folder, {"quant_method": "awq", "zero_point": True, "version": "gemm"}, put)
+
+
+def gptq(folder: Path) -> str:
+    """The target in 4 bits as GPTQ has them: each group of weights has a scale, and zero is 8."""
+
+    def put(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scales = weight.abs().amax(2, keepdim=True) / 7
+        values = ((weight / scales).round() + 8).flatten(1)
+        num_groups = weight.shape[1]
+        return {
+            "qweight": packed(values).T,
+            "qzeros": packed(torch.full((num_groups, len(weight)), 7.0)),  # one less, by its format
+            "scales": scales[..., 0].T.half(),
+            "g_idx": torch.arange(num_groups).repeat_interleave(weight.shape[2]).int(),
+        }
+
+    return in_4_bits(folder, {"quant_method": "gptq", "sym": True, "desc_act": False}, put)
+
+
+def in_4_bits(
+    folder: Path,
+    scheme: dict[str, Any],
+    put: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+) -> str:
+    """The target with tensors for each projection, made of its weight [outputs, groups, GROUP]."""
+    config = config_of(TARGET)
+    config["quantization_config"] = {"bits": 4, "group_size": GROUP, **scheme}
+    weights = load_file(Path(TARGET) / WEIGHTS)
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        tensors = put(weights.pop(name).float().unflatten(1, (-1, GROUP)))
+        layer = name.removesuffix("weight")
+        weights |= {f"{layer}{key}": tensor.contiguous() for key, tensor in tensors.items()}
+    return write_model(folder, config, weights=weights)
+
+
+def packed(values: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Eight numbers of 4 bits in each of 32, along the last dimension; the first is the lowest."""
+    eights = values.long().unflatten(-1, (-1, 8))[..., list(order)]
+    return (eights << 4 * torch.arange(8)).sum(-1).int()
+
+
 def bloom(folder: Path) -> str:
     """A Bloom, whose positions are slopes (ALiBi), with random weights."""
     config = BloomConfig(
@@ -351,7 +418,7 @@ def whisper(folder: Path) -> str:
     weights = random_weights(config, norms=1.0, kind=WhisperForConditionalGeneration)
     write_model(folder, config.to_dict(), weights=weights)
     WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
-    name_processor(folder, "WhisperProcessor")
+    change_tokenizer(folder, processor_class="WhisperProcessor")
     return str(folder)
 
 

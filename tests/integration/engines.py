@@ -36,6 +36,8 @@ SMALL_OUROBOROS = {
 }
 # Less than two prompts, or two trees: prompts come in chunks, and trees are cut.
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+# What begins and ends a thought.
+THINKING = {"reasoning_config": {"reasoning_start_str": "Question", "reasoning_end_str": "Answer"}}
 
 
 def make_config(method: dict[str, Any] | None = None, *, model: str = TARGET, **flags: Any) -> Any:
@@ -48,11 +50,11 @@ def make_config(method: dict[str, Any] | None = None, *, model: str = TARGET, **
     ).create_engine_config()
 
 
-def mixed_params(count: int, *, max_tokens: int) -> list[Any]:
+def mixed_params(count: int, *, max_tokens: int, **others: Any) -> list[Any]:
     """Sampling parameters of as many prompts: greedy and seeded in turn."""
     from vllm import SamplingParams
 
-    given = {"max_tokens": max_tokens, "ignore_eos": True}
+    given = {"max_tokens": max_tokens, "ignore_eos": True, **others}
     return [SamplingParams(temperature=0.7 * (i % 2), seed=i, **given) for i in range(count)]
 
 

@@ -1,9 +1,10 @@
 """Where vLLM's `ngram` and Token Recycling run, and whether the tokens are those without them.
 
-    python tests/integration/reach_table.py > examples/reach.md
+    make vision
+    .venv/bin/python tests/integration/reach_table.py > examples/reach.md
 
-Each cell is an engine in a process of its own, on the CPU, in float32; drafts cost nothing, so that
-they are made. The models are small: see `derived_models`.
+Each cell is an engine in a process of its own, on the CPU, in float32 unless a kernel of vLLM takes
+none; drafts cost nothing, so that they are made. The models are small: see `derived_models`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,35 +41,36 @@ trees do not go, Token Recycling drafts chains.
 | --- | --- | --- |"""
 
 
-def rows() -> dict[str, tuple[Callable[[Path], str] | None, dict[str, Any], Any]]:
-    """By name: what makes the model, or none for the target; engine settings; prompts."""
-    from derived_models import gemma4, with_windows
-    from test_architectures import KINDS
-    from test_reach import ROWS, texts
+def rows() -> dict[str, Any]:
+    """The kinds of models and flags, by name."""
+    import cpu_torchvision
 
+    cpu_torchvision.add()  # before transformers is imported
+    import mrope_model
+    from derived_models import deepseek, gemma4, with_windows
+    from test_architectures import KINDS
+    from test_reach import ROWS, Row
+
+    mrope_model.register()
     windows = partial(with_windows, window=24, windowed="fssfss")
     return {
-        "the embedded target": (None, {}, texts),
-        "sliding windows": (windows, {}, texts),
-        "a shared KV cache (Gemma 4)": (gemma4, {}, texts),
-        **{name: (make, settings, texts) for name, (make, settings) in KINDS.items()},
-        **{name: row[:3] for name, row in ROWS.items()},
+        "the embedded target": Row(),
+        "sliding windows": Row(windows),
+        "a shared KV cache (Gemma 4)": Row(gemma4),
+        **{name: Row(make, settings) for name, (make, settings) in KINDS.items()},
+        **ROWS,
+        "MLA in bfloat16": Row(deepseek, {"dtype": "bfloat16"}),
     }
 
 
-def measure(name: str, method: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
-    """Outputs of two passes and what was accepted, in a process of its own."""
-    from engines import TARGET, counter, engine, generate
+def measure(row: Any, method: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
+    """Outputs of two passes and what was accepted."""
+    from engines import counter, engine, generate
     from vllm import SamplingParams
 
-    make, settings, prompts_of = rows()[name]
-    model = TARGET if make is None else make(folder / "model")
-    if "kv_transfer_config" in settings:
-        place = {"kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")}}
-        settings = {"kv_transfer_config": settings["kv_transfer_config"] | place}
-    with engine(method, model=model, **settings) as llm:
-        prompts = prompts_of(llm)
-        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with engine(method, **row.made(folder)) as llm:
+        prompts = row.prompts(llm)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **row.params)
         outputs = [one for _ in range(2) for one in generate(llm, prompts, params)]
         names = ("drafts", "accepted_tokens")
         drafts, accepted = (counter(llm, f"spec_decode_num_{name}") for name in names)
@@ -104,11 +105,12 @@ def described(found: dict[str, Any], plain: list[Any]) -> str:
 
 def main(*given: str) -> None:
     if given:
+        name, method, folder = given
+        row = rows()[name]
         from engines import GROWN
 
-        name, method, folder = given
         methods = {"none": None, "ngram": NGRAM, "ours": GROWN}
-        found = measure(name, methods[method], Path(folder))
+        found = measure(row, methods[method], Path(folder))
         (Path(folder) / "measured").write_bytes(pickle.dumps(found))
         return
     print(HEAD)

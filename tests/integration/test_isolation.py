@@ -14,6 +14,7 @@ import pytest
 from engines import GROWN, PAPER, TRUNK, core, engine, generate, read_prompts, with_hint
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 
 NUM_NEIGHBOURS = 3
 PROBE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -31,6 +32,7 @@ class Attack:
         their_tokens: how many tokens they may have, more than they get beside the request.
         hinted: whether the neighbours have the same prompts, and the ones are told the beginnings
             of their answers.
+        regex: that the request follows, and those neighbours that repeat themselves.
 
     """
 
@@ -40,6 +42,7 @@ class Attack:
     they_decode: bool = True
     their_tokens: int = 400
     hinted: bool = False
+    regex: str | None = None
 
 
 ATTACKS = {
@@ -58,6 +61,11 @@ ATTACKS = {
         they_decode=False,
     ),
     "hints": Attack({**GROWN, "row_cost": 0.05}, their_tokens=1000, hinted=True),
+    "grammars": Attack(
+        {**GROWN, "row_cost": 0.05},
+        their_tokens=1000,
+        regex="(The (first|last) number is [0-9]{3}, )+",
+    ),
     "room in the table": Attack({**GROWN, "context_mib": 1, "k": 64}, their_tokens=1000),
 }
 
@@ -88,21 +96,32 @@ def attack(how: Attack, scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
             [[choose.randrange(vocab) for _ in range(mixed)] for _ in phrases],
         ]
         endless = SamplingParams(temperature=0, max_tokens=how.their_tokens, ignore_eos=True)
-        told = [[endless] * NUM_NEIGHBOURS] * 2
+        told, probe = [[endless] * NUM_NEIGHBOURS] * 2, PROBE
+        if how.regex is not None:
+            probe = with_regex(PROBE, how.regex)
+            told[0] = [with_regex(endless, how.regex)] * NUM_NEIGHBOURS
         if how.hinted:
             kinds = kinds[1:] * 2
             first = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
             answers = generate(llm, [{"prompt_token_ids": ids} for ids in kinds[0]], first)
             told[0] = [with_hint(endless, [*answer]) for (answer,) in answers]
         return [
-            trace(llm, [*zip(neighbours, params, strict=True)], how.they_decode, monkeypatch)
+            trace(llm, [*zip(neighbours, params, strict=True)], probe, how.they_decode, monkeypatch)
             for neighbours, params in zip(kinds, told, strict=True)
         ]
+
+
+def with_regex(params: SamplingParams, regex: str) -> SamplingParams:
+    """A copy of sampling parameters, with a grammar."""
+    params = params.clone()
+    params.structured_outputs = StructuredOutputsParams(regex=regex)
+    return params
 
 
 def trace(
     llm: Any,
     neighbours: list[tuple[list[int], SamplingParams]],
+    probe: SamplingParams,
     they_decode: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Trace:
@@ -131,7 +150,7 @@ def trace(
 
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "schedule", watching)
-        llm.llm_engine.add_request("probe", read_prompts(1)[0], PROBE)
+        llm.llm_engine.add_request("probe", read_prompts(1)[0], probe)
         while not any(out.request_id == "probe" and out.finished for out in llm.llm_engine.step()):
             pass
     llm.llm_engine.abort_request([f"other-{number}" for number in range(len(neighbours))])

@@ -26,8 +26,11 @@ def _registered():
         ({"async_scheduling": True}, "--async-scheduling"),
         ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
          "--data-parallel-size above 1 with a mixture-of-experts model"),
-        ({"structured_outputs_config": {"backend": "lm-format-enforcer"}},
-         "--structured-outputs-config.backend lm-format-enforcer"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2,
+          "hf_overrides": {"num_local_experts": 4}},
+         "--enable-expert-parallel on several ranks on a CPU"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 on a CPU"),
+        ({"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 on a CPU"),
     ],
 )  # fmt: skip
 def test_features_that_are_not_supported(flags, message):
@@ -40,15 +43,12 @@ REFUSED_BY_CONFIG = {
     "prefill_context_parallel_size": ("parallel_config", 2),
     "enable_dbo": ("parallel_config", True),
     "enable_elastic_ep": ("parallel_config", True),
-    "enable_expert_parallel": ("parallel_config", True),
     "enable_batch_sharded_sampling": ("parallel_config", True),
-    "kv_sharing_fast_prefill": ("cache_config", True),
     "return_sampling_mask": ("model_config", True),
     "enable_trace_replay": ("model_config", True),
     "runner_type": ("model_config", "pooling"),
     "logits_processors": ("model_config", ["a:b"]),
     "enable_return_routed_experts": ("aux_output_config", True),
-    "ec_transfer_config": (None, object()),
     "watermark_config": (None, object()),
     "diffusion_config": (None, object()),
 }
@@ -58,6 +58,7 @@ REFUSED_BY_CONFIG = {
     ("flags", "feature"),
     [
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"kv_offloading_size": 1.0}, "--kv-transfer-config or --kv-offloading-size"),
         ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
@@ -94,6 +95,17 @@ def test_every_refusal_names_its_flag(name):
     flag = "--runner" if name == "runner_type" else f"--{name.replace('_', '-')}"
     with pytest.raises(NotImplementedError, match=flag):
         engine_config.finish(config)
+
+
+def test_what_was_right_on_a_cpu_alone_is_refused_on_a_gpu():
+    config = make_config(kv_sharing_fast_prefill=True)
+    config.ec_transfer_config = object()
+    on_cpu, on_gpu = (refusals.unsupported(config, on_v2=on_v2) for on_v2 in (False, True))
+    assert not any(on_cpu.values())
+    assert [feature for feature, present in on_gpu.items() if present] == [
+        "--kv-sharing-fast-prefill on a GPU",
+        "--ec-transfer-config on a GPU",
+    ]
 
 
 def test_other_platforms_are_refused(monkeypatch):

@@ -11,14 +11,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import GROWN, PAPER, SMALL_OUROBOROS, core, counter, engine, generate, read_prompts
+from engines import (
+    GROWN,
+    PAPER,
+    SMALL_OUROBOROS,
+    THINKING,
+    TRUNK,
+    core,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+    runner,
+    watch_steps,
+)
 from vllm import SamplingParams
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from vllm_recycle.core.tree import children_of
-from vllm_recycle.integration.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
+from vllm_recycle.integration.grammar import (
+    ALL_ALLOWED,
+    MOST_ROWS,
+    GrammarAhead,
+    GrammarMasks,
+    fill_tree,
+    longest_of,
+)
 from vllm_recycle.integration.scheduler import TreeScheduler
 
 APPLES = """Tom has 3 apples.
@@ -57,7 +77,11 @@ CASES = {
     "outlines": ("outlines", GROWN),
     "a template": ("xgrammar", PAPER),
     "ouroboros": ("xgrammar", SMALL_OUROBOROS),
+    "ouroboros along a trunk": ("xgrammar", TRUNK),
+    "trees of which outlines comes back from few tokens": ("outlines", {**GROWN, "max_nodes": 3}),
 }
+# Of which the prompt has nothing, and no request before.
+UNSEEN = r"The (zebra|giraffe) in enclosure \d\d measures \d+ centimetres\."
 
 
 def requests(backend: str) -> tuple[list[str], list[SamplingParams]]:
@@ -118,6 +142,26 @@ def test_what_a_grammar_forbids_has_no_rows(method, monkeypatch):
     assert pruned == whole == expected("xgrammar")
     assert num_forbidden == 0 < num_whole_forbidden
     assert 0 < num_rows <= num_whole_rows - num_whole_forbidden / 2
+
+
+@pytest.mark.parametrize("way", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("served", ["xgrammar", "guidance", "outlines"], indirect=True)
+def test_what_a_grammar_expects_takes_no_steps_of_its_own(served, way):
+    llm, structured = served.llm, StructuredOutputsParams(regex=UNSEEN)
+    params = SamplingParams(**{**way, "max_tokens": 60}, structured_outputs=structured)
+    steps, outputs, counts = watch_steps(llm), [], []
+    try:
+        for grows_with_it in (False, True):
+            # As where the grammar is in another process.
+            core(llm).scheduler.drafts_here = grows_with_it
+            runner(llm).drafter.reset()
+            steps.clear()
+            outputs.append(generate(llm, PLAIN[:1], params))
+            counts.append(sum(len(step.num_scheduled_tokens) for step in steps))
+    finally:
+        core(llm).scheduler.drafts_here = True
+    assert outputs[0] == outputs[1]
+    assert counts[1] < 0.7 * counts[0]
 
 
 def keep_all(scheduler: TreeScheduler, request: Any) -> None:
@@ -205,6 +249,58 @@ def test_masks_of_a_tree_are_those_of_its_paths(served):
     assert children_of([0, 0, 1]) == [[1, 2], [3], [], []]
 
 
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["t", "ti", "title"], "title"),
+        (["title"], "title"),
+        (["<0x74>", "t", "ti"], "ti"),
+        (["<0x74>"], "<0x74>"),
+        (["po", "p", "n", "ne"], None),
+        (["t", "tom", "ti"], None),
+        ([], None),
+    ],
+)
+def test_the_longest_of_tokens_is_expected_if_all_begin_it(texts, expected):
+    token = longest_of(dict(enumerate(texts)))
+    assert (None if token < 0 else texts[token]) == expected
+
+
+@pytest.mark.parametrize("served", ["xgrammar", "guidance", "outlines"], indirect=True)
+def test_a_grammar_goes_ahead_and_comes_back(served):
+    generate(served.llm, *requests(served.backend))
+    manager, tokenizer = core(served.llm).structured_output_manager, served.llm.get_tokenizer()
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    regex = (StructuredOutputOptions.REGEX, "The total number (runs|leaves) today[.]")
+    grammar = manager.backend.compile_grammar(*regex, stop_token_ids={tokenizer.eos_token_id})
+    start = manager.backend.allocate_token_bitmask(2).fill_(ALL_ALLOWED)
+    grammar.fill_bitmask(start, 0)
+    ahead, text = GrammarAhead(grammar, manager), encode("The total number runs today.")
+    branch = len(encode("The total number"))
+    with ahead.behind([]):
+        for place, token in enumerate(text):
+            allowed = ahead.allowed(text[:place])
+            assert allowed.has(token)
+            assert allowed.expected == (-1 if place == branch else token)
+        assert ahead.allowed(text).expected == tokenizer.eos_token_id
+        assert ahead.allowed([*text, tokenizer.eos_token_id]) is None
+        assert ahead.allowed(text[:2]) == ahead.allowed(text[:2])
+    # What came before where the same is allowed; in a step that starts behind tokens of its own.
+    with ahead.behind(text[: branch + 1]):
+        assert ahead.allowed([]).expected == text[branch + 1]
+    with ahead.behind([]):
+        assert ahead.allowed(text[:branch]).expected == text[branch]
+        for count in range(2 * MOST_ROWS):
+            ahead.allowed(text[:count])
+        assert len(ahead.seen) <= MOST_ROWS
+    # The grammar is where it was.
+    grammar.fill_bitmask(start, 1)
+    assert start[0].equal(start[1])
+
+
 @pytest.mark.parametrize("served", ["xgrammar"], indirect=True)
 def test_masks_of_requests_that_each_have_a_block_of_rows(served, monkeypatch):
     """As vLLM 0.33 takes them, which also names tokens that requests that reason may not sample."""
@@ -236,6 +332,20 @@ def test_masks_of_requests_that_each_have_a_block_of_rows(served, monkeypatch):
     forbidden = np.unpackbits(~blocks[2, 0].view(np.uint8), bitorder="little").nonzero()[0]
     assert forbidden.tolist() == [31, 40]
     assert all((blocks[i, rows:] == ALL_ALLOWED).all() for i, rows in enumerate((3, 1, 1)))
+
+
+def test_output_equals_vllm_where_requests_are_preempted_and_aborted():
+    scarce = {"block_size": 32, "num_gpu_blocks_override": 17, "max_model_len": 384}
+    scarce["structured_outputs_config"] = {"backend": "xgrammar"}
+    prompts, params = requests("xgrammar")
+    with engine(GROWN, **scarce) as llm:
+        for _ in range(3):
+            llm.llm_engine.add_request("aborted", prompts[1], params[2])
+            for _ in range(4):
+                llm.llm_engine.step()
+            llm.llm_engine.abort_request(["aborted"])
+            assert generate(llm, prompts, params) == expected("xgrammar")
+        assert counter(llm, "num_preemptions") > 0
 
 
 class UntilEqualsSign(ReasoningParser):
@@ -287,8 +397,6 @@ def test_there_are_no_drafts_before_a_request_has_reasoned(monkeypatch):
 
 @pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
 def test_budgets_of_tokens_to_think_with(method):
-    ends = {"reasoning_start_str": "Question", "reasoning_end_str": "Answer"}
-    settings = {"reasoning_config": ends}
     prompts = [f"{prompt} Question" for prompt in read_prompts(6, max_words=60)]
 
     def params(budgets: list[int | None]) -> list[SamplingParams]:
@@ -299,10 +407,10 @@ def test_budgets_of_tokens_to_think_with(method):
         ]
 
     budgets = [None, 0, 1, 3, 7, 12]
-    with engine(**settings) as llm:
+    with engine(**THINKING) as llm:
         free = generate(llm, prompts, params([None] * 6))
         expected = generate(llm, prompts, params(budgets))
     assert [a == b for a, b in zip(free, expected, strict=True)] == [True, *[False] * 5]
-    with engine(method, **settings) as llm:
+    with engine(method, **THINKING) as llm:
         assert generate(llm, prompts, params(budgets)) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0

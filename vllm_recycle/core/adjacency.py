@@ -37,7 +37,7 @@ from vllm_recycle.core.state_file import is_int
 Scope = Literal["sequence", "shared", "isolated"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 MAX_STEADINESS = 3
-MAX_CONTEXT = 8
+MAX_CONTEXT = 16
 MIB = 1 << 20
 NEVER_WRITTEN = -1
 MAX_SALT = 2**31 - 1
@@ -229,18 +229,39 @@ class AdjacencyMatrix:
         table[(heads >= 0) & (heads & 4 != 0)] = NEVER_WRITTEN
         return table
 
-    def find_entry(self, context: Sequence[int], salt: int) -> tuple[int, int, int] | None:
-        """The entry to draft from: that of the longest context that is known, an own one first.
+    def find_entry(
+        self, context: Sequence[int], salt: int, rates: torch.Tensor
+    ) -> tuple[int, int, int] | None:
+        """The entry to draft from: of the longest context that is known the surer one.
+
+        That is the one whose first successor is right more often; of equal ones it is the own one.
+
+        Args:
+            context, salt: see `MatrixLayout.each_address`.
+            rates: floating [contexts, 2, k, 4], see `acceptance.rates`.
 
         Returns:
             Its address, the index of its length among `contexts`, and 1 for an own entry; None
             where nothing is known.
 
         """
-        return next(reversed(self.known_entries(context, salt)), None)
+
+        def rate(entry: tuple[int, int, int]) -> float:
+            address, index, own = entry
+            return float(rates[index, own, 0, int(self.table[address, 0]) & 3])
+
+        return max(reversed(self.longest_entries(context, salt)), key=rate, default=None)
+
+    def longest_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
+        """The known entries of the longest context that is known, the shared one first."""
+        known = self.known_entries(context, salt)
+        return [entry for entry in known if entry[1] == known[-1][1]]
 
     def known_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
-        """All known entries of a context: shorter lengths first, of one length the shared entry."""
+        """All known entries of a context: shorter lengths first, of one length the shared entry.
+
+        Each as `find_entry` returns it.
+        """
         return [
             (address, index, own)
             for index, own, address, head in self.layout.each_address(context, salt)

@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,34 @@ class Trunks(NamedTuple):
         return {token: chance for token, chance in pairs if token != NO_TOKEN}
 
 
+class Allowed(NamedTuple):
+    """What a grammar allows at a row.
+
+    Attributes:
+        words: int32 [words]; token t is allowed where bit t % 32 of word t // 32 is set.
+        expected: an allowed token that is to be expected there, if any; else -1.
+
+    """
+
+    words: torch.Tensor
+    expected: int = NO_TOKEN
+
+    def has(self, token: int) -> bool:
+        """Whether a token is allowed."""
+        word = token // 32
+        return word < len(self.words) and bool(int(self.words[word]) >> token % 32 & 1)
+
+
+class Grammar(Protocol):
+    """What a text has to follow, looked at ahead of its end."""
+
+    def allowed(self, path: Sequence[int]) -> Allowed | None:
+        """What is allowed behind a path of tokens below the text; None where that is not said.
+
+        While a draft is made it says the same of a path whenever it is asked.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class TextEnds:
     """Texts of requests, and how far is drafted below them.
@@ -55,6 +83,7 @@ class TextEnds:
         ends: of the texts.
         max_depths: of each the most levels of its tree below the root.
         trunks: of a draft model; None where there is none.
+        grammars: of each text the one that it follows, or None; None where no text has one.
 
     """
 
@@ -62,6 +91,7 @@ class TextEnds:
     ends: Ends
     max_depths: Sequence[int]
     trunks: Trunks | None = None
+    grammars: Sequence[Grammar | None] | None = None
 
     def only(self, index: int) -> TextEnds:
         """One of these."""
@@ -69,7 +99,13 @@ class TextEnds:
         is_token = None if ends.is_token is None else ends.is_token[one]
         ends = Ends(ends.token_ids[one], ends.last[one], is_token)
         trunks = self.trunks and Trunks(*(values[one] for values in self.trunks))
-        return TextEnds(self.idx_mapping[one], ends, self.max_depths[one], trunks)
+        grammars = self.grammars and self.grammars[one]
+        return TextEnds(self.idx_mapping[one], ends, self.max_depths[one], trunks, grammars)
+
+    def allowed(self, b: int, path: Sequence[int]) -> Allowed | None:
+        """See `Grammar.allowed`."""
+        grammar = self.grammars and self.grammars[b]
+        return grammar.allowed(path) if grammar else None
 
     def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
         """Tail, salt and depth of each."""
@@ -124,6 +160,9 @@ def grow(
     a draft model its choices are nodes too, in the place of the last successors of an entry there;
     the other ones share the chance that these leave.
 
+    What a grammar forbids is passed over, so that the next one has its chance. What it expects has
+    the chance that the others leave, all of it where nothing else is allowed.
+
     Args:
         matrix: what is drafted from.
         rates: floating [contexts, 2, k, 4], each from 0 to 1, see `AcceptanceTable.rates`.
@@ -143,6 +182,7 @@ def grow(
         depth = max_depth if levels is None else min(levels, max_depth)
         # The root, and then the nodes; place is that on the trunk, or NO_PLACE.
         contexts, depths, row_worths, places = [tail], [0], [1.0], [0]
+        paths: list[tuple[int, ...]] = [()]
         num_expanded, heap = Counter[int](), list[tuple[float, int, int, int, int, int]]()
         while True:
             row = len(contexts) - 1
@@ -150,7 +190,10 @@ def grow(
             if level < depth and num_expanded[level] != beam:
                 num_expanded[level] += 1
                 offered = {} if texts.trunks is None else texts.trunks.at(b, places[row])
-                following = _following(matrix, rates, contexts[row], salt, offered)[:ranks]
+                following = _following(matrix, rates, contexts[row], salt, offered)
+                if (allowed := texts.allowed(b, paths[row])) is not None:
+                    following = _what_is_allowed(following, allowed)
+                following = following[:ranks]
                 chances = torch.tensor([chance for _, chance in following], dtype=rates.dtype)
                 below = zip(following, (above * chances).tolist(), strict=True)
                 for rank, ((token, _), worth) in enumerate(below):
@@ -163,6 +206,7 @@ def grow(
             negative, level, parent, _, token, place = heapq.heappop(heap)
             token_ids[b, row], worths[b, row], parents[b, row + 1] = token, -negative, parent
             contexts.append([token, *contexts[parent]][: matrix.layout.reach])
+            paths.append((*paths[parent], token))
             depths.append(level)
             places.append(place)
             row_worths.append(-negative)
@@ -223,11 +267,25 @@ def _following(
     return sorted([*offered.items(), *rest], key=lambda pair: -pair[1])
 
 
+def _what_is_allowed(
+    following: list[tuple[int, float]], allowed: Allowed
+) -> list[tuple[int, float]]:
+    """What may follow under a grammar, and the chance of each; see `grow`."""
+    tokens = [token for token, _ in following if allowed.has(token)]
+    following = list(zip(tokens, (chance for _, chance in following), strict=False))
+    if allowed.expected == NO_TOKEN:
+        return following
+    others, left = [pair for pair in following if pair[0] != allowed.expected], 1.0
+    for _, chance in others:  # not `sum`, which rounds otherwise from Python 3.12 on
+        left -= chance
+    return sorted([*others, (allowed.expected, max(0.0, left))], key=lambda pair: -pair[1])
+
+
 def _successors(
     matrix: AdjacencyMatrix, rates: torch.Tensor, context: list[int], salt: int
 ) -> Iterator[tuple[int, int, float]]:
     """Rank and token of what may follow a context by its entry, and how often it is right."""
-    found = matrix.find_entry(context, salt)
+    found = matrix.find_entry(context, salt, rates)
     if found is None:
         return
     address, index, own = found

@@ -105,16 +105,13 @@ def _contexts(
 def _count(
     matrix: AdjacencyMatrix, increments: torch.Tensor, context: list[int], salt: int, token: int
 ) -> None:
-    """Count which successor of the entry that a draft is made from was right, and all as seen."""
-    found = matrix.find_entry(context, salt)
-    if found is None:
-        return
-    address, index, own = found
-    head, *successors, _ = matrix.table[address].tolist()
-    for rank, successor in enumerate(successors):
-        if successor != NO_TOKEN:
-            cell = increments[index, own, rank, head & 3]
-            cell += torch.tensor([float(successor == token), 1.0], dtype=cell.dtype)
+    """Count which successors of the entries that a draft may be made from were right, and all."""
+    for address, index, own in matrix.longest_entries(context, salt):
+        head, *successors, _ = matrix.table[address].tolist()
+        for rank, successor in enumerate(successors):
+            if successor != NO_TOKEN:
+                cell = increments[index, own, rank, head & 3]
+                cell += torch.tensor([float(successor == token), 1.0], dtype=cell.dtype)
 
 
 def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -> None:

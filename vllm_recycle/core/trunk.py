@@ -8,7 +8,8 @@ matrix knows beside and below them (`grow`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -55,16 +56,28 @@ Guess = Callable[[TextEnds], list[list[int]]]
 
 
 def draft_trunks(
-    texts: TextEnds, model: ChoosingModel, guess: Guess, *, gamma: int, reach: int
+    texts: TextEnds,
+    model: ChoosingModel,
+    guess: Guess,
+    acceptance: ChoiceAcceptance,
+    *,
+    gamma: int,
+    reach: int,
+    least_chance: float = 0.0,
 ) -> Trunks:
-    """Draft a trunk of at most gamma tokens below each text, by as many forwards as that takes.
+    """Draft a trunk of at most gamma tokens below each text, by as many forwards as pay.
+
+    A forward more pays as a row does: by the chance that what it adds is reached.
 
     Args:
         texts: of each of which a trunk is drafted, no longer than `max_depths`.
         model: what drafts.
         guess: what the model is to try below some texts, no deeper than their `max_depths`.
+        acceptance: how often its choices were right.
         gamma: the most tokens of a trunk.
         reach: tokens at the end of a text that `guess` looks at.
+        least_chance: a trunk goes on where the chance that all of it is right, times the trunks
+            that share the forward, is no less than this.
 
     Returns:
         The trunks, with probabilities in the place of chances.
@@ -76,8 +89,9 @@ def draft_trunks(
     # Text before, and the trunk so far.
     written = [tail[::-1] for tail in texts.ends.tails(reach)]
     new = [[text[-1]] for text in written]
-    lengths = [0] * batch
-    while active := [b for b in range(batch) if lengths[b] < min(gamma, texts.max_depths[b])]:
+    lengths, reached = [0] * batch, [1.0] * batch
+    drafting = [b for b in range(batch) if min(gamma, texts.max_depths[b])]
+    while active := drafting:
         ends = [written[b][-reach:] for b in active]
         idx_mapping = texts.idx_mapping[active]
         # At the last token that is guessed the model says one more.
@@ -87,6 +101,7 @@ def draft_trunks(
         padded = (_padded([new[b] for b in active]), _padded(guesses))
         chosen, probable = model.choose(idx_mapping, *padded, CHOICES)
         best = chosen[:, :, 0].tolist()
+        chance = acceptance.chances(Trunks(chosen, probable)).chances[:, :, 0].tolist()
         for index, (b, tried) in enumerate(zip(active, guesses, strict=True)):
             right = 0
             while right < len(tried) and tried[right] == best[index][right]:
@@ -97,7 +112,18 @@ def draft_trunks(
             new[b] = best[index][: right + 1]
             written[b] += new[b]
             lengths[b] += right + 1
+            reached[b] *= math.prod(chance[index][: right + 1])
+        goes_on = {b: reached[b] for b in active if lengths[b] < min(gamma, texts.max_depths[b])}
+        drafting = _that_pay(goes_on, least_chance)
     return Trunks(token_ids, chances)
+
+
+def _that_pay(reached: Mapping[int, float], least_chance: float) -> list[int]:
+    """The most trunks, the surest ones, that each pay an equal part of a forward, ascending."""
+    surest = sorted(reached, key=lambda b: -reached[b])
+    counts = range(len(surest), 0, -1)
+    most = (count for count in counts if count * reached[surest[count - 1]] >= least_chance)
+    return sorted(surest[: next(most, 0)])
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:

@@ -71,30 +71,36 @@ def check(
 def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    on_ranks = parallel.world_size_across_dp > 1
     return {
         # On a CPU vLLM's own drafts end it at start-up: the first stages have no drafter.
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         # Without speculation vLLM starts there with these two, and ends at the first request.
-        "--enable-expert-parallel on a CPU": parallel.enable_expert_parallel and not on_v2,
+        "--enable-expert-parallel on several ranks on a CPU": (
+            parallel.enable_expert_parallel and on_ranks and not on_v2
+        ),
         f"{LOCKSTEP} on a CPU": keeps_step(vllm_config) and not on_v2,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         # vLLM has neither with speculation on Model Runner V2, and would leave that.
         "--enable-dbo or --ubatch-size": parallel.use_ubatching,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
-        "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
         "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
-        "--ec-transfer-config": vllm_config.ec_transfer_config is not None,
+        # Seen to be right on a CPU alone.
+        "--kv-sharing-fast-prefill on a GPU": cache.kv_sharing_fast_prefill and on_v2,
+        "--ec-transfer-config on a GPU": vllm_config.ec_transfer_config is not None and on_v2,
+        # vLLM starts with any, and writes beyond the end of its cache.
+        f"--kv-cache-dtype {cache.cache_dtype} on a CPU": (
+            cache.cache_dtype not in _cpu_cache_dtypes(model) and not on_v2
+        ),
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
         "--logits-processors": bool(model.logits_processors),
+        # With speculation vLLM leaves it out in silence.
         "an installed plugin of vllm.logits_processors": bool(
             entry_points(group="vllm.logits_processors")
-        ),
-        # vLLM would start, and then refuse each request that it is for.
-        "--structured-outputs-config.backend lm-format-enforcer": (
-            vllm_config.structured_outputs_config.backend == "lm-format-enforcer"
         ),
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
         "--return-sampling-mask": model.return_sampling_mask,
@@ -116,6 +122,8 @@ def unsupported_by_trees(
     return {
         "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
+        # Its metadata have no room for trees.
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
         LOCKSTEP: keeps_step(vllm_config),
@@ -125,6 +133,11 @@ def unsupported_by_trees(
         "--attention-config.backend_per_kind": bool(attention.backend_per_kind),
         **_attention_of("model", model),
     }
+
+
+def _cpu_cache_dtypes(model: Any) -> tuple[str, ...]:
+    """What vLLM's attention on a CPU has kernels for."""
+    return ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", str(model.dtype).removeprefix("torch."))
 
 
 def has_states(model: Any) -> bool:

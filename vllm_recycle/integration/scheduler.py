@@ -66,6 +66,9 @@ class TreeScheduler(Scheduler):
             self.dynamic_sd_lookup = SizeTable(self.sizes)
         stride = None if packs_grammar_masks() else 1 + self.num_spec_tokens
         self.masks = GrammarMasks(self.structured_output_manager, stride)
+        # Else grammars are not where drafts grow, and what they forbid is taken out afterwards.
+        parallel = vllm_config.parallel_config
+        self.drafts_here = parallel.distributed_executor_backend == "uni"
         self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         if isinstance(options, DraftModelOptions):
@@ -90,6 +93,11 @@ class TreeScheduler(Scheduler):
             output.draft_parents = {
                 name: self.requests[name].draft_parents[: len(draft)]
                 for name, draft in output.scheduled_spec_decode_tokens.items()
+            }
+            output.grammars = {
+                request.request_id: self.masks.ahead(request)
+                for request in self._structured(output)
+                if self.drafts_here and self.masks.is_constrained(request)
             }
             # Streamed prompts that wait for more, or for room; each comes back as a new request.
             output.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
@@ -183,18 +191,21 @@ class TreeScheduler(Scheduler):
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> GrammarOutput | None:
         """As vLLM's, for trees: a mask for each row of each request that follows a grammar."""
-        if not scheduler_output.has_structured_output_requests:
+        if not (requests := self._structured(scheduler_output)):
             return None
+        masks = self.masks.fill(requests, scheduler_output.scheduled_spec_decode_tokens)
+        return GrammarOutput([request.request_id for request in requests], masks)
+
+    def _structured(self, scheduler_output: Any) -> list[Any]:
+        """The requests of a step that are sampled for and have a grammar."""
+        if not scheduler_output.has_structured_output_requests:
+            return []
         scheduled = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
-        requests = [
+        return [
             request
             for request in scheduled
             if request and request.use_structured_output and not request.is_prefill_chunk
         ]
-        if not requests:
-            return None
-        masks = self.masks.fill(requests, scheduler_output.scheduled_spec_decode_tokens)
-        return GrammarOutput([request.request_id for request in requests], masks)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         # Scheduling step by step, vLLM drops the tokens of an accepted path that lie behind a stop,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engines import TOKEN_RECYCLING, counter, engine, generate, read_prompts
+import pytest
+from derived_models import deepseek
+from engines import TARGET, TOKEN_RECYCLING, counter, engine, generate, read_prompts
 from vllm import SamplingParams
 
 PROMPTS = read_prompts(12)
@@ -12,11 +14,13 @@ METHOD = {**TOKEN_RECYCLING, "row_cost": 0.02}
 NEAR_TIE_NATS = 0.2
 
 
-def test_outputs_part_only_where_the_two_best_tokens_are_close():
+@pytest.mark.parametrize("make", [None, deepseek], ids=["the target", "MLA"])
+def test_outputs_part_only_where_the_two_best_tokens_are_close(make, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=48, logprobs=2)
-    with engine(dtype="bfloat16") as llm:
+    model = TARGET if make is None else make(tmp_path / "model")
+    with engine(model=model, dtype="bfloat16") as llm:
         expected = [r.outputs[0] for r in llm.generate(PROMPTS, params, use_tqdm=False)]
-    with engine(METHOD, dtype="bfloat16") as llm:
+    with engine(METHOD, model=model, dtype="bfloat16") as llm:
         greedy = SamplingParams(temperature=0, max_tokens=48)
         got = [ids for (ids,) in generate(llm, PROMPTS, greedy)]
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0

@@ -210,7 +210,7 @@ class TestDraftCache:
                 while llm.llm_engine.has_unfinished_requests():
                     llm.llm_engine.step()
                     step += 1
-                    running = core(llm).scheduler.running if step % 5 == 0 else ()
+                    running = core(llm).scheduler.running if step % 4 == 0 else ()
                     found += [self.largest_difference(llm, request, draft) for request in running]
             assert counter(llm, "num_preemptions") > 0
             assert counter(llm, "prefix_cache_hits") > 0

@@ -22,7 +22,7 @@ def test_a_round_is_left_out_where_such_rounds_gave_less_and_is_looked_at_again(
     assert rounds.pays(2, 3.0)
 
 
-def test_a_round_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
+def test_a_forward_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
     monkeypatch.setattr(trunk, "from_first_rank", lambda value: value)
     rounds = Rounds(cost=0.5)
     for _ in range(CORRECT_EVERY):
@@ -30,3 +30,12 @@ def test_a_round_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
         rounds.served(0.2)
         rounds.gave(1, 1.0, rate=2.0, seconds=0.05)
     assert rounds.cost == pytest.approx(0.25)
+
+
+def test_a_forward_pays_by_what_such_rounds_gave():
+    rounds = Rounds(cost=0.25)
+    assert rounds.least_chance(1, 2.0) == 0.5
+    rounds.gave(1, 2.0, rate=3.0, seconds=0.1)
+    assert rounds.least_chance(1, 2.0) == 0.75
+    rounds.gave(8, 10.0, rate=9.0, seconds=0.1)
+    assert rounds.least_chance(8, 10.0) == 2.5

@@ -13,18 +13,10 @@ from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.cpu import build, calls
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
-pytestmark = [
-    pytest.mark.skipif(
-        not torch.cpu._is_avx2_supported() or build.load_library() is None,
-        reason="the bits are those of x86, in C++",
-    ),
-    # To be taken away when it was seen to pass there.
-    pytest.mark.xfail(
-        torch.cpu._is_avx512_supported(),
-        reason="written for AVX-512, and not run there yet",
-        strict=False,
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx2_supported() or build.load_library() is None,
+    reason="the bits are those of x86, in C++",
+)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_layouts import STALE
-from growth_settings import some_trunks
+from growth_settings import some_grammars, some_trunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recycling_steps import as_tensors, ends_of, make_matrix
+from recycling_steps import as_tensors, ends_of, make_matrix, started, write
 from strategies import batch_trees, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Ends
-from vllm_recycle.core.grow import TextEnds
+from vllm_recycle.core.grow import Allowed, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
@@ -24,7 +24,7 @@ from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import build, calls
 
-VOCABS, LENGTHS = [3, 5, 40], [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 4, 8)]
+VOCABS, LENGTHS = [3, 5, 40], [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 4, 16)]
 
 pytestmark = pytest.mark.skipif(
     build.load_library() is None, reason="no C++ compiler on this machine"
@@ -107,9 +107,11 @@ def test_drafts_equal_those_of_the_reference(
     ends = ends_of(random_texts(matrix, batch))
     if has_flags:
         ends = replace(ends, is_token=torch.rand(ends.token_ids.shape) < 0.9)
-    trunks = data.draw(st.none() | some_trunks(batch, tokens=min(4, matrix.layout.vocab_size)))
+    tokens = min(4, matrix.layout.vocab_size)
+    trunks = data.draw(st.none() | some_trunks(batch, tokens=tokens))
+    grammars = data.draw(some_grammars(batch, tokens=tokens))
     depths = torch.randint(6, (batch,)).tolist()
-    texts = TextEnds(torch.randperm(3)[:batch], ends, depths, trunks)
+    texts = TextEnds(torch.randperm(3)[:batch], ends, depths, trunks, grammars)
     counts, before = counts_for(matrix, equal=equal), matrix.table.clone()
     options = {"num_other_rows": others, "max_nodes": max_nodes, "tree": tree}
     expected, got = (
@@ -118,6 +120,20 @@ def test_drafts_equal_those_of_the_reference(
     assert got == expected
     assert all(draft[-1] >= 0 for draft in got[0] if draft)
     assert matrix.table.equal(before)
+
+
+def test_what_a_grammar_expects_comes_beside_all_successors():
+    class Expects2:
+        def allowed(self, path):
+            return Allowed(torch.tensor([0b101], dtype=torch.int32), 2)
+
+    matrix, one = started(k=1), torch.tensor([0])
+    write(matrix, 0, [1], [0])
+    texts = TextEnds(one, ends_of([[1]]), [1], grammars=[Expects2()])
+    counts, prices = counts_for(matrix, equal=False), {TREES: StepTimes.linear(0.0, 4).at(1, 0)}
+    for twin in (reference, calls):
+        drafts = twin.draft(matrix, counts, texts, prices=prices, num_other_rows=0, max_nodes=2)
+        assert sorted(drafts.token_ids[0]) == [0, 2]
 
 
 @MANY

@@ -207,7 +207,7 @@ def combine_case(head_size: int, *, sinks: bool = False) -> Case:
 
 
 # Llama-3's vocabulary, eight successors, a quarter of a million entries that are hashed.
-LAYOUT = MatrixLayout(128_256, 8, (1, 2, 4, 8), 1 << 18, True, True)
+LAYOUT = MatrixLayout(128_256, 8, (1, 2, 4, 16), 1 << 18, True, True)
 TEXTS = {"all_token_ids": "*i32:16", "all_token_ids_stride": "i32:16", "lengths": "*i32:16"}
 
 

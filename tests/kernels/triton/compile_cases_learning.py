@@ -21,7 +21,7 @@ def learning_cases() -> Iterator[Case]:
     """With the default k and contexts; and with the largest, of a sequence that shares nothing."""
     yield from top_k_cases("bf16", vocab=VOCAB)
     yield from top_k_cases("fp32", vocab=32_000)
-    for contexts, k, shares in (((1, 2, 4, 8), 8, True), (tuple(range(1, 9)), 64, False)):
+    for contexts, k, shares in (((1, 2, 4, 16), 8, True), (tuple(range(1, 17)), 64, False)):
         layout = MatrixLayout(VOCAB, k, contexts, 1 << 22, True, shares)
         yield from step_cases(layout, counted=shares)
         yield from seed_cases(layout)

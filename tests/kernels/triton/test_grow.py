@@ -135,7 +135,7 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
 @pytest.mark.parametrize(
     ("k", "contexts", "max_nodes", "beam", "levels"),
     [
-        (8, (1, 2, 4, 8), 80, 16, 8),
+        (8, (1, 2, 4, 16), 80, 16, 8),
         (8, (1, 2, 3, 4), 15, 15, 12),
         (1, (1,), 1, 1, 1),
         (1, (1, 3), 20, 4, 30),
@@ -166,7 +166,7 @@ def test_what_is_filled_equals_python(setting, tree):
     check_filled(setting, tree)
 
 
-@pytest.mark.parametrize("contexts", [(1,), (1, 2, 4, 8)])
+@pytest.mark.parametrize("contexts", [(1,), (1, 2, 4, 16)])
 @pytest.mark.parametrize("name", ["paper-80", "default"])
 def test_shipped_templates_are_filled_from_any_contexts(name, contexts):
     setting, tree = random_setting(8, contexts, max_nodes=80, beam=16, levels=8), load_tree(name)
@@ -197,6 +197,6 @@ def test_levels_end_where_none_of_the_next_could_be_among_the_nodes(max_nodes, l
 
     found, looked = module.find_entry, []
     monkeypatch.setattr(module, "find_entry", lambda *args: looked.append(1) or found(*args))
-    setting = random_setting(8, (1, 2, 4, 8), max_nodes=max_nodes, beam=16, levels=8)
+    setting = random_setting(8, (1, 2, 4, 16), max_nodes=max_nodes, beam=16, levels=8)
     check(replace(setting, texts=setting.texts[:1], max_depths=setting.max_depths[:1]))
     assert len(looked) == levels

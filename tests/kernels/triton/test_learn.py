@@ -117,7 +117,7 @@ def part_of(step: VerifiedStep, learns: list[int]) -> VerifiedStep:
 @given(
     seed=st.integers(0, 10**6),
     scope=st.sampled_from(SCOPES),
-    contexts=st.sampled_from([(1,), (1, 2), (1, 2, 4, 8)]),
+    contexts=st.sampled_from([(1,), (1, 2), (1, 2, 4, 16)]),
     slots=st.sampled_from([1, 4, 64, 1 << 20]),
     max_rows=st.sampled_from([1, 5, 40]),
     counted=st.booleans(),

@@ -178,6 +178,9 @@ class Round:
         texts: of the step.
         block_table: int32 [batch, blocks], of the draft's layers.
 
+    Attributes:
+        num_forwards: that drafted, so far.
+
     """
 
     def __init__(self, drafter: DraftModel, texts: TextEnds, block_table: torch.Tensor) -> None:
@@ -190,6 +193,7 @@ class Round:
         self.ends[self.idx_mapping] = texts.ends.last
         self.are_new = self.known.are_new.copy()
         self.known.are_new[self.idx_mapping] = False
+        self.num_forwards = 0
 
     def catch_up(self, num_drafting: int) -> None:
         """Take in what cannot wait for the first draft forward, or does not fit into it."""
@@ -258,6 +262,7 @@ class Round:
             counts = num_rows[chunk]
             tries = [row[:count] for row, count in zip(rows[chunk], counts, strict=True)]
             hidden = self._run(idx_mapping[chunk].numpy(), heads[chunk], tries)
+            self.num_forwards += 1
             there = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.bool)
             there.numpy()[chunk] = np.arange(there.shape[1]) <= counts[:, None]
             yield there, self.drafter.model.compute_logits(hidden)

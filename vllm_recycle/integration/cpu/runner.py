@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -286,8 +287,13 @@ class TreeCPUModelRunner(CPUModelRunner):
             computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
             may_draft = goes_on and num_nodes > 0 and may_speculate(params)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
-        texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths)
-        drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
+        grammars = [scheduler_output.grammars.get(name) for name in batch.req_ids]
+        texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
+        with ExitStack() as stack:
+            for grammar, token_ids in zip(grammars, sampled_token_ids, strict=True):
+                if grammar is not None:
+                    stack.enter_context(grammar.behind(token_ids))
+            drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)
             self.drafter.serve(self.step, context, time.perf_counter() - self.began)

@@ -34,14 +34,14 @@ class Rounds:
     """What rounds take, in parts of a step without drafts, and what they give.
 
     Attributes:
-        cost: of a round, as it is believed.
+        cost: of a forward, as it is believed.
 
     """
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
         self._promises: dict[tuple[int, int], float] = {}
-        self._seconds = self._unit = 0.0  # of a round, and of a step without drafts
+        self._seconds = self._unit = 0.0  # of a forward, and of a step without drafts
         self._num_left_out = self._num_made = 0
 
     def pays(self, num_reqs: int, alone: float) -> bool:
@@ -51,8 +51,18 @@ class Rounds:
         self._num_left_out += 1
         return self._num_left_out % LOOK_EVERY == 0
 
+    def least_chance(self, num_reqs: int, alone: float) -> float:
+        """What a forward costs in tokens, where a step without a round gives so many by its time.
+
+        See `draft_trunks`.
+        """
+        return self.cost * max(alone, self._promises.get(_like(num_reqs, alone), alone))
+
     def gave(self, num_reqs: int, alone: float, rate: float, seconds: float) -> None:
-        """Take in a round, which took so long, and the tokens by the time of the step behind it."""
+        """Take in a round whose forwards took so long, and the rate of the step behind it.
+
+        A rate is in tokens by the time of the step and the round.
+        """
         like = _like(num_reqs, alone)
         self._promises[like] = _moved(self._promises.get(like, rate), rate)
         self._seconds = _moved(self._seconds or seconds, seconds)
@@ -84,7 +94,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         num_rounds: drafts along a trunk so far, counted once for each request.
         num_forwards: draft forwards so far.
         round_seconds: what the draft model took after the last step.
-        added: to the price of a step, for the round that was made for it.
+        added: to the price of a step, for the forwards that were made for it.
 
     """
 
@@ -126,18 +136,20 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             drafting.fill_blocks()
             self.round_seconds = time.perf_counter() - started
             return super().draft(texts, num_nodes, block_tables)
-        trunks = self._draft_trunks(replace(texts, max_depths=depths), drafting)
+        least_chance = self.rounds.least_chance(batch, alone) if is_priced else 0.0
+        trunks = self._draft_trunks(replace(texts, max_depths=depths), drafting, least_chance)
         for kept, values in zip(self.trunks, trunks, strict=True):
             kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
-        self.added = self.rounds.cost if is_priced else 0.0
+        self.added = self.rounds.cost * drafting.num_forwards if is_priced else 0.0
         texts = replace(texts, trunks=self.choices.chances(trunks))
         drafts = super().draft(texts, num_nodes, block_tables)
         if is_priced and drafts.rate:
-            self.rounds.gave(batch, alone, drafts.rate, self.round_seconds)
+            each = self.round_seconds / drafting.num_forwards
+            self.rounds.gave(batch, alone, drafts.rate, each)
         return drafts
 
-    def _draft_trunks(self, texts: TextEnds, drafting: Round) -> Trunks:
+    def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
         """Trunks below some texts; what the draft model tries is drafted from the matrix."""
         depths, state, operations = texts.max_depths, self.proposer.state, self.proposer.operations
         num_drafting = len([depth for depth in depths if depth])
@@ -157,7 +169,15 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             ).token_ids
 
         reach = self.proposer.layout.reach
-        return draft_trunks(texts, drafting, guess, gamma=self.gamma, reach=reach)
+        return draft_trunks(
+            texts,
+            drafting,
+            guess,
+            self.choices,
+            gamma=self.gamma,
+            reach=reach,
+            least_chance=least_chance,
+        )
 
     def _rate_alone(self, texts: TextEnds, num_nodes: int) -> float:
         """Expected tokens, by the time of the step, of drafts without a trunk."""
@@ -186,9 +206,8 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             started = time.perf_counter()
             self.model.compute_logits(self.run(1))
             seconds.append(time.perf_counter() - started)
-        share = from_first_rank(min(seconds) / step_seconds)
-        self.rounds.cost = self.gamma * share
-        return f"; a forward of the draft model takes {share:.2f} of a step"
+        self.rounds.cost = from_first_rank(min(seconds) / step_seconds)
+        return f"; a forward of the draft model takes {self.rounds.cost:.2f} of a step"
 
     def reset(self) -> None:
         super().reset()
@@ -199,4 +218,4 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
-        return super().statistics() | counted | {"round_cost": self.rounds.cost}
+        return super().statistics() | counted | {"forward_cost": self.rounds.cost}

@@ -58,7 +58,7 @@ class TokenRecyclingOptions(MethodOptions):
     k: int = 8
     tree: str = DYNAMIC
     max_nodes: int | None = None
-    contexts: tuple[int, ...] = (1, 2, 4, 8)
+    contexts: tuple[int, ...] = (1, 2, 4, 16)
     context_mib: int = 64
     scope: str = "sequence"
     matrix_file: str | None = None
@@ -83,7 +83,7 @@ class TokenRecyclingOptions(MethodOptions):
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         # A list of contexts, as any that travels in JSON.
-        defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 8], "context_mib": 64}
+        defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 16], "context_mib": 64}
         defaults |= PRESETS.get(given.get("preset") or "", {})
         if (given.get("tree") or defaults["tree"]) == DYNAMIC:
             defaults["max_nodes"] = DYNAMIC_MAX_NODES_ON_GPU if on_gpu else DYNAMIC_MAX_NODES

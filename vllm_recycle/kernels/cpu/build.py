@@ -43,7 +43,7 @@ SIGNATURES = {
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    "draft": "ppppp" + "i" + "pppp" + "iiiii" + "ppp" + "i" + "pp" + "i" + "pp",
+    "draft": "ppppp" + "i" + "pppp" + "ii" + "pp" + "iii" + "ppp" + "i" + "pp" + "i" + "pp",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
     "top_k_rows": "p" + "iiiiii" + "pp",

@@ -6,8 +6,9 @@ This module satisfies `vllm_recycle.core.operations.Operations`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from ctypes import c_int64, c_void_p
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, c_int64, c_void_p
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ import torch
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix, Ends
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.grow import Allowed, Grammar, TextEnds, Trunks
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import CHAINS, TREES
@@ -118,6 +119,40 @@ def _trunks(trunks: Trunks | None, batch: int) -> tuple[int | None, int | None, 
     return _pointer(trunks.token_ids), chances, gamma, choices
 
 
+class _Allowed(ctypes.Structure):
+    """As `Allowed` in matrix.cpp."""
+
+    _fields_ = (("words", c_void_p), ("num_words", c_int64), ("expected", c_int64))
+
+
+ASK = ctypes.CFUNCTYPE(None, c_int64, POINTER(c_int64), c_int64, POINTER(_Allowed))
+
+
+@contextmanager
+def _grammars(grammars: Sequence[Grammar | None] | None) -> Iterator[tuple[Any, Any]]:
+    """For C++: which texts have a grammar, and a function that asks it."""
+    if grammars is None or not any(grammars):
+        yield None, None
+        return
+    failures: list[Exception] = []
+    kept: Allowed | None = None  # C++ reads its words until it asks again
+
+    def ask(b: int, path: Any, length: int, allowed: Any) -> None:
+        nonlocal kept
+        try:
+            grammar = grammars[b]
+            kept = grammar.allowed(path[:length]) if grammar else None
+            if kept is not None:
+                words = _pointer(kept.words, torch.int32)
+                allowed[0] = _Allowed(words, len(kept.words), kept.expected)
+        except Exception as error:  # which ends here, below C++
+            failures.append(error)
+
+    yield _numbers([grammar is not None for grammar in grammars]), ASK(ask)
+    if failures:
+        raise failures[0]
+
+
 def draft(
     matrix: AdjacencyMatrix,
     counts: torch.Tensor,
@@ -135,23 +170,25 @@ def draft(
     template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
     (num_times,) = {len(times) for times in prices.values()}
     rate = ctypes.c_double()
-    size = _library().draft(
-        _matrix(matrix),
-        _pointer(counts, torch.float64),
-        _pointer(texts.idx_mapping),
-        *_ends(texts.ends),
-        _numbers(texts.max_depths),
-        *_trunks(texts.trunks, batch),
-        batch,
-        num_other_rows,
-        max_nodes,
-        *_pointers(*template),
-        0 if tree is None else tree.num_nodes,
-        *(_pointer(prices.get(kind), torch.float64) for kind in (TREES, CHAINS)),
-        num_times,
-        found,
-        ctypes.byref(rate),
-    )
+    with _grammars(texts.grammars) as grammars:
+        size = _library().draft(
+            _matrix(matrix),
+            _pointer(counts, torch.float64),
+            _pointer(texts.idx_mapping),
+            *_ends(texts.ends),
+            _numbers(texts.max_depths),
+            *_trunks(texts.trunks, batch),
+            *grammars,
+            batch,
+            num_other_rows,
+            max_nodes,
+            *_pointers(*template),
+            0 if tree is None else tree.num_nodes,
+            *(_pointer(prices.get(kind), torch.float64) for kind in (TREES, CHAINS)),
+            num_times,
+            found,
+            ctypes.byref(rate),
+        )
     numbers = iter(found[:size])
     drafts = Drafts([], [], rate.value)
     for count in numbers:

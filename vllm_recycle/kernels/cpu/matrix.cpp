@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t STEADINESSES = 4;
 constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
-constexpr int64_t MAX_REACH = 8;
+constexpr int64_t MAX_REACH = 16;
 constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
-constexpr int64_t NO_PLACE = -1;
+constexpr int64_t NO_PLACE = -1, ALL_RANKS = INT64_MAX;
 constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 
@@ -107,13 +107,21 @@ void each_address(const Matrix& matrix, const Context& context, int64_t salt, Vi
   }
 }
 
-// The entry to draft from; its `entry` is null where nothing is known.
-Address find_entry(const Matrix& matrix, const Context& context, int64_t salt) {
-  Address found = {};
+// Known entries of a context, by whether they are own; `entry` is null for none.
+struct Known {
+  Address of[2] = {};
+};
+
+// The known entries of the longest context that is known.
+Known find_longest(const Matrix& matrix, const Context& context, int64_t salt) {
+  Known longest;
+  int64_t index = -1;
   each_address(matrix, context, salt, [&](const Address& address) {
-    if (address.is_known()) found = address;
+    if (!address.is_known()) return;
+    if (address.index != index) longest = {}, index = address.index;
+    longest.of[address.own] = address;
   });
-  return found;
+  return longest;
 }
 
 // An entry to be written; its steadiness is already in the head.
@@ -135,18 +143,18 @@ void apply(const Matrix& matrix, const Write& write) {
   write.entry[1 + matrix.k] = write.salt;
 }
 
-// Which successor of the entry that a draft is made from was right, and all as seen.
+// Which successors of the entries that a draft may be made from were right, and all as seen.
 void count(const Matrix& matrix, double* increments, const Context& context, int64_t salt,
            int64_t token) {
-  const Address found = find_entry(matrix, context, salt);
-  if (!found.entry) return;
-  for (int64_t rank = 0; rank < matrix.k; rank++) {
-    if (found.entry[1 + rank] < 0) continue;
-    const int64_t ranks = (found.index * 2 + found.own) * matrix.k + rank;
-    for (int64_t steadiness : {int64_t(found.entry[0] & 3), STEADINESSES}) {
-      double* cell = increments + (ranks * CELLS + steadiness) * 2;
-      cell[0] += found.entry[1 + rank] == token;
-      cell[1] += 1.0;
+  for (const Address& found : find_longest(matrix, context, salt).of) {
+    for (int64_t rank = 0; found.entry && rank < matrix.k; rank++) {
+      if (found.entry[1 + rank] < 0) continue;
+      const int64_t ranks = (found.index * 2 + found.own) * matrix.k + rank;
+      for (int64_t steadiness : {int64_t(found.entry[0] & 3), STEADINESSES}) {
+        double* cell = increments + (ranks * CELLS + steadiness) * 2;
+        cell[0] += found.entry[1 + rank] == token;
+        cell[1] += 1.0;
+      }
     }
   }
 }
@@ -194,6 +202,34 @@ struct Follower {
   int64_t place;
 };
 
+// What a grammar allows at a row, see Allowed; all where there are no words.
+struct Allowed {
+  const int32_t* words;
+  int64_t num_words, expected;
+
+  bool has(int64_t token) const {
+    if (!words) return true;
+    return token / 32 < num_words && uint32_t(words[token / 32]) >> token % 32 & 1;
+  }
+};
+
+// Of which texts there is a grammar, and what asks it behind a path below one of them; null for none.
+struct Grammars {
+  const int64_t* follows;
+  void (*ask)(int64_t b, const int64_t* path, int64_t length, Allowed* allowed);
+
+  // At a row of a tree, by the tokens of its nodes and by their parents.
+  Allowed at(int64_t b, int64_t row, const int64_t* token_ids, const int64_t* parents) const {
+    Allowed allowed = {nullptr, 0, -1};
+    if (!ask || !follows[b]) return allowed;
+    std::vector<int64_t> path;
+    for (; row; row = parents[row - 1]) path.push_back(token_ids[row - 1]);
+    std::reverse(path.begin(), path.end());
+    ask(b, path.data(), int64_t(path.size()), &allowed);
+    return allowed;
+  }
+};
+
 // What is drafted from, and below which texts.
 struct Source {
   const Matrix& matrix;
@@ -201,11 +237,15 @@ struct Source {
   Ends ends;
   const int64_t* max_depths;
   Trunks trunks;
+  Grammars grammars;
   int64_t batch;
   std::vector<double> rates;  // of each successor by its rank, STEADINESSES of each
 
+  // The entry to draft from, the surer one; its `entry` is null where nothing is known.
   Address find(const Context& context, int64_t b) const {
-    return find_entry(matrix, context, matrix.salts[idx_mapping[b]]);
+    const auto [shared, own] = find_longest(matrix, context, matrix.salts[idx_mapping[b]]).of;
+    if (!own.entry) return shared;
+    return shared.entry && *rates_of(shared) > *rates_of(own) ? shared : own;
   }
   const double* rates_of(const Address& found) const {
     const int64_t first = (found.index * 2 + found.own) * matrix.k;
@@ -224,6 +264,12 @@ std::vector<double> find_rates(const double* counts, int64_t num_successors) {
     }
   }
   return rates;
+}
+
+void sort_best_first(std::vector<Follower>& following) {
+  std::stable_sort(
+      following.begin(), following.end(),
+      [](const Follower& one, const Follower& other) { return one.chance > other.chance; });
 }
 
 // See _following; those that are offered at a place of the trunk, and those of an entry.
@@ -261,11 +307,28 @@ void find_following(const Source& source, const Context& context, int64_t b, int
     const int64_t token = found.entry[1 + rank];
     if (token >= 0 && !is_offered(token)) following.push_back({token, *rate * share, NO_PLACE});
   }
-  if (offered) {
-    std::stable_sort(
-        following.begin(), following.end(),
-        [](const Follower& one, const Follower& other) { return one.chance > other.chance; });
+  if (offered) sort_best_first(following);
+}
+
+// See _what_is_allowed.
+void keep_allowed(const Allowed& allowed, std::vector<Follower>& following) {
+  if (!allowed.words) return;
+  size_t count = 0;
+  for (const Follower& one : following) {
+    if (!allowed.has(one.token)) continue;
+    following[count].token = one.token, following[count].place = one.place;
+    count++;
   }
+  following.resize(count);
+  if (allowed.expected < 0) return;
+  Follower expected = {allowed.expected, 1.0, NO_PLACE};
+  const auto same = std::find_if(following.begin(), following.end(),
+                                 [&](const Follower& one) { return one.token == expected.token; });
+  if (same != following.end()) expected.place = same->place, following.erase(same);
+  for (const Follower& one : following) expected.chance -= one.chance;
+  expected.chance = std::max(0.0, expected.chance);
+  following.push_back(expected);
+  sort_best_first(following);
 }
 
 // Returns how many nodes were grown.
@@ -287,7 +350,10 @@ int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& off
     while (true) {
       const Row& above = rows[row];
       if (above.depth < source.max_depths[b]) {
+        const int64_t first = b * offer.nodes;
         find_following(source, above.context, b, above.place, following);
+        keep_allowed(source.grammars.at(b, row, offer.token_ids.data() + first,
+                                        offer.parents.data() + first), following);
         const int64_t count = std::min(ranks, int64_t(following.size()));
         for (int64_t rank = 0; rank < count; rank++) {
           const Follower& one = following[rank];
@@ -382,14 +448,15 @@ double choose(const double* worths, const double* times, int64_t num_times, int6
 int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping,
               const int32_t* token_ids, const uint8_t* is_token, int64_t stride,
               const int64_t* last, const int64_t* max_depths, const int64_t* trunk_ids,
-              const double* chances, int64_t gamma, int64_t choices, int64_t batch,
+              const double* chances, int64_t gamma, int64_t choices, const int64_t* follows,
+              void (*ask)(int64_t, const int64_t*, int64_t, Allowed*), int64_t batch,
               int64_t num_other_rows, int64_t max_nodes, const int64_t* tree_parents,
               const int64_t* tree_ranks, const int64_t* tree_depths, int64_t tree_nodes,
               const double* tree_times, const double* chain_times, int64_t num_times,
               int64_t* drafts, double* rate) {
   const Matrix& matrix = *of;
   const Source source = {matrix, idx_mapping, {token_ids, is_token, stride, last}, max_depths,
-                         {trunk_ids, chances, gamma, choices}, batch,
+                         {trunk_ids, chances, gamma, choices}, {follows, ask}, batch,
                          find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
   const int64_t num_reqs = batch + num_other_rows;
   std::vector<Offer> offers;
@@ -401,7 +468,7 @@ int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping
                        made.sizes.data());
   };
   if (tree_times && tree_nodes) offer(tree_nodes, 0, tree_times);
-  else if (tree_times) offer(max_nodes, matrix.k + choices, tree_times);
+  else if (tree_times) offer(max_nodes, ALL_RANKS, tree_times);
   if (chain_times) offer(MAX_CHAIN, 1, chain_times);
   const Offer& best = offers.size() > 1 && offers[1].rate > offers[0].rate ? offers[1] : offers[0];
   int64_t* out = drafts;

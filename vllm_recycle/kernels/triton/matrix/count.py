@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vllm_recycle.core import acceptance
 from vllm_recycle.core.acceptance import ANY_STEADINESS, AcceptanceTable
-from vllm_recycle.kernels.triton.matrix.find import find_entry
+from vllm_recycle.kernels.triton.matrix.find import find_longest
 
 _MOST_SEEN = tl.constexpr(acceptance.MOST_SEEN)
 _PRIOR_WEIGHT = tl.constexpr(acceptance.PRIOR_WEIGHT)
@@ -59,7 +59,7 @@ def count_visits(
     PATH_LANES: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> None:
-    """Count at some places of one request's path: all ranks of the entry that drafts come from.
+    """Count at some places of one request's path: all ranks of what drafts may come from.
 
     Args:
         increments: int32 [contexts, 2, k, 4, 2].
@@ -82,16 +82,27 @@ def count_visits(
     tl.debug_barrier()
     visits = (visit < PATH) & (visit < num_rows)
     visits = visits & (tl.load(path + visit, mask=visits, other=-1) >= 0)
-    address, length_index, own, head = find_entry(
+    shared, shared_cell, own, own_cell = find_longest(
         table, text + (PATH - visit), salt, visits, LAYOUT
     )
     token = tl.load(token_ids + visit, mask=visits, other=-1)
-    cell = (length_index * 2 + own) * LAYOUT.K
-    for rank in range(LAYOUT.K):
-        successor = tl.load(
-            table + address * (2 + LAYOUT.K) + 1 + rank, mask=address >= 0, other=-1
-        )
-        cells = increments + ((cell + rank) * _STEADINESSES + (head & 3)) * 2
+    _count_entries(increments, table, shared, shared_cell, token, LAYOUT.K)
+    _count_entries(increments, table, own, own_cell, token, LAYOUT.K)
+
+
+@triton.jit
+def _count_entries(
+    increments: tl.tensor,
+    table: tl.tensor,
+    address: tl.tensor,
+    cell: tl.tensor,
+    token: tl.tensor,
+    K: tl.constexpr,
+) -> None:
+    """Count all ranks of some entries, one a lane; see `find_longest`."""
+    for rank in range(K):
+        successor = tl.load(table + address * (2 + K) + 1 + rank, mask=address >= 0, other=-1)
+        cells = increments + (cell + rank * _STEADINESSES) * 2
         seen = successor >= 0
         tl.atomic_add(cells, 1, mask=seen & (successor == token), sem="relaxed")
         tl.atomic_add(cells + 1, 1, mask=seen, sem="relaxed")

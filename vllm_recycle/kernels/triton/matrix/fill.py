@@ -101,10 +101,7 @@ def _fill_kernel(
     for level in range(LEVELS):
         tl.debug_barrier()  # The contexts were written by other threads.
         expands = is_known & (depth == level)
-        address, length, own, head = find_entry(
-            table, contexts + row * STRIDE, salt, expands, LAYOUT
-        )
-        cell = (length * 2 + own) * (4 * K) + (head & 3)
+        address, cell = find_entry(table, rates, contexts + row * STRIDE, salt, expands, LAYOUT)
         above = tl.gather(address, parent, 0)
         real = (depth == level + 1) & (above >= 0)
         child = tl.load(table + above * (2 + K) + 1 + rank, mask=real, other=-1)

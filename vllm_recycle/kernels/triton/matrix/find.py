@@ -1,7 +1,7 @@
 """Where entries are: device functions that drafting and learning share, a lane per context.
 
 Twins of `core.adjacency`, number for number: a table is read the same wherever it was written. A
-context is eight tokens or fewer in memory, the newest first, -1 behind the last one.
+context is as many tokens in memory as the longest has, the newest first, -1 behind the last one.
 """
 
 from __future__ import annotations
@@ -145,14 +145,14 @@ def is_written(
 
 
 @triton.jit
-def find_entry(
+def find_longest(
     table: tl.tensor,
     context: tl.tensor,
     salt: tl.tensor,
     real: tl.tensor,
     LAYOUT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The entry to draft from: that of the longest context that is known, an own one first.
+    """The known entries of the longest context that is known.
 
     No load of a token waits for another, nor of an entry: two latencies of memory in all.
 
@@ -164,15 +164,16 @@ def find_entry(
         real: [lanes], whether a lane has a context; the others find nothing.
 
     Returns:
-        Address, int64 [lanes], -1 where nothing is known; index of the length among `CONTEXTS`,
-        1 where it is an own entry, and head with steadiness, each int32 [lanes].
+        Of the shared entry, and then of the own one, address, int64 [lanes], -1 for none; and cell,
+        int32 [lanes]: where its first successor is among [contexts, 2, k, 4], its next ones each 4
+        behind.
 
     """
     hashed = tl.zeros(real.shape, tl.uint64)
-    found = tl.full(real.shape, -1, tl.int64)
-    found_index = tl.zeros(real.shape, tl.int32)
-    found_own = tl.zeros(real.shape, tl.int32)
-    found_head = tl.zeros(real.shape, tl.int32)
+    shared = tl.full(real.shape, -1, tl.int64)
+    shared_cell = tl.zeros(real.shape, tl.int32)
+    owned = tl.full(real.shape, -1, tl.int64)
+    own_cell = tl.zeros(real.shape, tl.int32)
     newest = tl.load(context, mask=real, other=-1)
     salt = salt.to(tl.int64)
     known = real
@@ -183,13 +184,49 @@ def find_entry(
             token = tl.load(context + place, mask=real, other=-1)
             known = known & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
-        # The shared one of a length comes before the own one.
-        for own in tl.static_range(2):
-            if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
-                written, there = is_written(table, address, head, salt * own, known, LAYOUT.K)
-                found = tl.where(written, address, found)
-                found_index = tl.where(written, index, found_index)
-                found_own = tl.where(written, own, found_own)
-                found_head = tl.where(written, there, found_head)
-    return found, found_index, found_own, found_head
+        if LAYOUT.HAS_SHARED:
+            address, head = address_of(hashed, newest, salt, index, 0, LAYOUT)
+            written, there = is_written(table, address, head, salt * 0, known, LAYOUT.K)
+            shared = tl.where(written, address, shared)
+            shared_cell = tl.where(written, index * 8 * LAYOUT.K + (there & 3), shared_cell)
+            owned = tl.where(written, -1, owned)
+        if LAYOUT.HAS_OWN:
+            address, head = address_of(hashed, newest, salt, index, 1, LAYOUT)
+            written, there = is_written(table, address, head, salt, known, LAYOUT.K)
+            owned = tl.where(written, address, owned)
+            own_cell = tl.where(written, (index * 2 + 1) * 4 * LAYOUT.K + (there & 3), own_cell)
+            # A shared one of a shorter context is passed.
+            shared = tl.where(written & (shared_cell < index * 8 * LAYOUT.K), -1, shared)
+    return shared, shared_cell, owned, own_cell
+
+
+@triton.jit
+def find_entry(
+    table: tl.tensor,
+    rates: tl.tensor,
+    context: tl.tensor,
+    salt: tl.tensor,
+    real: tl.tensor,
+    LAYOUT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The entry to draft from: of the longest context that is known the surer one, else the own.
+
+    Args:
+        table, context, salt, real: see `find_longest`.
+        rates: float32 [contexts, 2, k, 4].
+
+    Returns:
+        Address and cell, as `find_longest` has them.
+
+    """
+    shared, shared_cell, own, own_cell = find_longest(table, context, salt, real, LAYOUT)
+    if LAYOUT.HAS_OWN and LAYOUT.HAS_SHARED:
+        both = (shared >= 0) & (own >= 0)
+        shared_rate = tl.load(rates + shared_cell, mask=both, other=0.0)
+        own_rate = tl.load(rates + own_cell, mask=both, other=0.0)
+        is_own = (shared < 0) | (both & (shared_rate <= own_rate))
+        return tl.where(is_own, own, shared), tl.where(is_own, own_cell, shared_cell)
+    elif LAYOUT.HAS_OWN:
+        return own, own_cell
+    else:
+        return shared, shared_cell

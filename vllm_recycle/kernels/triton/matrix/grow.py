@@ -152,9 +152,7 @@ def _grow_kernel(
     while grows:
         tl.debug_barrier()  # The contexts were written by other threads.
         context = contexts + (level % 2) * (EXPANDED * STRIDE)
-        address, length, own, head = find_entry(
-            table, context + lane * STRIDE, salt, value > 0, LAYOUT
-        )
+        address, cell = find_entry(table, rates, context + lane * STRIDE, salt, value > 0, LAYOUT)
         real = (address >= 0)[:, None] & (rank < K)
         first = table + address * (2 + K) + 1
         successor = rank
@@ -166,7 +164,7 @@ def _grow_kernel(
             successor = rank - tl.where(on_trunk, CHOICES, 0)
             real = real & (successor >= 0)
         token = tl.load(first[:, None] + successor, mask=real, other=-1)
-        rate = (rates + (length * 2 + own) * (4 * K) + (head & 3))[:, None] + successor * 4
+        rate = (rates + cell)[:, None] + successor * 4
         chance = tl.load(rate, mask=real & (token >= 0), other=0.0)
         if GAMMA:
             is_choice = rank < CHOICES
