@@ -38,7 +38,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing
 
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
-    "tree_attention": "pppppppppppp" + "iiiiiiiiiiiiiiii" + "f" + "i",
+    "tree_attention": "p" + "pi" * 2 + "p" + "pi" * 2 + "p" + "iiiiiii" + "f" + "i",
     "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",

@@ -50,16 +50,46 @@ class _Matrix(ctypes.Structure):
     )
 
 
-_MATRICES: WeakKeyDictionary[AdjacencyMatrix, Any] = WeakKeyDictionary()
+class _Queries(ctypes.Structure):
+    """As `Queries` in tree_columns.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("first", "num_rows", "num_context")),
+        *((name, c_void_p) for name in ("block_table", "mask", "depths")),
+        *((name, c_int64) for name in ("batch", "table_stride", "mask_batch_stride")),
+        *((name, c_int64) for name in ("mask_stride", "depths_stride")),
+    )
+
+
+# What C++ reads, made once: of a matrix, which keeps its tensors, and of what all layers share.
+_MADE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _matrix(matrix: AdjacencyMatrix) -> Any:
-    """For C++; made once, since a matrix keeps its table and its salts."""
-    if (known := _MATRICES.get(matrix)) is None:
+    """For C++."""
+    if (known := _MADE.get(matrix)) is None:
         layout, table = matrix.layout, _pointer(matrix.table, torch.int32)
         numbers = (*(getattr(layout, name) for name in NUMBERS), len(layout.contexts))
         known = ctypes.byref(_Matrix(table, _pointer(matrix.salts), *numbers, layout.contexts))
-        _MATRICES[matrix] = known
+        _MADE[matrix] = known
+    return known
+
+
+def _queries(queries: TreeQueries) -> Any:
+    """For C++."""
+    if (known := _MADE.get(queries)) is None:
+        table, trees = queries.block_table, queries.trees
+        mask, depths = trees.ancestor_mask, trees.depths
+        assert table.dtype == torch.int32
+        assert table.stride(1) == mask.stride(2) == 1
+        known = _MADE[queries] = ctypes.byref(
+            _Queries(
+                *_pointers(queries.first, queries.num_rows, queries.num_context),
+                *(table.data_ptr(), mask.data_ptr(), _rows_pointer(depths)),
+                *(len(queries.first), table.stride(0), mask.stride(0), mask.stride(1)),
+                depths.stride(0),
+            )
+        )
     return known
 
 
@@ -353,70 +383,56 @@ def tree_attention(
     vLLM cuts a text, and its own rows part: over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and by half
     the L2 cache (some 8000 tokens at 512 KiB).
     """
-    library, head_size = load_library(), query.shape[2]
-    options: dict[str, Any] = {"own": own, "window": window, "sinks": sinks}
+    library = load_library()
+    _, heads, head_size = query.shape
+    dtype = query.dtype
     if (
         library is None
-        or query.dtype not in DTYPES
+        or dtype not in DTYPES
         or head_size % LANES
         or (isa == "amx" and not library.reads_amx_layout())
     ):
         torch_attention.tree_attention(
-            query, kv_cache, output, trees=trees, scale=scale, isa=isa, **options
+            query,
+            kv_cache,
+            output,
+            trees=trees,
+            scale=scale,
+            isa=isa,
+            own=own,
+            window=window,
+            sinks=sinks,
         )
         return
-    _check_attention(query, kv_cache, output, trees, own, sinks)
-    sides = own or (None, None)
-    mask, depths = trees.trees.ancestor_mask, trees.trees.depths
+    of_query, of_output = query.stride(), output.stride()
+    assert kv_cache.dtype == output.dtype == dtype
+    assert kv_cache.is_contiguous()
+    assert of_query[1:] == of_output[1:] == (head_size, 1)
+    assert sinks is None or len(sinks) == heads
+    _, kv_heads, block_size, _ = kv_cache.shape
+    given: tuple[int | None, ...] = (None, 0, None, 0)
+    if own is not None:
+        for side in own:
+            assert side.dtype == dtype
+            assert side.stride()[1:] == (head_size, 1)
+        given = tuple(of for side in own for of in (side.data_ptr(), side.stride(0)))
     sinks = None if sinks is None else sinks.float()
     library.tree_attention(
+        _queries(trees),
         query.data_ptr(),
+        of_query[0],
         output.data_ptr(),
+        of_output[0],
         kv_cache.data_ptr(),
-        *(0 if side is None else side.data_ptr() for side in sides),
-        *_pointers(trees.first, trees.num_rows, trees.num_context),
-        trees.block_table.data_ptr(),
-        mask.data_ptr(),
-        _rows_pointer(depths),
+        *given,
         _pointer(sinks, torch.float32),
-        len(trees.first),
-        query.shape[1],
-        kv_cache.shape[1],
+        heads,
+        kv_heads,
         head_size,
-        kv_cache.shape[2],
-        query.stride(0),
-        output.stride(0),
-        trees.block_table.stride(0),
-        mask.stride(0),
-        mask.stride(1),
-        depths.stride(0),
-        *(0 if side is None else side.stride(0) for side in sides),
+        block_size,
         NO_WINDOW if window is None else window,
         isa == "amx",
-        query.dtype == torch.bfloat16,
+        dtype == torch.bfloat16,
         scale,
         torch.get_num_threads(),
     )
-
-
-def _check_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    output: torch.Tensor,
-    trees: TreeQueries,
-    own: tuple[torch.Tensor, torch.Tensor] | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    """What C++ takes for granted."""
-    head_size = query.shape[2]
-    assert kv_cache.dtype == output.dtype == query.dtype
-    assert kv_cache.is_contiguous()
-    assert trees.block_table.dtype == torch.int32
-    assert trees.block_table.stride(1) == 1
-    assert query.stride(2) == output.stride(2) == 1
-    assert query.stride(1) == output.stride(1) == head_size
-    assert trees.trees.ancestor_mask.stride(2) == 1
-    for side in own or ():
-        assert side.dtype == query.dtype
-        assert side.stride()[1:] == (head_size, 1)
-    assert sinks is None or len(sinks) == query.shape[1]

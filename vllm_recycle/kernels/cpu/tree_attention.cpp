@@ -191,15 +191,15 @@ struct Work {
 };
 
 template <typename T>
-void attend(const Attention& a, int64_t batch, int64_t threads) {
+void attend(const Attention& a, int64_t threads) {
   const int64_t group = a.heads / a.kv_heads;
   int64_t most = TILE;
 #ifdef HAS_AMX
   if (a.amx) most = AMX_QUERIES;
 #endif
   std::vector<Work> works;
-  for (int64_t request = 0; request < batch; request++) {
-    const int64_t queries = a.num_rows[request] * group;
+  for (int64_t request = 0; request < a.trees.batch; request++) {
+    const int64_t queries = a.trees.num_rows[request] * group;
     for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
       for (int64_t begin = 0; begin < queries; begin += most) {
         works.push_back({request, kv_head, begin, std::min(begin + most, queries)});
@@ -219,10 +219,10 @@ void attend(const Attention& a, int64_t batch, int64_t threads) {
       const int64_t head_size = a.block_size * 2 * a.dim;
       const Cache<T> cache = {static_cast<const T*>(a.kv_cache) + kv_head * head_size,
                               a.kv_heads * head_size, a.block_size, a.dim,
-                              a.block_table + request * a.table_stride +
+                              a.trees.block_table + request * a.trees.table_stride +
                                   a.passed_blocks(request)};
       Cache<T> own = {};
-      if (a.own_keys) own = pack_own(a, request, kv_head, scratch.own);
+      if (a.own_keys.base) own = pack_own(a, request, kv_head, scratch.own);
       attend_queries<TILE, T>(a, cache, own, request, kv_head, begin, end, scratch);
     }
   }
@@ -241,24 +241,17 @@ int64_t reads_amx_layout() {
 #endif
 }
 
-void tree_attention(const void* query, void* output, const void* kv_cache, const void* own_keys,
-                    const void* own_values, const int64_t* first, const int64_t* num_rows,
-                    const int64_t* num_context, const int32_t* block_table, const uint8_t* mask,
-                    const int64_t* depths, const float* sinks, int64_t batch, int64_t heads,
-                    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t query_stride,
-                    int64_t output_stride, int64_t table_stride, int64_t mask_batch_stride,
-                    int64_t mask_stride, int64_t depths_stride, int64_t own_key_stride,
-                    int64_t own_value_stride, int64_t window, int64_t amx, int64_t is_bf16,
-                    float scale, int64_t threads) {
-  const Attention a = {query,          output,         kv_cache,          own_keys,
-                       own_values,     first,          num_rows,          num_context,
-                       block_table,    mask,           depths,            sinks,
-                       heads,          kv_heads,       dim,               block_size,
-                       query_stride,   output_stride,  table_stride,      mask_batch_stride,
-                       mask_stride,    depths_stride,  own_key_stride,    own_value_stride,
-                       window,         amx,            scale};
-  if (is_bf16) attend<bf16>(a, batch, threads);
-  else attend<float>(a, batch, threads);
+void tree_attention(const Queries* trees, void* query, int64_t query_stride, void* output,
+                    int64_t output_stride, const void* kv_cache, void* own_keys,
+                    int64_t own_key_stride, void* own_values, int64_t own_value_stride,
+                    const float* sinks, int64_t heads, int64_t kv_heads, int64_t dim,
+                    int64_t block_size, int64_t window, int64_t amx, int64_t is_bf16, float scale,
+                    int64_t threads) {
+  const Attention a = {*trees, {query, query_stride}, {output, output_stride}, kv_cache,
+                       {own_keys, own_key_stride}, {own_values, own_value_stride}, sinks,
+                       heads, kv_heads, dim, block_size, window, amx, scale};
+  if (is_bf16) attend<bf16>(a, threads);
+  else attend<float>(a, threads);
 }
 
 }  // extern "C"

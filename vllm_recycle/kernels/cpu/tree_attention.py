@@ -21,7 +21,7 @@ from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 
-@dataclass(frozen=True)  # no slots: the derived tensors are cached
+@dataclass(frozen=True, eq=False)  # no slots: the derived tensors are cached
 class TreeQueries:
     """The rows of a step that are trees; what all layers of a step share.
 

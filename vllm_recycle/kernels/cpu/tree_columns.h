@@ -33,29 +33,40 @@ struct Segment {
 
 inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-struct Attention {
-  const void* query;
-  void* output;
-  const void* kv_cache;
-  const void* own_keys;  // of the forward's rows; null where the cache has them
-  const void* own_values;
+// The trees of a step, which all layers share; see TreeQueries, and `calls._Queries`.
+struct Queries {
   const int64_t* first;
   const int64_t* num_rows;
   const int64_t* num_context;
   const int32_t* block_table;
   const uint8_t* mask;
   const int64_t* depths;
+  int64_t batch, table_stride, mask_batch_stride, mask_stride, depths_stride;
+};
+
+// The rows of a forward, and how far they are apart.
+struct Rows {
+  void* base;
+  int64_t stride;
+
+  template <typename T>
+  T* at(int64_t row) const { return static_cast<T*>(base) + row * stride; }
+};
+
+struct Attention {
+  const Queries& trees;
+  Rows query, output;
+  const void* kv_cache;
+  Rows own_keys, own_values;  // of the forward's rows; none where the cache has them
   const float* sinks;  // of each head; null where there are none
-  int64_t heads, kv_heads, dim, block_size, query_stride, output_stride, table_stride;
-  int64_t mask_batch_stride, mask_stride, depths_stride;
-  int64_t own_key_stride, own_value_stride;
+  int64_t heads, kv_heads, dim, block_size;
   int64_t window;  // a row sees so many of the positions up to its own
   int64_t amx;
   float scale;
 
   // The first blocks of a request that are in no row's window. vLLM may have given them to others.
   int64_t passed_blocks(int64_t request) const {
-    return std::max<int64_t>(0, num_context[request] + 1 - window) / block_size;
+    return std::max<int64_t>(0, trees.num_context[request] + 1 - window) / block_size;
   }
 };
 
@@ -63,15 +74,14 @@ struct Attention {
 template <typename T>
 Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vector<T>& buffer) {
   static constexpr int32_t ONLY_BLOCK = 0;
-  const int64_t rows = a.num_rows[request], size = whole_lanes(rows), dim = a.dim;
+  const int64_t rows = a.trees.num_rows[request], size = whole_lanes(rows), dim = a.dim;
   buffer.resize(2 * size * dim);
   T* keys = buffer.data();
   T* values = keys + size * dim;
   for (int64_t t = 0; t < rows; t++) {
-    const int64_t row = a.first[request] + t;
-    const T* key = static_cast<const T*>(a.own_keys) + row * a.own_key_stride + kv_head * dim;
-    const T* value =
-        static_cast<const T*>(a.own_values) + row * a.own_value_stride + kv_head * dim;
+    const int64_t row = a.trees.first[request] + t;
+    const T* key = a.own_keys.at<T>(row) + kv_head * dim;
+    const T* value = a.own_values.at<T>(row) + kv_head * dim;
     for (int64_t d = 0; d < dim; d++) {
       if (a.amx) {
         keys[t / LANES * LANES * dim + d / 2 * 32 + t % LANES * 2 + d % 2] = key[d];
@@ -96,11 +106,11 @@ struct Query {
 
   Query(const Attention& a, int64_t request, int64_t kv_head, int64_t index) {
     const int64_t group = a.heads / a.kv_heads, row = index / group;
-    const int64_t head = kv_head * group + index % group, token = a.first[request] + row;
-    in = static_cast<const T*>(a.query) + token * a.query_stride + head * a.dim;
-    out = static_cast<T*>(a.output) + token * a.output_stride + head * a.dim;
-    visible = a.mask + request * a.mask_batch_stride + row * a.mask_stride;
-    reach = a.window - 1 - a.depths[request * a.depths_stride + row];
+    const int64_t head = kv_head * group + index % group, token = a.trees.first[request] + row;
+    in = a.query.at<T>(token) + head * a.dim;
+    out = a.output.at<T>(token) + head * a.dim;
+    visible = a.trees.mask + request * a.trees.mask_batch_stride + row * a.trees.mask_stride;
+    reach = a.window - 1 - a.trees.depths[request * a.trees.depths_stride + row];
     sink = a.sinks ? a.sinks[head] : -INFINITY;
   }
 };
@@ -113,7 +123,7 @@ struct Columns {
 
   Columns(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
           int64_t end) {
-    context = a.num_context[request] - a.passed_blocks(request) * a.block_size;
+    context = a.trees.num_context[request] - a.passed_blocks(request) * a.block_size;
     rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None of the tile sees further than its last.
     first = own.base ? whole_lanes(context) : context;
     padded = whole_lanes(first + rows);
