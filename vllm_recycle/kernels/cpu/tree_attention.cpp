@@ -161,7 +161,7 @@ void attend_amx(const Attention& a, const Cache<bf16>& cache, const Cache<bf16>&
 }
 #endif
 
-// The queries of one KV head from `begin` to `end`, in the largest tiles that they fill.
+// The queries of one KV head from `begin` to `end`, at most N.
 template <int64_t N, typename T>
 void attend_queries(const Attention& a, const Cache<T>& cache, const Cache<T>& own,
                     int64_t request, int64_t kv_head, int64_t begin, int64_t end,
@@ -175,14 +175,13 @@ void attend_queries(const Attention& a, const Cache<T>& cache, const Cache<T>& o
     }
   }
 #endif
-  for (; begin + N <= end; begin += N) {
-    attend_tile<N, T>(a, cache, own, request, kv_head, begin, scratch);
-  }
   if constexpr (N > 1) {
-    if (begin < end) {
-      attend_queries<N / 2, T>(a, cache, own, request, kv_head, begin, end, scratch);
+    if (end - begin < N) {
+      attend_queries<N - 1, T>(a, cache, own, request, kv_head, begin, end, scratch);
+      return;
     }
   }
+  attend_tile<N, T>(a, cache, own, request, kv_head, begin, scratch);
 }
 
 // Some queries of a KV head of a request: what a thread takes at a time.
@@ -200,9 +199,10 @@ void attend(const Attention& a, int64_t threads) {
   std::vector<Work> works;
   for (int64_t request = 0; request < a.trees.batch; request++) {
     const int64_t queries = a.trees.num_rows[request] * group;
+    const int64_t tiles = (queries + most - 1) / most;  // of nearly one size
     for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
-      for (int64_t begin = 0; begin < queries; begin += most) {
-        works.push_back({request, kv_head, begin, std::min(begin + most, queries)});
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        works.push_back({request, kv_head, tile * queries / tiles, (tile + 1) * queries / tiles});
       }
     }
   }
