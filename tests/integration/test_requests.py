@@ -239,12 +239,13 @@ def test_prices_follow_served_steps(monkeypatch):
         return time_step(runner, requests, rows, *args) + (0.03 if rows == 1 else 0.0)
 
     monkeypatch.setattr(time_steps, "_time_step", slow)
-    prompts = read_prompts(1)
+    # Behind each other, and in many steps: none is like another.
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=100, ignore_eos=True)
     with engine(TOKEN_RECYCLING) as llm:
         drafter = runner(llm).drafter
         before = {kind: times.at(1, 256)[8] for kind, times in drafter.step_times.items()}
-        for _ in range(3):
-            generate(llm, prompts, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        for prompt in read_prompts(5):
+            generate(llm, [prompt], params)
         after = {kind: times.at(1, 256)[8] for kind, times in drafter.step_times.items()}
         found = statistics(llm)
     assert all(time < 1.01 for time in before.values())

@@ -31,7 +31,7 @@ BATCHES = [
         ((0, 24), {**GREEDY, "extra_args": {"speculate": False}}),
     ],
     # One whose prompt takes several steps, while another decodes; its trees are cut at the end.
-    [((0, 16), {**GREEDY, "max_tokens": 44}), ((0, 84), {**GREEDY, "max_tokens": 28})],
+    [((0, 16), {**GREEDY, "max_tokens": 88}), ((0, 84), {**GREEDY, "max_tokens": 28})],
 ]
 
 
