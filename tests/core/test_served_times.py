@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
-from vllm_recycle.core.served_times import LOOK_EVERY, ServedTimes
+from vllm_recycle.core.served_times import CORRECT_EVERY, LOOK_EVERY, ServedTimes
 
 MAX_ROWS = 64
 LOADS = ((1, 256), (8, 512))
@@ -98,7 +98,7 @@ def test_a_machine_that_changes_is_followed(seed):
 
 def test_a_stall_moves_little():
     served = ServedTimes(measured(**FAST))
-    for seconds in (0.010, 10.0):
+    for seconds in [0.010] * (CORRECT_EVERY - 1) + [10.0]:
         served.serve(None, 1, num_reqs=1, context=256, seconds=seconds)
     served.correct(served.logs, served.last)
     assert math.exp(np.nanmax(served.logs)) < 1.05

@@ -55,6 +55,7 @@ class ServedTimes:
         self.last = self._each(-STALE)
         self._asked = self._each(0)  # which look each was asked for last
         self._num_served = self._num_drafts = self._num_looks = 0
+        self._samples: list[tuple[str | None, int, int, float, float]] = []
 
     def serve(
         self, kind: str | None, num_rows: int, *, num_reqs: int, context: float, seconds: float
@@ -69,7 +70,19 @@ class ServedTimes:
             seconds: that it took.
 
         """
-        self._num_served += 1
+        self._samples.append((kind, num_rows, num_reqs, context, seconds))
+        if len(self._samples) < CORRECT_EVERY:
+            return False
+        # All at once: code that runs once a step is not in the caches, and takes longer.
+        for sample in self._samples:
+            self._num_served += 1
+            self._take_in(*sample)
+        self._samples.clear()
+        return True
+
+    def _take_in(
+        self, kind: str | None, num_rows: int, num_reqs: int, context: float, seconds: float
+    ) -> None:
         load, requests = self._load(num_reqs, context)
         # Rows of drafts cost what as many do at the load.
         rows = num_rows - num_reqs + requests
@@ -81,7 +94,6 @@ class ServedTimes:
         for averages in (self.logs, self.last):
             for of_kind in averages:
                 of_kind[load][0] = averages[moved[-1]][load][0]
-        return self._num_served % CORRECT_EVERY == 0
 
     def _move(
         self, logs: list[float], last: list[int], places: list[tuple[int, float]], log: float

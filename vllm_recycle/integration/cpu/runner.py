@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
-from vllm_recycle.kernels.cpu.kv_cache import move_slots
+from vllm_recycle.kernels.cpu.calls import move_slots
 
 
 class TreeCPUModelRunner(CPUModelRunner):
@@ -238,22 +239,32 @@ class TreeCPUModelRunner(CPUModelRunner):
         """
         if self.step.are_chains:
             return
-        source, target = self.step.moves(path)
-        if not len(source):
+        if not (moves := self.step.moves(path)):
             return
-        layers = self.compilation_config.static_forward_context
-        others = self.drafter.attention_layers  # a draft model's, which did not see the trees
+        source, target = torch.tensor(moves).unbind(1)
         tables = self.input_batch.block_table.block_tables
-        for groups, table in zip(self.attn_groups, tables, strict=True):
+        for caches_of_group, table in zip(self.moved_caches, tables, strict=True):
             slots = table.slot_mapping.gpu
             read, write = slots[source].long(), slots[target].long()
-            for group in groups:
-                names = [name for name in group.layer_names if name not in others]
-                if names:
-                    # Layers may share a cache: move it once.
-                    caches = [layers[name].kv_cache for name in names]
-                    caches = list({cache.data_ptr(): cache for cache in caches}.values())
-                    move_slots(caches, read, write, isa=layers[names[0]].isa)
+            for caches, isa in caches_of_group:
+                move_slots(caches, read, write, isa=isa)
+
+    @cached_property
+    def moved_caches(self) -> list[list[tuple[list[torch.Tensor], str]]]:
+        """By KV cache group the caches that have the target's keys and values, and their layout."""
+        layers = self.compilation_config.static_forward_context
+        others = self.drafter.attention_layers  # a draft model's, which did not see the trees
+
+        def of_group(group: Any) -> tuple[list[torch.Tensor], str]:
+            found = [layers[name] for name in group.layer_names if name not in others]
+            # Layers may share a cache: move it once.
+            caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in found}
+            return [*caches.values()], found[0].isa
+
+        return [
+            [of_group(group) for group in groups if {*group.layer_names} - others]
+            for groups in self.attn_groups
+        ]
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw

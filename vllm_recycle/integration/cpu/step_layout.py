@@ -1,6 +1,6 @@
 """Where the trees of a step are among its flat rows: the one place that does this arithmetic.
 
-It is index arithmetic on a few dozen numbers, done in numpy, whose calls cost a third of torch's.
+It is index arithmetic on a few dozen numbers, in Python and numpy: torch's calls cost more.
 """
 
 from __future__ import annotations
@@ -105,21 +105,22 @@ class StepLayout:
         # A node that was not filled still has a row; any token will do for it.
         np.maximum(input_ids, 0, out=input_ids)
 
-    def moves(self, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def moves(self, path: torch.Tensor) -> list[tuple[int, int]]:
         """Token rows to move after a walk, so that the accepted KV lies in the first slots.
 
         Args:
             path: int64 [batch, path], the accepted rows of each tree, padded with -1.
 
         Returns:
-            Token rows to read and to write, int64 [n] each; a row moves only if it must.
+            Token rows to read and to write; a row moves only if it must.
 
         """
-        rows = path.numpy()
-        place = np.arange(rows.shape[1])
-        moved = rows > place
-        first = np.array(self.first_token_row)[:, None]
-        return torch.from_numpy((first + rows)[moved]), torch.from_numpy((first + place)[moved])
+        return [
+            (first + row, first + place)
+            for first, visited in zip(self.first_token_row, path.tolist(), strict=True)
+            for place, row in enumerate(visited)
+            if row > place
+        ]
 
 
 def _is_scheduled(num_nodes: Sequence[int], rows: int) -> np.ndarray:

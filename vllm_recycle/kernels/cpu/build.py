@@ -27,7 +27,9 @@ logger = logging.getLogger("vllm.recycle")
 
 CPU_INFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("matrix", "phrases", "tree_attention", "walk"))
+SOURCES = tuple(
+    FOLDER / f"{name}.cpp" for name in ("kv_cache", "matrix", "phrases", "tree_attention", "walk")
+)
 HEADERS = tuple(
     FOLDER / f"{name}.h" for name in ("amx", "lanes", "softmax", "top_k", "tree_columns")
 )
@@ -39,6 +41,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
     "tree_attention": "p" + "pi" * 2 + "p" + "pi" * 2 + "p" + "iiiiiii" + "f" + "i",
+    "move_slots": "p" + "ii" + "pp" + "ii",
     "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
     "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",

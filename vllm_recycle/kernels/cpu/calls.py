@@ -23,6 +23,7 @@ from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.kernels.cpu import kv_cache as torch_kv_cache
 from vllm_recycle.kernels.cpu import tree_attention as torch_attention
 from vllm_recycle.kernels.cpu.build import load_library
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
@@ -357,6 +358,29 @@ def insert_phrases(
         len(token_ids),
         per_token,
         length,
+    )
+
+
+def move_slots(
+    kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor, *, isa: str
+) -> None:
+    """See `vllm_recycle.kernels.cpu.kv_cache.move_slots`."""
+    library, (first, *_) = load_library(), kv_caches
+    if library is None or first.element_size() not in (2, 4):
+        torch_kv_cache.move_slots(kv_caches, source, target, isa=isa)
+        return
+    read, write = (
+        torch_kv_cache.slot_elements(slots, shape=first.shape, isa=isa)
+        for slots in (source, target)
+    )
+    pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
+    library.move_slots(
+        (c_void_p * len(pointers))(*pointers),
+        len(pointers),
+        first.element_size(),
+        *_pointers(read, write),
+        read.numel(),
+        torch.get_num_threads(),
     )
 
 

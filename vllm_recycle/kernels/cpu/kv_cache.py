@@ -15,6 +15,7 @@ tests repeat.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -76,11 +77,12 @@ def slot_elements(slots: torch.Tensor, *, shape: torch.Size, isa: str) -> torch.
 
 
 def move_slots(
-    kv_caches: list[torch.Tensor], source: torch.Tensor, target: torch.Tensor, *, isa: str
+    kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor, *, isa: str
 ) -> None:
     """Copy the keys and values of the source slots to the target slots, in every layer.
 
-    All sources are read before a target is written, so the two may overlap.
+    All sources are read before a target is written, so the two may overlap. This is the reference;
+    `calls.move_slots` moves those of all layers in one call.
 
     Args:
         kv_caches: layers of one shape, contiguous; layers that share memory given once.
