@@ -68,8 +68,10 @@ def following(setting: Setting, b: int, above: Candidate) -> list[tuple[int, flo
         return found
     place = next((place for token, _, place in found if token == allowed.expected), None)
     found = [one for one in found if one[0] != allowed.expected]
-    left = max(0.0, 1.0 - sum(chance for _, chance, _ in found))
-    return sorted([*found, (allowed.expected, left, place)], key=lambda one: -one[1])
+    left = 1.0
+    for _, chance, _ in found:
+        left -= chance
+    return sorted([*found, (allowed.expected, max(0.0, left), place)], key=lambda one: -one[1])
 
 
 def without_grammar(
@@ -129,7 +131,9 @@ limits = st.none() | st.integers(1, 5)
 def test_what_is_grown_is_a_best_first_search(setting, beam, levels, data):
     trunks = data.draw(st.none() | some_trunks(len(setting.texts)))
     grammars = data.draw(some_grammars(len(setting.texts)))
-    setting = replace(setting, beam=beam, levels=levels, trunks=trunks, grammars=grammars)
+    # What a trunk leaves to others is shared: no eighths any more.
+    setting = replace(setting, rates=setting.rates.double(), trunks=trunks, grammars=grammars)
+    setting = replace(setting, beam=beam, levels=levels)
     growth = setting.grow()
     for b in range(len(setting.texts)):
         expected = [(c.parent, c.text[-1], c.worth) for c in best_first(setting, b)]
