@@ -6,6 +6,7 @@ It takes the place of `CPU_ATTN` (`attention_override`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.kernels.cpu.calls import tree_attention
+from vllm_recycle.kernels.cpu.calls import has_tree_attention, tree_attention
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 
@@ -49,9 +50,16 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.is_idle:
             return None
         step, self.step = self.step, None
-        # Of chains attention need not know: vLLM's metadata say it all.
-        trees = None if step is None or step.are_chains else step
-        return self.build_step(common_attn_metadata, trees)
+        # Of chains attention need not know: vLLM's metadata say it all. But where their rows share
+        # what is loaded, ours takes less time.
+        if step is not None and step.are_chains and not self.shares_loads:
+            step = None
+        return self.build_step(common_attn_metadata, step)
+
+    @cached_property
+    def shares_loads(self) -> bool:
+        """Whether rows of one request share each load of a key or value in our kernel alone."""
+        return self.isa != "amx" and has_tree_attention(self.dtype, self.head_dim, self.isa)
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
@@ -69,7 +77,10 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         # On a few numbers, where numpy's calls cost a third of torch's.
         nodes = np.array(step.num_nodes)
+        lengths = np.diff(common.query_start_loc_cpu.numpy())
         has_tree = nodes > 0
+        if are_cached:
+            has_tree |= lengths == 1  # a root alone
         tree_lengths = np.where(has_tree, nodes + 1, 0)
         num_rows = torch.from_numpy(tree_lengths)
         trees = TreeQueries(
@@ -83,7 +94,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         metadata.trees = trees if has_tree.all() else trees.select(torch.from_numpy(has_tree))
         # Rows before a root are no tree's.
-        other_lengths = np.diff(common.query_start_loc_cpu.numpy()) - tree_lengths
+        other_lengths = lengths - tree_lengths
         metadata.others = None
         if other_lengths.any():
             [others] = other_lengths.nonzero()

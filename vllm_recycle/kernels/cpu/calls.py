@@ -384,6 +384,16 @@ def move_slots(
     )
 
 
+def has_tree_attention(dtype: torch.dtype, head_size: int, isa: str) -> bool:
+    """Whether C++ attends from trees: not in float16, nor with head sizes that are no multiple of
+    16, nor in the AMX layout where the compiler or the system has no AMX.
+    """
+    library = load_library()
+    if library is None or dtype not in DTYPES or head_size % LANES:
+        return False
+    return isa != "amx" or bool(library.reads_amx_layout())
+
+
 def tree_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -398,8 +408,7 @@ def tree_attention(
 ) -> None:
     """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`.
 
-    That function serves what this one cannot: float16, head sizes that are no multiple of 16, and
-    the AMX layout where the compiler or the system has no AMX.
+    That function serves where this one cannot (`has_tree_attention`).
 
     On x86 a row has, bit for bit, what vLLM's kernel gives the decode row of its path: all is
     rounded in vLLM's order, and ancestors count where they are in a chain. In the AMX layout, whose
@@ -407,15 +416,9 @@ def tree_attention(
     vLLM cuts a text, and its own rows part: over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and by half
     the L2 cache (some 8000 tokens at 512 KiB).
     """
-    library = load_library()
     _, heads, head_size = query.shape
     dtype = query.dtype
-    if (
-        library is None
-        or dtype not in DTYPES
-        or head_size % LANES
-        or (isa == "amx" and not library.reads_amx_layout())
-    ):
+    if not has_tree_attention(dtype, head_size, isa):
         torch_attention.tree_attention(
             query,
             kv_cache,
@@ -441,7 +444,7 @@ def tree_attention(
             assert side.stride()[1:] == (head_size, 1)
         given = tuple(of for side in own for of in (side.data_ptr(), side.stride(0)))
     sinks = None if sinks is None else sinks.float()
-    library.tree_attention(
+    _library().tree_attention(
         _queries(trees),
         query.data_ptr(),
         of_query[0],

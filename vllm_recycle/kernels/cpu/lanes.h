@@ -52,6 +52,14 @@ inline void store(bf16* out, Vec x) {
   *reinterpret_cast<HalfVec*>(out) = __builtin_convertvector(words >> 16, HalfVec);
 }
 
+// The same, in a register: a compiler may load it anew for each product otherwise, which takes longer.
+inline Vec kept(Vec x) {
+#ifdef __x86_64__
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // sum + a * b: on x86 rounded once with AVX-512, else twice.
 inline Vec add_product(Vec sum, Vec a, Vec b) {
 #ifdef __AVX512F__

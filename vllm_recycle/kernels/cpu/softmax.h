@@ -33,15 +33,28 @@ inline Vec exponential(Vec x) {
 typedef double DoubleVec __attribute__((vector_size(32)));
 typedef int64_t LongVec __attribute__((vector_size(32)));
 
+inline DoubleVec add_product(DoubleVec sum, DoubleVec a, DoubleVec b) {
+#ifdef __FMA__
+  return DoubleVec(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(sum)));
+#else
+  return sum + a * b;
+#endif
+}
+
 // e^x by 2^n * p(r) with x = n ln 2 + r, relative error 2^-36, for x from -87 to 88.
 inline DoubleVec nearly_exponential(DoubleVec x) {
-  constexpr double ROUND = 6755399441055744.0;  // its sum with n has n in its lowest bits
-  const DoubleVec shifted = x * 1.4426950408889634 + ROUND;
-  const DoubleVec r = x - (shifted - ROUND) * 0.6931471805599453;
-  DoubleVec p = r * (1.0 / 362880) + 1.0 / 40320;
-  for (double next : {1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0}) {
-    p = p * r + next;
-  }
+  constexpr double ROUND = 6755399441055744.0;
+  const DoubleVec none = {}, shifted = add_product(none + ROUND, x, none + 1.4426950408889634);
+  const DoubleVec r = add_product(x, shifted - ROUND, none - 0.6931471805599453);
+  const DoubleVec r2 = r * r;
+  const DoubleVec a = r + 1.0, b = add_product(none + 0.5, r, none + 1.0 / 6);
+  const DoubleVec c = add_product(none + 1.0 / 24, r, none + 1.0 / 120);
+  const DoubleVec d = add_product(none + 1.0 / 720, r, none + 1.0 / 5040);
+  const DoubleVec e = add_product(none + 1.0 / 40320, r, none + 1.0 / 362880);
+  const DoubleVec r4 = r2 * r2;
+  DoubleVec low = add_product(a, b, r2), high = add_product(c, d, r2);
+  high = add_product(high, e, r4);
+  DoubleVec p = add_product(low, high, r4);
   return DoubleVec(LongVec(p) + (LongVec(shifted) << 52));
 }
 
@@ -58,8 +71,9 @@ inline Vec exponential(Vec x) {
   const IntVec none = x < -104.0f;  // the nearest float is 0
   const IntVec sure = none | ((rest != 0) & (x >= -87.0f) & (x <= 88.0f));
   result = Vec(IntVec(result) & ~none);
-  if (_mm256_movemask_ps(__m256(sure)) != 0xff) {
-    for (int64_t lane = 0; lane < WIDTH; lane++) result[lane] = std::exp(x[lane]);
+  for (int doubts = 0xff ^ _mm256_movemask_ps(__m256(sure)); doubts; doubts &= doubts - 1) {
+    const int lane = __builtin_ctz(doubts);
+    result[lane] = std::exp(x[lane]);
   }
   return result;
 }

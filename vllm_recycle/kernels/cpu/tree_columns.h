@@ -70,6 +70,14 @@ struct Attention {
   }
 };
 
+template <typename T>
+Cache<T> cache_of(const Attention& a, int64_t request, int64_t kv_head) {
+  const int64_t head_size = a.block_size * 2 * a.dim;
+  return {static_cast<const T*>(a.kv_cache) + kv_head * head_size, a.kv_heads * head_size,
+          a.block_size, a.dim,
+          a.trees.block_table + request * a.trees.table_stride + a.passed_blocks(request)};
+}
+
 // The own keys and values of a tree's rows as a cache of one block, made in `buffer`.
 template <typename T>
 Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vector<T>& buffer) {
@@ -129,6 +137,10 @@ struct Columns {
     padded = whole_lanes(first + rows);
     segments[0] = {cache, own.base ? context : context + rows, 0};
     segments[1] = {own, own.base ? rows : 0, first};
+  }
+
+  const Segment<T>& segment_of(int64_t column) const {
+    return segments[segments[1].tokens && column >= segments[1].column];
   }
 
   // The scores of a row's ancestors go to the columns behind the context, where a chain has them,
