@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +26,21 @@ from vllm_recycle.kernels.cpu.calls import has_tree_attention, tree_attention
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 
-class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's metadata; those of a step with trees say which rows are trees, and which are not.
+class TreeMetadata(NamedTuple):
+    """Which rows of a step are trees, and which are not.
 
-    Such metadata have `trees`, the rows of trees, and `others`: the other rows, int64 [n], and
-    vLLM's metadata for these alone, or None where all rows are trees.
+    Attributes:
+        trees: the rows of trees.
+        others: the other rows, int64 [n], and vLLM's metadata for these alone; None for none.
+
+    """
+
+    trees: TreeQueries
+    others: tuple[torch.Tensor, CPUAttentionMetadata] | None
+
+
+class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's metadata, or those of a step with trees.
 
     Attributes:
         step: what is built next. vLLM's runner calls `build` with nothing of ours, so the step is
@@ -46,7 +57,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> CPUAttentionMetadata | None:
+    ) -> CPUAttentionMetadata | TreeMetadata | None:
         if self.is_idle:
             return None
         step, self.step = self.step, None
@@ -63,7 +74,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
-    ) -> CPUAttentionMetadata:
+    ) -> CPUAttentionMetadata | TreeMetadata:
         """Metadata of a step.
 
         Args:
@@ -72,36 +83,35 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             are_cached: whether the rows of trees have KV slots.
 
         """
-        metadata = super().build(0, common)
         if step is None or not any(step.num_nodes):
-            return metadata
-        # On a few numbers, where numpy's calls cost a third of torch's.
-        nodes = np.array(step.num_nodes)
-        lengths = np.diff(common.query_start_loc_cpu.numpy())
-        has_tree = nodes > 0
-        if are_cached:
-            has_tree |= lengths == 1  # a root alone
-        tree_lengths = np.where(has_tree, nodes + 1, 0)
-        num_rows = torch.from_numpy(tree_lengths)
+            return super().build(0, common)
+        # A few numbers, which Python adds up before a call of torch begins.
+        starts, seq_lens = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        sizes = [
+            nodes + 1 if nodes or (are_cached and length == 1) else 0  # a root alone is a tree too
+            for nodes, length in zip(step.num_nodes, lengths, strict=True)
+        ]
         trees = TreeQueries(
             trees=step.trees,
-            first=torch.tensor(step.first_token_row),
-            num_rows=num_rows,
-            num_context=common.seq_lens - num_rows,
+            first=torch.from_numpy(np.array(step.first_token_row)),
+            num_rows=torch.from_numpy(np.array(sizes)),
+            num_context=torch.from_numpy(np.array(seq_lens[: len(sizes)]) - np.array(sizes)),
             block_table=common.block_table_tensor,
             block_size=self.block_size,
             are_cached=are_cached,
         )
-        metadata.trees = trees if has_tree.all() else trees.select(torch.from_numpy(has_tree))
+        if not all(sizes):
+            trees = trees.select(trees.num_rows > 0)
         # Rows before a root are no tree's.
-        other_lengths = lengths - tree_lengths
-        metadata.others = None
+        other_lengths = np.array(lengths) - np.array(sizes)
+        others = None
         if other_lengths.any():
-            [others] = other_lengths.nonzero()
-            first = common.query_start_loc_cpu.numpy()[others]  # before a root, if there is one
-            rows, alone = part_of(common, others, first, other_lengths[others])
-            metadata.others = (rows, super().build(0, alone))
-        return metadata
+            [requests] = other_lengths.nonzero()
+            first = np.array(starts)[requests]  # before a root, if there is one
+            rows, alone = part_of(common, requests, first, other_lengths[requests])
+            others = rows, super().build(0, alone)
+        return TreeMetadata(trees, others)
 
 
 def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
@@ -174,17 +184,16 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        trees: TreeQueries | None = getattr(attn_metadata, "trees", None)
-        if trees is None:
+        if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         tree_attention(
             query,
             kv_cache,
             output,
-            trees=trees,
+            trees=attn_metadata.trees,
             scale=self.scale,
             isa=layer.isa,
-            own=None if trees.are_cached else (key, value),
+            own=None if attn_metadata.trees.are_cached else (key, value),
             window=None if self.sliding_window == -1 else self.sliding_window,
             sinks=self.sinks,
         )
