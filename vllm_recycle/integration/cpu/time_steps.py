@@ -24,10 +24,10 @@ Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
 LOADS = ((1, 256), (1, 2048), (3, 512), (8, 512), (20, 512))
 # Rows of each request, in the order of how much they tell; a matrix product may work in tiles of 16
 # rows.
-ROWS = (16, 4, 48, 8, 2, 17, 32, 96, 192, 256)
+ROWS = (4, 16, 8, 2, 32, 48, 17, 96, 192, 256)
 ROWS_OF_SEVERAL = (4, 2, 12, 8, 3)
 ROUNDS = 5
-MAX_SECONDS = 0.8  # for a load, but for the fewest rows and the most
+MAX_SECONDS, SURE = 0.8, 3  # for a load; but so many sizes are timed, however long that takes
 
 
 def find_step_times(runner: Any) -> tuple[dict[str, StepTimes], float | None, str]:
@@ -79,7 +79,7 @@ def _measure(runner: Any, most: int) -> dict[str, Points]:
         for requests, context in dict.fromkeys((n, min(c, longest)) for n, c in LOADS):
             largest = min(most, runner.max_num_tokens // requests)
             if requests == 1:
-                sizes = [1, most, *(rows for rows in ROWS if rows < most)]
+                sizes = [1, *dict.fromkeys(min(rows, most) for rows in ROWS)]
             else:
                 sizes = [1, *(rows for rows in ROWS_OF_SEVERAL if rows <= largest)]
             if requests <= runner.max_num_reqs and len(sizes) > 1:
@@ -119,20 +119,20 @@ def _time_steps(
     Args:
         runner: see `find_step_times`.
         requests: of the step.
-        sizes: rows of each request; of the first two there is always a time.
+        sizes: rows of each request; of the first ones there is always a time.
         context: tokens before these.
         kinds: what drafts may be.
 
     """
     plain, *_ = kinds  # of all kinds alike
     steps = [(kind, rows) for rows in sizes for kind in kinds if rows > 1 or kind == plain]
-    ends = [step for step in steps if step[1] in sizes[:2]]
-    for kind, rows in ends:
+    sure = [step for step in steps if step[1] in sizes[:SURE]]
+    for kind, rows in sure:
         _time_step(runner, requests, rows, context, kind)  # what is slow at the first time only
     times: dict[tuple[str, int], float] = {}
     started, most = time.perf_counter(), MAX_SECONDS * len(kinds)
-    for kind, rows in [*ends, *steps * ROUNDS]:
-        if len(times) >= len(ends) and not from_first_rank(time.perf_counter() - started < most):
+    for kind, rows in steps * ROUNDS:
+        if len(times) >= len(sure) and not from_first_rank(time.perf_counter() - started < most):
             break
         seconds = _time_step(runner, requests, rows, context, kind)
         # What is beyond the shortest is somebody else's.
