@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from vllm_recycle.integration.cpu import trunk
-from vllm_recycle.integration.cpu.trunk import CORRECT_EVERY, LOOK_EVERY, Rounds
+from vllm_recycle.integration.cpu.trunk import AT_FIRST, CORRECT_EVERY, LOOK_EVERY, Rounds
 
 
 def test_a_round_is_left_out_where_such_rounds_gave_less_and_is_looked_at_again():
     rounds = Rounds(cost=0.5)
     assert rounds.pays(2, 3.0)  # nothing is known
-    rounds.gave(2, 3.0, rate=2.8, seconds=0.1)
+    for _ in range(20):
+        rounds.gave(2, 3.0, rate=2.8, seconds=0.1)
     asked = [rounds.pays(2, 3.0) for _ in range(2 * LOOK_EVERY)]
     assert [place for place, pays in enumerate(asked, start=1) if pays] == [32, 64]
     # Steps that are worth less alone, or have more requests, are others.
@@ -20,6 +21,15 @@ def test_a_round_is_left_out_where_such_rounds_gave_less_and_is_looked_at_again(
     for _ in range(20):
         rounds.gave(2, 3.0, rate=3.6, seconds=0.1)
     assert rounds.pays(2, 3.0)
+
+
+def test_one_round_that_gave_little_does_not_end_all():
+    rounds = Rounds(cost=0.5)
+    rounds.gave(1, 2.0, rate=1.5, seconds=0.1)
+    assert rounds.pays(1, 2.0)
+    for _ in range(3):
+        rounds.gave(1, 2.0, rate=1.5, seconds=0.1)
+    assert not rounds.pays(1, 2.0)
 
 
 def test_a_forward_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
@@ -34,8 +44,9 @@ def test_a_forward_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
 
 def test_a_forward_pays_by_what_such_rounds_gave():
     rounds = Rounds(cost=0.25)
-    assert rounds.least_chance(1, 2.0) == 0.5
-    rounds.gave(1, 2.0, rate=3.0, seconds=0.1)
-    assert rounds.least_chance(1, 2.0) == 0.75
-    rounds.gave(8, 10.0, rate=9.0, seconds=0.1)
-    assert rounds.least_chance(8, 10.0) == 2.5
+    assert rounds.least_chance(1, 2.0) == 0.25 * AT_FIRST * 2.0
+    rounds.gave(1, 2.0, rate=3.5, seconds=0.1)
+    assert rounds.least_chance(1, 2.0) == 0.25 * (2.5 + 1.0 / 4)
+    for _ in range(20):
+        rounds.gave(8, 10.0, rate=9.0, seconds=0.1)
+    assert rounds.least_chance(8, 10.0) == 2.5  # what a step without a round gives

@@ -28,6 +28,9 @@ from vllm_recycle.integration.ouroboros import describe_draft_model
 # steps that go without a round, until one is made to see what it gives; and how fine rates are told
 # apart, in parts of a doubling.
 GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 64, 32, 4
+# What rounds are believed to give before any was made, in parts of what a step without one does,
+# and of how many that would be the average: one that gave little must not end all.
+AT_FIRST, AS_MANY = 1.25, 3
 
 
 class Rounds:
@@ -40,13 +43,13 @@ class Rounds:
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
-        self._promises: dict[tuple[int, int], float] = {}
+        self._promises: dict[tuple[int, int], tuple[float, int]] = {}  # and of how many rounds
         self._seconds = self._unit = 0.0  # of a forward, and of a step without drafts
         self._num_left_out = self._num_made = 0
 
     def pays(self, num_reqs: int, alone: float) -> bool:
         """Whether a round pays, where a step without it gives so many tokens by its time."""
-        if self._promises.get(_like(num_reqs, alone), math.inf) > alone:
+        if self._promise(num_reqs, alone)[0] > alone:
             return True
         self._num_left_out += 1
         return self._num_left_out % LOOK_EVERY == 0
@@ -56,19 +59,23 @@ class Rounds:
 
         See `draft_trunks`.
         """
-        return self.cost * max(alone, self._promises.get(_like(num_reqs, alone), alone))
+        return self.cost * max(alone, self._promise(num_reqs, alone)[0])
 
     def gave(self, num_reqs: int, alone: float, rate: float, seconds: float) -> None:
         """Take in a round whose forwards took so long, and the rate of the step behind it.
 
         A rate is in tokens by the time of the step and the round.
         """
-        like = _like(num_reqs, alone)
-        self._promises[like] = _moved(self._promises.get(like, rate), rate)
+        promise, samples = self._promise(num_reqs, alone)
+        promise = _moved(promise, rate, max(GAIN, 1 / (samples + 1)))
+        self._promises[_like(num_reqs, alone)] = promise, samples + 1
         self._seconds = _moved(self._seconds or seconds, seconds)
         self._num_made += 1
         if self._num_made % CORRECT_EVERY == 0 and self._unit:
             self.cost = from_first_rank(self._seconds / self._unit)
+
+    def _promise(self, num_reqs: int, alone: float) -> tuple[float, int]:
+        return self._promises.get(_like(num_reqs, alone), (AT_FIRST * alone, AS_MANY))
 
     def served(self, unit: float) -> None:
         """Take in a step, by which one without drafts takes so many seconds."""
@@ -80,8 +87,8 @@ def _like(num_reqs: int, alone: float) -> tuple[int, int]:
     return num_reqs.bit_length(), round(FINE * math.log2(alone / num_reqs))
 
 
-def _moved(average: float, sample: float) -> float:
-    return average + GAIN * (sample - average)
+def _moved(average: float, sample: float, gain: float = GAIN) -> float:
+    return average + gain * (sample - average)
 
 
 class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
