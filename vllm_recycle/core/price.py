@@ -13,8 +13,8 @@ Load = tuple[int, int]
 ANY = (0, 0)
 
 
-# What the drafts of a step are, which says what its rows cost: where all are chains, attention is
-# that of a step without drafts.
+# What the drafts of a step are, which says what its rows cost: where all are chains, positions are
+# right as they are, no KV moves, and attention may be vLLM's.
 TREES, CHAINS = "trees", "chains"
 
 

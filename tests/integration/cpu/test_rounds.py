@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_recycle.integration.cpu import trunk
-from vllm_recycle.integration.cpu.trunk import AT_FIRST, CORRECT_EVERY, LOOK_EVERY, Rounds
+from vllm_recycle.integration.cpu.trunk import CORRECT_EVERY, LOOK_EVERY, Rounds
 
 
 def test_a_round_is_left_out_where_such_rounds_gave_less_and_is_looked_at_again():
@@ -44,7 +44,7 @@ def test_a_forward_costs_what_it_takes_in_parts_of_a_step(monkeypatch):
 
 def test_a_forward_pays_by_what_such_rounds_gave():
     rounds = Rounds(cost=0.25)
-    assert rounds.least_chance(1, 2.0) == 0.25 * AT_FIRST * 2.0
+    assert rounds.least_chance(1, 2.0) == 0.25 * 2.5
     rounds.gave(1, 2.0, rate=3.5, seconds=0.1)
     assert rounds.least_chance(1, 2.0) == 0.25 * (2.5 + 1.0 / 4)
     for _ in range(20):

@@ -189,6 +189,33 @@ def test_a_row_has_the_bits_of_the_decode_row_of_its_path(shape, window, sinks, 
     compare(shape, texts, window, sink, own=own)
 
 
+def test_a_head_may_have_more_scores_than_are_kept_for_several():
+    shape = Shape("vec", torch.float32, 12, 1, 32)
+    torch.manual_seed(1)
+    texts = [Text.random(shape, context, random_parents(5)) for context in (3000, 40, 3000)]
+    compare(shape, texts, None, None, own=False)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_are_those_of_one_thread(shape, own):
+    torch.manual_seed(3)
+    texts = [
+        Text.random(shape, context, random_parents(rows))
+        for context, rows in ((0, 5), (13, 1), (700, 40), (411, 16))
+    ]
+    sinks = torch.linspace(-30, 30, shape.heads).to(shape.dtype)
+    expected, before = None, torch.get_num_threads()
+    try:
+        for threads in [1, *[2, 4, 7] * 5]:
+            torch.set_num_threads(threads)
+            got = tree_rows(shape, texts, 300, sinks, own=own)
+            expected = got if expected is None else expected
+            assert torch.equal(got, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("sharpness", [0.01, 4, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_may_be_near_or_far_apart(dtype, sharpness):

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention backend with trees: its own kernel serves all rows that are no trees.
+"""vLLM's CPU attention backend with trees: its own kernel serves prompts, and steps without drafts.
 
 It takes the place of `CPU_ATTN` (`attention_override`).
 """
@@ -68,9 +68,14 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         return self.build_step(common_attn_metadata, step)
 
     @cached_property
+    def has_kernel(self) -> bool:
+        """Whether rows have the bits of vLLM's kernel in ours."""
+        return has_tree_attention(self.dtype, self.head_dim, self.isa)
+
+    @cached_property
     def shares_loads(self) -> bool:
         """Whether rows of one request share each load of a key or value in our kernel alone."""
-        return self.isa != "amx" and has_tree_attention(self.dtype, self.head_dim, self.isa)
+        return self.isa != "amx" and self.has_kernel
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
@@ -88,15 +93,16 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         # A few numbers, which Python adds up before a call of torch begins.
         starts, seq_lens = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
+        takes_roots = are_cached and self.has_kernel  # a root alone is a tree too
         sizes = [
-            nodes + 1 if nodes or (are_cached and length == 1) else 0  # a root alone is a tree too
+            nodes + 1 if nodes or (takes_roots and length == 1) else 0
             for nodes, length in zip(step.num_nodes, lengths, strict=True)
         ]
         trees = TreeQueries(
             trees=step.trees,
             first=torch.from_numpy(np.array(step.first_token_row)),
             num_rows=torch.from_numpy(np.array(sizes)),
-            num_context=torch.from_numpy(np.array(seq_lens[: len(sizes)]) - np.array(sizes)),
+            num_context=torch.from_numpy(np.array(seq_lens) - np.array(sizes)),
             block_table=common.block_table_tensor,
             block_size=self.block_size,
             are_cached=are_cached,
@@ -161,7 +167,7 @@ def part_of(
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Attention of a layer: the rows of trees by our kernel, all others by vLLM's.
+    """Attention of a layer: roots and nodes by our kernel, all other rows by vLLM's.
 
     Raises:
         NotImplementedError: a kind of layer whose masks or scores the tree path does not have.

@@ -43,7 +43,8 @@ class Rounds:
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
-        self._promises: dict[tuple[int, int], tuple[float, int]] = {}  # and of how many rounds
+        # And how many rounds that is the average of, the believed ones included.
+        self._promises: dict[tuple[int, int], tuple[float, int]] = {}
         self._seconds = self._unit = 0.0  # of a forward, and of a step without drafts
         self._num_left_out = self._num_made = 0
 

@@ -386,7 +386,7 @@ def move_slots(
 
 def has_tree_attention(dtype: torch.dtype, head_size: int, isa: str) -> bool:
     """Whether C++ attends from trees: not in float16, nor with head sizes that are no multiple of
-    16, nor in the AMX layout where the compiler or the system has no AMX.
+    16, nor in the AMX layout where the compiler or the system has no AMX, nor without a compiler.
     """
     library = load_library()
     if library is None or dtype not in DTYPES or head_size % LANES:

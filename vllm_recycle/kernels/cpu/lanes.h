@@ -52,8 +52,8 @@ inline void store(bf16* out, Vec x) {
   *reinterpret_cast<HalfVec*>(out) = __builtin_convertvector(words >> 16, HalfVec);
 }
 
-// The same, in a register: a compiler may load it anew for each product otherwise, which takes longer.
-inline Vec kept(Vec x) {
+// x, in a register: else a compiler may load it anew for each product, which takes longer.
+inline Vec in_register(Vec x) {
 #ifdef __x86_64__
   asm("" : "+v"(x));
 #endif

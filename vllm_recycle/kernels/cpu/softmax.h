@@ -41,20 +41,20 @@ inline DoubleVec add_product(DoubleVec sum, DoubleVec a, DoubleVec b) {
 #endif
 }
 
-// e^x by 2^n * p(r) with x = n ln 2 + r, relative error 2^-36, for x from -87 to 88.
+// e^x by 2^n * p(r) with x = n ln 2 + r, relative error 2^-36, for x from -87 to 88. Terms of p are
+// added by pairs, which do not wait for each other.
 inline DoubleVec nearly_exponential(DoubleVec x) {
-  constexpr double ROUND = 6755399441055744.0;
-  const DoubleVec none = {}, shifted = add_product(none + ROUND, x, none + 1.4426950408889634);
-  const DoubleVec r = add_product(x, shifted - ROUND, none - 0.6931471805599453);
-  const DoubleVec r2 = r * r;
-  const DoubleVec a = r + 1.0, b = add_product(none + 0.5, r, none + 1.0 / 6);
-  const DoubleVec c = add_product(none + 1.0 / 24, r, none + 1.0 / 120);
-  const DoubleVec d = add_product(none + 1.0 / 720, r, none + 1.0 / 5040);
-  const DoubleVec e = add_product(none + 1.0 / 40320, r, none + 1.0 / 362880);
-  const DoubleVec r4 = r2 * r2;
-  DoubleVec low = add_product(a, b, r2), high = add_product(c, d, r2);
-  high = add_product(high, e, r4);
-  DoubleVec p = add_product(low, high, r4);
+  constexpr double ROUND = 6755399441055744.0;  // a sum with it is whole, and has n in its lowest bits
+  const DoubleVec zero = {}, shifted = add_product(zero + ROUND, x, zero + 1.4426950408889634);
+  const DoubleVec r = add_product(x, shifted - ROUND, zero - 0.6931471805599453);
+  const DoubleVec r2 = r * r, r4 = r2 * r2;
+  const DoubleVec p01 = r + 1.0, p23 = add_product(zero + 0.5, r, zero + 1.0 / 6);
+  const DoubleVec p45 = add_product(zero + 1.0 / 24, r, zero + 1.0 / 120);
+  const DoubleVec p67 = add_product(zero + 1.0 / 720, r, zero + 1.0 / 5040);
+  const DoubleVec p89 = add_product(zero + 1.0 / 40320, r, zero + 1.0 / 362880);
+  const DoubleVec low = add_product(p01, p23, r2);
+  const DoubleVec high = add_product(add_product(p45, p67, r2), p89, r4);
+  const DoubleVec p = add_product(low, high, r4);
   return DoubleVec(LongVec(p) + (LongVec(shifted) << 52));
 }
 

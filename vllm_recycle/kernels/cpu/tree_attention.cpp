@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "amx.h"
@@ -21,52 +22,57 @@ constexpr int64_t TILE = 8;
 #else
 constexpr int64_t TILE = 6;
 #endif
-// Of a job: queries, and lanes of tokens that a thread scores at a time.
-constexpr int64_t MOST_QUERIES = 48, LANES_AT_ONCE = 4;
-constexpr size_t MOST_SCORES = 1 << 18;  // that are kept at once, but for those of one job
+// The most queries of a job, whole tiles of either size, and the columns that a thread scores at once.
+constexpr int64_t MOST_QUERIES = 48, COLUMNS_AT_ONCE = 4 * LANES;
+// Scores of the jobs that are computed together, for each thread; one job alone may have more.
+constexpr size_t MOST_SCORES = 1 << 17;
 
 // Some queries of a KV head of a request, from `begin` to `end`.
 template <typename T>
 struct Job {
   int64_t request, kv_head, begin, end;
-  std::vector<T> packed;
-  Cache<T> cache, own;
   Columns<T> columns;
-  float *scores, *inverse;  // [queries, columns], and of each query what its weights add up to
+  // [queries, columns], and of each query one divided by what its weights add up to.
+  float *scores = nullptr, *inverse = nullptr;
 
-  Job(const Attention& a, int64_t request, int64_t kv_head, int64_t begin, int64_t end)
+  Job(const Attention& a, const Cache<T>& own, int64_t request, int64_t kv_head, int64_t begin,
+      int64_t end)
       : request(request), kv_head(kv_head), begin(begin), end(end),
-        cache(cache_of<T>(a, request, kv_head)),
-        own(a.own_keys.base ? pack_own(a, request, kv_head, packed) : Cache<T>{}),
-        columns(a, cache, own, request, end) {}
+        columns(a, cache_of<T>(a, request, kv_head), own, request, end) {}
 
   int64_t count() const { return end - begin; }
   Query<T> query(const Attention& a, int64_t i) const { return {a, request, kv_head, begin + i}; }
 };
 
+// All jobs of a step, of which none has more than some queries.
 template <typename T>
-std::vector<Job<T>> jobs_of(const Attention& a, int64_t most_queries) {
+struct Jobs {
+  std::vector<std::vector<T>> own;  // of each KV head of each request, if given
   std::vector<Job<T>> jobs;
-  for (int64_t request = 0; request < a.trees.batch; request++) {
-    const int64_t queries = a.trees.num_rows[request] * (a.heads / a.kv_heads);
-    const int64_t parts = (queries + most_queries - 1) / most_queries;  // of nearly one size
-    for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head++) {
+
+  Jobs(const Attention& a, int64_t most_queries, int64_t threads) {
+    const int64_t heads = a.trees.batch * a.kv_heads;
+    std::vector<Cache<T>> caches(heads);
+    if (a.own_keys.base) {
+      own.resize(heads);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+      for (int64_t i = 0; i < heads; i++) {
+        caches[i] = pack_own(a, i / a.kv_heads, i % a.kv_heads, own[i]);
+      }
+    }
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t request = head / a.kv_heads;
+      const int64_t queries = a.trees.num_rows[request] * (a.heads / a.kv_heads);
+      const int64_t parts = (queries + most_queries - 1) / most_queries;  // of nearly one size
       for (int64_t i = 0; i < parts; i++) {
-        jobs.emplace_back(a, request, kv_head, i * queries / parts, (i + 1) * queries / parts);
+        jobs.emplace_back(a, caches[head], request, head % a.kv_heads, i * queries / parts,
+                          (i + 1) * queries / parts);
       }
     }
   }
-  return jobs;
-}
-
-// What threads compute in; vectors keep their memory from one use to the next.
-template <typename T>
-struct Scratch {
-  std::vector<float> queries, scores, sums;
-  std::vector<T> halves;
 };
 
-// Calls `use` for each tile of some queries, with their number, as a constant, and the first one.
+// Calls `use` with a number from 1 to TILE as a constant.
 template <int64_t N = TILE, typename Use>
 inline void with_size(int64_t size, const Use& use) {
   if constexpr (N > 1) {
@@ -74,6 +80,7 @@ inline void with_size(int64_t size, const Use& use) {
   }
   use(std::integral_constant<int64_t, N>{});
 }
+// Calls `use` for each tile of some queries, with its size, as a constant, and its first one.
 template <typename Use>
 inline void in_tiles(int64_t count, const Use& use) {
   const int64_t tiles = (count + TILE - 1) / TILE;  // of nearly one size
@@ -88,37 +95,37 @@ template <int64_t N, typename T>
 inline void add_products(Vec (&sums)[N][PARTS], const T* side, const float* factors,
                          int64_t stride) {
   Vec lanes[PARTS];
-  for (int64_t p = 0; p < PARTS; p++) lanes[p] = kept(load(side + p * WIDTH));
+  for (int64_t p = 0; p < PARTS; p++) lanes[p] = in_register(load(side + p * WIDTH));
   for (int64_t i = 0; i < N; i++) {
     const Vec factor = splat(factors[i * stride]);
     for (int64_t p = 0; p < PARTS; p++) sums[i][p] = add_product(sums[i][p], lanes[p], factor);
   }
 }
 
-// The scores of a job's queries in some columns: scaled queries . keys
+// The scores of a job's queries in COLUMNS_AT_ONCE columns: scaled queries . keys
 template <typename T>
-void score(const Attention& a, const Job<T>& job, int64_t begin, int64_t end,
-           std::vector<float>& queries) {
+void score(const Attention& a, const Job<T>& job, int64_t from, std::vector<float>& queries) {
   const int64_t dim = a.dim, stride = job.columns.padded;
+  const int64_t to = std::min(stride, from + COLUMNS_AT_ONCE);
   queries.resize(job.count() * dim);  // converted and scaled once, not at each key
   for (int64_t i = 0; i < job.count(); i++) {
     const T* in = job.query(a, i).in;
     for (int64_t d = 0; d < dim; d++) queries[i * dim + d] = to_float(in[d]) * a.scale;
   }
-  for (int64_t column = begin; column < end; column += LANES) {
+  for (int64_t column = from; column < to; column += LANES) {
     const auto [cache, tokens, first] = job.columns.segment_of(column);
     const int64_t token = column - first, block_size = cache.block_size;
     const T* keys = cache.keys(token) + token % block_size;
-    in_tiles(job.count(), [&](auto size, int64_t tile) {
+    in_tiles(job.count(), [&](auto size, int64_t begin) {
       constexpr int64_t N = decltype(size)::value;
       Vec sums[N][PARTS] = {};
-      const float* factors = queries.data() + tile * dim;
+      const float* factors = queries.data() + begin * dim;
       for (int64_t d = 0; d < dim; d++) {
-        __builtin_prefetch(keys + d * block_size + LANES);
+        __builtin_prefetch(keys + d * block_size + LANES);  // of the next columns
         add_products<N>(sums, keys + d * block_size, factors + d, dim);
       }
       for (int64_t i = 0; i < N; i++) {
-        std::memcpy(job.scores + (tile + i) * stride + column, sums[i], LANES * 4);
+        std::memcpy(job.scores + (begin + i) * stride + column, sums[i], LANES * 4);
       }
     });
   }
@@ -130,20 +137,20 @@ void weigh(const Attention& a, const Job<T>& job, int64_t d, std::vector<float>&
   const int64_t dim = a.dim, stride = job.columns.padded;
   sums.assign(job.count() * LANES, 0.0f);
   for (const auto& [cache, tokens, column] : job.columns.segments) {
-    for (int64_t begin = 0; begin < tokens; begin += cache.block_size) {
-      const T* values = cache.values(begin) + d;
-      const float* weights = job.scores + column + begin;
-      const int64_t count = std::min(tokens - begin, cache.block_size);
-      in_tiles(job.count(), [&](auto size, int64_t tile) {
+    for (int64_t token = 0; token < tokens; token += cache.block_size) {
+      const T* values = cache.values(token) + d;
+      const float* weights = job.scores + column + token;
+      const int64_t count = std::min(tokens - token, cache.block_size);
+      in_tiles(job.count(), [&](auto size, int64_t begin) {
         constexpr int64_t N = decltype(size)::value;
         Vec of_tile[N][PARTS];
-        float* kept = sums.data() + tile * LANES;
-        std::memcpy(of_tile, kept, sizeof(of_tile));
-        const float* factors = weights + tile * stride;
-        for (int64_t token = 0; token < count; token++) {
-          add_products<N>(of_tile, values + token * dim, factors + token, stride);
+        float* totals = sums.data() + begin * LANES;
+        std::memcpy(of_tile, totals, sizeof(of_tile));
+        const float* factors = weights + begin * stride;
+        for (int64_t i = 0; i < count; i++) {
+          add_products<N>(of_tile, values + i * dim, factors + i, stride);
         }
-        std::memcpy(kept, of_tile, sizeof(of_tile));
+        std::memcpy(totals, of_tile, sizeof(of_tile));
       });
     }
   }
@@ -156,9 +163,15 @@ void weigh(const Attention& a, const Job<T>& job, int64_t d, std::vector<float>&
 }
 
 #ifdef HAS_AMX
+// What a thread computes in; vectors keep their memory from one job to the next.
+struct Scratch {
+  std::vector<float> scores;
+  std::vector<bf16> halves;
+};
+
 // Attends from at most 32 queries of the AMX layout, more than 16 of them if TWO.
 template <bool TWO>
-void attend_amx(const Attention& a, const Job<bf16>& job, Scratch<bf16>& scratch) {
+void attend_amx(const Attention& a, const Job<bf16>& job, Scratch& scratch) {
   constexpr int64_t N = TWO ? AMX_QUERIES : TILE_ROWS;
   const Columns<bf16>& columns = job.columns;
   const int64_t count = job.count(), stride = columns.padded + TILE_DEPTH;
@@ -206,10 +219,11 @@ void attend_amx(const Attention& a, const Job<bf16>& job, Scratch<bf16>& scratch
 }
 
 void attend_by_amx(const Attention& a, int64_t threads) {
-  const std::vector<Job<bf16>> jobs = jobs_of<bf16>(a, AMX_QUERIES);
+  const Jobs<bf16> all(a, AMX_QUERIES, threads);
+  const std::vector<Job<bf16>>& jobs = all.jobs;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    Scratch<bf16> scratch;
+    Scratch scratch;
     const Tiles tiles;
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < jobs.size(); i++) {
@@ -220,51 +234,50 @@ void attend_by_amx(const Attention& a, int64_t threads) {
 }
 #endif
 
-// What a thread takes at a time of a job: columns, a query, or the first of 16 dimensions.
-template <typename T>
-struct Part {
-  const Job<T>* job;
-  int64_t begin, end;
-};
-
 // All threads score, exponentiate and weigh together, so that a few heads are enough for many.
 template <typename T>
 void attend(const Attention& a, int64_t threads) {
-  static thread_local std::vector<float> kept;
-  std::vector<Job<T>> jobs = jobs_of<T>(a, MOST_QUERIES);
+  // What a thread takes at a time: a job, and its first column, a query, or its first dimension.
+  typedef std::vector<std::pair<const Job<T>*, int64_t>> Pieces;
+  static thread_local std::vector<float> all_scores;
+  Jobs<T> all(a, MOST_QUERIES, threads);
+  std::vector<Job<T>>& jobs = all.jobs;
   for (size_t first = 0, last; first < jobs.size(); first = last) {
-    std::vector<Part<T>> columns, queries, dims;
+    Pieces columns, queries, dims;
     size_t num_scores = 0;
     for (last = first; last < jobs.size(); last++) {
       const Job<T>& job = jobs[last];
       const size_t size = job.count() * (job.columns.padded + 1);
-      if (last > first && num_scores + size > MOST_SCORES) break;
+      if (last > first && num_scores + size > MOST_SCORES * threads) break;
       num_scores += size;
-      const int64_t padded = job.columns.padded;
-      for (int64_t c = 0; c < padded; c += LANES_AT_ONCE * LANES) {
-        columns.push_back({&job, c, std::min(padded, c + LANES_AT_ONCE * LANES)});
-      }
-      for (int64_t i = 0; i < job.count(); i++) queries.push_back({&job, i, i + 1});
-      for (int64_t d = 0; d < a.dim; d += LANES) dims.push_back({&job, d, d + LANES});
+      for (int64_t c = 0; c < job.columns.padded; c += COLUMNS_AT_ONCE) columns.push_back({&job, c});
+      for (int64_t i = 0; i < job.count(); i++) queries.push_back({&job, i});
+      for (int64_t d = 0; d < a.dim; d += LANES) dims.push_back({&job, d});
     }
-    if (kept.size() < num_scores) kept.resize(num_scores);
-    float* scores = kept.data();
+    if (all_scores.size() < num_scores) all_scores.resize(num_scores);
+    float* scores = all_scores.data();
     for (size_t i = first; i < last; i++) {
       jobs[i].scores = scores, jobs[i].inverse = scores + jobs[i].count() * jobs[i].columns.padded;
       scores = jobs[i].inverse + jobs[i].count();
     }
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      Scratch<T> scratch;
+      std::vector<float> scratch;
 #pragma omp for schedule(dynamic)
-      for (const auto& [job, begin, end] : columns) score(a, *job, begin, end, scratch.queries);
-#pragma omp for schedule(dynamic)
-      for (const auto& [job, i, _] : queries) {
-        float* scores = job->scores + i * job->columns.padded;
-        job->inverse[i] = job->columns.softmax(scores, job->query(a, i));
+      for (size_t i = 0; i < columns.size(); i++) {
+        score(a, *columns[i].first, columns[i].second, scratch);
       }
 #pragma omp for schedule(dynamic)
-      for (const auto& [job, d, _] : dims) weigh(a, *job, d, scratch.sums);
+      for (size_t i = 0; i < queries.size(); i++) {
+        const Job<T>& job = *queries[i].first;
+        const int64_t query = queries[i].second;
+        float* scores = job.scores + query * job.columns.padded;
+        job.inverse[query] = job.columns.softmax(scores, job.query(a, query));
+      }
+#pragma omp for schedule(dynamic)
+      for (size_t i = 0; i < dims.size(); i++) {
+        weigh(a, *dims[i].first, dims[i].second, scratch);
+      }
     }
   }
 }

@@ -103,7 +103,7 @@ Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vec
   return {buffer.data(), 0, size, dim, &ONLY_BLOCK};
 }
 
-// One query of a tile.
+// One query of a KV head of a request, by its number.
 template <typename T>
 struct Query {
   const T* in;
@@ -123,7 +123,7 @@ struct Query {
   }
 };
 
-// The columns of the scores of a tile that ends before query `end`: the context, and the rows.
+// The columns of the scores of queries before `end`: the context, and the rows that these see.
 template <typename T>
 struct Columns {
   int64_t context, rows, first, padded;
@@ -132,7 +132,7 @@ struct Columns {
   Columns(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
           int64_t end) {
     context = a.trees.num_context[request] - a.passed_blocks(request) * a.block_size;
-    rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None of the tile sees further than its last.
+    rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None sees further than the last.
     first = own.base ? whole_lanes(context) : context;
     padded = whole_lanes(first + rows);
     segments[0] = {cache, own.base ? context : context + rows, 0};

@@ -1,0 +1,109 @@
+"""Which rows of a step our attention takes, and which are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from engines import GROWN, TOKEN_RECYCLING, engine, read_prompts
+from vllm import SamplingParams
+
+from vllm_recycle.integration.cpu.backend import (
+    TreeCPUAttentionMetadataBuilder,
+    TreeMetadata,
+)
+from vllm_recycle.kernels.cpu.build import load_library
+
+PROMPTS = read_prompts(2)
+CHAINS_PAY = {**TOKEN_RECYCLING, "row_cost": 0.02}
+needs_kernel = pytest.mark.skipif(load_library() is None, reason="the kernel is in C++")
+
+
+@contextmanager
+def watched_steps(monkeypatch: Any) -> Iterator[list[tuple[Any, list[int], Any]]]:
+    """Of each step its drafts, the rows of its requests, and the metadata that were built."""
+    build, steps = TreeCPUAttentionMetadataBuilder.build, []
+
+    def watched(self: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        step = self.step
+        built = build(self, common_prefix_len, common, fast_build)
+        lengths = common.query_start_loc_cpu.diff().tolist()
+        if step is not None:
+            steps.append((step, lengths, built))
+        return built
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeCPUAttentionMetadataBuilder, "build", watched)
+        yield steps
+
+
+def run(llm: Any, monkeypatch: Any) -> list[tuple[Any, list[int], Any]]:
+    """Steps of a request that drafts, and of one that does not and comes while that runs."""
+    drafts, plain = (
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args=extra)
+        for extra in (None, {"speculate": False})
+    )
+    with watched_steps(monkeypatch) as steps:
+        llm.llm_engine.add_request("drafts", PROMPTS[0], drafts)
+        for number in range(200):
+            if number == 3:
+                llm.llm_engine.add_request("plain", PROMPTS[1], plain)
+            llm.llm_engine.step()
+            if not llm.llm_engine.has_unfinished_requests():
+                break
+    return steps
+
+
+def kinds_of(steps: list[tuple[Any, list[int], Any]]) -> set[tuple[str, ...]]:
+    """What requests had in a step, and whose attention took them."""
+    found = set()
+    for step, lengths, built in steps:
+        ours: set[int] = set()
+        if isinstance(built, TreeMetadata):
+            ends = built.trees.first + built.trees.num_rows
+            ours = {*ends.tolist()}
+        end, kinds = 0, []
+        for length, nodes in zip(lengths, step.num_nodes, strict=True):
+            end += length
+            kind = "root" if length == 1 else "prompt" if not nodes else "draft"
+            kinds.append(f"{kind} {'ours' if end in ours else 'vLLM'}")
+        found.add(tuple(sorted(kinds)))
+    return found
+
+
+@needs_kernel
+@pytest.mark.parametrize("method", [GROWN, CHAINS_PAY], ids=["trees", "priced"])
+def test_beside_drafts_roots_are_ours_and_prompts_vllms(method, monkeypatch):
+    with engine(method) as llm:
+        kinds = kinds_of(run(llm, monkeypatch))
+    assert ("draft ours", "root ours") in kinds
+    assert ("draft ours", "prompt vLLM") in kinds
+    assert ("prompt vLLM",) in kinds
+    assert {kind for step in kinds for kind in step} == {
+        "draft ours",
+        "root ours",
+        "root vLLM",
+        "prompt vLLM",
+    }
+    # Where nobody drafts, the step is vLLM's.
+    assert all("draft ours" in step for step in kinds if "root ours" in step)
+
+
+def test_without_the_kernel_roots_are_vllms(monkeypatch):
+    with engine(GROWN, dtype="float16") as llm:
+        kinds = kinds_of(run(llm, monkeypatch))
+    assert ("draft ours", "root vLLM") in kinds
+    assert not any("root ours" in step for step in kinds)
+
+
+@needs_kernel
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="there chains are vLLM's")
+def test_chains_are_ours_where_their_rows_share_loads(monkeypatch):
+    with engine(CHAINS_PAY) as llm:
+        steps = run(llm, monkeypatch)
+    chains = [built for step, _, built in steps if any(step.num_nodes) and step.are_chains]
+    assert chains
+    assert all(isinstance(built, TreeMetadata) for built in chains)
