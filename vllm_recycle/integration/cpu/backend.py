@@ -31,12 +31,13 @@ class TreeMetadata(NamedTuple):
 
     Attributes:
         trees: the rows of trees.
-        others: the other rows, int64 [n], and vLLM's metadata for these alone; None for none.
+        others: the other rows, int64 [n], or a slice where they follow each other, and vLLM's
+            metadata for these alone; None for none.
 
     """
 
     trees: TreeQueries
-    others: tuple[torch.Tensor, CPUAttentionMetadata] | None
+    others: tuple[torch.Tensor | slice, CPUAttentionMetadata] | None
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -116,7 +117,9 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             [requests] = other_lengths.nonzero()
             first = np.array(starts)[requests]  # before a root, if there is one
             rows, alone = part_of(common, requests, first, other_lengths[requests])
-            others = rows, super().build(0, alone)
+            start, end = int(rows[0]), int(rows[-1]) + 1
+            follow_each_other = end - start == len(rows)
+            others = slice(start, end) if follow_each_other else rows, super().build(0, alone)
         return TreeMetadata(trees, others)
 
 
@@ -205,9 +208,10 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         )
         if attn_metadata.others is not None:
             rows, metadata = attn_metadata.others
-            others = torch.empty_like(output[rows])
+            others = output[rows]  # of a slice no copy, as the query is none
             super().forward(layer, query[rows], key, value, kv_cache, metadata, others)
-            output[rows] = others
+            if not isinstance(rows, slice):
+                output[rows] = others
         return output
 
 
