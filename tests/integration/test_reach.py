@@ -224,16 +224,24 @@ def test_chains_can_be_asked_for_and_are_verified_as_vllm_does():
         assert runner(llm).step.are_chains
 
 
-def test_chains_are_drafted_where_trees_never_pay():
+def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
     prompts, params = read_prompts(COUNT), mixed_params(COUNT, max_tokens=40)
     with engine() as llm:
         expected = generate(llm, prompts, params)
     with engine({**TOKEN_RECYCLING, "row_cost": 0.01}) as llm:
         ours = runner(llm)
         ours.drafter.step_times = {"chains": ours.drafter.step_times["trees"]}
+        compact, are_chains = ours._compact_kv_cache, []
+
+        def watched(path: torch.Tensor) -> None:
+            are_chains.append(ours.step.are_chains)
+            compact(path)
+
+        monkeypatch.setattr(ours, "_compact_kv_cache", watched)
         assert generate(llm, prompts, params) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-        assert ours.step.are_chains
+        assert are_chains
+        assert all(are_chains)
 
 
 def test_what_is_no_token_is_not_learnt_from(tmp_path):

@@ -11,10 +11,7 @@ import torch
 from engines import GROWN, TOKEN_RECYCLING, engine, read_prompts
 from vllm import SamplingParams
 
-from vllm_recycle.integration.cpu.backend import (
-    TreeCPUAttentionMetadataBuilder,
-    TreeMetadata,
-)
+from vllm_recycle.integration.cpu.backend import TreeCPUAttentionMetadataBuilder, TreeMetadata
 from vllm_recycle.kernels.cpu.build import load_library
 
 PROMPTS = read_prompts(2)
@@ -100,10 +97,13 @@ def test_without_the_kernel_roots_are_vllms(monkeypatch):
 
 
 @needs_kernel
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="there chains are vLLM's")
-def test_chains_are_ours_where_their_rows_share_loads(monkeypatch):
-    with engine(CHAINS_PAY) as llm:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_chains_are_ours_where_their_rows_share_loads(dtype, monkeypatch):
+    # In float16 we have no kernel, and in AMX's layout, of bfloat16, vLLM's shares them too.
+    has_amx = torch.cpu._is_amx_tile_supported()
+    shares_loads = {"float32": True, "bfloat16": not has_amx, "float16": False}[dtype]
+    with engine(CHAINS_PAY, dtype=dtype) as llm:
         steps = run(llm, monkeypatch)
     chains = [built for step, _, built in steps if any(step.num_nodes) and step.are_chains]
     assert chains
-    assert all(isinstance(built, TreeMetadata) for built in chains)
+    assert {isinstance(built, TreeMetadata) for built in chains} == {shares_loads}
