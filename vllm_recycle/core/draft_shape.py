@@ -71,13 +71,6 @@ class DraftShape:
         """Phrases that the last token and the trunk may hold."""
         return max(0, self.gamma + 2 - self.length)
 
-    def halved(self) -> DraftShape | None:
-        """With half the window and half the guesses; None where that is neither."""
-        window, guesses = self.window // 2, self.guesses // 2
-        if not window + guesses:
-            return None
-        return dataclasses.replace(self, window=window, guesses=guesses)
-
     def tree(self) -> TreeTemplate:
         """What the target verifies."""
         return lengthened_template(gamma=self.gamma, branches=self.branches, length=self.length)

@@ -6,7 +6,7 @@ names of dimensions are used. The draft model is the runner's, which knows its K
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -64,7 +64,6 @@ class OuroborosProposer:
 
     Args:
         shape: sizes of a draft.
-        smaller_shapes: those of rounds with a smaller window and fewer guesses.
         vocab_size: number of token ids.
         max_num_reqs: every `req_state_idx` is below this.
         max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
@@ -78,7 +77,7 @@ class OuroborosProposer:
 
     Attributes:
         tree: what the target verifies.
-        lookahead, lookaheads: the rows of a draft forward, and these by the shape of the round.
+        lookahead: the rows of a draft forward.
         num_rounds: drafts made so far, counted once for each request.
         num_forwards: draft forwards so far, counted once for each request that took part.
 
@@ -88,7 +87,6 @@ class OuroborosProposer:
         self,
         shape: DraftShape,
         *,
-        smaller_shapes: Iterable[DraftShape] = (),
         vocab_size: int,
         max_num_reqs: int,
         max_forwards: int | None = None,
@@ -101,8 +99,7 @@ class OuroborosProposer:
     ) -> None:
         self.shape, self.operations = shape, operations
         self.tree = shape.tree().to(device)
-        self.lookaheads = {one: one.lookahead().to(device) for one in (shape, *smaller_shapes)}
-        self.lookahead = self.lookaheads[shape]
+        self.lookahead = shape.lookahead().to(device)
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
         self.stops_early = stops_early
         self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
@@ -115,7 +112,6 @@ class OuroborosProposer:
             max_num_reqs, shape.levels, shape.window, dtype=torch.int64, device=device
         )
         self.num_filled = torch.ones(max_num_reqs, dtype=torch.int64, device=device)
-        self.num_columns = torch.full_like(self.num_filled, shape.window)
         generator = torch.Generator().manual_seed(WINDOW_SEED)
         self.window_draw = torch.rand(shape.window, generator=generator).to(device)
         self.num_rounds = self.num_forwards = 0
@@ -145,7 +141,6 @@ class OuroborosProposer:
         last_token_ids: torch.Tensor,
         *,
         draft_model: DraftModel,
-        shape: DraftShape | None = None,
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draft below the last token of each request (sections 3.1 and 3.2).
@@ -154,15 +149,11 @@ class OuroborosProposer:
             idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
             draft_model: what drafts.
-            shape: of this round, with a smaller window and fewer guesses; None for all of them.
             room: int64 [batch], tokens of a trunk that the draft model has room for; below 0 where
                 it has none for the last token. None where there is always enough.
 
         """
-        shape = shape or self.shape
-        gamma, length = shape.gamma, shape.length
-        if len(self.lookaheads) > 1:
-            self._widen_windows(idx_mapping, shape.window)
+        gamma, length = self.shape.gamma, self.shape.length
         # As wide as the last forward may make it.
         trunk = last_token_ids.new_full((len(idx_mapping), gamma + length + 1), NO_TOKEN)
         count = torch.zeros_like(idx_mapping)
@@ -177,7 +168,7 @@ class OuroborosProposer:
                 if not len(active):
                     break
             new_token_ids, num_new = self._draft(
-                draft_model, shape, idx_mapping[active], new_token_ids, last, goes_on
+                draft_model, idx_mapping[active], new_token_ids, last, goes_on
             )
             # What is beyond gamma is of no account.
             start = count[active].clamp(max=gamma)[:, None]
@@ -217,7 +208,6 @@ class OuroborosProposer:
     def _draft(
         self,
         draft_model: DraftModel,
-        shape: DraftShape,
         idx_mapping: torch.Tensor,
         new_token_ids: torch.Tensor,
         last_token_ids: torch.Tensor,
@@ -230,9 +220,8 @@ class OuroborosProposer:
             are, int64 [batch].
 
         """
-        batch, lookahead = len(idx_mapping), self.lookaheads[shape]
-        num_filled = self.num_filled[idx_mapping]
-        window = self.windows[idx_mapping, :, : shape.window]
+        batch, shape, lookahead = len(idx_mapping), self.shape, self.lookahead
+        num_filled, window = self.num_filled[idx_mapping], self.windows[idx_mapping]
         level = torch.arange(shape.levels, device=idx_mapping.device)
         is_filled = (level < num_filled[:, None])[:, :, None]
         guesses = self._newest(idx_mapping, last_token_ids, shape.guesses).flatten(1)
@@ -244,7 +233,7 @@ class OuroborosProposer:
             outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
             step = advance_window(window, num_filled, outputs_in_window, last_token_ids)
             moved = step.window.where(goes_on[:, None, None], window)
-            self.windows[idx_mapping, :, : shape.window] = moved
+            self.windows[idx_mapping] = moved
             self.num_filled[idx_mapping] = step.num_filled.where(goes_on, num_filled)
             owners = step.owners.where(goes_on[:, None], NO_TOKEN)
             self._insert(idx_mapping, owners, step.phrases)
@@ -258,12 +247,6 @@ class OuroborosProposer:
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
         drafted = tokens[:, : shape.length + 1].where(goes_on[:, None], NO_TOKEN)
         return drafted, result.lengths.where(goes_on, 0).long()
-
-    def _widen_windows(self, idx_mapping: torch.Tensor, columns: int) -> None:
-        """Fill columns anew, behind level 0, that the last round of a request did without."""
-        are_new = self.num_columns[idx_mapping] < columns
-        self.num_filled[idx_mapping] = self.num_filled[idx_mapping].masked_fill(are_new, 1)
-        self.num_columns[idx_mapping] = columns
 
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor

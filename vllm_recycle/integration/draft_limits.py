@@ -1,7 +1,7 @@
 """How many nodes a tree has in a batch of a given size: the default, and the fair cut of a step.
 
 Every prefix of a template is a tree, so a draft is made to fit by taking a prefix. Drafting by a
-draft model costs rows too, those of its forwards, which fewer guesses make fewer.
+draft model costs rows too, those of its forwards.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ UNLIMITED = 1 << 20
 MAX_TREE_ROWS = 256
 # Fewer rows than these of all trees of a step together are not worth a size of their own.
 MIN_TREE_ROWS = 6
-# Rows of a draft forward of Ouroboros, of all its requests together, where none can have fewer.
-MAX_DRAFT_ROWS = 1024
-# And where window and guesses are halved as batches grow: the paper's then have room for 16
-# requests. By its peaks an H100 takes less than twice as long for so many rows as for one.
-MAX_HALVED_DRAFT_ROWS = 512
+# Rows of a draft forward of Ouroboros, of all its requests together. By its peaks an H100 takes
+# less than twice as long for 512 rows as for one.
+MAX_DRAFT_ROWS, MAX_DRAFT_ROWS_ON_GPU = 1024, 512
 
 
 def halving_schedule(
@@ -85,34 +83,6 @@ def head_length(shape: DraftShape) -> int:
 def draft_forward_rows(shape: DraftShape) -> int:
     """Rows of a request in a draft forward, at most."""
     return head_length(shape) + shape.lookahead().num_nodes
-
-
-def halved_shapes(shape: DraftShape, max_rows: int) -> list[DraftShape]:
-    """How drafts are made for 1, 2, ... requests, up to as many as are drafted for.
-
-    A draft forward has at most `max_rows`, but one request has all of a draft even beyond these.
-    """
-    shapes: list[DraftShape] = []
-    smaller: DraftShape | None = shape
-    while smaller is not None:
-        last = max_rows // draft_forward_rows(smaller)
-        shapes += [smaller] * (max(1, last) - len(shapes))
-        smaller = smaller.halved()
-    return shapes
-
-
-def drafting_shapes(
-    shape: DraftShape, schedule: Schedule, *, max_num_reqs: int, max_num_batched_tokens: int
-) -> list[DraftShape]:
-    """`halved_shapes`, for the batches that a schedule has drafts for: behind them the smallest."""
-    shapes = halved_shapes(shape, min(MAX_HALVED_DRAFT_ROWS, max_num_batched_tokens))
-    most = largest_drafting_batch(schedule, max_num_reqs)
-    return (shapes + [shapes[-1]] * most)[:most]
-
-
-def most_draft_rows(shapes: Sequence[DraftShape]) -> int:
-    """Rows of the largest draft forward, where these are the shapes for 1, 2, ... requests."""
-    return max((batch * draft_forward_rows(one) for batch, one in enumerate(shapes, 1)), default=0)
 
 
 def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from typing import Any
 
 import torch
 
-from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.options import OuroborosOptions, options_of
@@ -42,14 +41,12 @@ def make_proposer(
     device: torch.device,
     *,
     stops_early: bool,
-    smaller_shapes: Iterable[DraftShape] = (),
 ) -> OuroborosProposer:
     """The proposer that an engine's options ask for, with its pool on a device."""
     options = options_of(vllm_config)
     assert isinstance(options, OuroborosOptions)
     return OuroborosProposer(
         options.shape(),
-        smaller_shapes=smaller_shapes,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         max_forwards=options.max_forwards,

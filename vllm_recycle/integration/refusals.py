@@ -210,17 +210,11 @@ def _draft_rows_on_v2(vllm_config: Any, options: DraftModelOptions) -> int:
     if isinstance(options, TrunkOptions):
         return head_length(options)  # of one request; more are drafted for as there is room
     assert isinstance(options, OuroborosOptions)
-    shape, scheduler = options.shape(), vllm_config.scheduler_config
-    rows = draft_limits.draft_forward_rows(shape)
+    rows = draft_limits.draft_forward_rows(options.shape())
     if rows > 1 + MAX_NODES:
         raise ValueError(
             f"speculative_config: a draft forward has {rows} rows of a request, expected at "
             f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
         )
-    shapes = draft_limits.drafting_shapes(
-        shape,
-        table_of(vllm_config),
-        max_num_reqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-    )
-    return draft_limits.most_draft_rows(shapes)
+    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    return rows * draft_limits.largest_drafting_batch(table_of(vllm_config), max_num_reqs)

@@ -9,18 +9,13 @@ import pytest
 from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import refusals
 from vllm_recycle.integration.draft_limits import (
-    MAX_HALVED_DRAFT_ROWS,
     MAX_TREE_ROWS,
     draft_forward_rows,
-    drafting_shapes,
-    halved_shapes,
     halving_schedule,
     largest_drafting_batch,
-    most_draft_rows,
 )
 from vllm_recycle.integration.options import put
 from vllm_recycle.integration.options.ouroboros import SIZES, OuroborosOptions
@@ -145,45 +140,21 @@ def test_sizes_that_are_not_given_are_the_paper_s_and_fit_the_others(given, on_g
     assert {key: getattr(options, key) for key in expected} == expected
 
 
-def test_ouroboros_drafts_with_fewer_guesses_for_more_requests():
+def test_ouroboros_drafts_for_as_many_requests_as_its_forwards_have_rows_for():
     shape = OuroborosOptions.parse({"model": "x", "preset": "paper"}, on_gpu=True).shape()
     assert draft_forward_rows(shape) == 20 + 220
-    sizes = [(one.window, one.guesses) for one in halved_shapes(shape, MAX_HALVED_DRAFT_ROWS)]
-    assert sizes == [(20, 20)] * 2 + [(10, 10)] + [(5, 5)] * 3 + [(2, 2)] * 6 + [(1, 1)] * 4
-    for flags, last in (({}, 16), ({"max_num_batched_tokens": 8192}, 16),
-                        ({"max_num_batched_tokens": 260}, 8)):  # fmt: skip
-        table = make(PUBLISHED, **flags).speculative_config[TABLE]
-        trees = [(1, 8, 30)] + ([(9, 16, 15)] if last > 8 else [])
-        assert table == [*trees, (last + 1, 1 << 20, 0)]
+    small = {"window": 4, "guesses": 4, "phrase_length": 4, "branches": 1}
+    for given, flags, trees in (
+        ({}, {}, [(1, 2, 30)]),
+        ({}, {"max_num_batched_tokens": 260}, [(1, 1, 30)]),
+        # 17 + 20 rows a forward; and 16 a tree, of which fewer fit where there are as many as that.
+        (small, {}, [(1, 13, 15)]),
+        (small | {"window": 1, "guesses": 1}, {}, [(1, 16, 15), (17, 23, 7)]),
+    ):
+        table = make(PUBLISHED | given, **flags).speculative_config[TABLE]
+        assert table == [*trees, (trees[-1][1] + 1, 1 << 20, 0)]
     mine = [(1, 4, 16), (5, 1024, 0)]
     assert make(PUBLISHED | {TABLE: mine}).speculative_config[TABLE] == mine
-
-
-@pytest.mark.parametrize("max_rows", [1, 48, 512])
-@pytest.mark.parametrize("sizes", [(3, 2), (0, 5), (7, 0), (20, 20)])
-def test_draft_forwards_have_as_many_rows_as_fit(sizes, max_rows):
-    shape = DraftShape(3, *sizes, phrase_length=4, branches=2)
-    shapes = halved_shapes(shape, max_rows)
-    assert shapes[0] == shape
-    for batch, one in enumerate(shapes, 1):
-        assert batch * draft_forward_rows(one) <= max_rows or one is shape
-        bigger = [other for other in shapes if other.window + other.guesses > sum_of(one)]
-        assert all(batch * draft_forward_rows(other) > max_rows for other in bigger)
-    assert (len(shapes) + 1) * draft_forward_rows(shapes[-1]) > max_rows
-
-
-def sum_of(shape: DraftShape) -> int:
-    return shape.window + shape.guesses
-
-
-def test_a_table_of_the_user_s_has_the_smallest_rounds_where_no_others_fit():
-    shape = OuroborosOptions.parse({"model": "x", "preset": "paper"}, on_gpu=True).shape()
-    given = {"max_num_reqs": 256, "max_num_batched_tokens": 8192}
-    shapes = drafting_shapes(shape, [(1, 20, 7), (21, 1024, 0)], **given)
-    assert shapes == [*halved_shapes(shape, MAX_HALVED_DRAFT_ROWS), *[shapes[15]] * 4]
-    assert most_draft_rows(shapes) == 20 * 31
-    assert drafting_shapes(shape, [(1, 2, 7), (3, 1024, 0)], **given) == [shape] * 2
-    assert most_draft_rows(drafting_shapes(shape, [(1, 1024, 0)], **given)) == 0
 
 
 def test_the_largest_batch_with_drafts():
@@ -192,7 +163,7 @@ def test_the_largest_batch_with_drafts():
     assert largest_drafting_batch([(1, 1024, 0)], 8) == 0
 
 
-def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **given) -> None:
+def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 2, **given) -> None:
     """What is refused when vLLM's configuration is known; so many requests have drafts at most."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=2048),
@@ -213,11 +184,11 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 4, **giv
 def test_draft_forwards_that_do_not_fit_are_refused():
     check_draft_model()
     check_draft_model(draft_tensor_parallel_size=2)
-    check_draft_model(max_num_batched_tokens=240)
+    check_draft_model(max_num_batched_tokens=240, last=1)
     with pytest.raises(ValueError, match="got 239, expected at least the 240 rows"):
-        check_draft_model(max_num_batched_tokens=239)
-    with pytest.raises(ValueError, match="got 480, expected at least the 620 rows"):
-        check_draft_model(last=20)
+        check_draft_model(max_num_batched_tokens=239, last=1)
+    with pytest.raises(ValueError, match="got 480, expected at least the 720 rows"):
+        check_draft_model(last=3)
     with pytest.raises(ValueError, match="has 260 rows of a request, expected at most 257"):
         check_draft_model(window=24)
     with pytest.raises(NotImplementedError, match="draft_tensor_parallel_size: got 1"):

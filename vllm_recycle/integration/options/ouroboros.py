@@ -63,9 +63,9 @@ class OuroborosOptions(DraftModelOptions):
 
     Attributes:
         preset: `paper`.
-        window: columns of the lookahead window, the paper's W; on a GPU halved as batches grow.
-        guesses: phrases tried in a draft forward, the paper's G; likewise. As many are kept for a
-            token, or `branches` if that is more.
+        window: columns of the lookahead window, the paper's W.
+        guesses: phrases tried in a draft forward, the paper's G. As many are kept for a token, or
+            `branches` if that is more.
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
         max_forwards: draft forwards a round, at most gamma; on a GPU no round has fewer.
@@ -139,13 +139,9 @@ class OuroborosOptions(DraftModelOptions):
         return self.shape().lookahead().num_nodes + self.phrase_length
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        most = draft_limits.MAX_HALVED_DRAFT_ROWS if on_gpu else draft_limits.MAX_DRAFT_ROWS
-        shape, max_rows = self.shape(), min(most, max_num_batched_tokens or most)
-        if on_gpu:
-            batch = len(draft_limits.halved_shapes(shape, max_rows))
-            return draft_limits.halving_schedule(
-                self.num_nodes, draft_limits.MAX_TREE_ROWS, max_num_reqs=batch
-            )
-        # Whole trees, or none; one request is drafted for even where its forwards have more rows.
-        batch = max(1, max_rows // draft_limits.draft_forward_rows(shape))
-        return [(1, batch, self.num_nodes), (batch + 1, draft_limits.UNLIMITED, 0)]
+        most = draft_limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else draft_limits.MAX_DRAFT_ROWS
+        rows = min(most, max_num_batched_tokens or most)
+        # One request is drafted for even where its forwards have more rows.
+        batch = max(1, rows // draft_limits.draft_forward_rows(self.shape()))
+        most = draft_limits.MAX_TREE_ROWS if on_gpu else draft_limits.UNLIMITED
+        return draft_limits.halving_schedule(self.num_nodes, most, max_num_reqs=batch)

@@ -12,8 +12,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
-from vllm_recycle.integration.draft_limits import drafting_shapes
-from vllm_recycle.integration.options import OuroborosOptions, table_of
+from vllm_recycle.integration.draft_limits import largest_drafting_batch
+from vllm_recycle.integration.options import table_of
 from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -31,7 +31,7 @@ class OuroborosV2Drafter(V2Drafter):
         req_states: the runner's, whose texts are read.
 
     Attributes:
-        shapes: of the drafts of rounds of 1, 2, ... requests.
+        max_drafting: the most requests of a round.
         num_rounds: counted once for each request; a round that is replayed counts nothing itself.
 
     """
@@ -41,19 +41,13 @@ class OuroborosV2Drafter(V2Drafter):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config)
         self.device, self.req_states = device, req_states
-        scheduler, options = vllm_config.scheduler_config, self.options
-        assert isinstance(options, OuroborosOptions)
-        self.shapes = drafting_shapes(
-            options.shape(),
-            table_of(vllm_config),
-            max_num_reqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        )
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_drafting = largest_drafting_batch(table_of(vllm_config), max_num_reqs)
         self.proposer: OuroborosProposer = make_proposer(
-            vllm_config, operations, device, stops_early=False, smaller_shapes=self.shapes
+            vllm_config, operations, device, stops_early=False
         )
         self.state = self.proposer.pool
-        self.trees = DeviceTrees.of(self.proposer.tree, scheduler.max_num_seqs, device)
+        self.trees = DeviceTrees.of(self.proposer.tree, max_num_reqs, device)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return OuroborosSpeculator(self, may_speculate)

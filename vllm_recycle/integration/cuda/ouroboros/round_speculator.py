@@ -59,7 +59,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         max_drafting: the most requests of a round.
 
     Attributes:
-        forwards: what runs the model, for rounds of 1, 2, ... requests.
+        forward: what runs the model.
         cache: what the model's KV cache has.
         start: where a round begins; its tensors are those that graphs were captured with.
         graphs: of rounds, where there are any.
@@ -68,7 +68,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
 
     num_extra_query_per_req = 0
     drafter: RoundDrafter
-    forwards: list[DraftForward]
+    forward: DraftForward
     cache: DraftCache
     start: RoundStart
     graphs: DraftGraphs | None = None
@@ -87,8 +87,8 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         self.head_length, self.max_drafting = head_length, max_drafting
 
     @abstractmethod
-    def make_forwards(self) -> list[DraftForward]:
-        """For rounds of 1, 2, ... requests."""
+    def make_forward(self) -> DraftForward:
+        """What runs the model in a round."""
 
     @abstractmethod
     def run_round(self, batch: int) -> None:
@@ -118,7 +118,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group], self.device
         )
         # Here, since what is made with the weights goes with them when the engine sleeps.
-        self.forwards = self.make_forwards()
+        self.forward = self.make_forward()
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = None
@@ -126,7 +126,8 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             self.graphs = DraftGraphs(
                 self.vllm_config,
                 self.device,
-                [forward.num_rows for forward in self.forwards],
+                rows=self.forward.num_rows,
+                max_drafting=self.max_drafting,
             )
 
     @torch.inference_mode()
@@ -136,10 +137,9 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             self.graphs.capture_rounds(self.run_round)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        """Rounds that draft for nobody: of one request, and of the most requests of each shape."""
+        """Rounds that draft for nobody: of one request, and of the most."""
         self.start.clear()
-        largest = {forward: batch for batch, forward in enumerate(self.forwards, start=1)}
-        return {batch: partial(self._replay, batch) for batch in (1, *largest.values())}
+        return {batch: partial(self._replay, batch) for batch in (1, self.max_drafting)}
 
     def update_requests(self, scheduler_output: Any) -> None:
         index_of = self.req_states.req_id_to_index
@@ -285,8 +285,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
 
     def _run_largest_forwards(self) -> None:
         """For vLLM to measure their memory; they read and write no KV cache."""
-        rows = [batch * forward.num_rows for batch, forward in enumerate(self.forwards, start=1)]
-        num_rows = max(rows, default=0)
+        num_rows = self.max_drafting * self.forward.num_rows
         ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
         for count in (self.max_num_tokens, num_rows) if num_rows else ():
             hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)

@@ -11,7 +11,7 @@ waits for the device, and a whole round is one CUDA graph where the target has s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,20 +87,21 @@ class DraftGraphs(CudaGraphManager):
     Args:
         vllm_config: of the engine.
         device: where the draft model is.
-        rows: of a request in a draft forward, for rounds of 1, 2, ... requests.
+        rows: of a request in a draft forward.
+        max_drafting: the most requests of a round.
 
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, rows: Sequence[int]) -> None:
+    def __init__(
+        self, vllm_config: Any, device: torch.device, *, rows: int, max_drafting: int
+    ) -> None:
         self.descriptors = {
             batch: BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL, num_tokens=batch * rows[batch - 1], num_reqs=batch
+                cg_mode=CUDAGraphMode.FULL, num_tokens=batch * rows, num_reqs=batch
             )
-            for batch in range(min(len(rows), LARGEST_BATCH), 0, -1)
+            for batch in range(min(max_drafting, LARGEST_BATCH), 0, -1)
         }
-        super().__init__(
-            vllm_config, device, CUDAGraphMode.FULL, decode_query_len=max(rows, default=1)
-        )
+        super().__init__(vllm_config, device, CUDAGraphMode.FULL, decode_query_len=rows)
 
     def _init_candidates(self) -> None:
         self._capture_descs[CUDAGraphMode.FULL] = list(self.descriptors.values())

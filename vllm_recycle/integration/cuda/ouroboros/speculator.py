@@ -33,25 +33,20 @@ class OuroborosSpeculator(RoundSpeculator):
     drafter: OuroborosV2Drafter
 
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
-        length, most = head_length(drafter.proposer.shape), len(drafter.shapes)
+        length, most = head_length(drafter.proposer.shape), drafter.max_drafting
         super().__init__(drafter, may_speculate, head_length=length, max_drafting=most)
         shape = (most, self.num_speculative_steps)
         self.drafts = torch.empty(shape, dtype=torch.int64, device=self.device)
 
-    def make_forwards(self) -> list[DraftForward]:
-        shapes = self.drafter.shapes
-        made = {
-            shape: DraftForward(self, self.head_length, shape.lookahead()) for shape in set(shapes)
-        }
-        return [made[shape] for shape in shapes]
+    def make_forward(self) -> DraftForward:
+        return DraftForward(self, self.head_length, self.drafter.proposer.shape.lookahead())
 
     def run_round(self, batch: int) -> None:
         start = self.start.first(batch)
         self.drafts[:batch] = self.drafter.proposer.propose(
             start.idx_mapping,
             start.last_token_ids,
-            draft_model=Round(self.forwards[batch - 1], start),
-            shape=self.drafter.shapes[batch - 1],
+            draft_model=Round(self.forward, start),
         )
 
     def take_report(self) -> None:

@@ -24,7 +24,7 @@ from vllm_recycle.integration.cuda.token_recycling import (
     TokenRecyclingSpeculator,
     TokenRecyclingV2Drafter,
 )
-from vllm_recycle.integration.draft_limits import MAX_HALVED_DRAFT_ROWS
+from vllm_recycle.integration.draft_limits import MAX_DRAFT_ROWS_ON_GPU
 from vllm_recycle.integration.options import TrunkOptions
 from vllm_recycle.integration.options.trunk import head_length
 from vllm_recycle.integration.ouroboros import describe_draft_model
@@ -123,19 +123,19 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         scheduler, options = drafter.vllm_config.scheduler_config, drafter.options
         assert isinstance(options, TrunkOptions)
         length = head_length(options)
-        rows = min(MAX_HALVED_DRAFT_ROWS, scheduler.max_num_batched_tokens)
+        rows = min(MAX_DRAFT_ROWS_ON_GPU, scheduler.max_num_batched_tokens)
         most = min(scheduler.max_num_seqs, rows // length, LARGEST_BATCH)
         RoundSpeculator.__init__(
             self, drafter, may_speculate, head_length=length, max_drafting=most
         )
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
 
-    def make_forwards(self) -> list[DraftForward]:
-        return [DraftForward(self, self.head_length)] * self.max_drafting
+    def make_forward(self) -> DraftForward:
+        return DraftForward(self, self.head_length)
 
     def run_round(self, batch: int) -> None:
         start = self.start.first(batch)
-        model = Round(self.forwards[batch - 1], start)
+        model = Round(self.forward, start)
         self.drafter.draft_trunks(start.idx_mapping, start.last_token_ids, model)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
