@@ -13,9 +13,12 @@ import pytest
 
 from vllm_recycle.core.size_chooser import (
     EARNED,
+    LOOK_AT_OTHER_EVERY,
     LOOK_EVERY,
+    LOOKS_AT_OTHER,
     MARGIN,
     STAKE,
+    DraftChooser,
     GraphShape,
     SizeChooser,
     StepSeconds,
@@ -56,7 +59,9 @@ def learnt(*worth: float) -> SizeChooser:
 
 
 def choose(chooser: SizeChooser, seconds: dict[int, float], num_reqs: int = 1) -> int:
-    return chooser.choose(seconds, num_reqs=num_reqs, num_drafting=num_reqs)
+    size = chooser.choose(seconds, num_reqs=num_reqs, num_drafting=num_reqs)
+    chooser.take(size, seconds)
+    return size
 
 
 def test_the_size_with_the_most_tokens_for_the_time_is_chosen():
@@ -158,6 +163,77 @@ def test_drafting_takes_what_the_next_larger_round_took():
     seconds = [times.at(1, requests=20, drafting=n) for n in (1, 2, 4, 5, 8, 9)]
     assert seconds == pytest.approx([1.1, 1.3, 1.3, 1.5, 1.5, 1.5])
     assert times.at(0, requests=20) == 1.0
+    alone = StepSeconds({GraphShape(99, 99, 99): (1.0, 0.0)}, {1: 0.5}, {20: 0.25})
+    assert [alone.at(n, requests=2, alone=True) for n in (0, 1)] == [1.0, 1.25]
+    assert alone.at(1, requests=2) == 1.5
+
+
+# What a step takes without drafts and with them, behind a round of the draft model and alone.
+DEAR_ROUND = {False: {0: 1.0, 4: 2.0}, True: {0: 1.0, 4: 1.1}}
+
+
+def both(behind: float, alone: float) -> DraftChooser:
+    """To which trees were shown that give so much."""
+    chooser = DraftChooser()
+    for kind, gain in ((False, behind), (True, alone)):
+        chooser.choosers[kind].learn(np.full(4, gain / 4), 1)
+    return chooser
+
+
+def serve(chooser: DraftChooser, gains: dict[bool, float], steps: int) -> list[tuple[int, bool]]:
+    """Steps of a request; trees give what they promise. Size, and whether the trees grew alone."""
+    made = []
+    for _ in range(steps):
+        made.append((chooser.choose(DEAR_ROUND, num_reqs=1, num_drafting=1), chooser.alone))
+        size, alone = made[-1]
+        if size or len(made) % LOOK_EVERY == 1:
+            chooser.choosers[alone].learn(np.full(4, gains[alone] / 4), 1)
+        if size:
+            chooser.choosers[alone].verified([size], gains[alone], num_reqs=1)
+    return made
+
+
+@pytest.mark.parametrize(("behind", "alone"), [(3.0, 0.5), (2.0, 1.0)])
+def test_a_round_is_made_where_it_gives_more_for_its_time(behind, alone):
+    # 4.0 / 2.0 tokens a second behind a round and 1.5 / 1.1 alone; then 3.0 / 2.0 and 2.0 / 1.1.
+    gains = {False: behind, True: alone}
+    better = 2.0 / 1.1 > 3.0 / 2.0 if behind == 2.0 else False
+    made = serve(both(behind, alone), gains, 4 * LOOK_AT_OTHER_EVERY)
+    others = [step for step in made if step != (4, better)]
+    assert others == [(4, not better)] * len(others)
+    assert 2 * LOOKS_AT_OTHER < len(others) <= 4 * LOOKS_AT_OTHER
+
+
+def test_what_was_never_seen_is_looked_at():
+    chooser = DraftChooser()
+    chooser.choosers[False].learn(np.full(4, 0.75), 1)
+    assert serve(chooser, {False: 3.0, True: 8.0}, 20)[5:] == [(4, True)] * 15
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_it_is_found_out_when_the_other_way_gives_more(better):
+    before, gains = {better: 0.4, not better: 3.0}, {better: 8.0, not better: 1.6}
+    chooser = both(before[False], before[True])
+    assert serve(chooser, before, 64)[-1] == (4, not better)
+    made = serve(chooser, gains, 2 * LOOK_AT_OTHER_EVERY)
+    assert made.count((4, better)) > LOOK_AT_OTHER_EVERY // 2
+
+
+def test_where_nothing_is_drafted_both_are_looked_at():
+    chooser = both(0.0, 0.0)
+    made = serve(chooser, {False: 0.0, True: 0.0}, 4 * LOOK_EVERY)
+    assert {size for size, _ in made} == {0}
+    assert {alone for _, alone in made[::LOOK_EVERY]} == {False, True}
+    made = serve(chooser, {False: 0.0, True: 2.0}, 4 * LOOK_EVERY - LOOKS_AT_OTHER)
+    assert made[-1] == (4, True)
+
+
+def test_without_a_draft_model_nothing_is_looked_at():
+    chooser = DraftChooser()
+    chooser.choosers[False].learn(np.full(4, 0.75), 1)
+    for _ in range(LOOK_AT_OTHER_EVERY + 1):
+        assert chooser.choose({False: {0: 1.0, 4: 1.0}}, num_reqs=1, num_drafting=1) == 4
+        assert not chooser.alone
 
 
 class Served:
@@ -222,7 +298,7 @@ class Served:
                 self.chooser.learn(worth, self.batch)
             on_its_way = []
             if self.chooser.gains is not None:
-                size = self.chooser.choose(seconds, num_reqs=self.batch, num_drafting=self.batch)
+                size = choose(self.chooser, seconds, self.batch)
             if size or idle % LOOK_EVERY == 0:
                 on_its_way = [self.worth()]
                 self.seconds += 0.0 if size else DRAFTING

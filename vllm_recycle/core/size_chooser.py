@@ -4,6 +4,8 @@ A step is one of captured graphs, each timed at start-up. What a size would give
 that were grown, verified or not. Where drafts are verified, the chooser checks whether they are
 worth what they promise. At size 0 nobody can check, so what was held against the drafts fades, and
 they are tried again; an account of the time that they cost and gave bounds what that may lose.
+
+Where there is a draft model, trees grow behind a round of it, or alone: whichever gives more.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import numpy as np
 FADE = 1 / 16
 # Of so many steps without drafts one grows trees, to see what they would be worth.
 LOOK_EVERY = 32
+# Of so many steps with drafts, so many make them the other way, behind a round of the draft model
+# or alone. In a row, since the model has to catch up with a text before its first round.
+LOOK_AT_OTHER_EVERY, LOOKS_AT_OTHER = 256, 4
 # What another size must promise, in parts of a step's rate.
 MARGIN = 0.03
 # What drafts are trusted with before anything is known: so many tokens count as accepted as they
@@ -79,14 +84,22 @@ class StepSeconds:
         graphs: of each graph, the seconds of its step behind no context, and the seconds more for
             each token of context that its requests have.
         drafting: seconds to draft, by how many requests that is for at most.
+        alone: those without a round of the draft model; empty where there is none.
 
     """
 
     graphs: Mapping[GraphShape, tuple[float, float]] = field(default_factory=dict)
     drafting: Mapping[int, float] = field(default_factory=dict)
+    alone: Mapping[int, float] = field(default_factory=dict)
 
     def at(
-        self, nodes: int, *, requests: int, drafting: int | None = None, context: float = 0.0
+        self,
+        nodes: int,
+        *,
+        requests: int,
+        drafting: int | None = None,
+        context: float = 0.0,
+        alone: bool = False,
     ) -> float | None:
         """Seconds of a step without a prompt; None where it has no graph: nothing is known then.
 
@@ -95,6 +108,7 @@ class StepSeconds:
             requests: of the step.
             drafting: of these, those that have a tree; None for all.
             context: tokens before each request's rows, on average.
+            alone: whether trees grow without a round.
 
         """
         drafting = requests if drafting is None else drafting
@@ -102,7 +116,8 @@ class StepSeconds:
         if timed is None:
             return None
         seconds, per_token = timed
-        return seconds + per_token * context + (self._drafting(drafting) if nodes else 0.0)
+        seconds += per_token * context
+        return seconds + _drafting(self.alone if alone else self.drafting, drafting if nodes else 0)
 
     def _graph_of(self, step: GraphShape) -> tuple[float, float] | None:
         """The times of the graph that a step gets."""
@@ -116,11 +131,12 @@ class StepSeconds:
         """The graphs, in the order in which steps are to try them."""
         return by_preference(self.graphs, {shape: time for shape, (time, _) in self.graphs.items()})
 
-    def _drafting(self, requests: int) -> float:
-        """Seconds to draft for so many: as for the next more that were timed, or the most."""
-        timed = sorted(self.drafting)
-        at = next((batch for batch in timed if batch >= requests), timed[-1] if timed else None)
-        return 0.0 if at is None else self.drafting[at]
+
+def _drafting(seconds: Mapping[int, float], requests: int) -> float:
+    """Seconds to draft for so many: as for the next more that were timed, or the most."""
+    timed = sorted(seconds) if requests else []
+    at = next((batch for batch in timed if batch >= requests), timed[-1] if timed else None)
+    return 0.0 if at is None else seconds[at]
 
 
 class SizeChooser:
@@ -130,6 +146,7 @@ class SizeChooser:
         gains: float64 [nodes + 1], what the first 0, 1, ... nodes of a request's tree are said to
             give, in tokens; None before a tree was grown.
         size: that was chosen last; None before the first choice.
+        rate: tokens a second that it promised.
         credit: plain steps' time that trees may lose; below 0 there are none.
 
     """
@@ -137,6 +154,7 @@ class SizeChooser:
     def __init__(self) -> None:
         self.gains: np.ndarray | None = None
         self.size: int | None = None
+        self.rate = 0.0
         self.credit = STAKE
         self._weight = 0.0
         self._accepted = self._expected = 0.0
@@ -171,7 +189,7 @@ class SizeChooser:
         self._earn(accepted / num_reqs)
 
     def choose(self, seconds: Mapping[int, float], *, num_reqs: int, num_drafting: int) -> int:
-        """The size of the trees that are drafted in this step.
+        """The size of the trees that this step should draft.
 
         `seconds` are those of the step that verifies them, by the sizes that it may have, 0 among
         them; of its `num_reqs` requests, `num_drafting` have a tree.
@@ -194,10 +212,66 @@ class SizeChooser:
             size = best if rates[best] > rates[0] * (1.0 + MARGIN) else 0
         if self.credit < 0.0:
             size = 0
-        self._earn(1.0 - seconds[size] / seconds[0] if size else EARNED)
-        self.size = size
+        self.size, self.rate = size, rates[size]
         return size
+
+    def take(self, size: int, seconds: Mapping[int, float]) -> None:
+        """Take in that this step drafts trees of a size; the `seconds` are as above."""
+        self._earn(1.0 - seconds[size] / seconds[0] if size else EARNED)
 
     def _earn(self, steps: float) -> None:
         """Enter plain steps' time into the account; below 0 it was lost."""
         self.credit = min(STAKE, self.credit + steps)
+
+
+class DraftChooser:
+    """Chooses how a step drafts: of what size, and where there is a draft model, whether by it.
+
+    Attributes:
+        choosers: of the sizes of trees that grow behind a round of the draft model, if there is
+            one, at False, and of those that grow alone at True.
+        held: which of the two is better.
+        alone: whether the trees of this step grow alone, if any do.
+
+    """
+
+    def __init__(self) -> None:
+        self.choosers = {False: SizeChooser(), True: SizeChooser()}
+        self.held = self.alone = False
+        self._num_steps = 0
+
+    @property
+    def knows(self) -> list[bool]:
+        """Which kinds of trees were grown."""
+        return [alone for alone, chooser in self.choosers.items() if chooser.gains is not None]
+
+    @property
+    def size(self) -> int | None:
+        """The size that was chosen last; None before the first choice."""
+        return self.choosers[self.held].size
+
+    def choose(
+        self, seconds: Mapping[bool, Mapping[int, float]], *, num_reqs: int, num_drafting: int
+    ) -> int:
+        """As `SizeChooser.choose`, of the `seconds` by whether trees grow alone."""
+        kinds = [alone for alone in seconds if alone in self.knows] or [self.held]
+        chosen = {
+            alone: self.choosers[alone].choose(
+                seconds[alone], num_reqs=num_reqs, num_drafting=num_drafting
+            )
+            for alone in kinds
+        }
+        rates = {alone: self.choosers[alone].rate for alone in kinds}
+        best = max(kinds, key=lambda alone: rates[alone])
+        if rates[best] > rates.get(self.held, 0.0) * (1.0 + MARGIN):
+            self.held = best
+        size = chosen[self.held]
+        self._num_steps += 1
+        is_due = self._num_steps % LOOK_AT_OTHER_EVERY < LOOKS_AT_OTHER
+        if not size:  # where trees grow in one step of so many
+            is_due = self._num_steps // LOOK_EVERY % 2 == 1
+        looks = len(seconds) > 1 and (is_due or len(kinds) < len(seconds))
+        self.alone = self.held != looks
+        for alone in [self.alone] if size else seconds:
+            self.choosers[alone].take(size, seconds[alone])
+        return size

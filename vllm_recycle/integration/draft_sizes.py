@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.size_chooser import SizeChooser, StepSeconds
+from vllm_recycle.core.size_chooser import DraftChooser, StepSeconds
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
 from vllm_recycle.integration.options import chooses_sizes, table_of
 
@@ -30,11 +30,13 @@ class DraftReport:
         worth: float32 [nodes], of each node, summed over requests; in memory that the device
             writes, to be read when the output is there.
         num_reqs: how many these are.
+        alone: whether they grew without a round of a draft model that there is.
         times: of steps, once.
     """
 
     worth: np.ndarray
     num_reqs: int
+    alone: bool = False
     times: StepSeconds | None = None
 
 
@@ -82,14 +84,16 @@ class DraftSizes:
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
-        self.chooser = SizeChooser()
+        self.chooser = DraftChooser()
+        self.verifies_alone = False  # how the drafts were made that the next step verifies
         self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
         self.drafting, self.context = 0, 0
         self.num_running = self.steps_since_look = 0
-        # What steps take by their size, where they are like this: mostly the same ones come again.
-        self._seconds: dict[int, float] = {}
+        # What steps take by whether trees grow alone, and their size, where steps are like this:
+        # mostly the same ones come again.
+        self._seconds: dict[bool, dict[int, float]] = {}
         self._given: dict[str, int] = {}
 
     def choose(self, num_reqs: int) -> int:
@@ -99,20 +103,22 @@ class DraftSizes:
         timed, the size stays what it was.
         """
         self._count_requests()
+        self.chooser.alone = self.chooser.held
         # Those that came since the look may all draft, and must not have as large trees as few.
         came = max(0, len(self.scheduler.running) - self.num_running)
         drafting = min(self.drafting + came, num_reqs)
         if not drafting:
             return 0
-        if self.chooser.gains is None or not self.times.graphs:
+        if not (self.chooser.knows and self.times.graphs):
             return self.table[num_reqs]
         given = {"requests": num_reqs, "drafting": drafting, "context": self.context}
         if given != self._given:
             self._given, sizes = given, self._sizes(num_reqs, drafting)
-            seconds = {nodes: self.times.at(nodes, **given) for nodes in sizes}
-            self._seconds = {n: known for n, known in seconds.items() if known is not None}
+            for alone in (False, True) if self.times.alone else (False,):
+                seconds = {nodes: self.times.at(nodes, **given, alone=alone) for nodes in sizes}
+                self._seconds[alone] = {n: s for n, s in seconds.items() if s is not None}
         # A step with a prompt has no graph. One prompt that comes in between changes nothing.
-        if min(self.prompt_rows) or 0 not in self._seconds:
+        if min(self.prompt_rows) or 0 not in self._seconds[False]:
             size = self.table[num_reqs] if self.chooser.size is None else self.chooser.size
             return max(n for n in self._sizes(num_reqs, drafting) if n <= size)
         return self.chooser.choose(self._seconds, num_reqs=num_reqs, num_drafting=drafting)
@@ -140,8 +146,14 @@ class DraftSizes:
         self.drafting = sum(not one.is_prefill_chunk and may_speculate(one) for one in running)
         self.context = sum(one.num_tokens for one in running) // max(1, len(running))
 
-    def see_prompts(self, scheduler_output: Any) -> None:
-        """Take in which rows of a step are prompts'."""
+    def see_step(self, scheduler_output: Any) -> None:
+        """Take in which rows of a step are prompts', and say in it how it drafts.
+
+        It says too how the drafts were made that it verifies.
+        """
+        scheduler_output.drafts_alone = self.chooser.alone
+        scheduler_output.verifies_alone = self.verifies_alone
+        self.verifies_alone = self.chooser.alone
         drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         rows = scheduler_output.total_num_scheduled_tokens - drafts
         self.prompt_rows = [self.prompt_rows[1], rows - len(scheduler_output.num_scheduled_tokens)]
@@ -155,12 +167,13 @@ class DraftSizes:
             sampled = model_runner_output.sampled_token_ids
             tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
             sizes = map(len, drafts.values())
-            self.chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
+            chooser = self.chooser.choosers[scheduler_output.verifies_alone]
+            chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
         if report is not None:
-            self.chooser.learn(report.worth, report.num_reqs)
+            self.chooser.choosers[report.alone].learn(report.worth, report.num_reqs)
             if report.times is not None:
                 self.take_times(report.times)
 
     def take_times(self, times: StepSeconds) -> None:
         """Price steps by these from now on."""
-        self.times, self._given = times, {}
+        self.times, self._given, self._seconds = times, {}, {}

@@ -102,7 +102,7 @@ class TreeScheduler(Scheduler):
             # Streamed prompts that wait for more, or for room; each comes back as a new request.
             output.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
         if self.sizes is not None:
-            self.sizes.see_prompts(output)
+            self.sizes.see_step(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

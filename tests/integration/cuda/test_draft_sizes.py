@@ -6,7 +6,9 @@ report is made here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,8 +64,8 @@ def step(scheduler: TreeScheduler, report: DraftReport | None = None, *, accepte
     return output.num_spec_tokens_to_schedule
 
 
-def report_of(times: StepSeconds | None, requests: int) -> DraftReport:
-    return DraftReport(requests * np.array(WORTH, dtype=np.float32), requests, times)
+def report_of(times: StepSeconds | None, requests: int, *, alone: bool = False) -> DraftReport:
+    return DraftReport(requests * np.array(WORTH, dtype=np.float32), requests, alone, times)
 
 
 def test_before_anything_is_known_the_table_is_followed(make_scheduler):
@@ -157,6 +159,35 @@ def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):
     assert all(size * 64 <= scheduler.max_draft_tokens for size in sizes)
 
 
+@pytest.mark.parametrize("kind", [TreeScheduler, AsyncTreeScheduler])
+def test_a_step_says_how_it_drafts_and_how_what_it_verifies_was_drafted(make_scheduler, kind):
+    scheduler = make_scheduler(kind)
+    add(scheduler, 4)
+    made, schedule = [], scheduler.schedule
+
+    def watched_schedule() -> Any:
+        output = schedule()
+        made.append((output.drafts_alone, output.verifies_alone))
+        return output
+
+    scheduler.schedule = watched_schedule
+    # A round of the draft model takes as long as nine steps, growing alone takes no time.
+    times = replace(FREE, drafting={64: 9e-2}, alone={64: 0.0})
+    step(scheduler, report_of(times, 4), accepted=2)
+    for _ in range(3):
+        # What was never seen is looked at.
+        step(scheduler, accepted=2)
+    step(scheduler, report_of(None, 4, alone=True), accepted=2)
+    for _ in range(3):
+        step(scheduler, report_of(None, 4, alone=True), accepted=2)
+    drafts, verified = map(list, zip(*made, strict=True))
+    assert drafts == [False] + [True] * 7
+    assert verified == [False, *drafts[:-1]]
+    if kind is AsyncTreeScheduler:  # whose drafts are placeholders, here too
+        trusts = [chooser.trust for chooser in scheduler.sizes.chooser.choosers.values()]
+        assert trusts[True] != trusts[False]
+
+
 def test_trees_that_are_not_accepted_are_believed_less(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 4)
@@ -164,7 +195,7 @@ def test_trees_that_are_not_accepted_are_believed_less(make_scheduler):
     trusted = []
     for _ in range(10):
         step(scheduler, report_of(None, 4), accepted=0)
-        trusted.append(scheduler.sizes.chooser.trust)
+        trusted.append(scheduler.sizes.chooser.choosers[False].trust)
     assert trusted[0] < 1.0
     assert trusted[-1] < 0.3
     assert trusted == sorted(trusted, reverse=True)

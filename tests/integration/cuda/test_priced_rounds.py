@@ -21,9 +21,14 @@ pytestmark = pytest.mark.slow
 BATCH = [((0, 20), GREEDY), ((3, 24), SEEDED)]
 # Two have a trunk.
 FOUR = [*(((i, i + 12), GREEDY) for i in range(3)), ((5, 17), OPTED_OUT)]
-# What a round is then taken to last, in seconds, where it is not what was measured. The target's
-# steps have no graphs here, and are taken to last a minute.
-BATCHES = {"as measured": (BATCH, None), "dear": (BATCH, 1e9), "free": (FOUR, 0.0)}
+# What a round is then taken to last, in seconds, where it is not what was measured, and what trees
+# are that grow alone. The target's steps have no graphs here, and are taken to last a minute.
+BATCHES = {
+    "as measured": (BATCH, None, 1e9),
+    "dear": (BATCH, 1e9, 1e9),
+    "free": (FOUR, 0.0, 1e9),
+    "dear, rows alone free": (BATCH, 1e9, 0.0),
+}
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -34,7 +39,8 @@ def test_tokens_are_the_same_whatever_is_drafted(result, batch):
 def test_rounds_are_timed_at_the_start(result):
     # For two requests there is room in a draft forward; of four two have a trunk.
     assert sorted(result["rounds timed for"]) == ["1", "2", "4"]
-    assert min(result["rounds timed for"].values()) > 0
+    [alone] = result["alone timed for"].values()
+    assert 0 < alone < min(result["rounds timed for"].values())
 
 
 def test_rounds_are_made_as_long_as_they_are_worth_their_time(result):
@@ -45,6 +51,12 @@ def test_rounds_are_made_as_long_as_they_are_worth_their_time(result):
     assert result["free"]["accepted tokens"] > 0
 
 
+def test_where_only_a_round_is_dear_trees_grow_alone(result):
+    alone = result["dear, rows alone free"]
+    assert alone["accepted tokens"] > 5
+    assert alone["rounds"] <= 3 * len(BATCH)
+
+
 def test_nothing_waits_for_the_device(result):
     assert result["waits"] == []
 
@@ -53,16 +65,18 @@ def main(_: Path) -> dict[str, Any]:
     """In the process with the engines: one without speculation, and one with it."""
     arguments = LLM_ARGUMENTS | {"model": TARGET}
     with engine(**arguments) as llm:
-        plain = {name: tokens_of(llm, batch) for name, (batch, _) in BATCHES.items()}
+        plain = {name: tokens_of(llm, batch) for name, (batch, *_) in BATCHES.items()}
     result: dict[str, Any] = {"plain": plain}
     with engine(TRUNK, **arguments) as llm:
         sizes, waits = core(llm).scheduler.sizes, Waits()
         drafter, speculator = runner(llm).drafter, runner(llm).speculator
         waits.watch(speculator, "propose")
         result["rounds timed for"] = measured = speculator.times.drafting
-        for name, (batch, seconds) in BATCHES.items():
-            drafting = measured if seconds is None else {1: seconds}
-            sizes.take_times(StepSeconds({GraphShape(64, 64, 64): (60.0, 0.0)}, drafting))
+        result["alone timed for"] = speculator.times.alone
+        for name, (batch, round_seconds, alone_seconds) in BATCHES.items():
+            drafting = measured if round_seconds is None else {1: round_seconds}
+            graphs = {GraphShape(64, 64, 64): (60.0, 0.0)}
+            sizes.take_times(StepSeconds(graphs, drafting, {1: alone_seconds}))
             rounds, accepted = drafter.num_rounds, counter(llm, "spec_decode_num_accepted_tokens")
             token_ids = tokens_of(llm, batch)
             result[name] = {

@@ -83,9 +83,11 @@ def watch_timing() -> dict[str, Any]:
     seen: dict[str, Any] = {"nodes": []}
     find = v2_runner.find_step_seconds
 
-    def watched_find(model_runner: Any, drafting: dict[int, Callable[[], Any]]) -> StepSeconds:
+    def watched_find(model_runner: Any, *runs: dict[int, Callable[[], Any]]) -> StepSeconds:
         seen["entries"] = model_runner.drafter.state.matrix.num_written
-        return find(model_runner, {batch: watched(run) for batch, run in drafting.items()})
+        return find(
+            model_runner, *({batch: watched(run) for batch, run in one.items()} for one in runs)
+        )
 
     def watched(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
         return lambda: seen["nodes"].append(int((run() >= 0).sum()))
@@ -151,8 +153,8 @@ def main(_: Path) -> dict[str, Any]:
         result["at first"] = serve()
         times = scheduler.sizes.times
         result["learnt"] = {
-            "nodes": len(scheduler.sizes.chooser.gains),
-            "gain": scheduler.sizes.chooser.gains[-1],
+            "nodes": len(scheduler.sizes.chooser.choosers[False].gains),
+            "gain": scheduler.sizes.chooser.choosers[False].gains[-1],
             "drafting seconds": max(times.drafting.values()),
             "reports": len(reports),
             "requests of a report": sorted(set(reports)),

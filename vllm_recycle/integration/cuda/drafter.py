@@ -40,6 +40,10 @@ class V2Speculator(BaseSpeculator):
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
         """What drafts, by how many requests that is for at most, to be timed."""
 
+    def alone_runs(self) -> dict[int, Callable[[], Any]]:
+        """The same without a round of the draft model, where there is one."""
+        return {}
+
 
 class V2Drafter(Drafter):
     """What the V2 runner asks for; nothing of it waits for the device.

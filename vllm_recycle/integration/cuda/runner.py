@@ -139,7 +139,8 @@ class TreeModelRunner(GPUModelRunner):
         if not chooses_sizes(self.vllm_config):
             return None
         with self.drafter.as_if_serving():
-            times = find_step_seconds(self, self.speculator.drafting_runs())
+            runs = self.speculator.drafting_runs(), self.speculator.alone_runs()
+            times = find_step_seconds(self, *runs)
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
         if times.graphs:

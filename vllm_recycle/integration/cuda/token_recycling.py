@@ -225,12 +225,14 @@ class TokenRecyclingSpeculator(V2Speculator):
     Attributes:
         plain_steps: how many steps have had no drafts, since the last one that had.
         report: of the trees that were drafted last, on its way to the host.
+        alone: whether the trees of this step grow without a round of a draft model that there is.
 
     """
 
     supports_mm_inputs = False
     draft_logits = None
     plain_steps = 0
+    alone = False
     report: DraftReport | None = None
 
     def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
@@ -293,7 +295,8 @@ class TokenRecyclingSpeculator(V2Speculator):
             worths = worths[indices]
         # On the stream of the step, so that it is there with the tokens of the next one.
         times, self.times = self.times, None
-        self.report = DraftReport(async_copy_to_np(worths.sum(0)), int(counted.sum()), times)
+        worth = async_copy_to_np(worths.sum(0))
+        self.report = DraftReport(worth, int(counted.sum()), self.alone, times)
 
     def _counted(self, input_batch: Any) -> np.ndarray:
         """bool [num_reqs], whose trees may be verified in the next step."""

@@ -1,7 +1,8 @@
 """Token Recycling along the trunk of a draft model, on Model Runner V2.
 
 A round has a forward for each token of a trunk: which of them could be saved only the device knows.
-Where a round has no room for a request, or none for so many, its tree grows without a trunk.
+Where a round has no room for a request, or none for so many, its tree grows without a trunk; so do
+all of a step for which the scheduler says that a round does not pay.
 """
 
 from __future__ import annotations
@@ -138,8 +139,15 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         model = Round(self.forward, start)
         self.drafter.draft_trunks(start.idx_mapping, start.last_token_ids, model)
 
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        self.alone = getattr(scheduler_output, "drafts_alone", False)
+
+    def alone_runs(self) -> dict[int, Callable[[], Any]]:
+        return TokenRecyclingSpeculator.drafting_runs(self)
+
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        [(most, grow)] = TokenRecyclingSpeculator.drafting_runs(self).items()
+        [(most, grow)] = self.alone_runs().items()
 
         def both(round_: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: (round_(), grow())
@@ -149,7 +157,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         return runs | {most: runs[max(runs)]}
 
     def prepare(self, input_batch: Any, *, drafts: bool, **kwargs: Any) -> None:
-        chosen = self.ready(input_batch, drafts=drafts, **kwargs)
+        chosen = self.ready(input_batch, drafts=drafts and not self.alone, **kwargs)
         if not drafts or kwargs.get("dummy_run"):
             return
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
