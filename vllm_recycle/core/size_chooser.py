@@ -117,7 +117,7 @@ class StepSeconds:
             return None
         seconds, per_token = timed
         seconds += per_token * context
-        return seconds + _drafting(self.alone if alone else self.drafting, drafting if nodes else 0)
+        return seconds + _at(self.alone if alone else self.drafting, drafting) if nodes else seconds
 
     def _graph_of(self, step: GraphShape) -> tuple[float, float] | None:
         """The times of the graph that a step gets."""
@@ -132,9 +132,9 @@ class StepSeconds:
         return by_preference(self.graphs, {shape: time for shape, (time, _) in self.graphs.items()})
 
 
-def _drafting(seconds: Mapping[int, float], requests: int) -> float:
+def _at(seconds: Mapping[int, float], requests: int) -> float:
     """Seconds to draft for so many: as for the next more that were timed, or the most."""
-    timed = sorted(seconds) if requests else []
+    timed = sorted(seconds)
     at = next((batch for batch in timed if batch >= requests), timed[-1] if timed else None)
     return 0.0 if at is None else seconds[at]
 
@@ -195,10 +195,6 @@ class SizeChooser:
         them; of its `num_reqs` requests, `num_drafting` have a tree.
         """
         assert self.gains is not None, "no tree was grown"
-        # So that what is seen after many steps without a look is believed at once.
-        self._weight *= 1.0 - FADE
-        self._expected *= 1.0 - FADE / 2
-        self._accepted *= 1.0 - FADE / 2
         tokens = num_drafting * self.trust
         rates = {
             size: (num_reqs + tokens * float(self.gains[size])) / time
@@ -217,7 +213,15 @@ class SizeChooser:
 
     def take(self, size: int, seconds: Mapping[int, float]) -> None:
         """Take in that this step drafts trees of a size; the `seconds` are as above."""
+        # So that what is seen after many steps without a look is believed at once.
+        self._weight *= 1.0 - FADE
+        self._expected *= 1.0 - FADE / 2
+        self._accepted *= 1.0 - FADE / 2
         self._earn(1.0 - seconds[size] / seconds[0] if size else EARNED)
+
+    def wait(self) -> None:
+        """Take in that this step drafts in another way."""
+        self._earn(EARNED)
 
     def _earn(self, steps: float) -> None:
         """Enter plain steps' time into the account; below 0 it was lost."""
@@ -230,7 +234,7 @@ class DraftChooser:
     Attributes:
         choosers: of the sizes of trees that grow behind a round of the draft model, if there is
             one, at False, and of those that grow alone at True.
-        held: which of the two is better.
+        held: which of both promised more when they were last compared.
         alone: whether the trees of this step grow alone, if any do.
 
     """
@@ -241,37 +245,45 @@ class DraftChooser:
         self._num_steps = 0
 
     @property
-    def knows(self) -> list[bool]:
-        """Which kinds of trees were grown."""
-        return [alone for alone, chooser in self.choosers.items() if chooser.gains is not None]
-
-    @property
     def size(self) -> int | None:
         """The size that was chosen last; None before the first choice."""
         return self.choosers[self.held].size
 
+    def seen(self, kinds: Iterable[bool]) -> list[bool]:
+        """Of which kinds, alone or not, a tree was grown."""
+        return [alone for alone in kinds if self.choosers[alone].gains is not None]
+
+    def hold(self) -> None:
+        """Take in a step of which nothing is known."""
+        self.alone = self.held
+
     def choose(
         self, seconds: Mapping[bool, Mapping[int, float]], *, num_reqs: int, num_drafting: int
     ) -> int:
-        """As `SizeChooser.choose`, of the `seconds` by whether trees grow alone."""
-        kinds = [alone for alone in seconds if alone in self.knows] or [self.held]
-        chosen = {
-            alone: self.choosers[alone].choose(
-                seconds[alone], num_reqs=num_reqs, num_drafting=num_drafting
-            )
-            for alone in kinds
-        }
-        rates = {alone: self.choosers[alone].rate for alone in kinds}
-        best = max(kinds, key=lambda alone: rates[alone])
+        """As `SizeChooser.choose`, by whether trees grow alone; of one kind a tree was grown."""
+        seen = self.seen(seconds)
+        of_batch = {"num_reqs": num_reqs, "num_drafting": num_drafting}
+        sizes = {alone: self.choosers[alone].choose(seconds[alone], **of_batch) for alone in seen}
+        rates = {alone: self.choosers[alone].rate for alone in seen}
+        best = max(seen, key=lambda alone: rates[alone])
         if rates[best] > rates.get(self.held, 0.0) * (1.0 + MARGIN):
             self.held = best
-        size = chosen[self.held]
+        size = sizes[self.held]
         self._num_steps += 1
-        is_due = self._num_steps % LOOK_AT_OTHER_EVERY < LOOKS_AT_OTHER
-        if not size:  # where trees grow in one step of so many
-            is_due = self._num_steps // LOOK_EVERY % 2 == 1
-        looks = len(seconds) > 1 and (is_due or len(kinds) < len(seconds))
-        self.alone = self.held != looks
-        for alone in [self.alone] if size else seconds:
-            self.choosers[alone].take(size, seconds[alone])
+        looks = len(seconds) > 1 and self._looks(size)
+        self.alone = not self.held if looks else self.held
+        for alone, of_size in seconds.items():
+            if alone == self.alone or not size:
+                self.choosers[alone].take(size, of_size)
+            else:
+                self.choosers[alone].wait()
         return size
+
+    def _looks(self, size: int) -> bool:
+        """Whether to make trees in the way that is not held, to see what they give."""
+        other = self.choosers[not self.held]
+        if other.gains is None:
+            return True
+        if not size:  # where trees grow in one step of so many
+            return self._num_steps // LOOK_EVERY % 2 == 1
+        return other.credit >= 0.0 and self._num_steps % LOOK_AT_OTHER_EVERY < LOOKS_AT_OTHER

@@ -103,18 +103,19 @@ class DraftSizes:
         timed, the size stays what it was.
         """
         self._count_requests()
-        self.chooser.alone = self.chooser.held
+        self.chooser.hold()
         # Those that came since the look may all draft, and must not have as large trees as few.
         came = max(0, len(self.scheduler.running) - self.num_running)
         drafting = min(self.drafting + came, num_reqs)
         if not drafting:
             return 0
-        if not (self.chooser.knows and self.times.graphs):
+        kinds = (False, True) if self.times.alone else (False,)
+        if not (self.times.graphs and self.chooser.seen(kinds)):
             return self.table[num_reqs]
         given = {"requests": num_reqs, "drafting": drafting, "context": self.context}
         if given != self._given:
             self._given, sizes = given, self._sizes(num_reqs, drafting)
-            for alone in (False, True) if self.times.alone else (False,):
+            for alone in kinds:
                 seconds = {nodes: self.times.at(nodes, **given, alone=alone) for nodes in sizes}
                 self._seconds[alone] = {n: s for n, s in seconds.items() if s is not None}
         # A step with a prompt has no graph. One prompt that comes in between changes nothing.

@@ -100,6 +100,23 @@ def test_blocks_that_come_later_are_marked_too(cache):
     assert np.flatnonzero(cache.is_marked).tolist() == [1, 2]
 
 
+def test_no_more_is_missing_than_the_text_has(cache):
+    step(cache, (0, [1, 2, 3], 0))
+    states = np.array([0])
+    computed = np.array([10])
+    cache.see(states, computed, computed)
+    cache.take(states, computed, computed)
+    for _ in range(100):
+        # Of each step it is known later that all of its drafts but one were rejected.
+        computed += 2
+        cache.see(states, np.array([17]), computed + 15)
+    assert cache.missing[0] == 200 + 15
+    # More than there is was taken in.
+    cache.take(states, np.array([215]), computed)
+    cache.see(states, np.array([17]), computed + 17)
+    assert cache.missing[0] == 17
+
+
 def test_as_much_is_counted_as_was_taken_in(cache):
     cache.num_cached[:] = torch.tensor([10, 0, 5])
     first = cache.advance(

@@ -61,6 +61,10 @@ BATCHES = {
     "same prompt": [ALONE, ((0, 40), {**SEEDED, "max_tokens": 16})],
 }
 REPLAYED, TRUNK_REPLAYED = "rounds replayed", "trunk, rounds replayed"
+NOW_AND_THEN, HELD_STEPS = (
+    "trunk, now and then",
+    5,
+)  # of so many steps either all have rounds or none
 # Engines with speculation: the method, what differs from the default of the engine, and batches.
 ENGINES = {
     "ahead": (METHOD, {}, ["alone", "two", "one opted out", "after it", "crowded"]),
@@ -73,6 +77,7 @@ ENGINES = {
     REPLAYED: (METHOD, {}, ["alone", "two", "crowded"]),
     "trunk": (TRUNK, {}, ["alone", "two", "one opted out", "after it", "crowded"]),
     TRUNK_REPLAYED: (TRUNK, {}, ["alone", "two", "crowded"]),
+    NOW_AND_THEN: (TRUNK, {}, ["alone", "two", "one opted out", "after it", "crowded"]),
 }
 NUM_ROUNDS = 6
 # Keys and values are of order one to ten; float32, over forwards of other shapes.
@@ -168,6 +173,13 @@ def test_trunks_are_what_the_draft_model_says(result):
     assert replayed[:NUM_ROUNDS] == launched[:NUM_ROUNDS]
 
 
+def test_rounds_go_on_behind_steps_without(result):
+    seen = result[NOW_AND_THEN]["seen"]
+    assert min(seen["trunks"], seen["trees without a trunk"]) > 10
+    assert min(seen["catching up without a prompt"], seen["caches behind the text"]) > 0
+    assert seen["other trunks"] == 0
+
+
 def test_few_launches_are_outside_of_graphs(result):
     launches = result[REPLAYED]["launches"]
     # The most probable tokens, whose they are, the harvest, and two insertions; none without trees.
@@ -214,6 +226,8 @@ class Watch:
         for layer_name in speculator.draft_attn_layer_names:
             context[layer_name].kv_cache.fill_(torch.nan)
         self.drafts_now = True
+        self.goes_alone_after = 0  # steps, now and then; 0 for never
+        self.num_steps = 0
         self.launches = defaultdict(list)
         self.moved = watch_moves()
         self.waits.watch(self.runner.drafter, "observe")
@@ -235,6 +249,9 @@ class Watch:
         ahead = any(request.num_output_placeholders for request in self.scheduler.running)
         output = self.schedule(*args)
         self.seen["ahead"] += ahead
+        self.num_steps += 1
+        if self.goes_alone_after:
+            output.drafts_alone = self.num_steps // self.goes_alone_after % 2 == 1
         for request in output.scheduled_new_reqs:
             found = request.num_computed_tokens // LLM_ARGUMENTS["block_size"]
             self.seen["tokens from the prefix cache"] += request.num_computed_tokens
@@ -362,6 +379,7 @@ def serve(name: str) -> dict[str, Any]:
     method, overrides, batches = ENGINES[name]
     with engine(with_sizes(method, SCHEDULE), **ARGUMENTS | overrides) as llm:
         watch = Watch(llm)
+        watch.goes_alone_after = HELD_STEPS if name == NOW_AND_THEN else 0
         if name in (REPLAYED, TRUNK_REPLAYED):
             capture_rounds(watch)
         found = token_ids(llm, batches)

@@ -83,11 +83,11 @@ def watch_timing() -> dict[str, Any]:
     seen: dict[str, Any] = {"nodes": []}
     find = v2_runner.find_step_seconds
 
-    def watched_find(model_runner: Any, *runs: dict[int, Callable[[], Any]]) -> StepSeconds:
+    def watched_find(
+        model_runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Any]
+    ) -> StepSeconds:
         seen["entries"] = model_runner.drafter.state.matrix.num_written
-        return find(
-            model_runner, *({batch: watched(run) for batch, run in one.items()} for one in runs)
-        )
+        return find(model_runner, {batch: watched(run) for batch, run in drafting.items()}, alone)
 
     def watched(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
         return lambda: seen["nodes"].append(int((run() >= 0).sum()))

@@ -139,8 +139,8 @@ class TreeModelRunner(GPUModelRunner):
         if not chooses_sizes(self.vllm_config):
             return None
         with self.drafter.as_if_serving():
-            runs = self.speculator.drafting_runs(), self.speculator.alone_runs()
-            times = find_step_seconds(self, *runs)
+            speculator = self.speculator
+            times = find_step_seconds(self, speculator.drafting_runs(), speculator.alone_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
         if times.graphs:

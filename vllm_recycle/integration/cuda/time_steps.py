@@ -23,16 +23,20 @@ QUEUING_CYCLES = 20_000_000
 CONTEXT = 2048
 
 
-def find_step_seconds(runner: Any, *runs: dict[int, Callable[[], Any]]) -> StepSeconds:
+def find_step_seconds(
+    runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Callable[[], Any]]
+) -> StepSeconds:
     """The times of steps, as the first rank has measured them.
 
     Args:
         runner: a `TreeModelRunner` with its graphs, and without requests.
-        runs: what drafts, by how many requests that is for at most, and what does so alone.
+        drafting: what drafts, by how many requests that is for at most.
+        alone: what does so without a round of the draft model, where there is one.
 
     """
     timed = [
-        {batch: _drafting_seconds(run, runner.device) for batch, run in one.items()} for one in runs
+        {batch: _drafting_seconds(run, runner.device) for batch, run in runs.items()}
+        for runs in (drafting, alone)
     ]
     return from_first_rank(StepSeconds(time_graphs(runner), *timed))
 
@@ -42,11 +46,10 @@ def describe_times(times: StepSeconds) -> str:
     if not times.graphs:
         return "sizes of trees follow the table of batch sizes: without full graphs none was timed"
     drafting = ", ".join(f"{1e3 * seconds:.2f} for {n}" for n, seconds in times.drafting.items())
-    if times.alone:
-        drafting += f" (without a round {1e3 * max(times.alone.values()):.2f})"
+    alone = [f", without the draft model {1e3 * seconds:.2f}" for seconds in times.alone.values()]
     return (
         f"sizes of trees are chosen step by step; {len(times.graphs)} graphs timed, drafting takes "
-        f"{drafting} requests, in ms"
+        f"{drafting} requests{''.join(alone)}, in ms"
     )
 
 

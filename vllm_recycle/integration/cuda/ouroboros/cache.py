@@ -32,6 +32,7 @@ class DraftCache:
     Attributes:
         num_cached: int64 [max_num_reqs], on the device: tokens of each text that are in the cache.
         missing: int64 [max_num_reqs]: how many more the target has computed, at most.
+        least: int64 [max_num_reqs]: tokens of each text that are in the cache, at least.
 
     """
 
@@ -40,7 +41,7 @@ class DraftCache:
     ) -> None:
         self.block_size, self.device = block_size, device
         self.num_cached = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.missing = np.zeros(max_num_reqs, dtype=np.int64)
+        self.missing, self.least = np.zeros((2, max_num_reqs), dtype=np.int64)
         # Of each request, and how many of the first are marked.
         self.blocks: dict[int, list[int]] = defaultdict(list)
         self.num_marked = np.zeros(max_num_reqs, dtype=np.int64)
@@ -81,7 +82,29 @@ class DraftCache:
         self.blocks[state], self.num_marked[state] = blocks, num_marked
         num_cached = num_marked * self.block_size
         self.missing[state] = request.num_computed_tokens - num_cached
+        self.least[state] = num_cached
         return num_cached
+
+    def see(self, states: np.ndarray, in_step: np.ndarray, most: np.ndarray) -> None:
+        """Count what the target has computed, in a step and in all at most, as missing.
+
+        Each is int64 [n].
+        """
+        missing = self.missing[states] + in_step
+        self.missing[states] = np.minimum(missing, most - self.least[states])
+
+    def take(self, states: np.ndarray, counts: np.ndarray, num_computed: np.ndarray) -> None:
+        """Count tokens that are taken in as missing no longer.
+
+        Args:
+            states: int64 [n], the `req_state_idx` of some requests.
+            counts: int64 [n], how many of each.
+            num_computed: int64 [n], tokens that the target has computed of each, at least.
+
+        """
+        self.missing[states] -= counts
+        taken = np.minimum(self.least[states] + counts, num_computed)
+        self.least[states] = np.maximum(self.least[states], taken)
 
     def advance(
         self, idx_mapping: torch.Tensor, counts: torch.Tensor, num_computed: torch.Tensor

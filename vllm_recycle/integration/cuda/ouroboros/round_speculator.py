@@ -139,7 +139,8 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
         """Rounds that draft for nobody: of one request, and of the most."""
         self.start.clear()
-        return {batch: partial(self._replay, batch) for batch in (1, self.max_drafting)}
+        batches = (1, self.max_drafting) if self.max_drafting else ()
+        return {batch: partial(self._replay, batch) for batch in batches}
 
     def update_requests(self, scheduler_output: Any) -> None:
         index_of = self.req_states.req_id_to_index
@@ -164,17 +165,21 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         chosen = np.zeros(0, dtype=np.int64)
         if not dummy_run:
             states = input_batch.idx_mapping_np
-            in_step, in_all = self._computed(input_batch)
-            self.cache.missing[states] += in_step
+            in_step, least, most = self._computed(input_batch)
+            self.cache.see(states, in_step, most)
             if drafts:
-                self._catch_up(input_batch)
+                self._catch_up(input_batch, least)
                 chosen = self._choose(input_batch)
-                self.cache.missing[states[chosen]] = 0
-                self.cache.mark(states, in_all)
+                begun = states[chosen]
+                self.cache.take(begun, self.cache.missing[begun], least[chosen])
+                self.cache.mark(states, least)
         return chosen
 
-    def _catch_up(self, input_batch: Any) -> None:
-        """Take in what the first forward of a round would have no rows for, as far as it fits."""
+    def _catch_up(self, input_batch: Any, least: np.ndarray) -> None:
+        """Take in what the first forward of a round would have no rows for, as far as it fits.
+
+        Of each text the target has computed the `least` tokens, int64 [num_reqs], or more.
+        """
         states = input_batch.idx_mapping_np
         missing = self.cache.missing[states]
         may_draft = self.may_speculate[states]
@@ -185,7 +190,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             ends = np.where(is_late, missing, 0).cumsum().clip(max=self.max_num_tokens)
             counts = np.diff(ends, prepend=0)
             self._take_in(input_batch, counts)
-            self.cache.missing[states] -= counts
+            self.cache.take(states, counts, least)
 
     def _choose(self, input_batch: Any) -> np.ndarray:
         """The places in the step of those to draft for, int64 [n]."""
@@ -195,8 +200,10 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         # Warm-up steps ask for drafts in batches of any size.
         return chosen[: self.max_drafting]
 
-    def _computed(self, input_batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _computed(self, input_batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of each text that the target computed: in the step at most, in all at least.
+
+        And in all at most.
 
         Each is int [num_reqs]. Where vLLM schedules ahead, it counts all drafts of the last step as
         accepted.
@@ -205,8 +212,9 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         nodes = np.zeros_like(rows) if nodes is None else nodes
         ends = input_batch.num_computed_tokens_np + rows - nodes
         sure = np.minimum(ends, input_batch.prefill_len_np)
-        in_step = rows - nodes + np.minimum(nodes, self.drafter.trees.depth)
-        return in_step, np.maximum(sure, ends - self.num_speculative_steps)
+        accepted = np.minimum(nodes, self.drafter.trees.depth)
+        least = np.maximum(sure, ends - self.num_speculative_steps)
+        return rows - nodes + accepted, least, np.minimum(ends + accepted, self.max_model_len)
 
     def draft(self, idx_mapping: torch.Tensor) -> None:
         """Run a round of these requests, int64 [batch]."""

@@ -161,10 +161,13 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         if not drafts or kwargs.get("dummy_run"):
             return
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
+        if not len(chosen):
+            self.alone = True  # whatever was asked for
+            self.drafter.trunks.token_ids[idx_mapping] = NO_TOKEN
+            return
         if len(chosen) < num_reqs:
             left_out = np.delete(np.arange(num_reqs), chosen)
             both = async_tensor_h2d(np.concatenate((chosen, left_out)), device=self.device)
             self.drafter.trunks.token_ids[idx_mapping[both[len(chosen) :]]] = NO_TOKEN
             idx_mapping = idx_mapping[both[: len(chosen)]]
-        if len(chosen):
-            self.draft(idx_mapping)
+        self.draft(idx_mapping)
