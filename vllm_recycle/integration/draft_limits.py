@@ -21,9 +21,8 @@ UNLIMITED = 1 << 20
 MAX_TREE_ROWS = 256
 # Fewer rows than these of all trees of a step together are not worth a size of their own.
 MIN_TREE_ROWS = 6
-# Rows of a draft forward of Ouroboros, of all its requests together: on CPU, where rows are dear and
-# requests few, four of the paper's. By its peaks an H100 takes less than twice as long for 512 as
-# for one.
+# Rows of a draft forward of Ouroboros, of all its requests together: on CPU those of four requests
+# with the paper's sizes. By its peaks an H100 takes less than twice as long for 512 as for one.
 MAX_DRAFT_ROWS, MAX_DRAFT_ROWS_ON_GPU = 1024, 512
 
 
