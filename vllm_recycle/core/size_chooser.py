@@ -22,15 +22,16 @@ import numpy as np
 FADE = 1 / 16
 # Of so many steps without drafts one grows trees, to see what they would be worth.
 LOOK_EVERY = 32
-# Of so many steps with drafts, so many make them the other way, behind a round of the draft model
-# or alone. In a row, since the model has to catch up with a text before its first round.
-LOOK_AT_OTHER_EVERY, LOOKS_AT_OTHER = 256, 4
+# In so many steps with drafts so many trees are looked at that are made the other way, behind a
+# round of the draft model or alone; in a row, since the model has to catch up with texts before its
+# first round, which may take some steps, but no more than these.
+LOOK_AT_OTHER_EVERY, LOOKS_AT_OTHER, MOST_LOOKING = 256, 4, 32
 # What another size must promise, in parts of a step's rate.
 MARGIN = 0.03
 # What drafts are trusted with before anything is known: so many tokens count as accepted as they
 # were expected, and so many plain steps' time may be lost.
 STAKE = 8.0
-# The part of a plain step's time that each plain step gives back to drafts.
+# The part of a plain step's time that each step gives back to drafts that it does not make.
 EARNED = 1 / 250
 
 # Rows of a request that a program of attention serves, by which graphs are compared.
@@ -147,6 +148,7 @@ class SizeChooser:
             give, in tokens; None before a tree was grown.
         size: that was chosen last; None before the first choice.
         rate: tokens a second that it promised.
+        num_looks: trees that were taken in, those of all requests of a step together as one.
         credit: plain steps' time that trees may lose; below 0 there are none.
 
     """
@@ -154,7 +156,7 @@ class SizeChooser:
     def __init__(self) -> None:
         self.gains: np.ndarray | None = None
         self.size: int | None = None
-        self.rate = 0.0
+        self.rate, self.num_looks = 0.0, 0
         self.credit = STAKE
         self._weight = 0.0
         self._accepted = self._expected = 0.0
@@ -171,7 +173,8 @@ class SizeChooser:
         new = np.zeros(len(worth) + 1)
         np.cumsum(worth, out=new[1:])
         new /= num_reqs
-        self._weight += 1.0
+        self.num_looks += 1
+        self._weight = min(self._weight + 1.0, 1.0 / FADE)
         old = new if self.gains is None else self.gains
         self.gains = old + (new - old) / self._weight
 
@@ -180,13 +183,13 @@ class SizeChooser:
 
         The `sizes` are the nodes of each tree that were verified, `accepted` the tokens of all.
         """
+        self._earn(accepted / num_reqs)
         if self.gains is None:
             return
         # Most are of one size.
         for size, count in Counter(sizes).items():
             self._expected += count * float(self.gains[size])
         self._accepted += accepted
-        self._earn(accepted / num_reqs)
 
     def choose(self, seconds: Mapping[int, float], *, num_reqs: int, num_drafting: int) -> int:
         """The size of the trees that this step should draft.
@@ -221,6 +224,7 @@ class SizeChooser:
 
     def wait(self) -> None:
         """Take in that this step drafts in another way."""
+        self._weight *= 1.0 - FADE / 16
         self._earn(EARNED)
 
     def _earn(self, steps: float) -> None:
@@ -242,7 +246,7 @@ class DraftChooser:
     def __init__(self) -> None:
         self.choosers = {False: SizeChooser(), True: SizeChooser()}
         self.held = self.alone = False
-        self._num_steps = 0
+        self._num_steps = self._look_until = 0
 
     @property
     def size(self) -> int | None:
@@ -281,9 +285,11 @@ class DraftChooser:
 
     def _looks(self, size: int) -> bool:
         """Whether to make trees in the way that is not held, to see what they give."""
-        other = self.choosers[not self.held]
+        other, step = self.choosers[not self.held], self._num_steps % LOOK_AT_OTHER_EVERY
         if other.gains is None:
-            return True
+            return other.credit >= 0.0
         if not size:  # where trees grow in one step of so many
             return self._num_steps // LOOK_EVERY % 2 == 1
-        return other.credit >= 0.0 and self._num_steps % LOOK_AT_OTHER_EVERY < LOOKS_AT_OTHER
+        if step == 0 and other.credit >= 0.0:
+            self._look_until = other.num_looks + LOOKS_AT_OTHER
+        return step < MOST_LOOKING and other.num_looks < self._look_until

@@ -85,7 +85,6 @@ class DraftSizes:
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.max_draft_tokens
         self.chooser = DraftChooser()
-        self.verifies_alone = False  # how the drafts were made that the next step verifies
         self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
@@ -148,13 +147,8 @@ class DraftSizes:
         self.context = sum(one.num_tokens for one in running) // max(1, len(running))
 
     def see_step(self, scheduler_output: Any) -> None:
-        """Take in which rows of a step are prompts', and say in it how it drafts.
-
-        It says too how the drafts were made that it verifies.
-        """
+        """Take in which rows of a step are prompts', and say in it how it drafts."""
         scheduler_output.drafts_alone = self.chooser.alone
-        scheduler_output.verifies_alone = self.verifies_alone
-        self.verifies_alone = self.chooser.alone
         drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         rows = scheduler_output.total_num_scheduled_tokens - drafts
         self.prompt_rows = [self.prompt_rows[1], rows - len(scheduler_output.num_scheduled_tokens)]
@@ -162,18 +156,19 @@ class DraftSizes:
     def learn(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Take in a step: what was accepted, and what was reported with it."""
         report: DraftReport | None = getattr(model_runner_output, "draft_report", None)
+        if report is None:
+            return
+        chooser = self.chooser.choosers[report.alone]
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        if drafts:
+        if drafts:  # those that the report is of
             # Without a draft it is one token, or none in the middle of a prompt.
             sampled = model_runner_output.sampled_token_ids
             tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
             sizes = map(len, drafts.values())
-            chooser = self.chooser.choosers[scheduler_output.verifies_alone]
             chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
-        if report is not None:
-            self.chooser.choosers[report.alone].learn(report.worth, report.num_reqs)
-            if report.times is not None:
-                self.take_times(report.times)
+        chooser.learn(report.worth, report.num_reqs)
+        if report.times is not None:
+            self.take_times(report.times)
 
     def take_times(self, times: StepSeconds) -> None:
         """Price steps by these from now on."""

@@ -116,9 +116,13 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         drafter: what drafts.
         may_speculate: bool [max_num_reqs], on the host, by `req_state_idx`.
 
+    Attributes:
+        is_settled: whether all have a trunk in this step for whom there is room, or nobody is to.
+
     """
 
     drafter: TrunkV2Drafter
+    is_settled = True
 
     def __init__(self, drafter: TrunkV2Drafter, may_speculate: np.ndarray) -> None:
         scheduler, options = drafter.vllm_config.scheduler_config, drafter.options
@@ -144,6 +148,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         self.alone = getattr(scheduler_output, "drafts_alone", False)
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
+        self.drafter.trunks.token_ids[0] = NO_TOKEN
         return TokenRecyclingSpeculator.drafting_runs(self)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
@@ -161,8 +166,9 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         if not drafts or kwargs.get("dummy_run"):
             return
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
+        may_draft = self._counted(input_batch).sum()
+        self.is_settled = self.alone or len(chosen) == min(may_draft, self.max_drafting)
         if not len(chosen):
-            self.alone = True  # whatever was asked for
             self.drafter.trunks.token_ids[idx_mapping] = NO_TOKEN
             return
         if len(chosen) < num_reqs:
@@ -171,3 +177,8 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
             self.drafter.trunks.token_ids[idx_mapping[both[len(chosen) :]]] = NO_TOKEN
             idx_mapping = idx_mapping[both[: len(chosen)]]
         self.draft(idx_mapping)
+
+    def _report(self, *args: Any) -> None:
+        """Of trees some of which had to do without a trunk nothing is said."""
+        if self.is_settled:
+            super()._report(*args)
