@@ -195,6 +195,11 @@ class Round:
         self.known.are_new[self.idx_mapping] = False
         self.num_forwards = 0
 
+    @property
+    def num_behind(self) -> int:
+        """Tokens of all texts that the cache lacks."""
+        return int((self.ends - self.known.num_cached)[self.idx_mapping].sum())
+
     def catch_up(self, num_drafting: int) -> None:
         """Take in what cannot wait for the first draft forward, or does not fit into it."""
         idx_mapping = self.idx_mapping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +25,10 @@ from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import TrunkOptions, options_of
 from vllm_recycle.integration.ouroboros import describe_draft_model
 
-# The part of a new sample that an average takes; rounds between corrections of what a round takes;
-# steps that go without a round, until one is made to see what it gives; and how fine rates are told
-# apart, in parts of a doubling.
-GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 64, 32, 4
+# The part of a new sample that an average takes; rounds of as many requests between corrections of
+# what their forwards take; steps that go without a round, until one is made to see what it gives;
+# and how fine rates are told apart, in parts of a doubling.
+GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 16, 32, 4
 # What rounds are believed to give before any was made, in parts of what a step without one does,
 # and of how many that would be the average: one that gave little must not end all.
 AT_FIRST, AS_MANY = 1.25, 3
@@ -36,17 +37,24 @@ AT_FIRST, AS_MANY = 1.25, 3
 class Rounds:
     """What rounds take, in parts of a step without drafts, and what they give.
 
-    Attributes:
-        cost: of a forward, as it is believed.
+    Args:
+        costs: of a forward, as they are believed, by how many requests draft in it.
 
     """
 
-    def __init__(self, cost: float) -> None:
-        self.cost = cost
+    def __init__(self, costs: Mapping[int, float]) -> None:
+        self._costs = {_size(num_reqs): cost for num_reqs, cost in costs.items()}
         # And how many rounds that is the average of, the believed ones included.
         self._promises: dict[tuple[int, int], tuple[float, int]] = {}
-        self._seconds = self._unit = 0.0  # of a forward, and of a step without drafts
-        self._num_left_out = self._num_made = 0
+        # By size: seconds of a forward, of how many rounds, and of a step without drafts.
+        self._seconds: dict[int, tuple[float, int]] = {}
+        self._units: dict[int, float] = {}
+        self._num_left_out = 0
+
+    def cost(self, num_reqs: int) -> float:
+        """What a forward for so many requests costs."""
+        size = _size(num_reqs)
+        return self._costs[min(self._costs, key=lambda known: (abs(known - size), known))]
 
     def pays(self, num_reqs: int, alone: float) -> bool:
         """Whether a round pays, where a step without it gives so many tokens by its time."""
@@ -60,32 +68,43 @@ class Rounds:
 
         See `draft_trunks`.
         """
-        return self.cost * max(alone, self._promise(num_reqs, alone)[0])
+        return self.cost(num_reqs) * max(alone, self._promise(num_reqs, alone)[0])
 
-    def gave(self, num_reqs: int, alone: float, rate: float, seconds: float) -> None:
+    def gave(self, num_reqs: int, alone: float, rate: float, seconds: float | None) -> None:
         """Take in a round whose forwards took so long, and the rate of the step behind it.
 
-        A rate is in tokens by the time of the step and the round.
+        A rate is in tokens by the time of the step and the round. The `seconds` are None where the
+        forwards had prompts to read.
         """
         promise, samples = self._promise(num_reqs, alone)
         promise = _moved(promise, rate, max(GAIN, 1 / (samples + 1)))
         self._promises[_like(num_reqs, alone)] = promise, samples + 1
-        self._seconds = _moved(self._seconds or seconds, seconds)
-        self._num_made += 1
-        if self._num_made % CORRECT_EVERY == 0 and self._unit:
-            self.cost = from_first_rank(self._seconds / self._unit)
+        if seconds is None:
+            return
+        size = _size(num_reqs)
+        average, samples = self._seconds.get(size, (seconds, 0))
+        average, samples = _moved(average, seconds, max(GAIN, 1 / (samples + 1))), samples + 1
+        self._seconds[size] = average, samples
+        if samples % CORRECT_EVERY == 0 and size in self._units:
+            self._costs[size] = from_first_rank(average / self._units[size])
 
     def _promise(self, num_reqs: int, alone: float) -> tuple[float, int]:
         return self._promises.get(_like(num_reqs, alone), (AT_FIRST * alone, AS_MANY))
 
-    def served(self, unit: float) -> None:
+    def served(self, num_reqs: int, unit: float) -> None:
         """Take in a step, by which one without drafts takes so many seconds."""
-        self._unit = _moved(self._unit or unit, unit)
+        size = _size(num_reqs)
+        self._units[size] = _moved(self._units.get(size, unit), unit)
+
+
+def _size(num_reqs: int) -> int:
+    """What tells numbers of requests apart."""
+    return num_reqs.bit_length()
 
 
 def _like(num_reqs: int, alone: float) -> tuple[int, int]:
     """What steps have in common that a round is expected to give as much to."""
-    return num_reqs.bit_length(), round(FINE * math.log2(alone / num_reqs))
+    return _size(num_reqs), round(FINE * math.log2(alone / num_reqs))
 
 
 def _moved(average: float, sample: float, gain: float = GAIN) -> float:
@@ -113,7 +132,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         chain = TreeTemplate(tuple((row, 0) for row in range(gamma)), f"chain of {gamma}")
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=chain, gamma=gamma)
         TokenRecyclingV1Drafter.__init__(self, vllm_config, device, runner)
-        self.gamma, self.choices, self.rounds = gamma, ChoiceAcceptance(), Rounds(0.0)
+        self.gamma, self.choices, self.rounds = gamma, ChoiceAcceptance(), Rounds({1: 0.0})
         shape = max_num_reqs, gamma, CHOICES
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
         self.num_rounds = self.num_forwards = 0
@@ -145,15 +164,16 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             self.round_seconds = time.perf_counter() - started
             return super().draft(texts, num_nodes, block_tables)
         least_chance = self.rounds.least_chance(batch, alone) if is_priced else 0.0
+        reads_prompts = drafting.num_behind > batch * (1 + self.gamma)
         trunks = self._draft_trunks(replace(texts, max_depths=depths), drafting, least_chance)
         for kept, values in zip(self.trunks, trunks, strict=True):
             kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
-        self.added = self.rounds.cost * drafting.num_forwards if is_priced else 0.0
+        self.added = self.rounds.cost(batch) * drafting.num_forwards if is_priced else 0.0
         texts = replace(texts, trunks=self.choices.chances(trunks))
         drafts = super().draft(texts, num_nodes, block_tables)
         if is_priced and drafts.rate:
-            each = self.round_seconds / drafting.num_forwards
+            each = None if reads_prompts else self.round_seconds / drafting.num_forwards
             self.rounds.gave(batch, alone, drafts.rate, each)
         return drafts
 
@@ -204,18 +224,26 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         super().serve(step, context, seconds)
         kind = CHAINS if step.are_chains else TREES
         times = self.step_times.get(kind, self.step_times[TREES])
-        price = times.at(len(step.num_nodes), context)
-        self.rounds.served(seconds / float(price[min(len(step.row_token_ids), len(price) - 1)]))
+        num_reqs, num_rows = len(step.num_nodes), len(step.row_token_ids)
+        price = times.at(num_reqs, context)
+        self.rounds.served(num_reqs, seconds / float(price[min(num_rows, len(price) - 1)]))
 
     @torch.inference_mode()
     def judge(self, step_seconds: float) -> str:
-        seconds = []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            self.model.compute_logits(self.run(1))
-            seconds.append(time.perf_counter() - started)
-        self.rounds.cost = from_first_rank(min(seconds) / step_seconds)
-        return f"; a forward of the draft model takes {self.rounds.cost:.2f} of a step"
+        times = next(iter(self.step_times.values()))
+        costs: dict[int, float] = {}
+        for (num_reqs, _), unit in zip(times.loads, times.seconds, strict=True):
+            # Of one request a forward has its last token alone, mostly; of several some have more.
+            rows = min(num_reqs if num_reqs == 1 else 2 * num_reqs, self.max_num_tokens)
+            seconds = []
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                self.model.compute_logits(self.run(rows))
+                seconds.append(time.perf_counter() - started)
+            costs.setdefault(num_reqs, min(seconds) / unit)
+        self.rounds = Rounds(from_first_rank(costs))
+        shown = ", ".join(f"{cost:.2f} for {num_reqs}" for num_reqs, cost in costs.items())
+        return f"; a forward of the draft model takes, in parts of a step, {shown} requests"
 
     def reset(self) -> None:
         super().reset()
@@ -226,4 +254,4 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
-        return super().statistics() | counted | {"forward_cost": self.rounds.cost}
+        return super().statistics() | counted | {"forward_cost": self.rounds.cost(1)}
