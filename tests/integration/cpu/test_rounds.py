@@ -63,3 +63,15 @@ def test_a_forward_pays_by_what_such_rounds_gave():
     for _ in range(20):
         rounds.gave(8, 10.0, rate=9.0, seconds=0.1)
     assert rounds.least_chance(8, 10.0) == 2.5  # what a step without a round gives
+
+
+def test_where_rounds_gave_little_beside_rows_that_give_less_they_are_believed_to_give_little():
+    rounds = Rounds({1: 0.25})
+    for _ in range(40):
+        rounds.gave(4, 5.0, rate=4.0, seconds=0.1)
+    assert not rounds.pays(4, 9.0)
+    assert rounds.pays(4, 3.0)
+    assert rounds.pays(8, 9.0)
+    for _ in range(100):
+        rounds.gave(4, 5.0, rate=7.0, seconds=0.1)
+    assert rounds.pays(4, 9.0)

@@ -235,9 +235,10 @@ class Round:
         token_ids = torch.full(shape, NO_TOKEN)
         chances = torch.zeros(shape, dtype=torch.float64)
         for there, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
-            best = logits.float().topk(choices)
+            logits = logits.float()
+            best = logits.topk(choices)
             token_ids[there] = best.indices
-            total = logits.float().logsumexp(dim=1, keepdim=True)
+            total = logits.logsumexp(dim=1, keepdim=True)
             chances[there] = (best.values - total).exp().double()
         return token_ids, chances
 

@@ -28,10 +28,12 @@ from vllm_recycle.integration.ouroboros import describe_draft_model
 # The part of a new sample that an average takes; rounds of as many requests between corrections of
 # what their forwards take; steps that go without a round, until one is made to see what it gives;
 # and how fine rates are told apart, in parts of a doubling.
-GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 16, 32, 4
+GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 8, 32, 4
 # What rounds are believed to give before any was made, in parts of what a step without one does,
 # and of how many that would be the average: one that gave little must not end all.
 AT_FIRST, AS_MANY = 1.25, 3
+# Rows of a draft forward for each request: of the text, and tried.
+FORWARD_ROWS = 4
 
 
 class Rounds:
@@ -76,20 +78,25 @@ class Rounds:
         A rate is in tokens by the time of the step and the round. The `seconds` are None where the
         forwards had prompts to read.
         """
-        promise, samples = self._promise(num_reqs, alone)
-        promise = _moved(promise, rate, max(GAIN, 1 / (samples + 1)))
-        self._promises[_like(num_reqs, alone)] = promise, samples + 1
+        like, size = _like(num_reqs, alone), _size(num_reqs)
+        self._promises[like] = _taken_in(self._promise(num_reqs, alone), rate)
         if seconds is None:
             return
-        size = _size(num_reqs)
-        average, samples = self._seconds.get(size, (seconds, 0))
-        average, samples = _moved(average, seconds, max(GAIN, 1 / (samples + 1))), samples + 1
+        average, samples = _taken_in(self._seconds.get(size, (seconds, 0)), seconds)
         self._seconds[size] = average, samples
         if samples % CORRECT_EVERY == 0 and size in self._units:
             self._costs[size] = from_first_rank(average / self._units[size])
 
     def _promise(self, num_reqs: int, alone: float) -> tuple[float, int]:
-        return self._promises.get(_like(num_reqs, alone), (AT_FIRST * alone, AS_MANY))
+        size, worth = _like(num_reqs, alone)
+        if (size, worth) in self._promises:
+            return self._promises[size, worth]
+        # A round gives no more, in parts, than where a step without one gives less.
+        below = [other for of, other in self._promises if of == size and other < worth]
+        if not below:
+            return AT_FIRST * alone, AS_MANY
+        promise, _ = self._promises[size, max(below)]
+        return promise * 2 ** ((worth - max(below)) / FINE), AS_MANY
 
     def served(self, num_reqs: int, unit: float) -> None:
         """Take in a step, by which one without drafts takes so many seconds."""
@@ -105,6 +112,12 @@ def _size(num_reqs: int) -> int:
 def _like(num_reqs: int, alone: float) -> tuple[int, int]:
     """What steps have in common that a round is expected to give as much to."""
     return _size(num_reqs), round(FINE * math.log2(alone / num_reqs))
+
+
+def _taken_in(average: tuple[float, int], sample: float) -> tuple[float, int]:
+    """An average and its number of samples, with one more."""
+    value, samples = average
+    return _moved(value, sample, max(GAIN, 1 / (samples + 1))), samples + 1
 
 
 def _moved(average: float, sample: float, gain: float = GAIN) -> float:
@@ -233,8 +246,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         times = next(iter(self.step_times.values()))
         costs: dict[int, float] = {}
         for (num_reqs, _), unit in zip(times.loads, times.seconds, strict=True):
-            # Of one request a forward has its last token alone, mostly; of several some have more.
-            rows = min(num_reqs if num_reqs == 1 else 2 * num_reqs, self.max_num_tokens)
+            rows = min(FORWARD_ROWS * num_reqs, self.max_num_tokens)
             seconds = []
             for _ in range(ROUNDS):
                 started = time.perf_counter()
