@@ -141,7 +141,7 @@ class V1Drafter(Drafter):
         # Under `isolated` nothing that depends on other requests may be seen in a draft.
         if step_seconds is not None and self.follows_steps and not self.options.isolates:
             self.served = ServedTimes(self.step_times)
-        return found if step_seconds is None else found + self.judge(step_seconds)
+        return found if step_seconds is None else found + self.judge()
 
     def serve(self, step: StepLayout, context: float, seconds: float) -> None:
         """Take in what a step without prompts took, behind so many tokens on average."""
@@ -156,8 +156,8 @@ class V1Drafter(Drafter):
             self.served.correct(*from_first_rank((self.served.logs, self.served.last)))
             self.step_times = self.served.times
 
-    def judge(self, step_seconds: float) -> str:
-        """What is to be said of drafting where a plain step takes so long, if anything."""
+    def judge(self) -> str:
+        """Measure what drafting takes beside the steps, whose times are known; what was found."""
         return ""
 
     def statistics(self) -> dict[str, float]:

@@ -242,7 +242,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         self.rounds.served(num_reqs, seconds / float(price[min(num_rows, len(price) - 1)]))
 
     @torch.inference_mode()
-    def judge(self, step_seconds: float) -> str:
+    def judge(self) -> str:
         times = next(iter(self.step_times.values()))
         costs: dict[int, float] = {}
         for (num_reqs, _), unit in zip(times.loads, times.seconds, strict=True):
