@@ -153,7 +153,7 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
 def test_start_up_says_what_a_forward_of_the_draft_model_takes():
     with engine({**TRUNK, "row_cost": None}) as llm:
         drafter, line = runner(llm).drafter, runner(llm).price_rows()
-        said = r"a forward of the draft model takes, in parts of a step, \d+\.\d\d for 1, .*requests"
+        said = r"forward of the draft model takes, in parts of a step, \d+\.\d\d for 1.* requests"
         assert re.search(said, line)
         assert min(drafter.rounds.cost(1), drafter.rounds.cost(8)) > 0
 
