@@ -196,14 +196,13 @@ class Round:
         self.num_forwards = 0
 
     @property
-    def num_behind(self) -> int:
-        """Tokens of all texts that the cache lacks."""
-        return int((self.ends - self.known.num_cached)[self.idx_mapping].sum())
+    def behind(self) -> np.ndarray:
+        """int64 [batch], tokens of each text that the cache lacks."""
+        return self.ends[self.idx_mapping] - self.known.num_cached[self.idx_mapping]
 
     def catch_up(self, num_drafting: int) -> None:
         """Take in what cannot wait for the first draft forward, or does not fit into it."""
-        idx_mapping = self.idx_mapping
-        behind = self.ends[idx_mapping] - self.known.num_cached[idx_mapping]
+        idx_mapping, behind = self.idx_mapping, self.behind
         rows = behind.sum() + num_drafting * (1 + self.drafter.lookahead.num_nodes)
         if num_drafting < len(idx_mapping) or rows > self.drafter.max_num_tokens:
             self._take_in(idx_mapping[behind > 0])

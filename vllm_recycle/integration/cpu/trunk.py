@@ -177,7 +177,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             self.round_seconds = time.perf_counter() - started
             return super().draft(texts, num_nodes, block_tables)
         least_chance = self.rounds.least_chance(batch, alone) if is_priced else 0.0
-        reads_prompts = drafting.num_behind > batch * (1 + self.gamma)
+        reads_prompts = drafting.behind.sum() > batch * (1 + self.gamma)
         trunks = self._draft_trunks(replace(texts, max_depths=depths), drafting, least_chance)
         for kept, values in zip(self.trunks, trunks, strict=True):
             kept[texts.idx_mapping] = values
