@@ -104,12 +104,14 @@ def test_output_equals_vllm_under_preemption_and_on_prefix_hits(
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
-def test_a_draft_model_may_have_a_window(models, expected, folder):
+def test_a_draft_model_with_a_window_that_texts_can_reach_is_refused(models, folder):
     draft = with_windows(folder / "draft", WINDOW, "ss", source=SMALL_OUROBOROS["model"])
-    method = {**SMALL_OUROBOROS, "model": draft}
-    with engine(method, model=models["all layers"], **SETTINGS) as llm:
-        assert generate(llm, PROMPTS, PARAMS) == expected["all layers"]
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+    method, message = {**SMALL_OUROBOROS, "model": draft}, f"a sliding window of {WINDOW} tokens"
+    with (
+        pytest.raises(NotImplementedError, match=message),
+        engine(method, model=models["all layers"], **SETTINGS),
+    ):
+        pass
 
 
 def test_a_draft_model_must_have_one_kind_of_layers(models, folder):

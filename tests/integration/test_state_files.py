@@ -105,7 +105,7 @@ def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
         return drafter
 
     def learn(drafter: TokenRecyclingV1Drafter, token_ids: range) -> bytes:
-        drafter.begin(0, torch.tensor(token_ids), 0)
+        drafter.begin(0, torch.tensor(token_ids))
         saver = drafter.make_saver()
         written = Path(saver.save()).read_bytes()
         saver.close()

@@ -6,13 +6,14 @@ from collections.abc import Set
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.options import OuroborosOptions, options_of
 
 
-def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
+def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str], max_model_len: int) -> int:
     """The KV cache group that the layers of a draft model, which must share one, are in."""
     groups = kv_cache_config.kv_cache_groups
     holding = [i for i, group in enumerate(groups) if not layer_names.isdisjoint(group.layer_names)]
@@ -20,6 +21,14 @@ def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str]) -> int:
         raise NotImplementedError(
             f"ouroboros: the draft model's layers are in {len(holding)} KV cache groups, "
             "expected one; use a draft model whose layers have the same kind of attention"
+        )
+    spec = groups[holding[0]].kv_cache_spec
+    spec = getattr(spec, "first_spec", spec)
+    if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < max_model_len:
+        # Tokens that it has yet to take in may lie in blocks that vLLM has given to others.
+        raise NotImplementedError(
+            f"ouroboros: the draft model has a sliding window of {spec.sliding_window} tokens, "
+            f"expected none, or --max-model-len {max_model_len} or more; use another one"
         )
     return holding[0]
 

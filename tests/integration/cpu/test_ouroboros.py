@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from derived_models import gemma4
@@ -29,7 +30,8 @@ from vllm import SamplingParams
 
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.integration.cpu.draft_model import Round
-from vllm_recycle.integration.cpu.trunk import Rounds
+from vllm_recycle.integration.cpu.rounds import Rounds
+from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
@@ -176,7 +178,7 @@ class TestDraftCache:
     def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
         """Between the cache and a fresh computation, over the tokens of a request's text."""
         drafter = runner(llm).drafter
-        known = int(drafter.known.num_cached[runner(llm).req_state_indices[request.request_id]])
+        known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
         text = list(request.all_token_ids)[:known]
         if not text:
             return 0.0  # it has nothing of it yet
@@ -203,8 +205,12 @@ class TestDraftCache:
             prompts = read_prompts(10)
             # The last ones are in the cache still.
             for turn, batch in enumerate((prompts, prompts[::-1])):
-                # Where rounds are priced, there are none at first.
-                monkeypatch.setattr(Rounds, "pays", lambda *_, turn=turn: turn > 0)
+
+                def that_pay(rounds, alone, behind, left, turn=turn):
+                    # Where rounds are priced, at first there are some of a part of the requests.
+                    return (left > 0) & (np.arange(len(left)) % 3 < 1 + 2 * turn)
+
+                monkeypatch.setattr(Rounds, "that_pay", that_pay)
                 for number, prompt in enumerate(batch):
                     llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
                 step = 0
@@ -229,12 +235,12 @@ class TestDraftCache:
         assert max(found) < self.TOLERANCE
 
     def test_a_block_that_lags_is_seen(self, monkeypatch):
-        monkeypatch.setattr(Round, "fill_blocks", lambda _: None)
+        monkeypatch.setattr(DraftBlocks, "mark", lambda self, *_: self.is_marked.fill(True))
         assert max(self.differences(monkeypatch, {**TRUNK, "row_cost": None})) > 10 * self.TOLERANCE
 
     def test_a_cache_that_lags_is_seen(self, monkeypatch):
-        def lag(self, num_drafting):
-            self.known.num_cached[self.idx_mapping] = self.ends[self.idx_mapping]
+        def lag(self, idx_mapping):
+            self.num_cached[idx_mapping] = self.computed[idx_mapping]
 
         monkeypatch.setattr(Round, "catch_up", lag)
         assert max(self.differences(monkeypatch)) > 10 * self.TOLERANCE

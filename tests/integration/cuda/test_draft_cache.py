@@ -1,4 +1,4 @@
-"""Which blocks of the prefix cache a draft model's own cache has, and how it takes in prompts."""
+"""How much of each text the draft model's KV cache has on a GPU, and how it takes in prompts."""
 
 from __future__ import annotations
 
@@ -11,97 +11,37 @@ import torch
 
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.drafter import groups_of
-
-BLOCK_SIZE = 4
+from vllm_recycle.integration.draft_blocks import DraftBlocks
 
 
 @pytest.fixture
 def cache() -> DraftCache:
-    return DraftCache(3, num_blocks=16, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    return DraftCache(3, DraftBlocks(3, num_blocks=16, block_size=4), torch.device("cpu"))
 
 
-def step(cache: DraftCache, *new: tuple[int, list[int], int], given: dict | None = None) -> None:
-    """Requests begin, of each: its state, its blocks and the tokens that were found; others grow.
-
-    Blocks of the second of two KV cache groups.
-    """
-    given = given or {}
-    output: Any = SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=str(state), block_ids=([], blocks), num_computed_tokens=found)
-            for state, blocks, found in new
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[str(state) for state in given],
-            new_block_ids=[blocks and ([], blocks) for blocks in given.values()],
-        ),
+def begin(cache: DraftCache, state: int, blocks: list[int], found: int) -> tuple[int, int, int]:
+    """A request begins; the tokens of its text that the cache has, lacks, and has at least."""
+    request = SimpleNamespace(req_id="a", block_ids=(blocks,), num_computed_tokens=found)
+    running = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
-    cache.follow(output, {str(state): state for state in range(3)}, 1)
+    output: Any = SimpleNamespace(scheduled_new_reqs=[request], scheduled_cached_reqs=running)
+    cache.follow(output, {"a": state}, 0)
+    return int(cache.num_cached[state]), int(cache.missing[state]), int(cache.least[state])
 
 
-def mark(cache: DraftCache, state: int, num_computed: int) -> None:
-    cache.mark(np.array([state]), np.array([num_computed]))
-
-
-def begins_with(cache: DraftCache, state: int) -> tuple[int, int]:
-    """Tokens that the cache has, and those that it lacks."""
-    return int(cache.num_cached[state]), int(cache.missing[state])
-
-
-def test_what_was_taken_in_is_found_again(cache):
-    step(cache, (0, [1, 2, 3], 0))
-    assert begins_with(cache, 0) == (0, 0)
-    mark(cache, 0, 11)  # the third block is not full
-    step(cache, (1, [1, 2, 5], 8))
-    assert begins_with(cache, 1) == (8, 0)
-    step(cache, (2, [1, 2, 3, 6], 12))
-    assert begins_with(cache, 2) == (8, 4)
-
-
-def test_what_was_not_taken_in_is_not_found(cache):
-    step(cache, (0, [1, 2, 3], 0))
-    cache.missing[0] = 9  # of 11 tokens
-    mark(cache, 0, 11)
-    step(cache, (1, [1, 2, 5], 8))
-    assert begins_with(cache, 1) == (0, 8)
-
-
-def test_behind_a_block_that_is_missing_nothing_counts(cache):
-    step(cache, (0, [1, 2, 3], 0), (1, [4, 5, 6], 0))
-    mark(cache, 0, 12)
-    # The same text, but of one block that came into the cache twice.
-    step(cache, (2, [1, 5, 3, 7], 12))
-    assert begins_with(cache, 2) == (4, 8)
-    # Which it then takes in.
-    cache.missing[2] = 0
-    mark(cache, 2, 12)
-    step(cache, (1, [1, 5, 3, 8], 12))
-    assert begins_with(cache, 1) == (12, 0)
-
-
-def test_blocks_that_are_given_out_anew_have_nothing(cache):
-    step(cache, (0, [1, 2], 0))
-    mark(cache, 0, 8)
-    step(cache, (1, [1], 0))  # another text in the same block
-    step(cache, given={1: [2], 0: None})
-    assert not cache.is_marked.any()
-    # What is found while another request computes it in the same step.
-    mark(cache, 1, 8)
-    step(cache, (0, [3, 1], 0), (2, [3, 1, 4], 8))
-    assert begins_with(cache, 2) == (0, 8)
-
-
-def test_blocks_that_come_later_are_marked_too(cache):
-    step(cache, (0, [1], 0))
-    step(cache, given={0: [2]})
-    mark(cache, 0, 7)
-    assert np.flatnonzero(cache.is_marked).tolist() == [1]
-    mark(cache, 0, 8)
-    assert np.flatnonzero(cache.is_marked).tolist() == [1, 2]
+def test_what_was_taken_in_is_found_again_and_what_was_not_is_missing(cache):
+    assert begin(cache, 0, [1, 2, 3], 0) == (0, 0, 0)
+    cache.missing[0] = 6
+    cache.mark(np.array([0]), np.array([11]))
+    assert begin(cache, 1, [1, 2, 5], 8) == (4, 4, 4)
+    cache.missing[0] = 0
+    cache.mark(np.array([0]), np.array([11]))
+    assert begin(cache, 2, [1, 2, 3, 6], 12) == (8, 4, 8)
 
 
 def test_no_more_is_missing_than_the_text_has(cache):
-    step(cache, (0, [1, 2, 3], 0))
+    begin(cache, 0, [1, 2, 3], 0)
     states = np.array([0])
     computed = np.array([10])
     cache.see(states, computed, computed)

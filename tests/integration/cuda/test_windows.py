@@ -61,9 +61,7 @@ def test_a_draft_model_may_have_a_window_that_no_text_can_reach(result):
 
 
 def test_a_draft_model_with_a_window_that_texts_can_reach_is_refused(result):
-    assert result["refused"][0] == (
-        "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
-    )
+    assert "the draft model has a sliding window of" in result["refused"][0]
 
 
 def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(result):

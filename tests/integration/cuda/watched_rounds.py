@@ -74,7 +74,7 @@ class Watch:
         for request in output.scheduled_new_reqs:
             found = request.num_computed_tokens // LLM_ARGUMENTS["block_size"]
             self.seen["tokens from the prefix cache"] += request.num_computed_tokens
-            is_marked = self.speculator.cache.is_marked[request.block_ids[0][:found]]
+            is_marked = self.speculator.cache.blocks.is_marked[request.block_ids[0][:found]]
             self.seen["blocks in vain"] += int((~is_marked).sum())
         return output
 

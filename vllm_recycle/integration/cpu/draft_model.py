@@ -3,9 +3,8 @@
 Its layers share the block table with the target's. A forward has for each request
 first its head: the tokens that the draft model's KV cache lacks. Their keys and values are written.
 Behind the last of them come rows that look ahead, a tree whose keys and values are never written.
-The cache takes in what the target has computed before vLLM can give its blocks to another request
-as its prefix. Where the target rejects drafted tokens that the cache took in, `DraftedTexts` counts
-the cache back.
+A text is taken in when it is drafted for. What a round drafted is forgotten with it; what the
+target accepts of it is taken in again.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.grow import TextEnds
+from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
 
 NOTHING = np.empty(0, dtype=np.int64)
@@ -36,12 +37,14 @@ class DraftModel(DraftModelProposer):
     Args:
         vllm_config, device, runner: as vLLM gives them.
         lookahead: the rows of a forward behind the head of a request.
-        gamma: the most tokens that it drafts ahead of a text.
 
     Attributes:
-        known: how much of each text the draft's KV cache holds.
+        num_cached: int64 [max_num_reqs], how much of each text the draft's KV cache holds.
+        blocks: which blocks it has.
 
     """
+
+    blocks: DraftBlocks
 
     def __init__(
         self,
@@ -50,14 +53,13 @@ class DraftModel(DraftModelProposer):
         runner: Any,
         *,
         lookahead: TreeTemplate,
-        gamma: int,
     ) -> None:
         super().__init__(vllm_config, device, runner)
         # This drafts after vLLM's bookkeeping, when the tokens of the step are on the host. vLLM's
         # own proposer was made before this one, and refuses the flag.
         self.speculative_config.disable_padded_drafter_batch = True
         self.lookahead = lookahead
-        self.known = DraftedTexts(vllm_config.scheduler_config.max_num_seqs, gamma)
+        self.num_cached = np.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=np.int64)
 
     # What vLLM asks of a draft model.
 
@@ -69,7 +71,11 @@ class DraftModel(DraftModelProposer):
         refuse_shared_caches(self.attention_layers, self.compilation_config)
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-        group_of_draft_layers(kv_cache_config, self.attention_layers)
+        layers = self.attention_layers
+        group = group_of_draft_layers(kv_cache_config, layers, self.max_model_len)
+        block_size = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        sizes = len(self.num_cached), kv_cache_config.num_blocks, block_size
+        self.blocks = DraftBlocks(*sizes)
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """One forward; vLLM's makes one for every draft token."""
@@ -80,6 +86,12 @@ class DraftModel(DraftModelProposer):
         """Names of its attention layers."""
         return self._draft_attn_layer_names
 
+    def follow(self, scheduler_output: Any, index_of: ReqStateIndices) -> None:
+        """Take in which requests start in a step, and which blocks are given out."""
+        begun = self.blocks.follow(scheduler_output, index_of, self.kv_cache_gid)
+        for req_state_idx, num_cached, _ in begun:
+            self.num_cached[req_state_idx] = num_cached
+
     def room(self, texts: TextEnds, block_tables: Any) -> np.ndarray:
         """int64 [batch], the tokens that may be drafted behind the last one of each text."""
         table, batch = block_tables[self.kv_cache_gid], len(texts.idx_mapping)
@@ -88,8 +100,9 @@ class DraftModel(DraftModelProposer):
         return np.minimum(slots, texts.ends.token_ids.shape[1]) - np.array(texts.ends.last) - 1
 
     def begin_round(self, texts: TextEnds, block_tables: Any) -> Round:
-        """The forwards behind a step; its drafts count as read."""
-        self.known.follow(texts)
+        """The forwards behind a step."""
+        idx_mapping = texts.idx_mapping.numpy()
+        self.blocks.mark(idx_mapping, self.num_cached[idx_mapping])
         table = block_tables[self.kv_cache_gid]
         return Round(self, texts, table.get_device_tensor(len(texts.idx_mapping)))
 
@@ -126,50 +139,6 @@ class DraftModel(DraftModelProposer):
             )
 
 
-class DraftedTexts:
-    """How much of each text the draft's KV cache holds.
-
-    Attributes:
-        num_cached: int64 [max_num_reqs], tokens of each text.
-        are_new: bool [max_num_reqs], which requests began after the last step.
-        trunks: int64 [max_num_reqs, gamma], those of them that were drafted in the last round, from
-            the token at `starts`, int64 [max_num_reqs], on; padded with -1.
-
-    """
-
-    def __init__(self, max_num_reqs: int, gamma: int) -> None:
-        self.num_cached, self.starts = np.zeros((2, max_num_reqs), dtype=np.int64)
-        self.are_new = np.zeros(max_num_reqs, dtype=bool)
-        self.trunks = np.full((max_num_reqs, gamma), NO_TOKEN)
-
-    def begin(self, req_state_idx: int, num_computed_tokens: int) -> None:
-        """A request starts, of which so many tokens are in the cache."""
-        self.num_cached[req_state_idx] = num_computed_tokens
-        self.are_new[req_state_idx] = True
-        self.trunks[req_state_idx] = NO_TOKEN
-
-    def follow(self, texts: TextEnds) -> None:
-        """Count each cache back to the first token that differs from the draft; a round begins."""
-        idx_mapping, computed = texts.idx_mapping.numpy(), np.array(texts.ends.last)
-        trunks, starts = self.trunks[idx_mapping], self.starts[idx_mapping]
-        place = starts[:, None] + np.arange(trunks.shape[1])
-        index = np.arange(len(idx_mapping))[:, None]
-        token_ids = texts.ends.token_ids.numpy()
-        text = token_ids[index, place.clip(max=token_ids.shape[1] - 1)]
-        agrees = (text == trunks) & (place < computed[:, None])
-        kept = starts + np.cumprod(agrees, axis=1).sum(axis=1)
-        was_drafted = trunks[:, 0] != NO_TOKEN
-        cached = np.where(was_drafted, kept, self.num_cached[idx_mapping])
-        self.num_cached[idx_mapping] = np.minimum(cached, computed)
-        self.starts[idx_mapping], self.trunks[idx_mapping] = computed + 1, NO_TOKEN
-
-    def note(self, req_state_idx: int, end: int, new: np.ndarray) -> None:
-        """Tokens that were drafted are taken in, behind the first `end` of a text."""
-        start = end - self.starts[req_state_idx]
-        if start >= 0:
-            self.trunks[req_state_idx, start : start + len(new)] = new
-
-
 class Round:
     """The draft forwards behind a step.
 
@@ -179,39 +148,34 @@ class Round:
         block_table: int32 [batch, blocks], of the draft's layers.
 
     Attributes:
+        num_cached: int64 [max_num_reqs], how much of each text the draft's KV cache holds, with
+            what was drafted.
         num_forwards: that drafted, so far.
 
     """
 
     def __init__(self, drafter: DraftModel, texts: TextEnds, block_table: torch.Tensor) -> None:
-        self.drafter, self.known, self.block_table = drafter, drafter.known, block_table
+        self.drafter, self.block_table = drafter, block_table
         self.token_ids, self.idx_mapping = texts.ends.token_ids.numpy(), texts.idx_mapping.numpy()
-        # By req_state_idx: the place in the batch, and how many tokens of the text were taken in or
-        # are in the runner's.
-        self.index, self.ends = np.zeros((2, len(self.known.num_cached)), dtype=np.int64)
+        self.num_cached = drafter.num_cached.copy()
+        # By req_state_idx: the place in the batch, and how many tokens of the text the target has
+        # computed.
+        self.index, self.computed = np.zeros((2, len(self.num_cached)), dtype=np.int64)
         self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
-        self.ends[self.idx_mapping] = texts.ends.last
-        self.are_new = self.known.are_new.copy()
-        self.known.are_new[self.idx_mapping] = False
+        self.computed[self.idx_mapping] = texts.ends.last
         self.num_forwards = 0
 
     @property
     def behind(self) -> np.ndarray:
         """int64 [batch], tokens of each text that the cache lacks."""
-        return self.ends[self.idx_mapping] - self.known.num_cached[self.idx_mapping]
+        return (self.computed - self.num_cached)[self.idx_mapping]
 
-    def catch_up(self, num_drafting: int) -> None:
-        """Take in what cannot wait for the first draft forward, or does not fit into it."""
-        idx_mapping, behind = self.idx_mapping, self.behind
-        rows = behind.sum() + num_drafting * (1 + self.drafter.lookahead.num_nodes)
-        if num_drafting < len(idx_mapping) or rows > self.drafter.max_num_tokens:
+    def catch_up(self, idx_mapping: np.ndarray) -> None:
+        """Take in what the first draft forward, for these requests, int64 [n], has no rows for."""
+        behind = self.behind[self.index[idx_mapping]]
+        rows = behind.sum() + len(idx_mapping) * (1 + self.drafter.lookahead.num_nodes)
+        if rows > self.drafter.max_num_tokens:
             self._take_in(idx_mapping[behind > 0])
-
-    def fill_blocks(self) -> None:
-        """Without a draft forward, take in what another request may have as its prefix."""
-        size, idx_mapping = self.drafter.block_size, self.idx_mapping
-        full, cached = self.ends[idx_mapping] // size, self.known.num_cached[idx_mapping] // size
-        self._take_in(idx_mapping[full > cached])
 
     def forward(
         self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
@@ -257,8 +221,6 @@ class Round:
         for req_state_idx, new in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
             new = new[new >= 0]
             heads.append(np.concatenate((self._unseen(req_state_idx), new)))
-            self.known.note(req_state_idx, self.ends[req_state_idx], new)
-            self.ends[req_state_idx] += len(new)
         num_tokens = num_rows + [len(head) for head in heads]
         first, most = 0, self.drafter.max_num_tokens
         while first < len(rows):
@@ -274,24 +236,18 @@ class Round:
             first = chunk.stop
 
     def _take_in(self, chosen: np.ndarray) -> None:
-        """Forwards over what the cache lacks of these texts, int64 [n].
-
-        Those of requests that begin come last, and in one forward: they may read what others write
-        in this step.
-        """
-        are_new = self.are_new[chosen]
-        for group in (chosen[~are_new], chosen[are_new]):
-            while len(group):
-                heads = [self._unseen(req_state_idx) for req_state_idx in group]
-                ends = np.cumsum([*map(len, heads)]).clip(max=self.drafter.max_num_tokens)
-                counts = np.diff(ends, prepend=0)
-                heads = [head[:count] for head, count in zip(heads, counts, strict=True) if count]
-                self._run(group[counts > 0], heads, [NOTHING] * len(heads))
-                group = group[self.ends[group] > self.known.num_cached[group]]
+        """Forwards over what the cache lacks of these texts, int64 [n]."""
+        while len(chosen):
+            heads = [self._unseen(req_state_idx) for req_state_idx in chosen]
+            ends = np.cumsum([*map(len, heads)]).clip(max=self.drafter.max_num_tokens)
+            counts = np.diff(ends, prepend=0)
+            heads = [head[:count] for head, count in zip(heads, counts, strict=True) if count]
+            self._run(chosen[counts > 0], heads, [NOTHING] * len(heads))
+            chosen = chosen[self.computed[chosen] > self.num_cached[chosen]]
 
     def _unseen(self, req_state_idx: int) -> np.ndarray:
         """What the draft's cache lacks of a text."""
-        unseen = slice(self.known.num_cached[req_state_idx], self.ends[req_state_idx])
+        unseen = slice(self.num_cached[req_state_idx], self.computed[req_state_idx])
         return self.token_ids[self.index[req_state_idx], unseen]
 
     def _run(
@@ -315,7 +271,7 @@ class Round:
         starts = np.concatenate(([0], lengths.cumsum()))
         owner = np.repeat(np.arange(len(idx_mapping)), lengths)
         offset = np.arange(starts[-1]) - starts[owner]
-        position = self.known.num_cached[idx_mapping][owner] + offset
+        position = self.num_cached[idx_mapping][owner] + offset
         logit_rows = torch.from_numpy(np.nonzero(offset >= num_heads[owner] - 1)[0])
         pairs = zip(heads, rows, strict=True)
         token_ids = np.concatenate([part for pair in pairs for part in pair])
@@ -339,7 +295,7 @@ class Round:
         block = (position // size).clip(max=block_table.shape[1] - 1)
         slots = block_table.numpy()[owner, block] * size + position % size
         query_start_loc = torch.from_numpy(starts).to(torch.int32)
-        seq_lens = self.known.num_cached[idx_mapping] + lengths
+        seq_lens = self.num_cached[idx_mapping] + lengths
         common = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=query_start_loc,
@@ -352,5 +308,7 @@ class Round:
             slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
         )
         hidden = drafter.run(len(owner), common, step)
-        self.known.num_cached[idx_mapping] += num_heads
+        self.num_cached[idx_mapping] += num_heads
+        taken_in = np.minimum(self.num_cached, self.computed)[idx_mapping]
+        drafter.num_cached[idx_mapping] = taken_in
         return hidden[logit_rows]

@@ -13,6 +13,7 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes, least_slopes
+from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.served_times import ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
@@ -67,15 +68,11 @@ class V1Drafter(Drafter):
         return frozenset()
 
     @abstractmethod
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
-        """A request starts.
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
+        """A request starts, with this text, int64 [length]."""
 
-        Args:
-            req_state_idx: of the request.
-            token_ids: int64 [length], its text.
-            num_computed_tokens: tokens of it that are in the KV cache.
-
-        """
+    def follow(self, scheduler_output: Any, index_of: ReqStateIndices) -> None:
+        """Take in what vLLM has scheduled; requests that start have a `req_state_idx` here."""
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         """Some requests ended: finished, aborted or preempted."""

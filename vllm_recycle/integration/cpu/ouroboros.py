@@ -26,14 +26,13 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         self.proposer = make_proposer(vllm_config, native_operations(), device, stops_early=True)
-        lookahead, gamma = self.proposer.lookahead, self.proposer.shape.gamma
-        DraftModel.__init__(self, vllm_config, device, runner, lookahead=lookahead, gamma=gamma)
+        lookahead = self.proposer.lookahead
+        DraftModel.__init__(self, vllm_config, device, runner, lookahead=lookahead)
         V1Drafter.__init__(self, vllm_config)
         self.state = self.proposer.pool
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
         self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
-        self.known.begin(req_state_idx, num_computed_tokens)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         self.proposer.release(req_state_indices)
@@ -43,12 +42,11 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
         self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        """Draft, and take in what the target has computed of every text, drafted for or not."""
         batch, last, text = len(texts.idx_mapping), np.array(texts.ends.last), texts.ends.token_ids
         room = self.room(texts, block_tables)
         chosen = np.nonzero((np.array(texts.max_depths) > 0) & (room >= 0))[0]
         drafting = self.begin_round(texts, block_tables)
-        drafting.catch_up(len(chosen))
+        drafting.catch_up(texts.idx_mapping.numpy()[chosen])
         tree = self.proposer.tree
         drafts: list[list[int]] = [[] for _ in range(batch)]
         if len(chosen):

@@ -148,10 +148,11 @@ class TreeCPUModelRunner(CPUModelRunner):
                 is_encoder_decoder=self.model_config.is_encoder_decoder,
             )
             req_state_idx = self.req_state_indices.assign(request_id)
-            self.drafter.begin(req_state_idx, torch.tensor(known), request.num_computed_tokens)
+            self.drafter.begin(req_state_idx, torch.tensor(known))
             self.drafter.num_undrafted += not may_speculate(request.sampling_params)
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
+        self.drafter.follow(scheduler_output, self.req_state_indices)
         return result
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
             operations=native_operations(),
         )
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, num_computed_tokens: int) -> None:
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
         self.proposer.begin(req_state_idx, token_ids)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:

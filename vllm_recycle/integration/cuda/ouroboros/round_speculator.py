@@ -17,7 +17,6 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -25,6 +24,7 @@ from vllm_recycle.integration.cuda.drafter import V2Speculator, has_text
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.rounds import DraftGraphs
+from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -103,20 +103,13 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """As vLLM's; NotImplementedError where the draft model's layers share no block table."""
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)
-        group = group_of_draft_layers(kv_cache_config, self.draft_attn_layer_names)
-        spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        spec = getattr(spec, "first_spec", spec)
-        if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < self.max_model_len:
-            # Tokens that it has yet to take in may lie in blocks that vLLM has given to others.
-            raise NotImplementedError(
-                "ouroboros: on a GPU the draft model may have no sliding windows; use another one"
-            )
+        layers = self.draft_attn_layer_names
+        group = group_of_draft_layers(kv_cache_config, layers, self.max_model_len)
         self.kv_cache_group, tables = group, self.block_tables
         num_blocks = tables.input_block_tables[group].shape[1]
         self.start = RoundStart.make(self.max_drafting, self.head_length, num_blocks, self.device)
-        self.cache = DraftCache(
-            self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group], self.device
-        )
+        sizes = self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group]
+        self.cache = DraftCache(self.max_num_reqs, DraftBlocks(*sizes), self.device)
         # Here, since what is made with the weights goes with them when the engine sleeps.
         self.forward = self.make_forward()
 
@@ -228,7 +221,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             num_computed=states.num_computed_tokens.gpu,
             num_cached=self.cache.num_cached,
             block_tables=self.block_tables.block_tables[self.kv_cache_group].gpu,
-            block_size=self.cache.block_size,
+            block_size=self.cache.blocks.block_size,
         )
         self._replay(batch)
 
