@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture
 def blocks() -> DraftBlocks:
-    return DraftBlocks(3, num_blocks=16, block_size=BLOCK_SIZE)
+    return DraftBlocks(num_blocks=16, block_size=BLOCK_SIZE)
 
 
 def step(
@@ -56,6 +56,14 @@ def test_what_was_taken_in_is_found_again(blocks):
     mark(blocks, 0, 11)  # the third block is not full
     assert step(blocks, (1, [1, 2, 5], 8)) == [(1, 8, 8)]
     assert step(blocks, (2, [1, 2, 3, 6], 12)) == [(2, 8, 12)]
+
+
+def test_of_a_block_that_is_found_in_part_nothing_is_left(blocks):
+    step(blocks, (0, [1, 2, 3], 0))
+    mark(blocks, 0, 12)
+    # The text goes on, from within the third block.
+    assert step(blocks, (0, [1, 2, 3], 10)) == [(0, 8, 10)]
+    assert np.flatnonzero(blocks.is_marked).tolist() == [1, 2]
 
 
 def test_behind_a_block_that_is_missing_nothing_counts(blocks):

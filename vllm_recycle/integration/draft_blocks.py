@@ -10,7 +10,6 @@ draft nothing do not run the draft model.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +36,6 @@ class DraftBlocks:
     """The record of all blocks, and of which are whose.
 
     Args:
-        max_num_reqs: every `req_state_idx` is below this.
         num_blocks: of the cache.
         block_size: tokens of each.
 
@@ -46,12 +44,12 @@ class DraftBlocks:
 
     """
 
-    def __init__(self, max_num_reqs: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.is_marked = np.zeros(num_blocks, dtype=bool)
-        # Of each request, and how many of the first are marked.
-        self._blocks: dict[int, list[int]] = defaultdict(list)
-        self._num_marked = np.zeros(max_num_reqs, dtype=np.int64)
+        # By req_state_idx: of each request, and how many of the first are marked.
+        self._blocks: dict[int, list[int]] = {}
+        self._num_marked: dict[int, int] = {}
 
     def follow(
         self, scheduler_output: Any, index_of: dict[str, int] | ReqStateIndices, group: int
@@ -101,7 +99,7 @@ class DraftBlocks:
 
         """
         full = num_cached // self.block_size
-        for index in np.flatnonzero(full > self._num_marked[states]):
-            state, end = states[index], full[index]
-            self.is_marked[self._blocks[state][self._num_marked[state] : end]] = True
-            self._num_marked[state] = end
+        for state, end in zip(states.tolist(), full.tolist(), strict=True):
+            if end > (start := self._num_marked[state]):
+                self.is_marked[self._blocks[state][start:end]] = True
+                self._num_marked[state] = end

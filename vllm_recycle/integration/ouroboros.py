@@ -28,7 +28,7 @@ def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str], max_model
         # Tokens that it has yet to take in may lie in blocks that vLLM has given to others.
         raise NotImplementedError(
             f"ouroboros: the draft model has a sliding window of {spec.sliding_window} tokens, "
-            f"expected none, or --max-model-len {max_model_len} or more; use another one"
+            f"expected none, or no fewer than --max-model-len {max_model_len}"
         )
     return holding[0]
 

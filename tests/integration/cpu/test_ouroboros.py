@@ -157,7 +157,29 @@ def test_start_up_says_what_a_forward_of_the_draft_model_takes():
         drafter, line = runner(llm).drafter, runner(llm).price_rows()
         said = r"forward of the draft model takes, in parts of a step, \d+\.\d\d for 1.* requests"
         assert re.search(said, line)
-        assert min(drafter.rounds.cost(1), drafter.rounds.cost(8)) > 0
+        assert min(drafter.rounds.cost(1, 1), drafter.rounds.cost(8, 8)) > 0
+
+
+def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
+    known, answers = [], []
+
+    def choose(rounds, alone, behind, left):
+        known.append((int(behind[0]), int(left[0])))
+        return left < 0
+
+    monkeypatch.setattr(Rounds, "choose", choose)
+    monkeypatch.setattr(Rounds, "ended", lambda _, length: answers.append(length))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (prompt,) = read_prompts(1)
+    # Blocks that are not there yet do not make an answer shorter.
+    with engine({**TRUNK, "row_cost": None}, block_size=32) as llm:
+        length, gamma = len(llm.get_tokenizer().encode(prompt)), runner(llm).drafter.gamma
+        assert len(generate(llm, [prompt], params)[0][0]) == 40
+        generate(llm, [prompt], params)  # vLLM says with the next step who ended
+    first = length - 1 - gamma, 38
+    assert known[0] == first
+    assert {behind + left for behind, left in known} == {sum(first)}
+    assert answers == [40]
 
 
 class TestDraftCache:
@@ -206,11 +228,11 @@ class TestDraftCache:
             # The last ones are in the cache still.
             for turn, batch in enumerate((prompts, prompts[::-1])):
 
-                def that_pay(rounds, alone, behind, left, turn=turn):
+                def choose(rounds, alone, behind, left, turn=turn):
                     # Where rounds are priced, at first there are some of a part of the requests.
                     return (left > 0) & (np.arange(len(left)) % 3 < 1 + 2 * turn)
 
-                monkeypatch.setattr(Rounds, "that_pay", that_pay)
+                monkeypatch.setattr(Rounds, "choose", choose)
                 for number, prompt in enumerate(batch):
                     llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
                 step = 0

@@ -16,7 +16,7 @@ from vllm_recycle.integration.draft_blocks import DraftBlocks
 
 @pytest.fixture
 def cache() -> DraftCache:
-    return DraftCache(3, DraftBlocks(3, num_blocks=16, block_size=4), torch.device("cpu"))
+    return DraftCache(3, DraftBlocks(num_blocks=16, block_size=4), torch.device("cpu"))
 
 
 def begin(cache: DraftCache, state: int, blocks: list[int], found: int) -> tuple[int, int, int]:

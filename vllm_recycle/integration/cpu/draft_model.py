@@ -1,6 +1,6 @@
 """vLLM's draft model on the V1 runner, and how much of each text its KV cache holds.
 
-Its layers share the block table with the target's. A forward has for each request
+A forward has for each request
 first its head: the tokens that the draft model's KV cache lacks. Their keys and values are written.
 Behind the last of them come rows that look ahead, a tree whose keys and values are never written.
 A text is taken in when it is drafted for. What a round drafted is forgotten with it; what the
@@ -74,8 +74,7 @@ class DraftModel(DraftModelProposer):
         layers = self.attention_layers
         group = group_of_draft_layers(kv_cache_config, layers, self.max_model_len)
         block_size = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-        sizes = len(self.num_cached), kv_cache_config.num_blocks, block_size
-        self.blocks = DraftBlocks(*sizes)
+        self.blocks = DraftBlocks(kv_cache_config.num_blocks, block_size)
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """One forward; vLLM's makes one for every draft token."""
@@ -101,8 +100,6 @@ class DraftModel(DraftModelProposer):
 
     def begin_round(self, texts: TextEnds, block_tables: Any) -> Round:
         """The forwards behind a step."""
-        idx_mapping = texts.idx_mapping.numpy()
-        self.blocks.mark(idx_mapping, self.num_cached[idx_mapping])
         table = block_tables[self.kv_cache_gid]
         return Round(self, texts, table.get_device_tensor(len(texts.idx_mapping)))
 
@@ -311,4 +308,5 @@ class Round:
         self.num_cached[idx_mapping] += num_heads
         taken_in = np.minimum(self.num_cached, self.computed)[idx_mapping]
         drafter.num_cached[idx_mapping] = taken_in
+        drafter.blocks.mark(idx_mapping, taken_in)
         return hidden[logit_rows]

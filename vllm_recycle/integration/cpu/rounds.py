@@ -10,101 +10,114 @@ import numpy as np
 from vllm_recycle.integration.drafter import from_first_rank
 
 # The part of a new sample that an average takes; rounds of as many requests between corrections of
-# what their forwards take; steps that go without a round, until one is made to see what it gives;
-# and how fine rates are told apart, in parts of a doubling.
-GAIN, CORRECT_EVERY, LOOK_EVERY, FINE = 1 / 16, 8, 32, 4
+# what their forwards take; and how fine rates are told apart, in parts of a doubling.
+GAIN, CORRECT_EVERY, FINE = 1 / 16, 8, 4
+# Steps that go without a round, until one is made to see what it gives: so many times what it must
+# read, in steps, which is never more than the second.
+LOOK_EVERY, MOST_READING = 32, 32
 # What rounds are believed to give before any was made, in parts of what a step without one does,
 # and of how many that would be the average: one that gave little must not end all.
 AT_FIRST, AS_MANY = 1.25, 3
 
 
 class Rounds:
-    """What rounds take, in parts of a step without drafts, and what they give.
+    """What rounds take, and what they give; a rate is in tokens by the time of a plain step.
 
     Args:
-        costs: of a forward, as they are believed, by how many requests draft in it.
-        readings: what reading a token of a prompt costs, by how many requests a step has.
+        units: seconds of a step without drafts, by its requests.
+        forwards: seconds of a draft forward, by the requests that draft in it.
+        reading: seconds in which the draft model reads a token of a short prompt.
 
     """
 
-    def __init__(self, costs: Mapping[int, float], readings: Mapping[int, float]) -> None:
-        self._costs = {_size(num_reqs): cost for num_reqs, cost in costs.items()}
-        self._readings = {_size(num_reqs): cost for num_reqs, cost in readings.items()}
+    def __init__(
+        self, units: Mapping[int, float], forwards: Mapping[int, float], reading: float
+    ) -> None:
+        # These, and what was measured while serving: forwards with how many that is the average of.
+        self._units = {_size(num_reqs): seconds for num_reqs, seconds in units.items()}
+        self._forwards = {_size(num_reqs): seconds for num_reqs, seconds in forwards.items()}
+        self._reading = reading
+        self._served_units: dict[int, float] = {}
+        self._served_forwards: dict[int, tuple[float, int]] = {}
         # And how many rounds that is the average of, the believed ones included.
-        self._promises: dict[tuple[int, int], tuple[float, int]] = {}
-        # By size: seconds of a forward, of how many rounds, and of a step without drafts.
-        self._seconds: dict[int, tuple[float, int]] = {}
-        self._units: dict[int, float] = {}
+        self._promises: dict[tuple[int, int, int], tuple[float, int]] = {}
         self._num_left_out = 0
-        # Tokens of an answer, and of how many that is the average.
+        # Tokens of an answer, up to where it was interrupted, and of how many that is the average.
         self._length: tuple[float, int] = (0.0, 0)
 
-    def cost(self, num_reqs: int) -> float:
-        """What a forward for so many requests costs."""
-        return _nearest(self._costs, num_reqs)
+    def cost(self, num_reqs: int, num_drafting: int) -> float:
+        """What a forward for some requests costs, in parts of a step of all without drafts."""
+        return _nearest(self._forwards, num_drafting) / _nearest(self._units, num_reqs)
 
-    def that_pay(self, alone: float, behind: np.ndarray, left: np.ndarray) -> np.ndarray:
-        """Of which requests of a step a round pays, bool [batch].
+    def choose(self, alone: float, behind: np.ndarray, left: np.ndarray) -> np.ndarray:
+        """For which requests of a step a round is made, bool [batch].
 
         Args:
-            alone: the tokens of the step without a round, by its time.
-            behind: int64 [batch], tokens that the draft model must read first.
+            alone: the rate of the step without a round.
+            behind: int64 [batch], tokens that the draft model must read beside those that a round
+                takes in anyway.
             left: int64 [batch], tokens that each may have still, 0 where nothing is drafted. More
                 than an answer has on average are not expected.
 
         """
-        num_reqs = len(behind)
-        promise, _ = self._promise(num_reqs, alone)
+        num_reqs, may_draft = len(left), left > 0
+        promise, _ = self._promise(num_reqs, int(may_draft.sum()), alone)
         gain = np.minimum(left, self._length[0] or math.inf) * (1 / alone - 1 / promise)
-        reading = behind * _nearest(self._readings, num_reqs)
-        pay = (left > 0) & (gain > reading)
-        if not pay.any():
-            self._num_left_out += 1
-            if self._num_left_out >= LOOK_EVERY * max(1.0, reading[left > 0].sum()):
-                self._num_left_out, pay = 0, left > 0
-        return pay
+        reading = behind * (self._reading / _nearest(self._units, num_reqs))
+        chosen = may_draft & (gain > reading)
+        if chosen.any() and self._promise(num_reqs, int(chosen.sum()), alone)[0] > alone:
+            return chosen
+        self._num_left_out += 1
+        to_read = reading[may_draft].sum()
+        if to_read > MOST_READING or self._num_left_out < LOOK_EVERY * max(1.0, to_read):
+            return np.zeros_like(may_draft)
+        self._num_left_out = 0
+        return may_draft
 
-    def ended(self, length: int) -> None:
-        """Take in an answer of so many tokens."""
-        self._length = _taken_in(self._length, length)
+    def least_chance(self, num_reqs: int, num_drafting: int, alone: float) -> float:
+        """What a forward for some requests of a step costs in tokens; see `draft_trunks`."""
+        promise, _ = self._promise(num_reqs, num_drafting, alone)
+        return self.cost(num_reqs, num_drafting) * max(alone, promise)
 
-    def least_chance(self, num_reqs: int, alone: float) -> float:
-        """What a forward costs in tokens, where a step without a round gives so many by its time.
+    def gave(
+        self, num_reqs: int, num_drafting: int, alone: float, rate: float, seconds: float | None
+    ) -> None:
+        """Take in a round for some requests of a step, and the rate of the step with it.
 
-        See `draft_trunks`.
+        A forward took so many seconds, None where one had prompts to read.
         """
-        return self.cost(num_reqs) * max(alone, self._promise(num_reqs, alone)[0])
-
-    def gave(self, num_reqs: int, alone: float, rate: float, seconds: float | None) -> None:
-        """Take in a round whose forwards took so long, and the rate of the step behind it.
-
-        A rate is in tokens by the time of the step and the round. The `seconds` are None where the
-        forwards had prompts to read.
-        """
-        like, size = _like(num_reqs, alone), _size(num_reqs)
-        self._promises[like] = _taken_in(self._promise(num_reqs, alone), rate)
+        promise = self._promise(num_reqs, num_drafting, alone)
+        self._promises[_like(num_reqs, num_drafting, alone)] = _taken_in(promise, rate)
         if seconds is None:
             return
-        average, samples = _taken_in(self._seconds.get(size, (seconds, 0)), seconds)
-        self._seconds[size] = average, samples
-        if samples % CORRECT_EVERY == 0 and size in self._units:
-            self._costs[size] = from_first_rank(average / self._units[size])
-
-    def _promise(self, num_reqs: int, alone: float) -> tuple[float, int]:
-        size, worth = _like(num_reqs, alone)
-        if (size, worth) in self._promises:
-            return self._promises[size, worth]
-        # A round gives no more, in parts, than where a step without one gives less.
-        below = [other for of, other in self._promises if of == size and other < worth]
-        if not below:
-            return AT_FIRST * alone, AS_MANY
-        promise, _ = self._promises[size, max(below)]
-        return promise * 2 ** ((worth - max(below)) / FINE), AS_MANY
+        of_all, of_drafting = _size(num_reqs), _size(num_drafting)
+        before = self._served_forwards.get(of_drafting, (seconds, 0))
+        average, samples = self._served_forwards[of_drafting] = _taken_in(before, seconds)
+        if samples % CORRECT_EVERY == 0 and of_all in self._served_units:
+            measured = average, self._served_units[of_all]
+            self._forwards[of_drafting], self._units[of_all] = from_first_rank(measured)
 
     def served(self, num_reqs: int, unit: float) -> None:
         """Take in a step, by which one without drafts takes so many seconds."""
         size = _size(num_reqs)
-        self._units[size] = _moved(self._units.get(size, unit), unit)
+        self._served_units[size] = _moved(self._served_units.get(size, unit), unit)
+
+    def ended(self, length: int) -> None:
+        """Take in an answer of so many tokens, or what there was of it when it was interrupted."""
+        self._length = _taken_in(self._length, length)
+
+    def _promise(self, num_reqs: int, num_drafting: int, alone: float) -> tuple[float, int]:
+        like = _like(num_reqs, num_drafting, alone)
+        if like in self._promises:
+            return self._promises[like]
+        # A round gives no more, in parts, than where a step without one gives less.
+        if below := [o for o in self._promises if o[:2] == like[:2] and o < like]:
+            promise, _ = self._promises[max(below)]
+            return promise * 2 ** ((like[2] - max(below)[2]) / FINE), AS_MANY
+        if num_drafting == num_reqs:
+            return AT_FIRST * alone, AS_MANY
+        of_all, _ = self._promise(num_reqs, num_reqs, alone)
+        return alone + (of_all - alone) * num_drafting / num_reqs, AS_MANY
 
 
 def _nearest(costs: Mapping[int, float], num_reqs: int) -> float:
@@ -117,9 +130,9 @@ def _size(num_reqs: int) -> int:
     return num_reqs.bit_length()
 
 
-def _like(num_reqs: int, alone: float) -> tuple[int, int]:
+def _like(num_reqs: int, num_drafting: int, alone: float) -> tuple[int, int, int]:
     """What steps have in common that a round is expected to give as much to."""
-    return _size(num_reqs), round(FINE * math.log2(alone / num_reqs))
+    return _size(num_reqs), _size(num_drafting), round(FINE * math.log2(alone / num_reqs))
 
 
 def _taken_in(average: tuple[float, int], sample: float) -> tuple[float, int]:

@@ -37,6 +37,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         choices: what the choices of the draft model are worth.
         trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
         rounds: what rounds take and give.
+        lengths: int64 [2, max_num_reqs], tokens of each text when it began, and now.
         num_rounds: drafts along a trunk so far, counted once for each request.
         num_forwards: draft forwards so far.
         round_seconds: what the draft model took after the last step.
@@ -52,10 +53,9 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=chain)
         TokenRecyclingV1Drafter.__init__(self, vllm_config, device, runner)
         self.gamma, self.choices = gamma, ChoiceAcceptance()
-        self.rounds = Rounds({1: 0.0}, {1: 0.0})
+        self.rounds = Rounds({1: 1.0}, {1: 0.0}, 0.0)
         shape = max_num_reqs, gamma, CHOICES
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
-        # Tokens of each text when it began, and now.
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
         self.num_rounds = self.num_forwards = 0
         self.round_seconds = self.added = 0.0
@@ -84,28 +84,29 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         started, self.added = time.perf_counter(), 0.0
         self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last) + 1
         batch, drafting = len(texts.idx_mapping), self.begin_round(texts, block_tables)
-        pairs = zip(texts.max_depths, self.room(texts, block_tables).tolist(), strict=True)
-        depths = np.array([max(0, min(depth, left + 1)) if depth else 0 for depth, left in pairs])
+        left = np.array(texts.max_depths)
+        depths = np.minimum(left, self.room(texts, block_tables) + 1).clip(min=0)
         is_priced = self.row_cost is None and not self.isolates
         alone = self._rate_alone(texts, num_nodes) if is_priced and depths.any() else 0.0
+        to_read = (drafting.behind - self.gamma - 1).clip(min=0)
         if alone:
-            depths *= self.rounds.that_pay(alone, drafting.behind, depths)
-        if not depths.any():
+            depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
+        if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
             return super().draft(texts, num_nodes, block_tables)
-        least_chance = self.rounds.least_chance(batch, alone) if is_priced else 0.0
-        reads_prompts = drafting.behind[depths > 0].sum() > batch * (1 + self.gamma)
+        least_chance = self.rounds.least_chance(batch, num_drafting, alone) if alone else 0.0
         drafted_for = replace(texts, max_depths=depths.tolist())
         trunks = self._draft_trunks(drafted_for, drafting, least_chance)
         for kept, values in zip(self.trunks, trunks, strict=True):
             kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
-        self.added = self.rounds.cost(batch) * drafting.num_forwards if is_priced else 0.0
+        self.added = self.rounds.cost(batch, num_drafting) * drafting.num_forwards if alone else 0.0
         texts = replace(texts, trunks=self.choices.chances(trunks))
         drafts = super().draft(texts, num_nodes, block_tables)
-        if is_priced and drafts.rate:
-            each = None if reads_prompts else self.round_seconds / drafting.num_forwards
-            self.rounds.gave(batch, alone, drafts.rate, each)
+        if alone and drafts.rate:
+            reads = to_read[depths > 0].any()
+            seconds = None if reads else self.round_seconds / drafting.num_forwards
+            self.rounds.gave(batch, num_drafting, alone, drafts.rate, seconds)
         return drafts
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
@@ -166,12 +167,11 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         for (num_reqs, _), unit in zip(times.loads, times.seconds, strict=True):
             units.setdefault(num_reqs, unit)
 
-        costs = {n: self._seconds_of(FORWARD_ROWS * n) / unit for n, unit in units.items()}
+        forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in units}
         rows = min(READING_ROWS, self.max_num_tokens)
         reading = self._seconds_of(rows, chooses=False) / rows
-        readings = {n: reading / unit for n, unit in units.items()}
-        self.rounds = Rounds(*from_first_rank((costs, readings)))
-        shown = ", ".join(f"{cost:.2f} for {num_reqs}" for num_reqs, cost in costs.items())
+        self.rounds = Rounds(*from_first_rank((units, forwards, reading)))
+        shown = ", ".join(f"{self.rounds.cost(n, n):.2f} for {n}" for n in units)
         return f"; a forward of the draft model takes, in parts of a step, {shown} requests"
 
     def _seconds_of(self, num_rows: int, *, chooses: bool = True) -> float:
@@ -194,4 +194,4 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
-        return super().statistics() | counted | {"forward_cost": self.rounds.cost(1)}
+        return super().statistics() | counted | {"forward_cost": self.rounds.cost(1, 1)}

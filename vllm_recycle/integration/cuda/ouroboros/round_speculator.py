@@ -108,8 +108,8 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         self.kv_cache_group, tables = group, self.block_tables
         num_blocks = tables.input_block_tables[group].shape[1]
         self.start = RoundStart.make(self.max_drafting, self.head_length, num_blocks, self.device)
-        sizes = self.max_num_reqs, kv_cache_config.num_blocks, tables.block_sizes[group]
-        self.cache = DraftCache(self.max_num_reqs, DraftBlocks(*sizes), self.device)
+        blocks = DraftBlocks(kv_cache_config.num_blocks, tables.block_sizes[group])
+        self.cache = DraftCache(self.max_num_reqs, blocks, self.device)
         # Here, since what is made with the weights goes with them when the engine sleeps.
         self.forward = self.make_forward()
 
