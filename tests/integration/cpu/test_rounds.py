@@ -80,16 +80,21 @@ def test_a_forward_pays_by_what_such_rounds_gave():
     assert rounds.least_chance(8, 8, 10.0) == 2.5  # what a step without a round gives
 
 
-def test_where_rounds_gave_little_beside_rows_that_give_less_they_are_believed_to_give_little():
-    rounds = rounds_of({1: 0.25})
+def test_what_rounds_give_is_believed_by_what_they_gave_to_steps_that_are_worth_less_or_more():
+    rounds = rounds_of({1: 1.0})
     for _ in range(40):
-        rounds.gave(4, 4, 5.0, rate=4.0, seconds=0.1)
-    assert not pays(rounds, 4, 9.0)
-    assert pays(rounds, 4, 3.0)
+        rounds.gave(4, 4, 5.0, rate=4.5, seconds=0.1)
+    # In parts no more where rows give more by themselves.
+    assert rounds.least_chance(4, 4, 2 * 5.0) == 10.0
+    assert not pays(rounds, 4, 10.0)
+    # Where they give less a round may give more: half as far from what it gave as at first.
+    assert rounds.least_chance(4, 4, 2.5) == pytest.approx(2.5 * (0.9 * 1.25) ** 0.5, rel=0.01)
+    assert pays(rounds, 4, 2.5)
     assert pays(rounds, 8, 9.0)
     for _ in range(100):
         rounds.gave(4, 4, 5.0, rate=7.0, seconds=0.1)
-    assert pays(rounds, 4, 9.0)
+    assert rounds.least_chance(4, 4, 2 * 5.0) == pytest.approx(14.0, rel=0.01)
+    assert pays(rounds, 4, 10.0)
 
 
 def test_a_prompt_is_read_where_the_answer_gains_more_than_that_takes():

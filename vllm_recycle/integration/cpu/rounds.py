@@ -110,14 +110,20 @@ class Rounds:
         like = _like(num_reqs, num_drafting, alone)
         if like in self._promises:
             return self._promises[like]
-        # A round gives no more, in parts, than where a step without one gives less.
-        if below := [o for o in self._promises if o[:2] == like[:2] and o < like]:
-            promise, _ = self._promises[max(below)]
-            return promise * 2 ** ((like[2] - max(below)[2]) / FINE), AS_MANY
         if num_drafting == num_reqs:
-            return AT_FIRST * alone, AS_MANY
-        of_all, _ = self._promise(num_reqs, num_reqs, alone)
-        return alone + (of_all - alone) * num_drafting / num_reqs, AS_MANY
+            at_first = AT_FIRST * alone
+        else:
+            of_all, _ = self._promise(num_reqs, num_reqs, alone)
+            at_first = alone + (of_all - alone) * num_drafting / num_reqs
+        *sizes, worth = like
+        known = {of: value for (*its, of), (value, _) in self._promises.items() if its == sizes}
+        if not known:
+            return at_first, AS_MANY
+        # A round gives no more, in parts, than where a step without one gives less, and no less
+        # than where one gives more.
+        nearest = max((other for other in known if other < worth), default=min(known))
+        promise = known[nearest] * 2 ** ((worth - nearest) / FINE)
+        return promise if nearest < worth else math.sqrt(promise * at_first), AS_MANY
 
 
 def _nearest(costs: Mapping[int, float], num_reqs: int) -> float:
