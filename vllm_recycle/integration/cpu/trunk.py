@@ -166,7 +166,6 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         units: dict[int, float] = {}
         for (num_reqs, _), unit in zip(times.loads, times.seconds, strict=True):
             units.setdefault(num_reqs, unit)
-
         forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in units}
         rows = min(READING_ROWS, self.max_num_tokens)
         reading = self._seconds_of(rows, chooses=False) / rows
