@@ -182,6 +182,26 @@ def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
     assert answers == [40]
 
 
+def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
+    rounds, gave = [], Rounds.gave
+
+    def take_in(self, num_reqs, num_drafting, alone, rate, seconds):
+        rounds.append((num_reqs, num_drafting, seconds is None))
+        gave(self, num_reqs, num_drafting, alone, rate, seconds)
+
+    def choose(rounds, alone, behind, left):
+        # The first of two, which has its prompt to read at first.
+        return (left > 0) & (np.arange(len(left)) < 1)
+
+    monkeypatch.setattr(Rounds, "choose", choose)
+    monkeypatch.setattr(Rounds, "gave", take_in)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with engine({**TRUNK, "row_cost": None}) as llm:
+        generate(llm, read_prompts(2), params)
+    assert rounds[0] == (2, 1, True)
+    assert rounds[1] == (2, 1, False)
+
+
 class TestDraftCache:
     """The draft's keys and values are those of the text, whatever happened to a request."""
 

@@ -1,10 +1,9 @@
 """vLLM's draft model on the V1 runner, and how much of each text its KV cache holds.
 
-A forward has for each request
-first its head: the tokens that the draft model's KV cache lacks. Their keys and values are written.
-Behind the last of them come rows that look ahead, a tree whose keys and values are never written.
-A text is taken in when it is drafted for. What a round drafted is forgotten with it; what the
-target accepts of it is taken in again.
+A forward has for each request first its head: the tokens that the draft model's KV cache lacks.
+Their keys and values are written. Behind the last of them come rows that look ahead, a tree whose
+keys and values are never written. A text is taken in when it is drafted for. What a round drafted
+is forgotten with it; what the target accepts of it is taken in again.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -39,8 +40,10 @@ class Rounds:
         self._reading = reading
         self._served_units: dict[int, float] = {}
         self._served_forwards: dict[int, tuple[float, int]] = {}
-        # And how many rounds that is the average of, the believed ones included.
-        self._promises: dict[tuple[int, int, int], tuple[float, int]] = {}
+        # By the sizes of a step and of a round, and by what the step is worth without one: what a
+        # round gave, and how many that is the average of, the believed ones included.
+        self._promises: defaultdict[tuple[int, int], dict[int, tuple[float, int]]]
+        self._promises = defaultdict(dict)
         self._num_left_out = 0
         # Tokens of an answer, up to where it was interrupted, and of how many that is the average.
         self._length: tuple[float, int] = (0.0, 0)
@@ -87,10 +90,10 @@ class Rounds:
         A forward took so many seconds, None where one had prompts to read.
         """
         promise = self._promise(num_reqs, num_drafting, alone)
-        self._promises[_like(num_reqs, num_drafting, alone)] = _taken_in(promise, rate)
+        of_all, of_drafting = _size(num_reqs), _size(num_drafting)
+        self._promises[of_all, of_drafting][_worth(num_reqs, alone)] = _taken_in(promise, rate)
         if seconds is None:
             return
-        of_all, of_drafting = _size(num_reqs), _size(num_drafting)
         before = self._served_forwards.get(of_drafting, (seconds, 0))
         average, samples = self._served_forwards[of_drafting] = _taken_in(before, seconds)
         if samples % CORRECT_EVERY == 0 and of_all in self._served_units:
@@ -107,22 +110,21 @@ class Rounds:
         self._length = _taken_in(self._length, length)
 
     def _promise(self, num_reqs: int, num_drafting: int, alone: float) -> tuple[float, int]:
-        like = _like(num_reqs, num_drafting, alone)
-        if like in self._promises:
-            return self._promises[like]
-        if num_drafting == num_reqs:
-            at_first = AT_FIRST * alone
-        else:
+        """The rate of a step with a round, and of how many rounds that is the average."""
+        sizes, worth = (_size(num_reqs), _size(num_drafting)), _worth(num_reqs, alone)
+        known = self._promises[sizes]
+        if worth in known:
+            return known[worth]
+        at_first = AT_FIRST * alone
+        if num_drafting < num_reqs:
             of_all, _ = self._promise(num_reqs, num_reqs, alone)
             at_first = alone + (of_all - alone) * num_drafting / num_reqs
-        *sizes, worth = like
-        known = {of: value for (*its, of), (value, _) in self._promises.items() if its == sizes}
         if not known:
             return at_first, AS_MANY
         # A round gives no more, in parts, than where a step without one gives less, and no less
         # than where one gives more.
         nearest = max((other for other in known if other < worth), default=min(known))
-        promise = known[nearest] * 2 ** ((worth - nearest) / FINE)
+        promise = known[nearest][0] * 2 ** ((worth - nearest) / FINE)
         return promise if nearest < worth else math.sqrt(promise * at_first), AS_MANY
 
 
@@ -136,9 +138,9 @@ def _size(num_reqs: int) -> int:
     return num_reqs.bit_length()
 
 
-def _like(num_reqs: int, num_drafting: int, alone: float) -> tuple[int, int, int]:
-    """What steps have in common that a round is expected to give as much to."""
-    return _size(num_reqs), _size(num_drafting), round(FINE * math.log2(alone / num_reqs))
+def _worth(num_reqs: int, alone: float) -> int:
+    """What tells rates of a step without a round apart."""
+    return round(FINE * math.log2(alone / num_reqs))
 
 
 def _taken_in(average: tuple[float, int], sample: float) -> tuple[float, int]:
