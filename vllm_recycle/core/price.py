@@ -68,11 +68,12 @@ class StepTimes:
 
     def scaled(self, factors: np.ndarray) -> StepTimes:
         """These times by factors, float64 [loads, rows + 1]; plain steps remain the unit."""
-        times = {}
-        for load, row, factor in zip(self.loads, self.times.numpy(), factors, strict=True):
-            plain = max(1, load[0])
-            times[load] = row * factor / factor[plain]
-        return StepTimes(times)
+        times, seconds = {}, {}
+        for index, (load, factor) in enumerate(zip(self.loads, factors, strict=True)):
+            of_plain = factor[max(1, load[0])]
+            times[load] = self.times[index].numpy() * factor / of_plain
+            seconds[load] = self.seconds[index] * of_plain
+        return StepTimes(times, seconds)
 
     @property
     def max_rows(self) -> int:

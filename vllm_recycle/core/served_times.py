@@ -23,7 +23,7 @@ NUM_SIZES = 7
 # logarithms of factors.
 GAIN, MOST = 1 / 8, 0.25
 # Steps between corrections, between looks, and until an average is to be looked at again.
-CORRECT_EVERY, LOOK_EVERY, STALE = 64, 128, 512
+CORRECT_EVERY, LOOK_EVERY, STALE = 16, 128, 512
 
 
 class ServedTimes:

@@ -154,16 +154,16 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
 
 def test_start_up_says_what_a_forward_of_the_draft_model_takes():
     with engine({**TRUNK, "row_cost": None}) as llm:
-        drafter, line = runner(llm).drafter, runner(llm).price_rows()
+        line = runner(llm).price_rows()
         said = r"forward of the draft model takes, in parts of a step, \d+\.\d\d for 1.* requests"
         assert re.search(said, line)
-        assert min(drafter.rounds.cost(1, 1), drafter.rounds.cost(8, 8)) > 0
+        assert runner(llm).drafter.statistics()["forward_cost"] > 0
 
 
 def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
     known, answers = [], []
 
-    def choose(rounds, alone, behind, left):
+    def choose(rounds, step, behind, left):
         known.append((int(behind[0]), int(left[0])))
         return left < 0
 
@@ -185,11 +185,11 @@ def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
 def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
     rounds, gave = [], Rounds.gave
 
-    def take_in(self, num_reqs, num_drafting, alone, rate, seconds):
-        rounds.append((num_reqs, num_drafting, seconds is None))
-        gave(self, num_reqs, num_drafting, alone, rate, seconds)
+    def take_in(self, step, num_drafting, *, rate, seconds):
+        rounds.append((step.num_reqs, num_drafting, seconds is None))
+        gave(self, step, num_drafting, rate=rate, seconds=seconds)
 
-    def choose(rounds, alone, behind, left):
+    def choose(rounds, step, behind, left):
         # The first of two, which has its prompt to read at first.
         return (left > 0) & (np.arange(len(left)) < 1)
 
@@ -248,7 +248,7 @@ class TestDraftCache:
             # The last ones are in the cache still.
             for turn, batch in enumerate((prompts, prompts[::-1])):
 
-                def choose(rounds, alone, behind, left, turn=turn):
+                def choose(rounds, step, behind, left, turn=turn):
                     # Where rounds are priced, at first there are some of a part of the requests.
                     return (left > 0) & (np.arange(len(left)) % 3 < 1 + 2 * turn)
 

@@ -76,13 +76,15 @@ def _measure(runner: Any, most: int) -> dict[str, Points]:
     longest = runner.max_model_len - most
     points: dict[str, Points] = {kind: {} for kind in options_of(runner.vllm_config).kinds}
     with _spread_blocks(runner):
-        for requests, context in dict.fromkeys((n, min(c, longest)) for n, c in LOADS):
+        # No step has more requests: the largest one is timed in the place of larger loads.
+        loads = [(min(n, runner.max_num_reqs), min(c, longest)) for n, c in LOADS]
+        for requests, context in dict.fromkeys(loads):
             largest = min(most, runner.max_num_tokens // requests)
             if requests == 1:
                 sizes = [1, *dict.fromkeys(min(rows, most) for rows in ROWS)]
             else:
                 sizes = [1, *(rows for rows in ROWS_OF_SEVERAL if rows <= largest)]
-            if requests <= runner.max_num_reqs and len(sizes) > 1:
+            if len(sizes) > 1:
                 for kind, times in _time_steps(runner, requests, sizes, context, points).items():
                     points[kind][requests, context] = times
     runner.maybe_remove_all_loras(runner.lora_config)
@@ -127,12 +129,11 @@ def _time_steps(
     plain, *_ = kinds  # of all kinds alike
     steps = [(kind, rows) for rows in sizes for kind in kinds if rows > 1 or kind == plain]
     sure = [step for step in steps if step[1] in sizes[:SURE]]
-    for kind, rows in sure:
-        _time_step(runner, requests, rows, context, kind)  # what is slow at the first time only
-    times: dict[tuple[str, int], float] = {}
+    # Also what is slow at the first time only.
+    times = {(kind, rows): _time_step(runner, requests, rows, context, kind) for kind, rows in sure}
     started, most = time.perf_counter(), MAX_SECONDS * len(kinds)
-    for kind, rows in steps * ROUNDS:
-        if len(times) >= len(sure) and not from_first_rank(time.perf_counter() - started < most):
+    for number, (kind, rows) in enumerate(steps * ROUNDS):
+        if number >= len(sure) and not from_first_rank(time.perf_counter() - started < most):
             break
         seconds = _time_step(runner, requests, rows, context, kind)
         # What is beyond the shortest is somebody else's.

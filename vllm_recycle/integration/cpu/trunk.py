@@ -13,12 +13,12 @@ import torch
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
-from vllm_recycle.core.price import CHAINS, TREES
+from vllm_recycle.core.price import CHAINS
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance, draft_trunks
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.draft_model import DraftModel, Round
-from vllm_recycle.integration.cpu.rounds import Rounds
+from vllm_recycle.integration.cpu.rounds import Rounds, StepAlone
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
@@ -53,7 +53,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=chain)
         TokenRecyclingV1Drafter.__init__(self, vllm_config, device, runner)
         self.gamma, self.choices = gamma, ChoiceAcceptance()
-        self.rounds = Rounds({1: 1.0}, {1: 0.0}, 0.0)
+        self.rounds = Rounds({1: 0.0}, 0.0)
         shape = max_num_reqs, gamma, CHOICES
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
@@ -83,30 +83,30 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         started, self.added = time.perf_counter(), 0.0
         self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last) + 1
-        batch, drafting = len(texts.idx_mapping), self.begin_round(texts, block_tables)
-        left = np.array(texts.max_depths)
+        drafting, left = self.begin_round(texts, block_tables), np.array(texts.max_depths)
         depths = np.minimum(left, self.room(texts, block_tables) + 1).clip(min=0)
-        is_priced = self.row_cost is None and not self.isolates
-        alone = self._rate_alone(texts, num_nodes) if is_priced and depths.any() else 0.0
         to_read = (drafting.behind - self.gamma - 1).clip(min=0)
-        if alone:
+        alone: StepAlone | None = None
+        if self.row_cost is None and not self.isolates and depths.any():
+            alone = self._step_alone(texts, num_nodes)
             depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
         if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
             return super().draft(texts, num_nodes, block_tables)
-        least_chance = self.rounds.least_chance(batch, num_drafting, alone) if alone else 0.0
+        least_chance = self.rounds.least_chance(alone, num_drafting) if alone else 0.0
         drafted_for = replace(texts, max_depths=depths.tolist())
         trunks = self._draft_trunks(drafted_for, drafting, least_chance)
         for kept, values in zip(self.trunks, trunks, strict=True):
             kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
-        self.added = self.rounds.cost(batch, num_drafting) * drafting.num_forwards if alone else 0.0
+        if alone:
+            self.added = drafting.num_forwards * self.rounds.cost(alone, num_drafting)
         texts = replace(texts, trunks=self.choices.chances(trunks))
         drafts = super().draft(texts, num_nodes, block_tables)
         if alone and drafts.rate:
             reads = to_read[depths > 0].any()
             seconds = None if reads else self.round_seconds / drafting.num_forwards
-            self.rounds.gave(batch, num_drafting, alone, drafts.rate, seconds)
+            self.rounds.gave(alone, num_drafting, rate=drafts.rate, seconds=seconds)
         return drafts
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
@@ -139,11 +139,12 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             least_chance=least_chance,
         )
 
-    def _rate_alone(self, texts: TextEnds, num_nodes: int) -> float:
-        """Expected tokens, by the time of the step, of drafts without a trunk."""
-        prices = self.prices(len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last))
-        most = min(num_nodes, self.proposer.num_nodes)
-        return self.proposer.propose(texts, prices=prices, num_other_rows=0, max_nodes=most).rate
+    def _step_alone(self, texts: TextEnds, num_nodes: int) -> StepAlone:
+        """What a step would be whose drafts have no trunk."""
+        num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
+        most, prices = min(num_nodes, self.proposer.num_nodes), self.prices(num_reqs, context)
+        drafts = self.proposer.propose(texts, prices=prices, num_other_rows=0, max_nodes=most)
+        return StepAlone(num_reqs, self._unit(num_reqs, context), drafts.rate)
 
     def prices(self, num_reqs: int, context: float) -> dict[str, torch.Tensor]:
         prices = super().prices(num_reqs, context)
@@ -152,25 +153,26 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         return {kind: times + self.added for kind, times in prices.items()}
 
     def serve(self, step: StepLayout, context: float, seconds: float) -> None:
-        seconds -= self.round_seconds
-        super().serve(step, context, seconds)
-        kind = CHAINS if step.are_chains else TREES
-        times = self.step_times.get(kind, self.step_times[TREES])
-        num_reqs, num_rows = len(step.num_nodes), len(step.row_token_ids)
-        price = times.at(num_reqs, context)
-        self.rounds.served(num_reqs, seconds / float(price[min(num_rows, len(price) - 1)]))
+        super().serve(step, context, seconds - self.round_seconds)
+
+    def _unit(self, num_reqs: int, context: float) -> float:
+        """Seconds of a step without drafts."""
+        times = next(iter(self.step_times.values()))
+        return times.seconds[times.nearest(num_reqs, context)]
+
+    def _cost(self, num_reqs: int, context: float) -> float:
+        """What a forward takes, in parts of a step of those that draft in it."""
+        return self.rounds.cost(StepAlone(num_reqs, self._unit(num_reqs, context), 0.0), num_reqs)
 
     @torch.inference_mode()
     def judge(self) -> str:
-        times = next(iter(self.step_times.values()))
-        units: dict[int, float] = {}
-        for (num_reqs, _), unit in zip(times.loads, times.seconds, strict=True):
-            units.setdefault(num_reqs, unit)
-        forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in units}
+        loads = dict(reversed(next(iter(self.step_times.values())).loads))
+        forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in loads}
         rows = min(READING_ROWS, self.max_num_tokens)
         reading = self._seconds_of(rows, chooses=False) / rows
-        self.rounds = Rounds(*from_first_rank((units, forwards, reading)))
-        shown = ", ".join(f"{self.rounds.cost(n, n):.2f} for {n}" for n in units)
+        self.rounds = Rounds(*from_first_rank((forwards, reading)))
+        costs = [f"{self._cost(*load):.2f} for {load[0]}" for load in sorted(loads.items())]
+        shown = ", ".join(costs)
         return f"; a forward of the draft model takes, in parts of a step, {shown} requests"
 
     def _seconds_of(self, num_rows: int, *, chooses: bool = True) -> float:
@@ -193,4 +195,4 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
-        return super().statistics() | counted | {"forward_cost": self.rounds.cost(1, 1)}
+        return super().statistics() | counted | {"forward_cost": self._cost(1, 0)}
