@@ -110,6 +110,18 @@ def test_a_stall_moves_little():
     }
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_time_of_a_step_without_drafts_is_followed_at_its_load(kind):
+    served, before = ServedTimes(measured(**FAST)), measured(**FAST)[kind]
+    for _ in range(6 * CORRECT_EVERY):
+        served.serve(None, 1, num_reqs=1, context=256, seconds=2 * FAST["plain"])
+    served.correct(served.logs, served.last)
+    factors = [1.0] * len(before.loads)
+    factors[before.nearest(1, 256)] = 2.0
+    took = np.array(served.times[kind].seconds) / before.seconds
+    assert took == pytest.approx(factors, rel=0.01)
+
+
 def test_what_is_not_known_is_not_corrected():
     times = measured(**FAST)
     served = ServedTimes(times)

@@ -154,10 +154,14 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
 
 def test_start_up_says_what_a_forward_of_the_draft_model_takes():
     with engine({**TRUNK, "row_cost": None}) as llm:
-        line = runner(llm).price_rows()
-        said = r"forward of the draft model takes, in parts of a step, \d+\.\d\d for 1.* requests"
-        assert re.search(said, line)
-        assert runner(llm).drafter.statistics()["forward_cost"] > 0
+        line, drafter = runner(llm).price_rows(), runner(llm).drafter
+        said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
+        found = re.search(said, line)
+        times = drafter.step_times["trees"]
+        cost = drafter.rounds.seconds(1) / times.seconds[times.nearest(1, 0)]
+        assert cost > 0
+        assert found
+        assert float(found[1]) == pytest.approx(cost, abs=0.006)
 
 
 def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):

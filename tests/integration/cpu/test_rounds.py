@@ -16,19 +16,15 @@ from vllm_recycle.integration.cpu.rounds import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _of_one_rank(monkeypatch):
-    monkeypatch.setattr(module, "from_first_rank", lambda value: value)
-
-
 def alone(num_reqs: int, rate: float) -> StepAlone:
     """One that takes a second without drafts."""
     return StepAlone(num_reqs, 1.0, rate)
 
 
-def pays(rounds: Rounds, num_reqs: int, rate: float) -> bool:
+def pays(rounds: Rounds, num_reqs: int, rate: float, unit: float = 1.0) -> bool:
     """Whether a round is made for requests that have much to say, and nothing to read."""
-    chosen = rounds.choose(alone(num_reqs, rate), np.zeros(num_reqs), np.full(num_reqs, 1000))
+    step = StepAlone(num_reqs, unit, rate)
+    chosen = rounds.choose(step, np.zeros(num_reqs), np.full(num_reqs, 1000))
     assert chosen.all() == chosen.any()
     return bool(chosen.any())
 
@@ -57,18 +53,25 @@ def test_one_round_that_gave_little_does_not_end_all():
     assert not pays(rounds, 1, 2.0)
 
 
-def test_a_forward_takes_what_it_took_while_serving():
+def test_a_forward_takes_what_it_took_while_serving(monkeypatch):
+    monkeypatch.setattr(module, "from_first_rank", lambda value: value)
     rounds = Rounds({1: 0.25, 20: 0.5}, 0.0)
-
-    def costs(*of_some: int) -> list[float]:
-        return [rounds.cost(StepAlone(20, 2.0, 20.0), drafting) for drafting in of_some]
-
-    assert costs(1, 3, 8, 16, 64) == [0.125, 0.125, 0.25, 0.25, 0.25]
+    assert [rounds.seconds(n) for n in (1, 3, 8, 16, 64)] == [0.25, 0.25, 0.5, 0.5, 0.5]
     for _ in range(CORRECT_EVERY):
-        assert costs(8) == [0.25]
+        assert rounds.seconds(8) == 0.5
         rounds.gave(alone(16, 16.0), 8, rate=17.0, seconds=0.8)
         rounds.gave(alone(16, 16.0), 8, rate=17.0, seconds=None)  # one that had a prompt to read
-    assert costs(1, 8, 15, 16) == pytest.approx([0.125, 0.4, 0.4, 0.25])
+    assert [rounds.seconds(n) for n in (1, 8, 9, 15, 16)] == pytest.approx(
+        [0.25, 0.8, 0.8, 0.5, 0.5]
+    )
+
+
+def test_a_stall_is_not_what_a_forward_takes(monkeypatch):
+    monkeypatch.setattr(module, "from_first_rank", lambda value: value)
+    rounds = Rounds({1: 0.25}, 0.0)
+    for seconds in [0.25] * (CORRECT_EVERY - 1) + [10.0]:
+        rounds.gave(alone(1, 1.0), 1, rate=1.2, seconds=seconds)
+    assert 0.25 < rounds.seconds(1) < 0.3
 
 
 def test_a_forward_pays_by_what_such_rounds_gave():
@@ -82,20 +85,15 @@ def test_a_forward_pays_by_what_such_rounds_gave():
     assert rounds.least_chance(alone(8, 10.0), 8) == 2.5  # what a step without a round gives
 
 
-def test_the_dearer_a_forward_is_in_parts_of_the_step_the_less_a_round_is_believed_to_gain():
+def test_the_dearer_a_forward_is_in_parts_of_the_step_the_less_a_round_is_believed_to_give():
     rounds = Rounds({1: 0.2}, 0.0)
     assert rounds.least_chance(StepAlone(1, 1.0, 1.0), 1) == pytest.approx(0.2 * AT_FIRST / 1.2)
     assert rounds.least_chance(StepAlone(1, 0.4, 1.0), 1) == pytest.approx(0.5)
-    assert [pays_by_unit(rounds, unit) for unit in (1.0, 0.41, 0.39)] == [True, True, False]
-    # What rounds gave at one cost says nothing of another.
-    for _ in range(20):
-        rounds.gave(StepAlone(1, 1.0, 1.0), 1, rate=0.9, seconds=None)
-        rounds.gave(StepAlone(1, 0.39, 1.0), 1, rate=1.1, seconds=None)
-    assert [pays_by_unit(rounds, unit) for unit in (1.0, 0.39)] == [False, True]
-
-
-def pays_by_unit(rounds: Rounds, unit: float) -> bool:
-    return bool(rounds.choose(StepAlone(1, unit, 1.0), np.zeros(1), np.ones(1)).any())
+    assert [pays(rounds, 1, 1.0, unit) for unit in (1.0, 0.41, 0.39)] == [True, True, False]
+    # What rounds gained at one cost is what they gain at another.
+    for _ in range(60):
+        rounds.gave(StepAlone(1, 1.0, 1.0), 1, rate=1.3 / 1.2, seconds=None)
+    assert [pays(rounds, 1, 1.0, unit) for unit in (0.7, 0.6)] == [True, False]
 
 
 def test_what_rounds_give_is_believed_by_what_they_gave_to_steps_that_are_worth_less_or_more():
@@ -133,20 +131,30 @@ def test_a_prompt_that_is_not_worth_it_leaves_the_others_their_round():
     rounds = Rounds({1: 0.2}, 0.01)
     behind, left = np.array([0, 2000, 10, 0]), np.array([100, 100, 100, 0])
     assert rounds.choose(alone(4, 8.0), behind, left).tolist() == [True, False, True, False]
-    # What such rounds gave is not what one of all would give.
     for _ in range(20):
         rounds.gave(alone(4, 8.0), 2, rate=7.0, seconds=None)
     assert not rounds.choose(alone(4, 8.0), behind, left).any()
-    assert rounds.choose(alone(4, 8.0), np.zeros(4), left + 1).all()
 
 
-def test_rounds_of_a_part_are_believed_to_gain_a_part():
-    rounds = Rounds({1: 0.2}, 0.0)
-    assert rounds.least_chance(alone(8, 8.0), 8) == pytest.approx(0.2 * 10.0)
-    assert rounds.least_chance(alone(8, 8.0), 2) == pytest.approx(0.2 * 8.5)
+def test_a_round_of_a_part_gains_a_part():
+    rounds = Rounds({2: 0.05, 8: 0.2}, 0.0)
+    assert rounds.least_chance(alone(8, 8.0), 2) == pytest.approx(0.05 * 8 * 1.125 / 1.05)
     for _ in range(100):
         rounds.gave(alone(8, 8.0), 8, rate=16.0, seconds=None)
-    assert rounds.least_chance(alone(8, 8.0), 2) == pytest.approx(0.2 * 10.0, rel=0.01)
+    of_part = 8 * (1 + 1.4 / 4) / 1.05
+    assert rounds.least_chance(alone(8, 8.0), 2) == pytest.approx(0.05 * of_part, rel=0.01)
+    rounds = Rounds({2: 0.05, 8: 0.2}, 0.0)
+    for _ in range(100):
+        rounds.gave(alone(8, 8.0), 2, rate=of_part, seconds=None)
+    assert rounds.least_chance(alone(8, 8.0), 8) == pytest.approx(0.2 * 16.0, rel=0.01)
+
+
+def test_rounds_that_gave_next_to_nothing_are_not_believed_to_take_tokens():
+    rounds = Rounds({1: 0.2}, 0.0)
+    for _ in range(100):
+        rounds.gave(alone(16, 16.0), 1, rate=4.0, seconds=None)
+    assert rounds.least_chance(alone(16, 16.0), 16) == 0.2 * 16.0
+    assert not pays(rounds, 16, 16.0)
 
 
 def test_no_more_is_expected_of_an_answer_than_answers_have():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,15 +10,15 @@ import numpy as np
 
 from vllm_recycle.integration.drafter import from_first_rank
 
-# The part of a new sample that an average takes; rounds of as many requests between corrections of
-# what their forwards take; and how fine costs, and rates, are told apart, in parts of a doubling.
-GAIN, CORRECT_EVERY, FINE = 1 / 16, 8, 4
+# The part of a new sample that an average takes; the most that a forward takes, in parts of what it
+# took: what is beyond is a stall; rounds of one size between corrections of what their forwards
+# take; and how fine rates are told apart, in parts of a doubling.
+GAIN, MOST, CORRECT_EVERY, FINE = 1 / 16, 2, 8, 4
 # Steps that go without a round, until one is made to see what it gives: so many times what it must
 # read, in steps, which is never more than the second.
 LOOK_EVERY, MOST_READING = 32, 32
-# What a step with a round is believed to give before any was made, but for the time of a forward,
-# in parts of what one without does; and of how many rounds that would be the average: one that gave
-# little must not end all.
+# What rounds are believed to gain before any was made, and of how many that would be the average:
+# one that gave little must not end all.
 AT_FIRST, AS_MANY = 1.5, 3
 
 
@@ -29,7 +28,7 @@ class StepAlone(NamedTuple):
     Attributes:
         num_reqs: of the step.
         unit: seconds that it would take without drafts.
-        rate: tokens that it gives by that time.
+        rate: expected tokens by that time.
 
     """
 
@@ -52,20 +51,17 @@ class Rounds:
         self._reading = reading
         # Averages of what forwards took while serving, and of how many these are.
         self._served: dict[int, tuple[float, int]] = {}
-        # By what a forward costs and for which part of the step it is, and by what the step is
-        # worth without one: the tokens of a request, by its unit, that a step with a round gave,
-        # and of how many that is the average, the believed ones included.
-        self._promises: defaultdict[tuple[int, int], dict[int, tuple[float, int]]]
-        self._promises = defaultdict(dict)
+        # By what a step is worth without a round: the factor by which those that draft have more
+        # tokens with one, if a forward took no time, and of how many rounds that is the average.
+        self._gained: dict[int, tuple[float, int]] = {}
         self._num_left_out = 0
         # Tokens of an answer, up to where it was interrupted, and of how many that is the average.
         self._length: tuple[float, int] = (0.0, 0)
 
-    def cost(self, step: StepAlone, num_drafting: int) -> float:
-        """What a forward for some requests of a step takes, in units of the step."""
+    def seconds(self, num_drafting: int) -> float:
+        """What a forward takes, by how many requests draft in it."""
         size = _size(num_drafting)
-        nearest = min(self._forwards, key=lambda known: (abs(known - size), known))
-        return self._forwards[nearest] / step.unit
+        return self._forwards[min(self._forwards, key=lambda known: (abs(known - size), known))]
 
     def choose(self, step: StepAlone, behind: np.ndarray, left: np.ndarray) -> np.ndarray:
         """For which requests of a step a round is made, bool [batch].
@@ -95,7 +91,7 @@ class Rounds:
     def least_chance(self, step: StepAlone, num_drafting: int) -> float:
         """What a forward for some requests of a step costs in tokens; see `draft_trunks`."""
         promise = self._promise(step, num_drafting)
-        return self.cost(step, num_drafting) * max(step.rate, promise)
+        return self.seconds(num_drafting) / step.unit * max(step.rate, promise)
 
     def gave(
         self, step: StepAlone, num_drafting: int, *, rate: float, seconds: float | None
@@ -104,14 +100,17 @@ class Rounds:
 
         A forward took so many seconds, None where one had prompts to read.
         """
-        known, worth = self._promises[self._kind(step, num_drafting)], _worth(step)
-        believed = self._promise(step, num_drafting) / step.num_reqs, AS_MANY
-        known[worth] = _taken_in(known.get(worth, believed), rate / step.num_reqs)
+        worth, with_forward = _worth(step), 1.0 + self.seconds(num_drafting) / step.unit
+        # It may have had several forwards, but takes no tokens.
+        more = max(0.0, rate / step.rate * with_forward - 1.0) * step.num_reqs / num_drafting
+        believed = self._gain(worth), AS_MANY
+        self._gained[worth] = _taken_in(self._gained.get(worth, believed), 1.0 + more)
         if seconds is None:
             return
         size = _size(num_drafting)
-        average, samples = _taken_in(self._served.get(size, (seconds, 0)), seconds)
-        self._served[size] = average, samples
+        average, samples = self._served.get(size, (self.seconds(num_drafting), 0))
+        taken = _taken_in((average, samples), min(seconds, MOST * average))
+        self._served[size] = average, samples = taken
         if samples % CORRECT_EVERY == 0:
             self._forwards[size] = from_first_rank(average)
 
@@ -121,30 +120,24 @@ class Rounds:
 
     def _promise(self, step: StepAlone, num_drafting: int) -> float:
         """The rate of a step with a round."""
-        known, worth = self._promises[self._kind(step, num_drafting)], _worth(step)
-        if worth in known:
-            return known[worth][0] * step.num_reqs
-        at_first = AT_FIRST * step.rate / (1.0 + self.cost(step, step.num_reqs))
-        if num_drafting < step.num_reqs:
-            gained = self._promise(step, step.num_reqs) - step.rate
-            at_first = step.rate + gained * num_drafting / step.num_reqs
-        if not known:
-            return at_first
-        # A round gives no more, in parts, than where a step without one gives less, and no less
-        # than where one gives more.
-        nearest = max((other for other in known if other < worth), default=min(known))
-        promise = known[nearest][0] * step.num_reqs * 2 ** ((worth - nearest) / FINE)
-        return promise if nearest < worth else math.sqrt(promise * at_first)
+        more = (self._gain(_worth(step)) - 1.0) * num_drafting / step.num_reqs
+        return step.rate * (1.0 + more) / (1.0 + self.seconds(num_drafting) / step.unit)
 
-    def _kind(self, step: StepAlone, num_drafting: int) -> tuple[int, int]:
-        """What tells rounds apart that may gain otherwise."""
-        cost = round(FINE * math.log2(1.0 + self.cost(step, num_drafting)))
-        return cost, round(math.log2(step.num_reqs / num_drafting))
+    def _gain(self, worth: int) -> float:
+        known = self._gained
+        if worth in known:
+            return known[worth][0]
+        if not known:
+            return AT_FIRST
+        # A round gains no more than where a step without one is worth less, and no less than where
+        # one is worth more.
+        below = max((other for other in known if other < worth), default=None)
+        return math.sqrt(known[min(known)][0] * AT_FIRST) if below is None else known[below][0]
 
 
 def _size(num_reqs: int) -> int:
     """What tells numbers of requests apart."""
-    return num_reqs.bit_length()
+    return round(2 * math.log2(num_reqs))
 
 
 def _worth(step: StepAlone) -> int:

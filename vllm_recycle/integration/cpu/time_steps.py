@@ -77,7 +77,8 @@ def _measure(runner: Any, most: int) -> dict[str, Points]:
     points: dict[str, Points] = {kind: {} for kind in options_of(runner.vllm_config).kinds}
     with _spread_blocks(runner):
         # No step has more requests: the largest one is timed in the place of larger loads.
-        loads = [(min(n, runner.max_num_reqs), min(c, longest)) for n, c in LOADS]
+        most_reqs = runner.max_num_reqs
+        loads = [(min(n, most_reqs), min(c, longest)) for n, c in LOADS if n == 1 or most_reqs > 1]
         for requests, context in dict.fromkeys(loads):
             largest = min(most, runner.max_num_tokens // requests)
             if requests == 1:
@@ -129,7 +130,7 @@ def _time_steps(
     plain, *_ = kinds  # of all kinds alike
     steps = [(kind, rows) for rows in sizes for kind in kinds if rows > 1 or kind == plain]
     sure = [step for step in steps if step[1] in sizes[:SURE]]
-    # Also what is slow at the first time only.
+    # The first time may have what is slow only once; each of these is timed again below.
     times = {(kind, rows): _time_step(runner, requests, rows, context, kind) for kind, rows in sure}
     started, most = time.perf_counter(), MAX_SECONDS * len(kinds)
     for number, (kind, rows) in enumerate(steps * ROUNDS):

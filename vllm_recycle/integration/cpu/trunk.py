@@ -100,7 +100,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
         if alone:
-            self.added = drafting.num_forwards * self.rounds.cost(alone, num_drafting)
+            self.added = drafting.num_forwards * self.rounds.seconds(num_drafting) / alone.unit
         texts = replace(texts, trunks=self.choices.chances(trunks))
         drafts = super().draft(texts, num_nodes, block_tables)
         if alone and drafts.rate:
@@ -160,19 +160,15 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         times = next(iter(self.step_times.values()))
         return times.seconds[times.nearest(num_reqs, context)]
 
-    def _cost(self, num_reqs: int, context: float) -> float:
-        """What a forward takes, in parts of a step of those that draft in it."""
-        return self.rounds.cost(StepAlone(num_reqs, self._unit(num_reqs, context), 0.0), num_reqs)
-
     @torch.inference_mode()
     def judge(self) -> str:
-        loads = dict(reversed(next(iter(self.step_times.values())).loads))
-        forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in loads}
+        batches = sorted({num_reqs for num_reqs, _ in next(iter(self.step_times.values())).loads})
+        forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in batches}
         rows = min(READING_ROWS, self.max_num_tokens)
         reading = self._seconds_of(rows, chooses=False) / rows
         self.rounds = Rounds(*from_first_rank((forwards, reading)))
-        costs = [f"{self._cost(*load):.2f} for {load[0]}" for load in sorted(loads.items())]
-        shown = ", ".join(costs)
+        costs = {n: self.rounds.seconds(n) / self._unit(n, 0) for n in batches}
+        shown = ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items())
         return f"; a forward of the draft model takes, in parts of a step, {shown} requests"
 
     def _seconds_of(self, num_rows: int, *, chooses: bool = True) -> float:
@@ -195,4 +191,4 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
     def statistics(self) -> dict[str, float]:
         counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
-        return super().statistics() | counted | {"forward_cost": self._cost(1, 0)}
+        return super().statistics() | counted
