@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,9 +52,10 @@ class Rounds:
         self._reading = reading
         # Averages of what forwards took while serving, and of how many these are.
         self._served: dict[int, tuple[float, int]] = {}
-        # By what a step is worth without a round: the factor by which those that draft have more
-        # tokens with one, if a forward took no time, and of how many rounds that is the average.
-        self._gained: dict[int, tuple[float, int]] = {}
+        # By the requests of a step, and by what it is worth without a round: the factor by which
+        # those that draft have more tokens with one, if a forward took no time, and of how many
+        # rounds that is the average. Where it is dearer a round has fewer forwards, and gains less.
+        self._gained: defaultdict[int, dict[int, tuple[float, int]]] = defaultdict(dict)
         self._num_left_out = 0
         # Tokens of an answer, up to where it was interrupted, and of how many that is the average.
         self._length: tuple[float, int] = (0.0, 0)
@@ -100,11 +102,11 @@ class Rounds:
 
         A forward took so many seconds, None where one had prompts to read.
         """
-        worth, with_forward = _worth(step), 1.0 + self.seconds(num_drafting) / step.unit
+        known, worth = self._gained[_size(step.num_reqs)], _worth(step)
+        with_forward = 1.0 + self.seconds(num_drafting) / step.unit
         # It may have had several forwards, but takes no tokens.
         more = max(0.0, rate / step.rate * with_forward - 1.0) * step.num_reqs / num_drafting
-        believed = self._gain(worth), AS_MANY
-        self._gained[worth] = _taken_in(self._gained.get(worth, believed), 1.0 + more)
+        known[worth] = _taken_in(known.get(worth, (self._gain(step), AS_MANY)), 1.0 + more)
         if seconds is None:
             return
         size = _size(num_drafting)
@@ -120,11 +122,12 @@ class Rounds:
 
     def _promise(self, step: StepAlone, num_drafting: int) -> float:
         """The rate of a step with a round."""
-        more = (self._gain(_worth(step)) - 1.0) * num_drafting / step.num_reqs
+        more = (self._gain(step) - 1.0) * num_drafting / step.num_reqs
         return step.rate * (1.0 + more) / (1.0 + self.seconds(num_drafting) / step.unit)
 
-    def _gain(self, worth: int) -> float:
-        known = self._gained
+    def _gain(self, step: StepAlone) -> float:
+        """What a round is believed to gain; see above."""
+        known, worth = self._gained[_size(step.num_reqs)], _worth(step)
         if worth in known:
             return known[worth][0]
         if not known:
@@ -137,7 +140,7 @@ class Rounds:
 
 def _size(num_reqs: int) -> int:
     """What tells numbers of requests apart."""
-    return round(2 * math.log2(num_reqs))
+    return round(math.log2(num_reqs))
 
 
 def _worth(step: StepAlone) -> int:
