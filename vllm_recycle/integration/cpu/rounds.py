@@ -110,9 +110,8 @@ class Rounds:
         if seconds is None:
             return
         size = _size(num_drafting)
-        average, samples = self._served.get(size, (self.seconds(num_drafting), 0))
-        taken = _taken_in((average, samples), min(seconds, MOST * average))
-        self._served[size] = average, samples = taken
+        before = self._served.get(size, (self.seconds(num_drafting), 0))
+        average, samples = self._served[size] = _taken_in(before, min(seconds, MOST * before[0]))
         if samples % CORRECT_EVERY == 0:
             self._forwards[size] = from_first_rank(average)
 
