@@ -143,12 +143,14 @@ class ServedTimes:
 
         It is what was not served for long, and of this what was asked for least lately: no drafts,
         or drafts of one kind, as large as those that were chosen, or twice as large. None where all
-        of these are known, and mostly; to be called for each step that is drafted for.
+        of these are known, and mostly; to be called for each step that is drafted for. A step
+        without drafts, by which all others are judged, is looked at soon if none was served.
         """
         self._num_drafts += 1
-        if self._num_drafts % LOOK_EVERY:
-            return None
         load, _ = self._load(num_reqs, context)
+        is_new = math.isnan(self.logs[0][load][0]) and not self._asked[0][load][0]
+        if self._num_drafts % (CORRECT_EVERY if is_new else LOOK_EVERY):
+            return None
         stale: list[tuple[int, int, list[tuple[int, float]], str | None, int]] = []
         for index, of in enumerate(self._kinds):
             for size in (1, self.rows, 2 * self.rows):
