@@ -95,6 +95,12 @@ def test_a_step_without_drafts_is_looked_at_soon_where_none_was_served():
     assert serve(served, shorter, 96, noise) == 1  # from now on as seldom as others
 
 
+def test_a_look_that_was_not_served_is_not_asked_for_again_at_once():
+    served = ServedTimes(measured(**FAST))
+    looks = [step for step in range(1, LOOK_EVERY) if served.look_at(1, 256) is not None]
+    assert looks == [CORRECT_EVERY]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_machine_that_changes_is_followed(seed):
     served, noise = ServedTimes(measured(**FAST)), np.random.default_rng(seed)
