@@ -88,7 +88,7 @@ def test_sizes_are_right_after_a_start_that_misled(start, seed):
 
 def test_a_step_without_drafts_is_looked_at_soon_where_none_was_served():
     served, noise = ServedTimes(measured(**FAST)), np.random.default_rng(0)
-    # A shorter context takes a third off each step, so that rows are dearer than they looked.
+    # A shorter context takes as much off each step, so that rows are dearer than they looked.
     shorter = FAST | {"plain": 0.006}
     assert serve(served, shorter, 2 * CORRECT_EVERY, noise) == 1
     assert served.times[TREES].seconds[0] == pytest.approx(0.006, rel=0.2)
