@@ -197,8 +197,8 @@ def check_step(inputs: StepInputs) -> None:
     )
     compare("grow", inputs.grown, growth.token_ids)
     compare("grow", inputs.worths, growth.worths)
-    compare("grow", inputs.trees.parents[idx_mapping], growth.trees.parents.int())
-    bits = ancestor_bits(growth.trees.ancestor_mask)
+    compare("grow", inputs.trees.parents[idx_mapping], growth.parents.int())
+    bits = ancestor_bits(Trees.from_parents(growth.parents).ancestor_mask)
     compare("grow", inputs.trees.ancestor_bits[idx_mapping], bits)
 
     compare("place", inputs.place(), StepInputs.place(twin, torch_place_tree_rows))

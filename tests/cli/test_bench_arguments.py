@@ -11,8 +11,6 @@ from commands import DRAFT_MODEL, MODEL, bench, refused
     [
         (["--methods=none,medusa"], "unknown method 'medusa', expected of none, ngram"),
         (["--methods=none,none"], "twice"),
-        (["--methods=none", "--tree=paper-80"], "token_recycling, which is not run"),
-        (["--methods=token_recycling", "--tree=missing.json"], "missing.json: no such file"),
         (["--methods=none", "--concurrency=1,zero"], "got '1,zero', expected"),
         (["--methods=none", "--concurrency=0"], "got '0', expected"),
         (["--methods=none", "--repeats=-1"], "got '-1', expected an integer of at least 1"),
@@ -74,10 +72,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"vocab_size": 4095}')
     line = refused(bench(f"--draft-model={tmp_path}"), capsys)
     assert f"{tmp_path}: a vocabulary of 4095, expected the 4096 of --model {MODEL}" in line
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
-    assert "no config.json" in refused(bench("--methods=none", model=tmp_path), capsys)
 
 
 def test_a_missing_optional_package_is_named_with_its_command(monkeypatch, capsys):

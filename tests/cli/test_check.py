@@ -10,12 +10,11 @@ import sys
 import pytest
 import vllm
 from commands import refused
-from derived_models import mistral, qwen2_audio
+from derived_models import qwen2_audio
 from engines import OUROBOROS, TARGET
 
 import vllm_recycle
 from vllm_recycle.cli import main
-from vllm_recycle.integration import config as engine_config
 from vllm_recycle.kernels.cpu import build
 
 VOCAB, FLAGS = 4096, ["--dtype", "float32", "--max-num-seqs", "2"]
@@ -69,12 +68,6 @@ def test_adapters_and_replicas_are_supported(capsys):
     assert status == 0, said
 
 
-def test_a_window_that_no_text_reaches_is_supported(capsys, tmp_path):
-    model = mistral(tmp_path / "model", window=4096)
-    status, said = check(capsys, "--max-model-len", "2048", model=model)
-    assert status == 0, said
-
-
 def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):
     model = qwen2_audio(tmp_path / "model")
     status, said = check(capsys, model=model)
@@ -116,13 +109,6 @@ def test_a_model_that_is_not_there(capsys, tmp_path):
     assert (status, said["refused"]) == (1, f"model of --speculative-config: {expected}")
 
 
-def test_a_platform_that_is_not_supported(capsys, monkeypatch):
-    monkeypatch.setattr(engine_config, "PLATFORMS", {})
-    status, said = check(capsys)
-    assert status == 1
-    assert "token_recycling: got platform" in said["refused"]
-
-
 def test_what_is_missing_says_how_to_get_it(tmp_path):
     """In a process of its own, with a path that has no compiler."""
     command = [sys.executable, "-m", "vllm_recycle", "check", TARGET, *FLAGS]
@@ -151,12 +137,6 @@ def test_kernels_are_built_ahead_without_a_model(capsys, monkeypatch, tmp_path):
 
 def test_neither_a_model_nor_kernels(capsys):
     assert refused(["check"], capsys).endswith("error: expected a MODEL, or --build\n")
-
-
-def test_a_method_that_is_nearly_ours(capsys):
-    status, said = check(capsys, config={"method": "token-recycling"})
-    assert status == 1
-    assert said["refused"].endswith("method is 'token-recycling', did you mean 'token_recycling'?")
 
 
 def test_versions(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -90,23 +89,11 @@ def test_names_are_escaped_in_the_picture(tmp_path):
     assert picture.findtext(f"{SVG}title").startswith("a<b>&c: 1 node, depth 1, ")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "not JSON"),
-        ({"nodes": [[0, 0]]}, "expected an object with format 'vllm_recycle.tree/1'"),
-        ({"format": "vllm_recycle.tree/1", "nodes": [[1, 0]]}, "parent row 1 has not come before"),
-        (
-            {"format": "vllm_recycle.tree/1", "nodes": [[0, 0]], "provenance": "me"},
-            "expected 'provenance', an object",
-        ),
-    ],
-)
-def test_a_file_that_is_no_tree_is_refused(content, message, tmp_path, capsys):
+def test_a_file_that_is_no_tree_is_refused(tmp_path, capsys):
     path = tmp_path / "bad.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.write_text("{")
     line = refused(["tree", "show", str(path)], capsys)
-    assert message in line
+    assert "not JSON" in line
     assert str(path) in line
 
 

@@ -79,7 +79,7 @@ def record(
         texts = TextEnds(only, Ends(text, [end]), [LEVELS])
         limits = {"max_nodes": SIZES[-1], "beam": BEAM, "levels": LEVELS}
         growth = grow(matrix, state.acceptance.rates().float(), texts, **limits)
-        trees: Trees = growth.trees
+        trees = Trees.from_parents(growth.parents)
         sums = [0.0, *growth.worths[0].cumsum(0).tolist()]
         said.append([round(sums[size], 3) for size in SIZES])
         drafts, parents = growth.token_ids[0].tolist(), trees.parents[0].tolist()

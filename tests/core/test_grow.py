@@ -118,7 +118,7 @@ def best_first(setting: Setting, b: int) -> list[Candidate]:
 def nodes_of(growth: Growth, b: int) -> list[tuple[int, int, float]]:
     """Parent, token and worth of the nodes of a request."""
     count = int(growth.num_nodes[b])
-    parents = growth.trees.parents[b, 1 : count + 1].tolist()
+    parents = growth.parents[b, 1 : count + 1].tolist()
     tokens, worths = growth.token_ids[b, :count].tolist(), growth.worths[b, :count].tolist()
     return list(zip(parents, tokens, worths, strict=True))
 
@@ -144,7 +144,7 @@ def test_what_is_grown_is_a_best_first_search(setting, beam, levels, data):
 @given(setting=settings_of_growth())
 def test_nodes_are_a_tree_within_its_limits_and_worth_what_is_said(setting):
     growth = setting.grow()
-    trees = growth.trees
+    trees = Trees.from_parents(growth.parents)
     assert growth.worths.dtype == setting.rates.dtype
     assert trees.num_nodes == setting.max_nodes
     for b, count in enumerate(growth.num_nodes.tolist()):
@@ -169,7 +169,7 @@ def test_nodes_are_a_tree_within_its_limits_and_worth_what_is_said(setting):
 @THOROUGH
 @given(setting=settings_of_growth())
 def test_a_prefix_of_a_grown_tree_is_a_tree(setting):
-    trees = setting.grow().trees
+    trees = Trees.from_parents(setting.grow().parents)
     for rows in range(1, trees.num_nodes + 2):
         alone = Trees.from_parents(trees.parents[:, :rows])
         assert alone.depths.equal(trees.depths[:, :rows])
@@ -183,7 +183,7 @@ def test_fewer_nodes_or_worthier_ones_are_a_prefix_of_more(setting, least):
     for count in range(1, setting.max_nodes):
         smaller = replace(setting, max_nodes=count).grow()
         assert smaller.token_ids.equal(growth.token_ids[:, :count])
-        assert smaller.trees.parents.equal(growth.trees.parents[:, : count + 1])
+        assert smaller.parents.equal(growth.parents[:, : count + 1])
         assert smaller.worths.equal(growth.worths[:, :count])
     setting = replace(setting, beam=None)
     growth, worthier = setting.grow(), setting.grow(least_worth=least / 8)
@@ -199,7 +199,7 @@ def test_of_a_level_the_best_nodes_are_expanded(beam, levels, count):
     rates = torch.tensor([0.5, 0.25, 0.125])[:, None].expand(1, 2, K, 4)
     growth = Setting(matrix, rates, [[0]], [2], 5, beam, levels).grow()
     padding = 5 - count
-    assert growth.trees.parents[0].tolist() == [0, 0, 0, 1, 2][: count + 1] + [0] * padding
+    assert growth.parents[0].tolist() == [0, 0, 0, 1, 2][: count + 1] + [0] * padding
     assert growth.token_ids[0].tolist() == [1, 2, 3, 0][:count] + [-1] * padding
     assert growth.worths[0].tolist() == [0.5, 0.25, 0.25, 0.125][:count] + [0] * padding
 
@@ -208,7 +208,7 @@ def test_of_a_level_the_best_nodes_are_expanded(beam, levels, count):
 @given(setting=settings_of_growth(), tree=templates(max_nodes=12, k=K))
 def test_a_template_has_the_successors_that_its_ranks_say(setting, tree):
     growth = fill(*setting.arguments, tree=tree)
-    assert growth.trees.parents.equal(tree.parents.expand(len(setting.texts), -1))
+    assert growth.parents.equal(tree.parents.expand(len(setting.texts), -1))
     for b, text in enumerate(setting.texts):
         rows: dict[int, tuple[list[int], float]] = {0: (text, 1.0)}
         for row, (parent, rank) in enumerate(tree.nodes, start=1):

@@ -106,18 +106,18 @@ def test_columns_become_phrases_as_in_a_plain_loop(window, levels, steps, seed):
     by_hand = [state[i, : num_filled[i]].tolist() for i in range(2)]
     for _ in range(steps):
         outputs, last = tokens(2, levels, window), tokens(2)
-        step = advance_window(state, num_filled, outputs, last)
+        state, filled, owners, phrases = advance_window(state, num_filled, outputs, last)
         for i, known in enumerate(by_hand):
             new = outputs[i, len(known) - 1].tolist()
             if len(known) == levels:
                 before = [int(last[i]), *known[0][:-1]]
-                assert step.owners[i].tolist() == before
+                assert owners[i].tolist() == before
                 columns = [list(column) for column in zip(*known, new, strict=True)]
-                assert step.phrases[i].tolist() == columns
+                assert phrases[i].tolist() == columns
                 known.pop(0)
             else:
-                assert step.owners[i].tolist() == [-1] * window
+                assert owners[i].tolist() == [-1] * window
             known.append(new)
-            assert step.num_filled[i] == len(known)
-            assert step.window[i, : len(known)].tolist() == known
-        state, num_filled = step.window, step.num_filled
+            assert filled[i] == len(known)
+            assert state[i, : len(known)].tolist() == known
+        num_filled = filled

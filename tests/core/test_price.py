@@ -15,16 +15,15 @@ from vllm_recycle.core import price
 from vllm_recycle.core.price import StepTimes
 
 
-def choose(*args, **options) -> torch.Tensor:
+def choose(*args) -> torch.Tensor:
     """How many nodes of each request."""
-    return price.choose(*args, **options)[0]
+    return price.choose(*args)[0]
 
 
-def rate_of(worths: list[list[float]], sizes: tuple[int, ...], others: int, times) -> float:
+def rate_of(worths: list[list[float]], sizes: tuple[int, ...], times) -> float:
     """Tokens by time of a step with these prefixes; 0 where it has no room for them."""
-    rows, tokens = len(worths) + others, len(worths) + others
-    rows += sum(sizes)
-    tokens += sum(sum(row[:size]) for row, size in zip(worths, sizes, strict=True))
+    rows = len(worths) + sum(sizes)
+    tokens = len(worths) + sum(sum(row[:size]) for row, size in zip(worths, sizes, strict=True))
     if rows >= len(times) and sum(sizes):
         return 0.0
     return tokens / float(times[min(rows, len(times) - 1)])
@@ -42,14 +41,12 @@ def worths_of(draw, most_nodes: int) -> list[list[float]]:
 
 
 @THOROUGH
-@given(worths=worths_of(5), times=step_times(), others=st.integers(0, 3))
-def test_no_other_prefixes_give_more_tokens_for_the_time_where_worths_never_rise(
-    worths, times, others
-):
+@given(worths=worths_of(5), times=step_times())
+def test_no_other_prefixes_give_more_tokens_for_the_time_where_worths_never_rise(worths, times):
     worths, values = [sorted(row, reverse=True) for row in worths], times.times[0]
-    chosen, rate = price.choose(torch.tensor(worths), values, num_other_rows=others)
+    chosen, rate = price.choose(torch.tensor(worths), values)
     every = itertools.product(range(len(worths[0]) + 1), repeat=len(worths))
-    rates = {sizes: rate_of(worths, sizes, others, values) for sizes in every}
+    rates = {sizes: rate_of(worths, sizes, values) for sizes in every}
     assert rates[tuple(chosen.tolist())] == max(rates.values()) == pytest.approx(rate)
     fewest = min(sum(sizes) for sizes, rate in rates.items() if rate == max(rates.values()))
     assert int(chosen.sum()) == fewest
@@ -68,8 +65,8 @@ def block_ends(worths: list[float]) -> list[int]:
 
 
 @THOROUGH
-@given(worths=worths_of(7), times=step_times(), others=st.integers(0, 3))
-def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths, times, others):
+@given(worths=worths_of(7), times=step_times())
+def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths, times):
     values, ends = times.times[0], [block_ends(row) for row in worths]
     blocks = [
         (-sum(row[a:b]) / (b - a), request, b - a)
@@ -80,8 +77,8 @@ def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths,
     for _, request, size in sorted(blocks, key=lambda block: block[:2]):
         sizes[request] += size
         tried.append(tuple(sizes))
-    rates = [rate_of(worths, sizes, others, values) for sizes in tried]
-    chosen = choose(torch.tensor(worths), values, num_other_rows=others)
+    rates = [rate_of(worths, sizes, values) for sizes in tried]
+    chosen = choose(torch.tensor(worths), values)
     assert tuple(chosen.tolist()) == tried[rates.index(max(rates))]
 
 
@@ -89,39 +86,38 @@ def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths,
 def test_the_dearer_a_row_the_fewer_nodes(cost, expected):
     worths = torch.tensor([[0.5, 0.4, 0.1, 0.05]])
     times = StepTimes.linear(cost, 20).at(1, 0)
-    assert choose(worths, times, num_other_rows=0).tolist() == [expected]
+    assert choose(worths, times).tolist() == [expected]
 
 
 def test_a_hole_is_paid_for_where_a_better_node_lies_behind_it():
     times = StepTimes.linear(0.2, 20).at(1, 0)
     worths = torch.tensor([[0.5, 0.0, 0.9, 0.0]])
-    assert choose(worths, times, num_other_rows=0).tolist() == [3]
+    assert choose(worths, times).tolist() == [3]
     worths[0, 2] = 0.3
-    assert choose(worths, times, num_other_rows=0).tolist() == [1]
+    assert choose(worths, times).tolist() == [1]
     # Nobody computes rows behind the last node that is filled.
     free = StepTimes.linear(0.0, 20).at(1, 0)
-    assert choose(worths, free, num_other_rows=0).tolist() == [3]
+    assert choose(worths, free).tolist() == [3]
 
 
-def test_the_rows_of_a_step_are_shared_out_by_worth():
+@pytest.mark.parametrize(("max_rows", "expected"), [(5, [1, 2]), (3, [0, 1]), (1, [0, 0])])
+def test_the_rows_of_a_step_are_shared_out_by_worth(max_rows, expected):
     worths = torch.tensor([[0.5, 0.25], [0.75, 0.5]])
-    times = StepTimes.linear(0.0, 6).at(1, 0)
-    assert choose(worths, times, num_other_rows=1).tolist() == [1, 2]
-    assert choose(worths, times, num_other_rows=3).tolist() == [0, 1]
-    assert choose(worths, times, num_other_rows=9).tolist() == [0, 0]
+    times = StepTimes.linear(0.0, max_rows).at(1, 0)
+    assert choose(worths, times).tolist() == expected
 
 
 def test_nodes_below_a_dear_one_are_seen_where_rows_are_free_again():
     # The second row costs half a step, the ones after it nothing.
     times = torch.tensor([1, 1, 2, 2, 2, 2], dtype=torch.float64)
     worths = torch.tensor([[0.75**depth for depth in range(1, 6)]])
-    assert choose(worths, times, num_other_rows=0).tolist() == [4]
+    assert choose(worths, times).tolist() == [4]
 
 
 def test_of_equally_good_numbers_of_nodes_the_least_is_taken():
     # One row gives a token in 1, three rows 1.75 tokens in 1.75.
     times = torch.tensor([1, 1, 1.75, 1.75], dtype=torch.float64)
-    assert choose(torch.tensor([[0.5, 0.25]]), times, num_other_rows=0).tolist() == [0]
+    assert choose(torch.tensor([[0.5, 0.25]]), times).tolist() == [0]
 
 
 # Times.

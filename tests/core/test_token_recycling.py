@@ -20,7 +20,7 @@ from strategies import trees as templates
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES
 from vllm_recycle.core.grow import TextEnds
-from vllm_recycle.core.price import CHAINS, TREES, StepTimes
+from vllm_recycle.core.price import CHAINS, TREES, StepTimes, choose
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees, TreeTemplate
 
@@ -55,7 +55,7 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
 def propose(proposer, idx_mapping, texts, max_depths=50) -> tuple[torch.Tensor, Trees]:
     max_depths = torch.tensor(max_depths).expand(len(texts)).tolist()
     ends = TextEnds(idx_mapping, ends_of(texts), max_depths)
-    drafts = proposer.propose(ends, prices=proposer.prices, num_other_rows=0)
+    drafts = proposer.propose(ends, prices=proposer.prices)
     drafts, parents = as_tensors(drafts, proposer.num_nodes)
     return drafts, Trees.from_parents(torch.nn.functional.pad(parents, (1, 0)))
 
@@ -182,8 +182,8 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
 
 
 @THOROUGH
-@given(setting=settings_of_growth(contexts=(1, 2)), times=step_times(), others=st.integers(0, 3))
-def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
+@given(setting=settings_of_growth(contexts=(1, 2)), times=step_times())
+def test_what_is_not_grown_would_not_be_chosen(setting, times):
     state = TokenRecyclingState(setting.matrix)
     proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes)
     state.acceptance.counts[..., 0] = state.acceptance.counts[..., 1] = 0.0
@@ -192,9 +192,9 @@ def test_what_is_not_grown_would_not_be_chosen(setting, times, others):
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
     price, growth = times.at(1, 0), setting.grow()
     texts = setting.arguments[-1]
-    drafts = proposer.propose(texts, prices={TREES: price}, num_other_rows=others)
+    drafts = proposer.propose(texts, prices={TREES: price})
     drafts, parents = as_tensors(drafts, setting.max_nodes)
-    counts, _ = reference.choose(growth.worths, price, num_other_rows=others)
+    counts, _ = choose(growth.worths, price)
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
     assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])

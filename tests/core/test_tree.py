@@ -61,9 +61,6 @@ def test_tables_agree_with_their_definitions(tree):
     assert children_of(tree.parents[1:].tolist()) == [
         [node for node in rows[1:] if tree.nodes[node - 1][0] == row] for row in rows
     ]
-    assert [level.tolist() for level in tree.levels] == [
-        [row for row in rows if depths[row] == depth] for depth in range(1, max(depths) + 1)
-    ]
     assert tree.depth == max(depths)
 
 
@@ -77,8 +74,7 @@ def test_a_prefix_is_a_tree_with_the_same_tables_restricted(tree, data):
     assert prefix.ranks.equal(tree.ranks[:rows])
     assert prefix.depths.equal(tree.depths[:rows])
     assert prefix.ancestor_mask.equal(tree.ancestor_mask[:rows, :rows])
-    kept = [level[level < rows].tolist() for level in tree.levels]
-    assert [level.tolist() for level in prefix.levels] == [level for level in kept if level]
+    assert prefix.depth == prefix.depths.max()
 
 
 @THOROUGH
@@ -154,6 +150,10 @@ def test_a_saved_tree_is_loaded_as_it_was(tmp_path_factory, tree, name, provenan
         ({"format": FORMAT, "nodes": {"0": 0}}, "expected 'nodes', a list of [parent, rank]"),
         ({"format": FORMAT, "nodes": [[0, 0], "01"]}, "node 1: got '01', expected [parent row"),
         ({"format": FORMAT, "nodes": [[0, 0], [0, 0]]}, "node 1: same parent and rank"),
+        (
+            {"format": FORMAT, "nodes": [[0, 0]], "provenance": "me"},
+            "expected 'provenance', an object",
+        ),
     ],
 )
 def test_a_file_that_is_no_tree_is_refused_by_its_name(tmp_path, content, message):
@@ -225,7 +225,7 @@ def test_shipped_trees_load_with_their_origin(name):
 
 def test_paper_80_is_the_tree_of_the_paper():
     tree = load_tree("paper-80")
-    assert [len(level) for level in tree.levels] == [8, 21, 25, 15, 8, 3]
+    assert tree.depths.bincount().tolist() == [1, 8, 21, 25, 15, 8, 3]
     paths = rank_paths(tree)
     assert len(paths) == len(PAPER_PATHS) == 80
     assert set(paths) == PAPER_PATHS
@@ -242,7 +242,7 @@ def test_a_template_on_another_device_is_the_same_tree():
     tree = TreeTemplate(((0, 0), (0, 1), (1, 0)), "small")
     moved = tree.to("meta")
     assert (moved.nodes, moved.name, moved.depth) == (tree.nodes, "small", 2)
-    tables = [moved.parents, moved.ranks, moved.ancestor_mask, *moved.levels]
+    tables = [moved.parents, moved.ranks, moved.depths, moved.ancestor_mask]
     assert {table.device.type for table in tables} == {"meta"}
     assert tree.parents.device.type == "cpu"
     assert tree.to("cpu") is tree

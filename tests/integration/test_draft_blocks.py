@@ -44,7 +44,7 @@ def step(
             resumed_req_ids={str(state) for state, *_ in resumed},
         ),
     )
-    return [tuple(one) for one in blocks.follow(output, {str(n): n for n in range(3)}, 1)]
+    return blocks.follow(output, {str(n): n for n in range(3)}, 1)
 
 
 def mark(blocks: DraftBlocks, state: int, num_cached: int) -> None:

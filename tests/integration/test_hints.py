@@ -220,4 +220,5 @@ def test_what_says_nothing_is_left_alone(name, extra_args, processors):
 
 
 def test_other_methods_are_left_alone(processors):
-    assert processed(processors["ngram"], {"hint": 5}) == {"hint": 5}
+    of_others = {"hint": 5, "speculate": "no"}
+    assert processed(processors["ngram"], of_others) == of_others

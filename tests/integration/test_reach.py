@@ -221,7 +221,7 @@ def test_chains_can_be_asked_for_and_are_verified_as_vllm_does():
         assert generate(llm, prompts, params) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         assert not has_our_attention(llm)
-        assert runner(llm).step.are_chains
+        assert runner(llm).step.trees.are_chains
 
 
 def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
@@ -234,7 +234,7 @@ def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
         compact, are_chains = ours._compact_kv_cache, []
 
         def watched(path: torch.Tensor) -> None:
-            are_chains.append(ours.step.are_chains)
+            are_chains.append(ours.step.trees.are_chains)
             compact(path)
 
         monkeypatch.setattr(ours, "_compact_kv_cache", watched)

@@ -51,14 +51,6 @@ def test_keys_of_others_are_left_alone(extra_args, speculative_config):
     params._validate_spec_decode(speculative_config)
 
 
-def test_other_methods_are_left_alone():
-    register()
-    config = {"method": "ngram", "num_speculative_tokens": 3}
-    made = EngineArgs(TARGET, speculative_config=config).create_engine_config()
-    params = SamplingParams(extra_args={"speculate": "no"})
-    params._validate_spec_decode(made.speculative_config)
-
-
 def test_what_looks_back_has_no_drafts_where_paths_are_not_seen():
     params = SamplingParams(thinking_token_budget=0)
     assert may_speculate(params, sees_paths=True)

@@ -69,7 +69,7 @@ def format_tree(tree: TreeTemplate) -> str:
 
 def describe(tree: TreeTemplate) -> str:
     """Name, nodes, depth, nodes of each depth, provenance."""
-    per_depth = " / ".join(str(len(level)) for level in tree.levels)
+    per_depth = " / ".join(map(str, tree.depths.bincount().tolist()[1:]))
     parts = [
         f"{_count(tree.num_nodes, 'node')}, depth {tree.depth}, nodes per depth {per_depth}",
         *(f"{key}: {value}" for key, value in tree.provenance.items()),

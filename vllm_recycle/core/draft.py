@@ -42,7 +42,6 @@ def draft(
     texts: TextEnds,
     *,
     prices: Mapping[str, torch.Tensor],
-    num_other_rows: int,
     max_nodes: int,
     tree: TreeTemplate | None = None,
 ) -> Drafts:
@@ -53,25 +52,21 @@ def draft(
         counts: see `AcceptanceTable`.
         prices: by what the drafts of the step are, its time by its rows, float64 [rows + 1]; of
             equal offers the first is taken.
-        num_other_rows: requests of the step that is drafted for beside these.
         max_nodes: the most nodes of a draft.
         tree: the template that is filled where drafts are trees; None to grow them.
 
     """
     given, offers = (matrix, rates(counts), texts), []
     batch = len(texts.idx_mapping)
-    num_reqs = batch + num_other_rows
     for kind, times in prices.items():
         if kind != CHAINS and tree is not None:
             growth = fill(*given, tree=tree)
         else:
             most, ranks = (min(max_nodes, MAX_CHAIN), 1) if kind == CHAINS else (max_nodes, None)
             of_kind = partial(grow, *given, max_nodes=most, ranks=ranks)
-            reached = times[: 1 + num_reqs + batch * most].tolist()
-            growth = _grow_what_may_pay(of_kind, reached, num_reqs=num_reqs)
-        worths = growth.worths[:, :max_nodes]
-        chosen = choose(worths, times, num_other_rows=num_other_rows)
-        offers.append((growth, *chosen))
+            reached = times[: 1 + batch * (1 + most)].tolist()
+            growth = _grow_what_may_pay(of_kind, reached, num_reqs=batch)
+        offers.append((growth, *choose(growth.worths[:, :max_nodes], times)))
     growth, sizes, rate = max(offers, key=itemgetter(2))
     token_ids, parents = growth.token_ids.tolist(), growth.parents[:, 1:].tolist()
     of_each = [slice(size) for size in sizes.tolist()]

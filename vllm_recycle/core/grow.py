@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
-from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
 # How far trees that a device grows are searched: nodes of a level that are expanded, and levels.
@@ -134,11 +134,6 @@ class Growth:
     def num_nodes(self) -> torch.Tensor:
         """int64 [batch], nodes of each tree that have a token."""
         return (self.token_ids != NO_TOKEN).sum(1)
-
-    @property
-    def trees(self) -> Trees:
-        """How the nodes hang together."""
-        return Trees.from_parents(self.parents)
 
 
 def grow(

@@ -19,8 +19,6 @@ paper, one less than the tokens of a phrase; `window` the paper's W; `guesses` i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from vllm_recycle.core.tree import Node, TreeTemplate
@@ -55,39 +53,26 @@ def lengthened_template(*, gamma: int, branches: int, length: int) -> TreeTempla
     return TreeTemplate(tuple(nodes), f"ouroboros {gamma} + {branches} x {length}")
 
 
-@dataclass(frozen=True, slots=True)
-class WindowStep:
-    """What a draft forward did to the windows of a batch.
-
-    Attributes:
-        window: int64 [batch, levels, window].
-        num_filled: int64 [batch], levels that hold tokens, at least 1.
-        owners: int64 [batch, window], the token that each new phrase follows, -1 for none.
-        phrases: int64 [batch, window, length].
-
-    """
-
-    window: torch.Tensor
-    num_filled: torch.Tensor
-    owners: torch.Tensor
-    phrases: torch.Tensor
-
-
 def advance_window(
     window: torch.Tensor,
     num_filled: torch.Tensor,
     outputs: torch.Tensor,
     last_token_ids: torch.Tensor,
-) -> WindowStep:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Take in the draft's outputs at the window's rows.
 
     While levels are missing, the outputs of the last one there is become the next one. With all of
     them, each column and its output are a phrase, and every level moves up.
 
     Args:
-        window, num_filled: as of `WindowStep`; levels that hold no tokens are not read.
+        window: int64 [batch, levels, window]; levels that hold no tokens are not read.
+        num_filled: int64 [batch], levels that hold tokens, at least 1.
         outputs: int64 [batch, levels, window], the draft's most probable token at each row.
         last_token_ids: int64 [batch], the token before the window.
+
+    Returns:
+        Window and levels as above; the token that each new phrase follows, int64 [batch, window],
+        -1 for none; and these phrases, int64 [batch, window, length].
 
     """
     batch, levels, columns = window.shape
@@ -98,9 +83,9 @@ def advance_window(
     phrases = torch.cat((window, newest), dim=1).transpose(1, 2)
     moved = torch.cat((window[:, 1:], newest), dim=1)
     filled = window.scatter(1, (last + 1).clamp(max=levels - 1), newest)
-    return WindowStep(
-        window=torch.where(complete[:, None, None], moved, filled),
-        num_filled=(num_filled + 1).clamp(max=levels),
-        owners=owners.where(complete[:, None], NO_TOKEN),
-        phrases=phrases,
+    return (
+        torch.where(complete[:, None, None], moved, filled),
+        (num_filled + 1).clamp(max=levels),
+        owners.where(complete[:, None], NO_TOKEN),
+        phrases,
     )

@@ -60,7 +60,7 @@ class PhraseOperations(Protocol):
 
 
 class Operations(PhraseOperations, Protocol):
-    """All functions; those of the matrix are in `draft`, `learn` and `price`."""
+    """All functions; those of the matrix are in `draft` and `learn`."""
 
     def draft(
         self,
@@ -69,7 +69,6 @@ class Operations(PhraseOperations, Protocol):
         texts: TextEnds,
         *,
         prices: Mapping[str, torch.Tensor],
-        num_other_rows: int,
         max_nodes: int,
         tree: TreeTemplate | None = None,
     ) -> Drafts: ...
@@ -87,7 +86,3 @@ class Operations(PhraseOperations, Protocol):
     ) -> None: ...
 
     def top_k(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def choose(
-        self, worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
-    ) -> tuple[torch.Tensor, float]: ...

@@ -7,7 +7,6 @@ names of dimensions are used. The draft model is the runner's, which knows its K
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,30 +15,10 @@ from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.lookahead import advance_window
 from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.trunk import DraftModel
 from vllm_recycle.core.verification import NO_TOKEN
 
 WINDOW_SEED = 0
-
-
-class DraftModel(Protocol):
-    """The draft model and its KV cache, as one round finds them."""
-
-    def forward(
-        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """One forward, which takes in what is new of each text and looks ahead of it.
-
-        Args:
-            idx_mapping: int64 [batch].
-            new_token_ids: int64 [batch, n], the text behind what the last forward of this round
-                took in, at least one token, padded with -1; in the first forward of a round the
-                last token alone, before which the model may have more to take in.
-            row_token_ids: int64 [batch, nodes], of `DraftShape.lookahead`, -1 for none.
-
-        Returns:
-            int64 [batch, nodes + 1], the most probable next token at the last token and each node.
-
-        """
 
 
 def make_pool(
@@ -231,12 +210,12 @@ class OuroborosProposer:
         )
         if shape.window:
             outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
-            step = advance_window(window, num_filled, outputs_in_window, last_token_ids)
-            moved = step.window.where(goes_on[:, None, None], window)
-            self.windows[idx_mapping] = moved
-            self.num_filled[idx_mapping] = step.num_filled.where(goes_on, num_filled)
-            owners = step.owners.where(goes_on[:, None], NO_TOKEN)
-            self._insert(idx_mapping, owners, step.phrases)
+            moved, filled, owners, phrases = advance_window(
+                window, num_filled, outputs_in_window, last_token_ids
+            )
+            self.windows[idx_mapping] = moved.where(goes_on[:, None, None], window)
+            self.num_filled[idx_mapping] = filled.where(goes_on, num_filled)
+            self._insert(idx_mapping, owners.where(goes_on[:, None], NO_TOKEN), phrases)
         # What follows is the longest guess that the draft agrees with, and the draft's next token.
         rows = lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)

@@ -136,27 +136,17 @@ def insert_phrases(
     owners = torch.cat((owners.repeat_interleave(per_token), owners))
     owners = owners.where(candidates[:, 0] >= 0, nobody)
     # The youngest of equal ones of a token stays.
-    order = _lexicographic_order(torch.cat((owners[:, None], candidates), dim=1))
-    equal = torch.cat((owners[:, None], candidates), dim=1)[order]
-    repeated = torch.zeros_like(order, dtype=torch.bool)
-    repeated[:-1] = (equal[1:] == equal[:-1]).all(dim=1)
-    owners = owners.masked_fill(torch.empty_like(repeated).scatter_(0, order, repeated), nobody)
+    index = torch.arange(len(owners), device=table.device)
+    _, group = torch.cat((owners[:, None], candidates), dim=1).unique(dim=0, return_inverse=True)
+    youngest = torch.zeros_like(index).scatter_reduce_(0, group, index, "amax")
+    owners = owners.where(youngest[group] == index, nobody)
     # By token, the oldest first; places are counted from the last of each token.
     owners, order = owners.sort(stable=True)
-    index = torch.arange(len(owners), device=table.device)
     is_last = _run_starts(owners.flip(0)).flip(0)
     last = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
     place = per_token - 1 - (last - index)
     owners = owners.where(place >= 0, nobody)
     table[owners, place.clamp(min=0)] = candidates[order]
-
-
-def _lexicographic_order(keys: torch.Tensor) -> torch.Tensor:
-    """int64 [n], the stable order of integer [n, m] by their columns, the first counting most."""
-    order = torch.arange(len(keys), device=keys.device)
-    for column in keys.flip(1).unbind(1):
-        order = order[column[order].argsort(stable=True)]
-    return order
 
 
 def _run_starts(values: torch.Tensor) -> torch.Tensor:

@@ -108,9 +108,7 @@ def _moved(values: torch.Tensor, rows: int) -> torch.Tensor:
     return values[rows:] if rows >= 0 else torch.cat((values[:1].expand(-rows), values))
 
 
-def choose(
-    worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
-) -> tuple[torch.Tensor, float]:
+def choose(worths: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, float]:
     """How many nodes of each request a step verifies, for the most expected tokens by its time.
 
     Each request has a prefix of its own. A prefix grows by blocks: the next nodes with the highest
@@ -121,7 +119,6 @@ def choose(
     Args:
         worths: floating [batch, nodes], the chance that each node is accepted; 0 for none.
         times: float64 [rows + 1], the time of a step by its rows, never falling.
-        num_other_rows: rows beside those of these requests, each of which gives a token.
 
     Returns:
         int64 [batch]; of equally good choices the one with the fewest nodes, of equal blocks those
@@ -134,7 +131,7 @@ def choose(
         for worth, size in _blocks(row)
     ]
     blocks.sort(key=lambda block: block[:2])
-    rows, last = len(worths) + num_other_rows, len(times) - 1
+    rows, last = len(worths), len(times) - 1
     total = float(rows)
     best, num_taken = total / float(times[min(rows, last)]), 0
     for taken, (_, _, size, worth) in enumerate(blocks, start=1):

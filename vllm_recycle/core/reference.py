@@ -9,7 +9,6 @@ from vllm_recycle.core.learn import seed as seed
 from vllm_recycle.core.learn import top_k as top_k
 from vllm_recycle.core.phrase_pool import insert_phrases as insert_phrases
 from vllm_recycle.core.phrase_pool import newest_phrases as newest_phrases
-from vllm_recycle.core.price import choose as choose
 from vllm_recycle.core.verification import walk as walk
 
 name = "torch"

@@ -22,31 +22,22 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 
-class ReqStateIndices:
+class ReqStateIndices(dict[str, int]):
     """Gives each running request the lowest free one, for runners that have none."""
 
     def __init__(self, capacity: int) -> None:
+        super().__init__()
         self._free = list(range(capacity))  # a heap
-        self._of: dict[str, int] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._of
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def __getitem__(self, request_id: str) -> int:
-        return self._of[request_id]
 
     def assign(self, request_id: str) -> int:
         """The number of a request that has none yet."""
-        assert request_id not in self._of
-        self._of[request_id] = heappop(self._free)
-        return self._of[request_id]
+        assert request_id not in self
+        self[request_id] = heappop(self._free)
+        return self[request_id]
 
     def free(self, request_ids: Sequence[str]) -> list[int]:
         """Take back the numbers of those requests that have one, and return them."""
-        freed = [self._of.pop(request_id) for request_id in request_ids if request_id in self._of]
+        freed = [self.pop(request_id) for request_id in request_ids if request_id in self]
         for index in freed:
             heappush(self._free, index)
         return freed

@@ -84,7 +84,7 @@ class TokenRecyclingProposer:
         max_nodes: the most nodes of a tree that is grown.
         tree: the template to fill, its ranks below k; None to grow trees.
         seed_from_prompt: whether the prompt's text enters the matrix before decoding.
-        operations: what drafts, chooses, walks and learns.
+        operations: what drafts, walks and learns.
 
     """
 
@@ -115,7 +115,6 @@ class TokenRecyclingProposer:
         texts: TextEnds,
         *,
         prices: Mapping[str, torch.Tensor],
-        num_other_rows: int,
         max_nodes: int | None = None,
     ) -> Drafts:
         """See `draft`; of at most as many nodes as there is room for."""
@@ -124,7 +123,6 @@ class TokenRecyclingProposer:
             self.state.acceptance.counts,
             texts,
             prices=prices,
-            num_other_rows=num_other_rows,
             max_nodes=self.num_nodes if max_nodes is None else max_nodes,
             tree=self.tree,
         )

@@ -112,7 +112,7 @@ class TreeTemplate:
         provenance: where the tree comes from (free-form, kept in the file).
         parents, ranks, depths: int64 [rows]; the root has parent 0, rank 0, depth 0.
         ancestor_mask: bool [rows, rows], true where the column is the row or its ancestor.
-        levels: for each depth from 1, the int64 rows of that depth.
+        depth: levels below the root.
 
     Raises:
         ValueError: naming the node and the rule that it breaks.
@@ -126,21 +126,18 @@ class TreeTemplate:
     ranks: torch.Tensor = field(init=False, repr=False)
     depths: torch.Tensor = field(init=False, repr=False)
     ancestor_mask: torch.Tensor = field(init=False, repr=False)
-    levels: tuple[torch.Tensor, ...] = field(init=False, repr=False)
+    depth: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _validate(self.nodes)
         parents, ranks = torch.tensor([(0, 0), *self.nodes]).T.contiguous()
         trees = Trees.from_parents(parents[None])
-        depths = trees.depths[0]
         derived = {
             "parents": parents,
             "ranks": ranks,
-            "depths": depths,
+            "depths": trees.depths[0],
             "ancestor_mask": trees.ancestor_mask[0],
-            "levels": tuple(
-                torch.nonzero(depths == depth).flatten() for depth in range(1, trees.depth + 1)
-            ),
+            "depth": trees.depth,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -148,16 +145,6 @@ class TreeTemplate:
     @property
     def num_nodes(self) -> int:
         return len(self.nodes)
-
-    @property
-    def depth(self) -> int:
-        return len(self.levels)
-
-    @property
-    def prefix_depths(self) -> list[int]:
-        """How many levels its first 1, 2, ... nodes have."""
-        depths: list[int] = self.depths.cummax(0).values.tolist()
-        return depths[1:]
 
     def of_batch(self, batch: int) -> Trees:
         """This tree for each request of a batch; the tables are shared."""
@@ -178,7 +165,6 @@ class TreeTemplate:
         moved = copy.copy(self)
         for name in ("parents", "ranks", "depths", "ancestor_mask"):
             object.__setattr__(moved, name, getattr(self, name).to(device))
-        object.__setattr__(moved, "levels", tuple(level.to(device) for level in self.levels))
         return moved
 
     def check_ranks(self, k: int) -> None:

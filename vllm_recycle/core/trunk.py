@@ -24,7 +24,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 CHOICES, PARTS = 3, 10
 
 
-class ChoosingModel(Protocol):
+class DraftModel(Protocol):
     """The draft model and its KV cache, as one round finds them."""
 
     def choose(
@@ -50,6 +50,20 @@ class ChoosingModel(Protocol):
 
         """
 
+    def forward(
+        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for nodes that are a tree, and the first choice alone.
+
+        Args:
+            idx_mapping, new_token_ids: as for `choose`.
+            row_token_ids: int64 [batch, nodes], of `DraftShape.lookahead`, -1 for none.
+
+        Returns:
+            int64 [batch, nodes + 1].
+
+        """
+
 
 # What may follow some texts: of each a chain.
 Guess = Callable[[TextEnds], list[list[int]]]
@@ -57,7 +71,7 @@ Guess = Callable[[TextEnds], list[list[int]]]
 
 def draft_trunks(
     texts: TextEnds,
-    model: ChoosingModel,
+    model: DraftModel,
     guess: Guess,
     acceptance: ChoiceAcceptance,
     *,

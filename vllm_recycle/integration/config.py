@@ -26,8 +26,8 @@ from vllm_recycle.integration.options import (
     TOKEN_RECYCLING,
     DraftModelOptions,
     TokenRecyclingOptions,
+    options_class,
     options_of,
-    parse,
     put,
     table_of,
 )
@@ -122,7 +122,7 @@ def rewrite(engine_args: Any) -> Any | None:
     }
     refusals.refuse(method, early)
     given_table = given.pop(TABLE, None)
-    options = parse(method, given, on_gpu=platform.on_v2)
+    options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
     table = check_table(given_table, options.num_nodes) or options.schedule(
         on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
     )

@@ -10,26 +10,9 @@ draft nothing do not run the draft model.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-
-from vllm_recycle.core.req_states import ReqStateIndices
-
-
-class Begun(NamedTuple):
-    """A request that starts.
-
-    Attributes:
-        req_state_idx: of it.
-        num_cached: tokens of its text that the draft model's layers have.
-        num_computed: tokens of it that the target's have.
-
-    """
-
-    req_state_idx: int
-    num_cached: int
-    num_computed: int
 
 
 class DraftBlocks:
@@ -52,14 +35,18 @@ class DraftBlocks:
         self._num_marked: dict[int, int] = {}
 
     def follow(
-        self, scheduler_output: Any, index_of: dict[str, int] | ReqStateIndices, group: int
-    ) -> list[Begun]:
+        self, scheduler_output: Any, index_of: dict[str, int], group: int
+    ) -> list[tuple[int, int, int]]:
         """Take in which requests start in a step, and which blocks are given out.
 
         Args:
             scheduler_output: of the step, vLLM's.
             index_of: the `req_state_idx` of each request.
             group: which of vLLM's KV cache groups the blocks are of.
+
+        Returns:
+            Of each request that starts its `req_state_idx`, and the tokens of its text that the
+            draft model's layers have, and the target's.
 
         """
         running = scheduler_output.scheduled_cached_reqs
@@ -84,11 +71,11 @@ class DraftBlocks:
             for req_id, block_ids, num_computed in starting
         ]
 
-    def _begin(self, state: int, block_ids: list[int], num_computed: int) -> Begun:
+    def _begin(self, state: int, block_ids: list[int], num_computed: int) -> tuple[int, int, int]:
         found = block_ids[: num_computed // self.block_size]
         num_marked = int(self.is_marked[found].cumprod().sum())
         self._blocks[state], self._num_marked[state] = [*block_ids], num_marked
-        return Begun(state, num_marked * self.block_size, num_computed)
+        return state, num_marked * self.block_size, num_computed
 
     def mark(self, states: np.ndarray, num_cached: np.ndarray) -> None:
         """Mark the blocks of which all tokens were taken in.

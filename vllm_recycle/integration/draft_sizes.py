@@ -1,8 +1,8 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up by the number of requests that a step has. `DraftSizes` chooses it instead,
-by those requests that draft; `SizeTable` is what vLLM takes for its table. What is known comes with
-the output of earlier steps, from the first rank.
+vLLM looks the number up by the number of requests that a step has. In the place of its table
+`DraftSizes` chooses it by those requests that draft. What is known comes with the output of earlier
+steps, from the first rank.
 """
 
 from __future__ import annotations
@@ -60,16 +60,6 @@ def _max_rows(vllm_config: Any) -> int:
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
 
 
-class SizeTable:
-    """Stands in the place of vLLM's table of sizes by batch; asked once per step, it chooses."""
-
-    def __init__(self, sizes: DraftSizes) -> None:
-        self.sizes = sizes
-
-    def __getitem__(self, num_reqs: int) -> int:
-        return self.sizes.choose(num_reqs)
-
-
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
@@ -95,11 +85,11 @@ class DraftSizes:
         self._seconds: dict[bool, dict[int, float]] = {}
         self._given: dict[str, int] = {}
 
-    def choose(self, num_reqs: int) -> int:
+    def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
 
-        Where nothing is known of steps like the next one, since they have no graph or none was
-        timed, the size stays what it was.
+        It is asked for once per step. Where nothing is known of steps like the next one, since they
+        have no graph or none was timed, the size stays what it was.
         """
         self._count_requests()
         self.chooser.hold()

@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_limits import even_limit
-from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
+from vllm_recycle.integration.draft_sizes import DraftSizes
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import (
     DraftModelOptions,
@@ -58,12 +58,11 @@ class TreeScheduler(Scheduler):
             self.depth_of_nodes = (
                 [min(count, LEVELS) for count in nodes]
                 if options.is_dynamic
-                else options.load_tree().prefix_depths
+                else options.load_tree().depths.cummax(0).values[1:].tolist()
             )
         self.sizes: DraftSizes | None = None
         if chooses_sizes(vllm_config):
-            self.sizes = DraftSizes(self, vllm_config)
-            self.dynamic_sd_lookup = SizeTable(self.sizes)
+            self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         stride = None if packs_grammar_masks() else 1 + self.num_spec_tokens
         self.masks = GrammarMasks(self.structured_output_manager, stride)
         # Else grammars are not where drafts grow, and what they forbid is taken out afterwards.

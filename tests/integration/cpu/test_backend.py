@@ -104,6 +104,6 @@ def test_chains_are_ours_where_their_rows_share_loads(dtype, monkeypatch):
     shares_loads = {"float32": True, "bfloat16": not has_amx, "float16": False}[dtype]
     with engine(CHAINS_PAY, dtype=dtype) as llm:
         steps = run(llm, monkeypatch)
-    chains = [built for step, _, built in steps if any(step.num_nodes) and step.are_chains]
+    chains = [built for step, _, built in steps if any(step.num_nodes) and step.trees.are_chains]
     assert chains
     assert {isinstance(built, TreeMetadata) for built in chains} == {shares_loads}

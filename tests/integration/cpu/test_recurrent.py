@@ -18,17 +18,12 @@ from engines import (
     runner,
     watch_steps,
 )
+from reach_table import NGRAM
 from recurrent_models import falcon_h1, mamba2
 from vllm import SamplingParams
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.sampling_params import StructuredOutputsParams
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 4,
-}
 PROMPTS = read_prompts(8, max_words=60)
 TOKENS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 

@@ -69,7 +69,8 @@ def paths_to(rows: list[int]) -> torch.Tensor:
 def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
     trees = make(batch)
     token_row = logit_row = 0
-    tree_token_rows, tree_rows = [], []
+    positions = torch.arange(sum(len(request.tokens) for request in batch))
+    expected = positions.tolist()
     for index, request in enumerate(batch):
         size = request.num_nodes
         root = token_row + len(request.tokens) - 1 - size
@@ -78,15 +79,14 @@ def test_rows_and_drafts_are_where_a_loop_over_the_requests_finds_them(batch):
         assert trees.first_token_row[index] == root
         assert trees.cu_num_logits[index] == logit_row
         assert trees.drafts[index].tolist() == request.logit_tokens[1:] + [-1] * unscheduled
-        if size:
-            tree_token_rows += range(root, root + size + 1)
-            tree_rows += range(size + 1)
+        expected[root : root + size + 1] = [root + len(PATHS[row]) - 1 for row in range(size + 1)]
         token_row += len(request.tokens)
         logit_row += size + 1
     assert trees.cu_num_logits[-1] == logit_row
-    _, rows, token_rows = trees.tree_rows()
-    assert token_rows.tolist() == tree_token_rows
-    assert rows.tolist() == tree_rows
+    input_ids = np.array([token for request in batch for token in request.tokens])
+    trees.place([positions], input_ids)
+    assert positions.tolist() == expected
+    assert input_ids.tolist() == [max(0, t) for request in batch for t in request.tokens]
     assert trees.row_token_ids.tolist() == [
         token for request in batch for token in request.logit_tokens
     ]

@@ -1,4 +1,4 @@
-"""Drafting, choosing, learning and walking in C++ give what the reference gives, bit for bit."""
+"""Drafting, learning and walking in C++ give what the reference gives, bit for bit."""
 
 from __future__ import annotations
 
@@ -93,13 +93,12 @@ def price_of(draw, num_rows: int) -> torch.Tensor:
     batch=st.integers(1, 3),
     max_nodes=st.integers(1, 40),
     equal=st.booleans(),
-    others=st.integers(0, 3),
     kinds=st.sampled_from([(TREES,), (CHAINS,), (TREES, CHAINS)]),
     has_flags=st.booleans(),
     data=st.data(),
 )
 def test_drafts_equal_those_of_the_reference(
-    matrix, batch, max_nodes, equal, others, kinds, has_flags, data
+    matrix, batch, max_nodes, equal, kinds, has_flags, data
 ):
     num_rows = data.draw(st.integers(1, 60))
     prices = {kind: data.draw(price_of(num_rows)) for kind in kinds}
@@ -113,7 +112,7 @@ def test_drafts_equal_those_of_the_reference(
     depths = torch.randint(6, (batch,)).tolist()
     texts = TextEnds(torch.randperm(3)[:batch], ends, depths, trunks, grammars)
     counts, before = counts_for(matrix, equal=equal), matrix.table.clone()
-    options = {"num_other_rows": others, "max_nodes": max_nodes, "tree": tree}
+    options = {"max_nodes": max_nodes, "tree": tree}
     expected, got = (
         twin.draft(matrix, counts, texts, prices=prices, **options) for twin in (reference, calls)
     )
@@ -132,30 +131,8 @@ def test_what_a_grammar_expects_comes_beside_all_successors():
     texts = TextEnds(one, ends_of([[1]]), [1], grammars=[Expects2()])
     counts, prices = counts_for(matrix, equal=False), {TREES: StepTimes.linear(0.0, 4).at(1, 0)}
     for twin in (reference, calls):
-        drafts = twin.draft(matrix, counts, texts, prices=prices, num_other_rows=0, max_nodes=2)
+        drafts = twin.draft(matrix, counts, texts, prices=prices, max_nodes=2)
         assert sorted(drafts.token_ids[0]) == [0, 2]
-
-
-@MANY
-@given(
-    seed=st.integers(0, 10**6),
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 12)),
-    others=st.integers(0, 4),
-    num_rows=st.integers(1, 40),
-    eighths=st.booleans(),
-    row_cost=st.sampled_from([None, 0.0, 0.05]),
-)
-def test_choose_equals_the_reference(seed, shape, others, num_rows, eighths, row_cost):
-    torch.manual_seed(seed)
-    times = torch.rand(num_rows + 1).double().cumsum(0)
-    if row_cost is not None:
-        times = StepTimes.linear(row_cost, num_rows).at(1, 0)
-    worths = torch.randint(9, shape).double() / 8 if eighths else torch.rand(shape)
-    expected, got = (
-        twin.choose(worths, times, num_other_rows=others) for twin in (reference, calls)
-    )
-    assert got[0].equal(expected[0])
-    assert got[1] == expected[1]
 
 
 @MANY
@@ -254,9 +231,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
         max_depths = torch.tensor([0, 2, 50, 50])[torch.randint(4, (2,))].tolist()
         ends = ends_of(texts)
         drafted, same = (
-            proposer.propose(
-                TextEnds(idx_mapping, ends, max_depths), prices=prices, num_other_rows=1
-            )
+            proposer.propose(TextEnds(idx_mapping, ends, max_depths), prices=prices)
             for proposer in proposers
         )
         assert same == drafted
@@ -345,4 +320,4 @@ def test_a_table_of_another_type_or_layout_is_refused():
     prices = {TREES: StepTimes.linear(0.0, 4).at(1, 0)}
     counts = counts_for(matrix, equal=True)
     with pytest.raises(AssertionError):
-        calls.draft(matrix, counts, texts, prices=prices, num_other_rows=0, max_nodes=2)
+        calls.draft(matrix, counts, texts, prices=prices, max_nodes=2)

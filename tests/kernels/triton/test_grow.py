@@ -16,7 +16,7 @@ from strategies import trees
 from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import MAX_SALT
 from vllm_recycle.core.grow import Trunks
-from vllm_recycle.core.tree import TreeTemplate, load_tree
+from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
@@ -66,6 +66,7 @@ def check(setting: Setting) -> None:
     # The device grows all trees to the same depth.
     setting = replace(setting, max_depths=[setting.levels] * len(idx_mapping))
     expected = setting.grow()
+    expected_trees = Trees.from_parents(expected.parents)
     trees = DeviceTrees.empty(setting.max_nodes, MAX_NUM_REQS, depth=setting.levels, device=DEVICE)
     before = trees.parents.clone()
     trunks = setting.trunks
@@ -76,9 +77,9 @@ def check(setting: Setting) -> None:
     drafts, worths = draft(grow, setting, setting.max_nodes, **given)
     assert drafts.equal(expected.token_ids)
     assert worths.equal(expected.worths.float())
-    assert trees.parents[idx_mapping].cpu().long().equal(expected.trees.parents)
-    assert trees.depths[idx_mapping].cpu().long().equal(expected.trees.depths)
-    assert trees.ancestor_bits[idx_mapping].cpu().equal(ancestor_bits(expected.trees.ancestor_mask))
+    assert trees.parents[idx_mapping].cpu().long().equal(expected.parents)
+    assert trees.depths[idx_mapping].cpu().long().equal(expected_trees.depths)
+    assert trees.ancestor_bits[idx_mapping].cpu().equal(ancestor_bits(expected_trees.ancestor_mask))
     others = [row for row in range(MAX_NUM_REQS) if row not in idx_mapping]
     assert trees.parents[others].equal(before[others])
 

@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 
 from vllm_recycle.cli.bench import methods
-from vllm_recycle.cli.bench.arguments import add_workload, positive, positive_list, temperature
+from vllm_recycle.cli.bench.arguments import add_workload, number_range, positive, temperature
 from vllm_recycle.cli.bench.plan import make_plan
 
 
@@ -50,13 +50,11 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft-tokens",
-        type=positive_list,
+        type=number_range(1),
         metavar="N[,N...]",
-        help="tokens that vLLM's draft_model drafts; several make the methods draft_model-N; "
-        f"default: {methods.DEFAULT_DRAFT_TOKENS}",
+        help="tokens that vLLM's draft_model drafts; several, or FIRST:LAST[:STEP], make the "
+        f"methods draft_model-N; default: {methods.DEFAULT_DRAFT_TOKENS}",
     )
-    parser.add_argument("--tree", help="token_recycling: a tree's name or file")
-    parser.add_argument("--scope", help="token_recycling: what the adjacency matrix spans")
     parser.add_argument(
         "--speculative-config",
         action="append",
@@ -71,9 +69,9 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="always emit --max-tokens tokens")
     parser.add_argument(
         "--concurrency",
-        type=positive_list,
+        type=number_range(1),
         default=(1,),
-        help="requests in flight, for example 1,2,4; default: 1",
+        help="requests in flight, for example 1,2,4, or FIRST:LAST[:STEP]; default: 1",
     )
     parser.add_argument(
         "--temperature",

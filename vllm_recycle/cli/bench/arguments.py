@@ -98,16 +98,6 @@ def temperature(text: str) -> float:
     raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 2")
 
 
-def positive_list(text: str) -> tuple[int, ...]:
-    """An argument type: integers of at least 1, separated by commas, none twice."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts) or len(set(parts)) < len(parts):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected different integers of at least 1, for example 1,2,4"
-        )
-    return tuple(map(int, parts))
-
-
 def number_range(least: int) -> Callable[[str], tuple[int, ...]]:
     """An argument type: FIRST:LAST or FIRST:LAST:STEP, the last one included, or N,N,..."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError
@@ -46,8 +45,7 @@ def needs_plugin(config: SpeculativeConfig) -> bool:
 def choose_methods(args: argparse.Namespace) -> Methods:
     """The methods of a run; raises UsageError for one that is unknown or incomplete."""
     drafting, given = _drafting_methods(args), dict(map(_named_config, args.speculative_config))
-    known = METHODS | {"token_recycling": {"method": "token_recycling", **_tree_options(args)}}
-    known |= drafting | given
+    known = METHODS | drafting | given
     default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
     names = [name.strip() for name in (args.methods or default).split(",")]
     has_suffix = find_spec("arctic_inference") is not None
@@ -66,10 +64,6 @@ def choose_methods(args: argparse.Namespace) -> Methods:
     if unused := given.keys() - set(names):
         raise UsageError(
             f"--speculative-config {min(unused)} is not among --methods {args.methods or default}"
-        )
-    if (args.tree or args.scope) and ("token_recycling" not in set(names) - given.keys()):
-        raise UsageError(
-            "--tree and --scope belong to the method token_recycling, which is not run"
         )
     if drafting and not drafting.keys() & set(names):
         raise UsageError(
@@ -102,12 +96,6 @@ def _drafting_methods(args: argparse.Namespace) -> Methods:
     }
     ours = {"method": OUROBOROS, "model": args.draft_model}
     return methods | {OUROBOROS: ours, OUROBOROS_PAPER: ours | {"preset": PAPER}}
-
-
-def _tree_options(args: argparse.Namespace) -> dict[str, Any]:
-    if args.tree and args.tree.endswith(".json") and not Path(args.tree).is_file():
-        raise UsageError(f"--tree {args.tree}: no such file")
-    return {key: value for key in ("tree", "scope") if (value := getattr(args, key)) is not None}
 
 
 def _named_config(text: str) -> tuple[str, dict[str, Any]]:

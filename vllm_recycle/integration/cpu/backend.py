@@ -64,7 +64,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         step, self.step = self.step, None
         # Of chains attention need not know: vLLM's metadata say it all. But where their rows share
         # what is loaded, ours takes less time.
-        if step is not None and step.are_chains and not self.shares_loads:
+        if step is not None and step.trees.are_chains and not self.shares_loads:
             step = None
         return self.build_step(common_attn_metadata, step)
 

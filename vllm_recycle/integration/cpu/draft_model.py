@@ -20,7 +20,6 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_recycle.core.grow import TextEnds
-from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.step_layout import StepLayout
@@ -84,7 +83,7 @@ class DraftModel(DraftModelProposer):
         """Names of its attention layers."""
         return self._draft_attn_layer_names
 
-    def follow(self, scheduler_output: Any, index_of: ReqStateIndices) -> None:
+    def follow(self, scheduler_output: Any, index_of: dict[str, int]) -> None:
         """Take in which requests start in a step, and which blocks are given out."""
         begun = self.blocks.follow(scheduler_output, index_of, self.kv_cache_gid)
         for req_state_idx, num_cached, _ in begun:
@@ -176,7 +175,7 @@ class Round:
     def forward(
         self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """See `vllm_recycle.core.ouroboros.DraftModel`."""
+        """See `vllm_recycle.core.trunk.DraftModel`."""
         outputs = torch.zeros(len(row_token_ids), 1 + row_token_ids.shape[1], dtype=torch.int64)
         for there, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
             outputs[there] = logits.max(dim=1).indices
@@ -189,7 +188,7 @@ class Round:
         row_token_ids: torch.Tensor,
         choices: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `vllm_recycle.core.trunk.ChoosingModel`."""
+        """See `vllm_recycle.core.trunk.DraftModel`."""
         shape = len(row_token_ids), 1 + row_token_ids.shape[1], choices
         token_ids = torch.full(shape, NO_TOKEN)
         chances = torch.zeros(shape, dtype=torch.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence, Set
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -13,7 +13,6 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes, least_slopes
-from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.served_times import ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
@@ -38,24 +37,20 @@ class V1Drafter(Drafter):
 
     Attributes:
         proposer: what drafts and learns.
-        row_cost: what the user says of a row, in units of a step of one row; None to measure.
         max_rows: most rows of a step that drafts may make.
         step_times: what a step takes by its rows, by what its drafts are.
-        follows_steps: whether these follow what served steps took.
-        served: what follows them, where rows were measured.
+        served: what follows what served steps took, where rows were measured.
 
     """
 
-    follows_steps: ClassVar[bool] = False
     proposer: TokenRecyclingProposer | OuroborosProposer
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         scheduler = vllm_config.scheduler_config
-        self.row_cost = self.options.row_cost
         drafts = int(self.options.budget_share * scheduler.max_num_scheduled_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
-        linear = StepTimes.linear(self.row_cost or 0.0, self.max_rows)
+        linear = StepTimes.linear(self.options.row_cost or 0.0, self.max_rows)
         self.step_times = dict.fromkeys(self.options.kinds, linear)
         self.served: ServedTimes | None = None
 
@@ -71,7 +66,7 @@ class V1Drafter(Drafter):
     def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
         """A request starts, with this text, int64 [length]."""
 
-    def follow(self, scheduler_output: Any, index_of: ReqStateIndices) -> None:
+    def follow(self, scheduler_output: Any, index_of: dict[str, int]) -> None:
         """Take in what vLLM has scheduled; requests that start have a `req_state_idx` here."""
 
     def release(self, req_state_indices: Sequence[int]) -> None:
@@ -132,20 +127,23 @@ class V1Drafter(Drafter):
             What was found, if anything was measured.
 
         """
-        if self.row_cost is not None:
+        if self.options.row_cost is not None:
             return None
-        self.step_times, step_seconds, found = find_step_times(runner)
+        times, found = find_step_times(runner)
+        if times is None:
+            return found
+        self.step_times = times
         # Under `isolated` nothing that depends on other requests may be seen in a draft.
-        if step_seconds is not None and self.follows_steps and not self.options.isolates:
-            self.served = ServedTimes(self.step_times)
-        return found if step_seconds is None else found + self.judge()
+        if not self.options.isolates:
+            self.served = ServedTimes(times)
+        return found + self.judge()
 
     def serve(self, step: StepLayout, context: float, seconds: float) -> None:
         """Take in what a step without prompts took, behind so many tokens on average."""
         if self.served is None:
             return
         num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
-        kind: str | None = CHAINS if step.are_chains else TREES
+        kind: str | None = CHAINS if step.trees.are_chains else TREES
         # A draft of one node is a chain and a tree.
         is_any = kind not in self.step_times or step.trees.num_nodes <= 1
         kind = None if is_any else kind

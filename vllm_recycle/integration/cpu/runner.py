@@ -238,7 +238,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             path: int64 [batch, path], the accepted rows of each tree, padded with -1.
 
         """
-        if self.step.are_chains:
+        if self.step.trees.are_chains:
             return
         if not (moves := self.step.moves(path)):
             return

@@ -75,17 +75,6 @@ class StepLayout:
             torch.from_numpy(table)[:, 1:],
         )
 
-    @property
-    def are_chains(self) -> bool:
-        """Whether such a step is as vLLM prepares it."""
-        return self.trees.are_chains
-
-    def tree_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all rows of requests that have a draft: whose, which of its tree, and token row."""
-        is_scheduled = _is_scheduled(self.num_nodes, 1 + self.trees.num_nodes)
-        requests, rows = np.nonzero(is_scheduled & is_scheduled[:, 1:2])
-        return requests, rows, np.array(self.first_token_row)[requests] + rows
-
     def place(self, positions: Sequence[torch.Tensor], input_ids: np.ndarray) -> None:
         """Turn the inputs that were prepared for chains into those of trees.
 
@@ -97,8 +86,10 @@ class StepLayout:
             input_ids: integer [tokens]; nodes that were not filled get a token in place.
 
         """
-        if not self.are_chains:
-            requests, rows, token_rows = self.tree_rows()
+        if not self.trees.are_chains:  # else the step is as vLLM prepares it
+            is_scheduled = _is_scheduled(self.num_nodes, 1 + self.trees.num_nodes)
+            requests, rows = np.nonzero(is_scheduled & is_scheduled[:, 1:2])
+            token_rows = np.array(self.first_token_row)[requests] + rows
             shifts = self.trees.depths.numpy()[requests, rows] - rows
             for of_rows in positions:
                 of_rows.numpy()[..., token_rows] += shifts

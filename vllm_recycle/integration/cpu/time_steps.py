@@ -17,7 +17,6 @@ from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.options import options_of
 
 Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
 
@@ -30,7 +29,7 @@ ROUNDS = 5
 MAX_SECONDS, SURE = 0.8, 3  # for a load; but so many sizes are timed, however long that takes
 
 
-def find_step_times(runner: Any) -> tuple[dict[str, StepTimes], float | None, str]:
+def find_step_times(runner: Any) -> tuple[dict[str, StepTimes] | None, str]:
     """Measure the times of steps, by what their drafts are.
 
     Args:
@@ -38,14 +37,20 @@ def find_step_times(runner: Any) -> tuple[dict[str, StepTimes], float | None, st
             has no requests.
 
     Returns:
-        The times, seconds of a step of one row, None where no step has room for more, and a line
-        that says what was found.
+        The times, None where no step has room for more rows than one, and a line that says what
+        was found.
 
     """
     max_rows = runner.drafter.max_rows
-    most = _most_rows(runner, max_rows)
+    # Of one request.
+    most = min(
+        max_rows,
+        runner.max_num_tokens,
+        1 + runner.drafter.options.num_nodes,
+        runner.max_model_len - 1,
+    )
     if most < 2:
-        return runner.drafter.step_times, None, "no step has room for a draft"
+        return None, "no step has room for a draft"
     started = time.perf_counter()
     measured = from_first_rank(_measure(runner, most))
     seconds = time.perf_counter() - started
@@ -55,26 +60,16 @@ def find_step_times(runner: Any) -> tuple[dict[str, StepTimes], float | None, st
         times[kind] = StepTimes.measured(points, max_rows)
         of_rows = sorted(points[first].items())
         shown.append(f"{kind} " + ", ".join(f"{rows}: {1e3 * time:.1f}" for rows, time in of_rows))
-    return (
-        times,
-        points[first][1],
-        (
-            f"a step by its rows, in ms, of {requests} request behind {context} tokens: "
-            f"{'; '.join(shown)}; measured in {seconds:.1f} s for {len(points)} loads"
-        ),
+    return times, (
+        f"a step by its rows, in ms, of {requests} request behind {context} tokens: "
+        f"{'; '.join(shown)}; measured in {seconds:.1f} s for {len(points)} loads"
     )
-
-
-def _most_rows(runner: Any, max_rows: int) -> int:
-    """Rows of the largest step of one request that can be timed."""
-    nodes = options_of(runner.vllm_config).num_nodes
-    return min(max_rows, runner.max_num_tokens, 1 + nodes, runner.max_model_len - 1)
 
 
 def _measure(runner: Any, most: int) -> dict[str, Points]:
     """Time steps with drafts of several sizes, at several loads."""
     longest = runner.max_model_len - most
-    points: dict[str, Points] = {kind: {} for kind in options_of(runner.vllm_config).kinds}
+    points: dict[str, Points] = {kind: {} for kind in runner.drafter.options.kinds}
     with _spread_blocks(runner):
         # No step has more requests: the largest one is timed in the place of larger loads.
         most_reqs = runner.max_num_reqs

@@ -23,7 +23,6 @@ from vllm_recycle.kernels.cpu import native_operations
 class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
-    follows_steps = True
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
 
@@ -95,7 +94,6 @@ class TokenRecyclingV1Drafter(V1Drafter):
         drafts = self.proposer.propose(
             texts,
             prices=self.prices(*load) if kind is None else {kind: self.free},
-            num_other_rows=0,
             max_nodes=min(num_nodes, most),
         )
         if look is not None:
@@ -113,7 +111,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes
-        cost = "measured" if self.row_cost is None else f"{self.row_cost:g} of a step"
+        cost = "measured" if (cost := self.options.row_cost) is None else f"{cost:g} of a step"
         tree, what = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
         if tree is not None:
             what = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"

@@ -87,7 +87,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         depths = np.minimum(left, self.room(texts, block_tables) + 1).clip(min=0)
         to_read = (drafting.behind - self.gamma - 1).clip(min=0)
         alone: StepAlone | None = None
-        if self.row_cost is None and not self.isolates and depths.any():
+        if self.options.row_cost is None and not self.isolates and depths.any():
             alone = self._step_alone(texts, num_nodes)
             depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
         if not (num_drafting := int((depths > 0).sum())):
@@ -111,7 +111,6 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
         """Trunks below some texts; what the draft model tries is drafted from the matrix."""
-        state, operations = self.proposer.state, self.proposer.operations
         chosen = texts.idx_mapping.numpy()[np.array(texts.max_depths) > 0]
         drafting.catch_up(chosen)
         self.num_rounds += len(chosen)
@@ -119,14 +118,8 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
 
         def guess(ends: TextEnds) -> list[list[int]]:
             self.num_forwards += len(ends.max_depths)
-            return operations.draft(
-                state.matrix,
-                state.acceptance.counts,
-                ends,
-                prices={CHAINS: row},
-                num_other_rows=0,
-                max_nodes=self.gamma,
-            ).token_ids
+            drafts = self.proposer.propose(ends, prices={CHAINS: row}, max_nodes=self.gamma)
+            return drafts.token_ids
 
         reach = self.proposer.layout.reach
         return draft_trunks(
@@ -143,7 +136,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         """What a step would be whose drafts have no trunk."""
         num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
         most, prices = min(num_nodes, self.proposer.num_nodes), self.prices(num_reqs, context)
-        drafts = self.proposer.propose(texts, prices=prices, num_other_rows=0, max_nodes=most)
+        drafts = self.proposer.propose(texts, prices=prices, max_nodes=most)
         return StepAlone(num_reqs, self._unit(num_reqs, context), drafts.rate)
 
     def prices(self, num_reqs: int, context: float) -> dict[str, torch.Tensor]:

@@ -48,15 +48,27 @@ class V2Speculator(BaseSpeculator):
 class V2Drafter(Drafter):
     """What the V2 runner asks for; nothing of it waits for the device.
 
+    Args:
+        vllm_config: of the engine.
+        device: where all of it lives.
+        req_states: the runner's, whose texts are read.
+
     Attributes:
         trees: the topology of all requests' drafts, by `req_state_idx`.
         best: integer [logit rows], the most probable token of each row that was observed; None
             where the method does not look for it.
+        num_rounds: of a draft model, counted once for each request; a round that is replayed counts
+            nothing itself.
 
     """
 
     trees: DeviceTrees
     best: torch.Tensor | None = None
+    num_rounds = 0
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        super().__init__(vllm_config)
+        self.device, self.req_states = device, req_states
 
     @abstractmethod
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from vllm_recycle.integration.cuda.drafter import V2Drafter
 from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
 from vllm_recycle.integration.cuda.ouroboros.trunk import TrunkV2Drafter
@@ -18,7 +13,7 @@ from vllm_recycle.integration.options import (
     TrunkOptions,
 )
 
-DRAFTERS: dict[type[MethodOptions], Callable[[Any, torch.device, Any], V2Drafter]] = {
+DRAFTERS: dict[type[MethodOptions], type[V2Drafter]] = {
     TokenRecyclingOptions: TokenRecyclingV2Drafter,
     OuroborosOptions: OuroborosV2Drafter,
     TrunkOptions: TrunkV2Drafter,

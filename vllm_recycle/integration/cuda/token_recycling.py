@@ -41,11 +41,6 @@ from vllm_recycle.kernels.triton.trees import DeviceTrees
 class TokenRecyclingV2Drafter(V2Drafter):
     """Grows a tree for each request, or fills a template.
 
-    Args:
-        vllm_config: of the engine.
-        device: where all of it lives.
-        req_states: the runner's, whose texts are read.
-
     Attributes:
         template: that is filled; None where trees are grown.
         counts: what the state's counts are on the device.
@@ -64,8 +59,8 @@ class TokenRecyclingV2Drafter(V2Drafter):
     worths: torch.Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        super().__init__(vllm_config)
-        self.req_states, options = req_states, self.options
+        super().__init__(vllm_config, device, req_states)
+        options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.seeds = options.seed_from_prompt

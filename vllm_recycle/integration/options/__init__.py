@@ -30,11 +30,6 @@ def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]
     return OuroborosOptions if values.get("preset") == PAPER else TrunkOptions
 
 
-def parse(method: str, given: Mapping[str, Any], *, on_gpu: bool) -> MethodOptions:
-    """See `MethodOptions.parse`."""
-    return options_class(method, given).parse(given, on_gpu=on_gpu)
-
-
 def put(
     additional_config: dict[str, Any],
     options: MethodOptions,

@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_double, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,12 +27,7 @@ logger = logging.getLogger("vllm.recycle")
 
 CPU_INFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent
-SOURCES = tuple(
-    FOLDER / f"{name}.cpp" for name in ("kv_cache", "matrix", "phrases", "tree_attention", "walk")
-)
-HEADERS = tuple(
-    FOLDER / f"{name}.h" for name in ("amx", "lanes", "softmax", "top_k", "tree_columns")
-)
+SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(f"*.{kind}"))) for kind in ("cpp", "h"))
 # Not -ffast-math, which would change the floating-point mode of the whole process.
 # On x86 lanes.h says what is rounded once.
 CONTRACT = "-ffp-contract=" + ("off" if platform.machine() == "x86_64" else "fast")
@@ -43,10 +38,9 @@ SIGNATURES = {
     "tree_attention": "p" + "pi" * 2 + "p" + "pi" * 2 + "p" + "iiiiiii" + "f" + "i",
     "move_slots": "p" + "ii" + "pp" + "ii",
     "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
-    "choose": "pp" + "iiii" + "p",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    "draft": "ppppp" + "i" + "pppp" + "ii" + "pp" + "iii" + "ppp" + "i" + "pp" + "i" + "pp",
+    "draft": "ppppp" + "i" + "pppp" + "ii" + "pp" + "ii" + "ppp" + "i" + "pp" + "i" + "pp",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
     "top_k_rows": "p" + "iiiiii" + "pp",
@@ -88,7 +82,6 @@ def load_library() -> ctypes.CDLL | None:
         function.argtypes = [TYPES[letter] for letter in signature]
         function.restype = None
     built.library.reads_amx_layout.restype = built.library.draft.restype = c_int64
-    built.library.choose.restype = c_double
     return built.library
 
 

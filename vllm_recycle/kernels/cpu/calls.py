@@ -190,7 +190,6 @@ def draft(
     texts: TextEnds,
     *,
     prices: Mapping[str, torch.Tensor],
-    num_other_rows: int,
     max_nodes: int,
     tree: TreeTemplate | None = None,
 ) -> Drafts:
@@ -211,7 +210,6 @@ def draft(
             *_trunks(texts.trunks, batch),
             *grammars,
             batch,
-            num_other_rows,
             max_nodes,
             *_pointers(*template),
             0 if tree is None else tree.num_nodes,
@@ -273,23 +271,6 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         first.data_ptr(),
     )
     return best, first
-
-
-def choose(
-    worths: torch.Tensor, times: torch.Tensor, *, num_other_rows: int
-) -> tuple[torch.Tensor, float]:
-    """See `vllm_recycle.core.price.choose`."""
-    worths = worths.double().contiguous()
-    counts = torch.empty(len(worths), dtype=torch.int64)
-    rate = _library().choose(
-        _pointer(worths, torch.float64),
-        _pointer(times, torch.float64),
-        len(times),
-        num_other_rows,
-        *worths.shape,
-        counts.data_ptr(),
-    )
-    return counts, rate
 
 
 def walk(

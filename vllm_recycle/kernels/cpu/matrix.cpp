@@ -393,8 +393,9 @@ std::vector<double> least_slopes(const double* times, int64_t num_times) {
 
 // See _grow_what_may_pay.
 void grow_what_may_pay(const Source& source, int64_t ranks, const double* times,
-                       int64_t num_times, int64_t num_reqs, Offer& offer) {
-  num_times = std::min(num_times, 1 + num_reqs + source.batch * offer.nodes);
+                       int64_t num_times, Offer& offer) {
+  const int64_t num_reqs = source.batch;
+  num_times = std::min(num_times, 1 + num_reqs * (1 + offer.nodes));
   const std::vector<double> slopes = least_slopes(times, num_times);
   const int64_t last = num_times - 1, first = std::min(num_reqs, last);
   const double plain = double(num_reqs) / times[first];
@@ -436,12 +437,51 @@ void fill(const Source& source, const int64_t* parents, const int64_t* ranks,
   }
 }
 
+// Nodes of a request that are taken together.
+struct Block {
+  double worth;
+  int64_t size, request;
+
+  double average() const { return worth / double(size); }
+};
+
+// See price.choose.
+double choose(const double* worths, const double* times, int64_t num_times, int64_t batch,
+              int64_t nodes, int64_t* counts) {
+  std::vector<Block> blocks;
+  for (int64_t b = 0; b < batch; b++) {
+    const size_t first = blocks.size();
+    for (int64_t node = 0; node < nodes; node++) {
+      Block block = {worths[b * nodes + node], 1, b};
+      while (blocks.size() > first &&
+             blocks.back().worth * double(block.size) < block.worth * double(blocks.back().size)) {
+        block.worth = blocks.back().worth + block.worth;
+        block.size += blocks.back().size;
+        blocks.pop_back();
+      }
+      blocks.push_back(block);
+    }
+    while (blocks.size() > first && blocks.back().worth <= 0.0) blocks.pop_back();
+  }
+  std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) {
+    return a.average() > b.average();
+  });
+  int64_t rows = batch;
+  double total = double(rows), best = total / times[std::min(rows, num_times - 1)];
+  size_t num_taken = 0;
+  for (size_t i = 0; i < blocks.size(); i++) {
+    total += blocks[i].worth, rows += blocks[i].size;
+    if (rows >= num_times) break;
+    if (total / times[rows] > best) best = total / times[rows], num_taken = i + 1;
+  }
+  std::fill(counts, counts + batch, 0);
+  for (size_t i = 0; i < num_taken; i++) counts[blocks[i].request] += blocks[i].size;
+  return best;
+}
+
 }  // namespace
 
 extern "C" {
-
-double choose(const double* worths, const double* times, int64_t num_times, int64_t num_other_rows,
-              int64_t batch, int64_t nodes, int64_t* counts);  // in walk.cpp
 
 // Kinds without times have no price. Returns how many numbers `drafts` has: of each text the size
 // of its draft, its tokens, and their parents; `rate` is that of the step that verifies them.
@@ -450,22 +490,19 @@ int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping
               const int64_t* last, const int64_t* max_depths, const int64_t* trunk_ids,
               const double* chances, int64_t gamma, int64_t choices, const int64_t* follows,
               void (*ask)(int64_t, const int64_t*, int64_t, Allowed*), int64_t batch,
-              int64_t num_other_rows, int64_t max_nodes, const int64_t* tree_parents,
-              const int64_t* tree_ranks, const int64_t* tree_depths, int64_t tree_nodes,
-              const double* tree_times, const double* chain_times, int64_t num_times,
-              int64_t* drafts, double* rate) {
+              int64_t max_nodes, const int64_t* tree_parents, const int64_t* tree_ranks,
+              const int64_t* tree_depths, int64_t tree_nodes, const double* tree_times,
+              const double* chain_times, int64_t num_times, int64_t* drafts, double* rate) {
   const Matrix& matrix = *of;
   const Source source = {matrix, idx_mapping, {token_ids, is_token, stride, last}, max_depths,
                          {trunk_ids, chances, gamma, choices}, {follows, ask}, batch,
                          find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
-  const int64_t num_reqs = batch + num_other_rows;
   std::vector<Offer> offers;
   auto offer = [&](int64_t nodes, int64_t ranks, const double* times) {
     Offer& made = offers.emplace_back(batch, std::min(nodes, max_nodes));
-    if (ranks) grow_what_may_pay(source, ranks, times, num_times, num_reqs, made);
+    if (ranks) grow_what_may_pay(source, ranks, times, num_times, made);
     else fill(source, tree_parents, tree_ranks, tree_depths, made);
-    made.rate = choose(made.worths.data(), times, num_times, num_other_rows, batch, made.nodes,
-                       made.sizes.data());
+    made.rate = choose(made.worths.data(), times, num_times, batch, made.nodes, made.sizes.data());
   };
   if (tree_times && tree_nodes) offer(tree_nodes, 0, tree_times);
   else if (tree_times) offer(max_nodes, ALL_RANKS, tree_times);

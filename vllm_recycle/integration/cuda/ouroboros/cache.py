@@ -87,11 +87,5 @@ class DraftCache:
         return first
 
     def mark(self, states: np.ndarray, num_computed: np.ndarray) -> None:
-        """Mark the blocks that the cache has all of.
-
-        Args:
-            states: int64 [n], the `req_state_idx` of some requests.
-            num_computed: int64 [n], tokens that the target has computed of each, at least.
-
-        """
+        """Mark the blocks that are full, where the target has computed so much of each text."""
         self.blocks.mark(states, num_computed - self.missing[states])

@@ -25,22 +25,13 @@ MOST_TOKENS = 1 << 16
 class OuroborosV2Drafter(V2Drafter):
     """Holds the proposer.
 
-    Args:
-        vllm_config: of the engine.
-        device: where the pool lives.
-        req_states: the runner's, whose texts are read.
-
     Attributes:
         max_drafting: the most requests of a round.
-        num_rounds: counted once for each request; a round that is replayed counts nothing itself.
 
     """
 
-    num_rounds = 0
-
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        super().__init__(vllm_config)
-        self.device, self.req_states = device, req_states
+        super().__init__(vllm_config, device, req_states)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_drafting = largest_drafting_batch(table_of(vllm_config), max_num_reqs)
         self.proposer: OuroborosProposer = make_proposer(

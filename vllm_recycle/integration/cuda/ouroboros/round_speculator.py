@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,33 +20,13 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_recycle.integration.cuda.drafter import V2Speculator, has_text
+from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.rounds import DraftGraphs
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
-from vllm_recycle.kernels.triton.trees import DeviceTrees
-
-
-class RoundDrafter(Protocol):
-    """The drafter of a speculator that runs rounds.
-
-    Attributes:
-        vllm_config: of the engine.
-        device: where all of it lives.
-        req_states: the runner's, whose texts are read.
-        trees: what the target verifies.
-        num_rounds: counted once for each request; a round that is replayed counts nothing itself.
-
-    """
-
-    vllm_config: Any
-    device: torch.device
-    req_states: Any
-    trees: DeviceTrees
-    num_rounds: int
 
 
 class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
@@ -67,7 +47,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
     """
 
     num_extra_query_per_req = 0
-    drafter: RoundDrafter
+    drafter: V2Drafter
     forward: DraftForward
     cache: DraftCache
     start: RoundStart
@@ -75,7 +55,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
 
     def __init__(
         self,
-        drafter: RoundDrafter,
+        drafter: V2Drafter,
         may_speculate: np.ndarray,
         *,
         head_length: int,

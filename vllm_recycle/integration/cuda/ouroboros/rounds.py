@@ -27,7 +27,7 @@ LARGEST_BATCH = 32
 
 
 class Round:
-    """See `core.ouroboros.DraftModel` and `core.trunk.ChoosingModel`.
+    """See `core.trunk.DraftModel`.
 
     A round has all of its requests in each forward.
 

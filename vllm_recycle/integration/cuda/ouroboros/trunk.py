@@ -39,18 +39,15 @@ class TrunkV2Drafter(TokenRecyclingV2Drafter):
         trunks: of each request the last one, by `req_state_idx`.
         probabilities: float32 [max_num_reqs, gamma, CHOICES], that the model gave its choices.
         lengths: int64 [max_num_reqs], of the text that each was drafted behind.
-        num_rounds: drafts along a trunk so far, counted once for each request.
 
     """
-
-    num_rounds = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         options, max_num_reqs = self.options, vllm_config.scheduler_config.max_num_seqs
         assert isinstance(options, TrunkOptions)
         # A longer trunk has no place in a tree, nor in a draft forward.
-        self.device, self.gamma = device, min(options.gamma, self.trees.depth)
+        self.gamma = min(options.gamma, self.trees.depth)
         self.choices = ChoiceAcceptance(device)
         shape = max_num_reqs, self.gamma, CHOICES
         self.probabilities = torch.zeros(shape, device=device)
