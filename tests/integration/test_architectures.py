@@ -10,7 +10,7 @@ from typing import Any
 import mrope_model
 import pytest
 import torch
-from derived_models import awq, gpt_oss, gptq, mixtral, quantized, qwen2_audio, with_mrope
+from derived_models import gpt_oss, mixtral, qwen2_audio, with_mrope
 from engines import (
     GROWN,
     PAPER,
@@ -24,6 +24,7 @@ from engines import (
     read_prompts,
     runner,
 )
+from quantized_models import awq, gptq, quantized
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration.plugin import register
