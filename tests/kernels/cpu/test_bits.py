@@ -10,7 +10,7 @@ from cache_layouts import HAS_AMX, STALE, halves, write
 from vllm import _custom_ops as ops
 
 from vllm_recycle.core.tree import Trees
-from vllm_recycle.kernels.cpu import build, calls
+from vllm_recycle.kernels.cpu import build, cache_calls
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 pytestmark = pytest.mark.skipif(
@@ -152,7 +152,7 @@ def tree_rows(shape: Shape, texts: list[Text], window: int | None, sinks, *, own
         torch.cat([getattr(t, side)[t.context :] for t in texts]) for side in ("keys", "values")
     )
     output = torch.empty_like(query)
-    calls.tree_attention(
+    cache_calls.tree_attention(
         query,
         kv_cache,
         output,

@@ -19,7 +19,7 @@ from strategies import trees
 from tolerance import is_within_tolerance
 
 from vllm_recycle.core import reference
-from vllm_recycle.kernels.cpu import build, calls, native_operations, tree_attention
+from vllm_recycle.kernels.cpu import build, cache_calls, calls, native_operations, tree_attention
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
@@ -65,7 +65,7 @@ def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa)
     expected, got = torch.empty_like(query), torch.empty_like(query)
     window = data.draw(st.none() | st.integers(1, 3 * BLOCK_SIZE))
     given = {"trees": trees, "scale": 0.2, "isa": isa, "own": own, "window": window}
-    for twin, output in ((tree_attention, expected), (calls, got)):
+    for twin, output in ((tree_attention, expected), (cache_calls, got)):
         twin.tree_attention(query, kv_cache, output, **given)
     assert expected.isfinite().all()
     assert is_within_tolerance(got, expected)

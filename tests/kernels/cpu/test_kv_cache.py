@@ -7,7 +7,7 @@ import torch
 from cache_layouts import KV_HEADS, Layout, every_layout, write
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_recycle.kernels.cpu import build, calls
+from vllm_recycle.kernels.cpu import build, cache_calls
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values, move_slots, slot_elements
 
 
@@ -88,9 +88,9 @@ def slots_that_differ_from_a_rewrite(layout: Layout, source, target, move) -> li
 
 @every_layout
 @pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
-@pytest.mark.parametrize("move", [move_slots, calls.move_slots], ids=["torch", "c++"])
+@pytest.mark.parametrize("move", [move_slots, cache_calls.move_slots], ids=["torch", "c++"])
 def test_moved_slots_hold_their_sources_and_all_others_what_they_held(layout, moves, move):
-    if move is calls.move_slots and build.load_library() is None:
+    if move is cache_calls.move_slots and build.load_library() is None:
         pytest.skip("no C++ compiler on this machine")
     source, target = (torch.tensor(slots, dtype=torch.int64) for slots in moves)
     assert slots_that_differ_from_a_rewrite(layout, source, target, move) == []

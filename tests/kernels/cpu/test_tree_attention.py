@@ -22,12 +22,12 @@ from tree_steps import (
 
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES, Trees, TreeTemplate
-from vllm_recycle.kernels.cpu import build, calls, tree_attention
+from vllm_recycle.kernels.cpu import build, cache_calls, tree_attention
 
 
-@pytest.fixture(scope="module", params=[tree_attention, calls], ids=["torch", "c++"])
+@pytest.fixture(scope="module", params=[tree_attention, cache_calls], ids=["torch", "c++"])
 def attention(request) -> Attention:
-    if request.param is calls and build.load_library() is None:
+    if request.param is cache_calls and build.load_library() is None:
         pytest.skip("no C++ compiler")
     return request.param.tree_attention
 

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.kernels.cpu.calls import has_tree_attention, tree_attention
+from vllm_recycle.kernels.cpu.cache_calls import has_tree_attention, tree_attention
 from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 

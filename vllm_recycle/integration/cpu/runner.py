@@ -38,7 +38,7 @@ from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
-from vllm_recycle.kernels.cpu.calls import move_slots
+from vllm_recycle.kernels.cpu.cache_calls import move_slots
 
 
 class TreeCPUModelRunner(CPUModelRunner):

@@ -82,7 +82,7 @@ def move_slots(
     """Copy the keys and values of the source slots to the target slots, in every layer.
 
     All sources are read before a target is written, so the two may overlap. This is the reference;
-    `calls.move_slots` moves those of all layers in one call.
+    `cache_calls.move_slots` moves those of all layers in one call.
 
     Args:
         kv_caches: layers of one shape, contiguous; layers that share memory given once.

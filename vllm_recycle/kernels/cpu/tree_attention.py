@@ -2,7 +2,7 @@
 
 vLLM's own CPU kernel takes no mask and returns no log-sum-exp, so rows of a tree cannot go
 through it. All trees of a step are served by one call a layer, padded to the longest. This is the
-reference; `calls.tree_attention` reads the cache where it is.
+reference; `cache_calls.tree_attention` reads the cache where it is.
 
 The keys and values of the trees' rows are in the cache behind the context, or, where they have no
 slots there, those of the forward itself (`own`). A layer that shares another layer's cache has none
