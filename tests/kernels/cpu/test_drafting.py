@@ -20,7 +20,7 @@ from vllm_recycle.core.grow import Allowed, TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.price import CHAINS, TREES, StepTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
-from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu import build, calls
 
@@ -133,6 +133,18 @@ def test_what_a_grammar_expects_comes_beside_all_successors():
     for twin in (reference, calls):
         drafts = twin.draft(matrix, counts, texts, prices=prices, max_nodes=2)
         assert sorted(drafts.token_ids[0]) == [0, 2]
+
+
+@pytest.mark.parametrize(("seconds", "draft"), [(1.5, []), (1.4375, [0])])
+def test_a_node_that_just_pays_for_itself_is_left_out(seconds, draft):
+    matrix, one = started(k=1), torch.tensor([0])
+    write(matrix, 0, [1], [0])
+    texts, counts = TextEnds(one, ends_of([[1]]), [1]), counts_for(matrix, equal=False)
+    counts[..., 0], counts[..., 1] = 2.0, 4.0  # the node is right half of the time
+    prices, tree = {TREES: torch.tensor([1.0, 1.0, seconds]).double()}, TreeTemplate(((0, 0),))
+    for twin in (reference, calls):
+        drafts = twin.draft(matrix, counts, texts, prices=prices, max_nodes=1, tree=tree)
+        assert drafts.token_ids == [draft]
 
 
 @MANY
