@@ -72,6 +72,18 @@ def inputs_of(
     return *tables, texts.token_ids, texts.token_ids.stride(0), texts.lengths
 
 
+# The places of a context that one length has and the next shorter one has not. Plain indexing gives
+# an int in Triton 3.7, of which `tl.static_range` takes none.
+@triton.constexpr_function
+def first_place(contexts: tuple[int, ...], index: int) -> int:
+    return contexts[index - 1] if index else 0
+
+
+@triton.constexpr_function
+def end_place(contexts: tuple[int, ...], index: int) -> int:
+    return contexts[index]
+
+
 @triton.jit
 def read_tail(
     token_ids: tl.tensor,
@@ -179,7 +191,7 @@ def find_longest(
     known = real
     for index in tl.static_range(len(LAYOUT.CONTEXTS)):
         for place in tl.static_range(
-            LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
+            first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
             token = tl.load(context + place, mask=real, other=-1)
             known = known & (token >= 0) & (token < LAYOUT.VOCAB)

@@ -186,7 +186,7 @@ def _grow_kernel(
         tl.store(token_of + candidate, token)
         of_level = tl.topk(tl.reshape(key, [WIDTH]), LANES)
         # The best of two sorted lists are the greater ones of one and of the other in reverse.
-        best = tl.bitonic_merge(tl.maximum(best, tl.flip(of_level)), descending=True)
+        best = tl.bitonic_merge(tl.maximum(best, tl.flip(of_level, 0)), descending=True)
 
         key_above = tl.where(lane < BEAM, tl.gather(of_level, lane, 0), 0)
         value = (key_above >> 32).to(tl.int32).to(tl.float32, bitcast=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.triton.matrix.find import absorb, address_of
+from vllm_recycle.kernels.triton.matrix.find import absorb, address_of, end_place, first_place
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def mark_entries(
     newest = tl.zeros(row.shape, tl.int64)
     for index in tl.static_range(len(LAYOUT.CONTEXTS)):
         for place in tl.static_range(
-            LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
+            first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
             in_tree = above > 0
             token = tl.load(row_token_ids + above, mask=in_tree, other=-1)

@@ -22,7 +22,14 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
-from vllm_recycle.kernels.triton.matrix.find import Layout, absorb, address_of, is_written
+from vllm_recycle.kernels.triton.matrix.find import (
+    Layout,
+    absorb,
+    address_of,
+    end_place,
+    first_place,
+    is_written,
+)
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
 
@@ -165,7 +172,7 @@ def _mark_prompt_kernel(
     of_one = tl.full([LANES], -1, tl.int64)
     for index in tl.static_range(LENGTHS):
         for place in tl.static_range(
-            LAYOUT.CONTEXTS[index - 1] if index else 0, LAYOUT.CONTEXTS[index]
+            first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
             # Whatever is known so far, so that no load waits for another.
             token = tl.load(text - place, mask=real & (place <= newest_place), other=-1)
