@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import vllm
 from commands import MODEL, PROMPTS, ROOT
 
 PACKAGE = ROOT / "vllm_recycle"
@@ -46,7 +47,7 @@ def installed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--version"], 0, "vllm-recycle 0.1.0, vllm 0.32"),
+        (["--version"], 0, f"vllm-recycle 0.1.0, vllm {vllm.__version__}"),
         (["check", str(MODEL), "--dtype=float32"], 0, "target with token_recycling"),
         (["tree", "show", "paper-80"], 0, "paper-80"),
         (["demo"], 2, "demo: error: no --model: the embedded models come with the repository"),

@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 
+import vllm
 from engines import TARGET
+
+from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
 # All cases are children of one process, which imports what they need and loads no plugin.
 CASES = """
@@ -45,7 +48,7 @@ for case in sys.argv[2:]:
     print("", case, *said, sep="|", flush=True)
     os._exit(0)
 """
-VERSIONS = ("0.33.1", "dev", "0.34.0rc1+cu130")
+VERSIONS = ("0.34.1", "dev", "0.35.0rc1+cu130")
 
 
 def test_only_our_methods_are_refused_and_once_a_warning_says_so():
@@ -56,12 +59,12 @@ def test_only_our_methods_are_refused_and_once_a_warning_says_so():
     said = [line.split("|")[1:] for line in result.stdout.splitlines() if line.startswith("|")]
     reasons = {
         **{
-            version: f"vllm_recycle supports vllm >=0.32,<0.33, found {version}; set "
+            version: f"vllm_recycle supports vllm {SUPPORTED_VLLM}, found {version}; set "
             "VLLM_RECYCLE_ALLOW_UNTESTED_VLLM=1 to try it, untested"
             for version in VERSIONS
         },
-        "replaced": "vllm_recycle does not run in vllm 0.32.0: AttributeError(",
-        "imported": "vllm_recycle does not run in vllm 0.32.0: ImportError(",
+        "replaced": f"vllm_recycle does not run in vllm {vllm.__version__}: AttributeError(",
+        "imported": f"vllm_recycle does not run in vllm {vllm.__version__}: ImportError(",
     }
     assert [case for case, *_ in said] == list(reasons)
     for case, plain, ngram, *refused in said:

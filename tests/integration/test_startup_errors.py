@@ -319,19 +319,19 @@ def test_flags_that_the_method_needs_for_itself(flags, message):
         make_config(**flags)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.1", "0.34.0rc1+cu130", "dev"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.35.0rc1+cu130", "dev"])
 def test_a_version_that_is_not_supported_must_be_asked_for(version, monkeypatch):
     monkeypatch.setattr(versions.vllm, "__version__", version)
     message = (
-        rf"supports vllm >=0\.32,<0\.33, found {re.escape(version)}; set VLLM_RECYCLE_ALLOW_UN"
+        f"supports vllm {versions.SUPPORTED_VLLM}, found {version}; set VLLM_RECYCLE_ALLOW_UNTESTED"
     )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         versions.check_vllm_version()
     monkeypatch.setenv("VLLM_RECYCLE_ALLOW_UNTESTED_VLLM", "1")
     versions.check_vllm_version()
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc2", "0.32.3.dev7+g12ab.cpu"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc2", "0.33.3.dev7+g12ab.cpu"])
 def test_versions_that_are_supported(version, monkeypatch):
     monkeypatch.setattr(versions.vllm, "__version__", version)
     versions.check_vllm_version()

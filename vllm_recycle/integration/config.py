@@ -29,9 +29,11 @@ from vllm_recycle.integration.options import (
     options_class,
     options_of,
     put,
+    put_table_back,
     table_of,
 )
-from vllm_recycle.integration.options.given import TABLE, check_table, given_keys
+from vllm_recycle.integration.options.base import TABLE
+from vllm_recycle.integration.options.given import check_table, given_keys
 from vllm_recycle.integration.saved_state import check_state_file
 
 logger = init_logger("vllm.recycle")
@@ -144,11 +146,12 @@ def rewrite(engine_args: Any) -> Any | None:
         **platform.hosts[method],
         **options.host_config(),
         "num_speculative_tokens": options.num_nodes,
-        TABLE: table,
     }
     if not platform.on_v2:
         rewritten.async_scheduling = False
-    elif options.has_trees:
+    else:
+        rewritten.speculative_config[TABLE] = table  # vLLM's V1 runner would take it away
+    if platform.on_v2 and options.has_trees:
         rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
     if rewritten.enable_lora:
         versions.after_batch_defaults(rewritten, _make_room_with_lora)
@@ -241,7 +244,7 @@ def finish(vllm_config: Any) -> None:
         reason = _why_alike(vllm_config, platform)
         options = _draft_alike(vllm_config, options, reason) if reason else options
     # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
-    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
+    put_table_back(vllm_config)
     refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
     model = vllm_config.model_config
     if isinstance(options, DraftModelOptions) and model.enable_sleep_mode:

@@ -37,12 +37,11 @@ class GrammarMasks:
 
     Args:
         manager: vLLM's `StructuredOutputManager`.
-        stride: rows that each request of a step has; None for those that are scheduled.
 
     """
 
-    def __init__(self, manager: Any, stride: int | None = None) -> None:
-        self.manager, self.stride = manager, stride
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
         self.masks: torch.Tensor | None = None
 
     def is_constrained(self, request: Any) -> bool:
@@ -78,10 +77,10 @@ class GrammarMasks:
 
         Returns:
             int32 [rows of all, words]; token t is allowed where bit t % 32 of word t // 32 is set.
-            Rows that cannot be reached, or are no node's, allow all.
+            Rows that cannot be reached allow all.
         """
         of_names = [drafts.get(request.request_id, ()) for request in requests]
-        starts = np.cumsum([0, *(self.stride or 1 + len(draft) for draft in of_names)])
+        starts = np.cumsum([0, *(1 + len(draft) for draft in of_names)])
         masks = self._make_room(int(starts[-1]))
         for request, draft, start in zip(requests, of_names, starts[:-1], strict=True):
             rows = masks[start : start + 1 + len(draft)]

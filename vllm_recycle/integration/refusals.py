@@ -24,6 +24,14 @@ from vllm_recycle.integration.options import (
 from vllm_recycle.integration.options.base import expect
 from vllm_recycle.integration.options.trunk import head_length
 
+# Model types that have attention sinks, those that have them with layers of several types unless
+# their configuration says otherwise, and what other configurations say it by.
+WITH_SINKS, GRANITE = (
+    ("gpt_oss", "openai_privacy_filter"),
+    ("granite", "granitemoe", "granitemoeshared"),
+)
+SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
+
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
 
@@ -130,6 +138,12 @@ def unsupported_by_trees(
         "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
         f"--attention-backend {given and given.name}": given not in (None, attention_backend),
+        # Of compute capability 8.x and 12.x. vLLM takes another backend there.
+        "a model with attention sinks on a GPU without FlashAttention 3 or 4": (
+            attention_backend is not None
+            and has_sinks(model.hf_text_config)
+            and not attention_backend.get_class().supports_sink()
+        ),
         "--attention-config.backend_per_kind": bool(attention.backend_per_kind),
         **_attention_of("model", model),
     }
@@ -143,6 +157,14 @@ def _cpu_cache_dtypes(model: Any) -> tuple[str, ...]:
 def has_states(model: Any) -> bool:
     """Whether a model has recurrent layers."""
     return model.is_hybrid or model.is_attention_free
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether a model has attention sinks, as vLLM's models read it from their configuration."""
+    if config.model_type in GRANITE:
+        return getattr(config, "attention_sinks", hasattr(config, "layer_types"))
+    said = (getattr(config, name, False) for name in SAY_SINKS)
+    return config.model_type in WITH_SINKS or any(said)
 
 
 def _attention_of(name: str, model: Any) -> dict[str, bool]:

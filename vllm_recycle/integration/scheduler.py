@@ -25,9 +25,9 @@ from vllm_recycle.integration.options import (
     OuroborosOptions,
     chooses_sizes,
     options_of,
+    put_table_back,
 )
 from vllm_recycle.integration.requests import may_speculate
-from vllm_recycle.integration.versions import packs_grammar_masks
 
 
 @dataclass
@@ -45,6 +45,7 @@ class TreeScheduler(Scheduler):
     """Cuts trees so that they never starve a batch; drops the drafts that must not be used."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        put_table_back(vllm_config)  # a copy of the configuration was completed since
         super().__init__(vllm_config, *args, **kwargs)
         options = options_of(vllm_config)
         self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
@@ -63,8 +64,7 @@ class TreeScheduler(Scheduler):
         self.sizes: DraftSizes | None = None
         if chooses_sizes(vllm_config):
             self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
-        stride = None if packs_grammar_masks() else 1 + self.num_spec_tokens
-        self.masks = GrammarMasks(self.structured_output_manager, stride)
+        self.masks = GrammarMasks(self.structured_output_manager)
         # Else grammars are not where drafts grow, and what they forbid is taken out afterwards.
         parallel = vllm_config.parallel_config
         self.drafts_here = parallel.distributed_executor_backend == "uni"
@@ -73,6 +73,8 @@ class TreeScheduler(Scheduler):
         if isinstance(options, DraftModelOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
             self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
+            # In steps whose drafts nobody could use the draft model reads what it has not read.
+            self.can_skip_drafts = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of all running requests to what fits, evenly, then schedule."""

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 # Not vLLM's `init_logger`: this module works with any vLLM.
 logger = logging.getLogger("vllm.recycle")
 
-SUPPORTED_VLLM = ">=0.32,<0.33"
+SUPPORTED_VLLM = ">=0.32,<0.34"
 ALLOW_UNTESTED = "VLLM_RECYCLE_ALLOW_UNTESTED_VLLM"
 
 _SHIM = "_vllm_recycle_shim"
@@ -197,17 +198,6 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     _replace(output_processor.OutputProcessor, "do_tracing", do_tracing)
 
 
-def packs_grammar_masks() -> bool:
-    """Whether vLLM takes the masks of a step one after the other, those of scheduled rows alone.
-
-    vLLM 0.33 takes a block of rows of each request, as long as the longest draft, used or not.
-    Remove with vLLM 0.32.
-    """
-    from vllm.v1.worker.gpu import structured_outputs
-
-    return hasattr(structured_outputs, "_build_grammar_mapping")
-
-
 def wrap_streams(
     detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
 ) -> None:
@@ -308,15 +298,13 @@ def wrap_gated_delta_net(by_depth: Callable[..., None]) -> None:
     _replace(gdn_attention, "_cpu_gdn_attention_nonspec", run)
 
 
-def shrink_grammar_bitmask(worker: Any, num_rows: int) -> None:
-    """Leave vLLM's device buffer of grammar masks the rows that a step may have.
+def without_experts_load(model_runner: Any) -> AbstractContextManager[None]:
+    """Steps that do not count as load of experts, as vLLM's warm-up does not.
 
-    It has one for every node that all requests could have together: 1.3 GB for 1,024 requests, 80
-    nodes and a vocabulary of 128k. vLLM 0.33 needs it all. `worker` is vLLM's
-    `StructuredOutputsWorker`. Remove with vLLM 0.32.
+    `model_runner` is of Model Runner V2. Always vLLM's own with 0.33; remove with vLLM 0.32.
     """
-    if packs_grammar_masks():
-        worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()
+    suppress = getattr(model_runner.eplb, "suppress", contextlib.nullcontext)
+    return suppress()
 
 
 def hide_draft_path(engine_args: Any, path: str) -> None:

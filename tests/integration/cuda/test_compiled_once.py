@@ -2,9 +2,7 @@
 
 Compiling takes half a second and more, and all requests wait; vLLM's `--jit-monitor-mode error`
 ends the engine. Bursts of prompts arrive beside trees of many sizes; of the requests some look back
-on their output, one has a hint, and texts are taken in for all. Of a launch is recorded by what
-Triton would compile it anew: constants, which arguments there are and of what type, which numbers
-are 1, and what is divisible by 16.
+on their output, one has a hint, and texts are taken in for all. All launches compile for a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from compiler_process import printed_by
 from engines import core, engine, runner
+from recorded_launches import Recorder
 from test_ouroboros import METHOD as OUROBOROS
 from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TEXT
 from vllm import SamplingParams
@@ -68,41 +67,10 @@ def test_there_were_tiles_of_all_heights_beside_prompts(result):
     assert result["grown"]["queries of tiles"] == [16, 32, 64, 128]
 
 
-class Compiled:
-    """In the process with the engine: the variants of our kernels that were launched."""
-
-    def __init__(self) -> None:
-        from triton.runtime.interpreter import InterpretedFunction
-
-        self.seen: set[str] = set()
-        run = InterpretedFunction.run
-
-        def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            if kernel.fn.__module__.startswith("vllm_recycle"):
-                self.seen.add(variant(kernel, args, kwargs))
-            return run(kernel, *args, **kwargs)
-
-        InterpretedFunction.run = launched
-
-
-def variant(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> str:
-    """By what Triton tells the compiled forms of a kernel apart."""
-    given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-    del given["grid"], given["warmup"]
-    free = kernel.kwargs.get("do_not_specialize") or ()
-    unaligned = (*free, *(kernel.kwargs.get("do_not_specialize_on_alignment") or ()))
-    hints = kernel.fn.__annotations__
-    kinds = {}
-    for name, value in given.items():
-        is_constant = "constexpr" in str(hints.get(name, "constexpr"))
-        if isinstance(value, torch.Tensor):
-            aligned = name not in unaligned and value.data_ptr() % 16 == 0
-            kinds[name] = f"{value.dtype}, {aligned}"
-        elif type(value) is int and not is_constant:
-            kinds[name] = "int" if name in free else f"int, {value == 1}, {value % 16 == 0}"
-        else:
-            kinds[name] = type(value).__name__ if isinstance(value, float) else repr(value)
-    return f"{kernel.__name__} {kinds}"
+def test_all_that_is_launched_compiles(result):
+    found = printed_by("compile_kernels.py", "--recorded", result["launches"])
+    served = {kernel for name in ENGINES for kernel in result[name]["served"]}
+    assert served <= {one["kernel"] for one in found}
 
 
 def serve(llm: Any, rounds: list[tuple[int, int]]) -> list[int]:
@@ -141,7 +109,7 @@ def serve(llm: Any, rounds: list[tuple[int, int]]) -> list[int]:
     return prompts
 
 
-def main(_: Path) -> dict[str, Any]:
+def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines: their attention has the tiles of a GPU."""
     heights: list[int] = []
 
@@ -154,7 +122,7 @@ def main(_: Path) -> dict[str, Any]:
     tree_attention.choose_num_splits = tiles.choose_num_splits
     sampling.get_max_chunk_logits = lambda vocab_size: 40  # so that a step has several
     compile_or_warm_up = CPUWorker.compile_or_warm_up_model
-    compiled, warm = Compiled(), set[str]()
+    compiled, launches, warm = Recorder(), {}, set[str]()
 
     def warm_up_as_on_a_gpu(worker: Any) -> Any:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
@@ -164,6 +132,7 @@ def main(_: Path) -> dict[str, Any]:
 
     def activated(worker: Any) -> None:
         warm.update(compiled.seen)
+        launches.update(compiled.seen)
         compiled.seen.clear()
 
     CPUWorker.compile_or_warm_up_model = warm_up_as_on_a_gpu
@@ -184,9 +153,12 @@ def main(_: Path) -> dict[str, Any]:
             if name != "ouroboros":
                 llm.collective_rpc("learn_texts", args=([TEXT],))
         result[name] = {
-            "compiled while serving": sorted(compiled.seen - warm),
+            "compiled while serving": sorted(compiled.seen.keys() - warm),
             "served": sorted({one.split(" ")[0] for one in compiled.seen}),
             "queries of tiles": sorted(set(heights)),
             "prompts of a step beside trees": prompts,
         }
+        launches |= compiled.seen
+    compiled.seen, result["launches"] = launches, str(folder / "launches")
+    compiled.write(Path(result["launches"]))
     return result

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from derived_models import gpt_oss
 from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 
 # A draft model that two ranks can share.
@@ -37,6 +38,8 @@ BACKENDS = {
     "chains": ("chain", None, ("chain", None)),
     "a template": ("default", "FLASHINFER", "does not support --attention-backend FLASHINFER"),
 }
+# By the version of FlashAttention that a GPU has: of a model with attention sinks.
+SINKS = {3: ["dynamic", "FLASH_ATTN"], 2: ["chain", None]}
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
@@ -55,14 +58,19 @@ def test_trees_have_their_attention_backend_and_chains_go_with_any(result, name)
     assert expected in found if isinstance(expected, str) else tuple(found) == expected
 
 
-def attention_backends(make: Any) -> dict[str, Any]:
+def test_trees_leave_attention_sinks_to_the_backend_that_vllm_takes_where_ours_has_none(result):
+    assert result["backends"]["sinks"] == {str(key): value for key, value in SINKS.items()}
+
+
+def attention_backends(make: Any, folder: Path) -> dict[str, Any]:
     """In a process where V2 is what a GPU has: what comes of each that is given, or the error."""
+    from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_recycle.integration import config as engine_config
     from vllm_recycle.integration.options import options_of
 
-    ours, found = engine_config.PLATFORMS["cpu"], {}
+    ours, found = engine_config.PLATFORMS["cpu"], {"sinks": {}}
     trees = replace(ours, attention_backend=AttentionBackendEnum.FLASH_ATTN)
     engine_config.PLATFORMS["cpu"] = trees
     for name, (tree, given, _) in BACKENDS.items():
@@ -74,6 +82,14 @@ def attention_backends(make: Any) -> dict[str, Any]:
             backend, options = config.attention_config.backend, options_of(config)
             assert config.speculative_config.num_speculative_tokens == options.num_nodes
             found[name] = [options.tree, backend and backend.name]
+    model = gpt_oss(folder / "sinks", 16, [1.0] * 4)
+    version_of = fa_utils.get_flash_attn_version
+    for version in SINKS:
+        fa_utils.get_flash_attn_version = lambda *args, version=version, **kwargs: version
+        config = make(model, TOKEN_RECYCLING, max_model_len=64)
+        backend, tree = config.attention_config.backend, options_of(config).tree
+        found["sinks"][version] = [tree, backend and backend.name]
+    fa_utils.get_flash_attn_version = version_of
     engine_config.PLATFORMS["cpu"] = ours
     return found
 
@@ -98,4 +114,4 @@ def main(folder: Path) -> dict[str, Any]:
             "our table": table_of(config),
             "sizes of one request": sizes_of(config)[1],
         }
-    return result | {"backends": attention_backends(make)}
+    return result | {"backends": attention_backends(make, folder)}

@@ -142,6 +142,11 @@ def test_drafts_are_accepted_where_a_grammar_is_followed(result, run):
     assert result[run]["accepted tokens that follow a grammar"] > 0
 
 
+def test_masks_take_the_memory_of_the_rows_that_a_step_may_have(result):
+    tokens = LLM_ARGUMENTS["max_num_batched_tokens"]
+    assert result["seen"]["rows of masks"] == LLM_ARGUMENTS["max_num_seqs"] + tokens // 2
+
+
 def test_tokens_are_the_same_without_scheduling_ahead(result):
     plain = [output["token_ids"] for output in result["plain"][ONE_AT_A_TIME_AT]]
     assert [output["token_ids"] for output in result["one at a time"]] == plain
@@ -222,6 +227,8 @@ def serve(
             seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
         [statistics] = llm.collective_rpc("draft_statistics")
         seen["undrafted requests"] = statistics["undrafted_requests"]
+        masks = runner(llm).structured_outputs_worker.grammar_bitmask
+        seen["rows of masks"] = len(masks)
         seen["preemptions"] = counter(llm, "num_preemptions")
     seen["moved rows"] = moved.total()
     return outputs, seen

@@ -30,7 +30,8 @@ def run_script(file: Path | str, folder: Path) -> dict[str, Any]:
 
 
 def main(file: str, output: str, argument: str) -> None:
-    sys.path.insert(1, str(Path(__file__).parents[1]))
+    tests = Path(__file__).parents[2]
+    sys.path[1:1] = [str(tests / "integration"), str(tests / "kernels" / "triton")]
     import v2_shim
 
     v2_shim.install()

@@ -139,8 +139,10 @@ def _mask_grammars_in_torch() -> None:
         def launch(
             self, logits: Any, _: int, at: Any, starts: Any, bitmask: Any, *args: Any, **kw: Any
         ) -> None:
-            rows = starts[at // kw["MASK_STRIDE"]] + at % kw["MASK_STRIDE"]
-            allowed = (bitmask[:, :, None] >> torch.arange(32) & 1).flatten(1)
+            request, place = at // kw["MASK_STRIDE"], at % kw["MASK_STRIDE"]
+            real = place < starts[request + 1] - starts[request]
+            rows = (starts[request] + place)[real]
+            allowed = (bitmask[real][:, :, None] >> torch.arange(32) & 1).flatten(1)
             logits[rows] = logits[rows].masked_fill(allowed[:, : logits.shape[1]] == 0, -torch.inf)
 
     structured_outputs._apply_grammar_bitmask_kernel = Kernel()

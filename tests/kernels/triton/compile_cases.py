@@ -1,344 +1,294 @@
-"""What `compile_kernels` compiles: each of our kernels, as launches of an engine have it."""
+"""What `compile_kernels` compiles: launches of all of our kernels, in sizes of real models.
+
+A case calls the functions that serving calls, with tensors of the same types and sizes, so that
+Triton finds what to compile from what it is given, as it does on a GPU. Contents mean nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
-# Imported by a script of its own alone.
-import triton  # noqa: TID253
-import triton.language as tl  # noqa: TID253
-from triton.backends.compiler import GPUTarget  # noqa: TID253
-from triton.compiler import ASTSource, CompiledKernel  # noqa: TID253
+import torch
+from attention_steps import Request, Shape, Step, below_chain
 
-from vllm_recycle.core.adjacency import MatrixLayout
-from vllm_recycle.core.tree import load_tree
+from vllm_recycle.core.acceptance import AcceptanceTable
+from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.grow import Trunks
+from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.core.trunk import CHOICES
-from vllm_recycle.kernels.triton import inputs, kv_cache, penalties
-from vllm_recycle.kernels.triton import walk as walking
-from vllm_recycle.kernels.triton.attention import kernel as attention_kernel
-from vllm_recycle.kernels.triton.attention import splits as attention_splits
-from vllm_recycle.kernels.triton.attention.tiles import Tile, choose_tile
-from vllm_recycle.kernels.triton.matrix import fill as filling
-from vllm_recycle.kernels.triton.matrix import grow as growing
-from vllm_recycle.kernels.triton.matrix.find import Layout
+from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.kernels.triton.attention.tiles import choose_tile
+from vllm_recycle.kernels.triton.inputs import place_tree_rows
+from vllm_recycle.kernels.triton.kv_cache import compact_path
+from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
+from vllm_recycle.kernels.triton.matrix.fill import fill
+from vllm_recycle.kernels.triton.matrix.find import Texts
+from vllm_recycle.kernels.triton.matrix.grow import grow
+from vllm_recycle.kernels.triton.matrix.learn import learn
+from vllm_recycle.kernels.triton.matrix.seed import seed
+from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
+from vllm_recycle.kernels.triton.ouroboros.phrase_pool import insert_phrases, newest_phrases
+from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
+from vllm_recycle.kernels.triton.paged_layers import PagedLayers
+from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
+from vllm_recycle.kernels.triton.top_k import top_k
+from vllm_recycle.kernels.triton.trees import DeviceTrees
+from vllm_recycle.kernels.triton.walk import walk
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel as one launch has it compiled.
+    """Launches to compile.
 
     Attributes:
         name: for people and tests.
-        kernel: a `triton.jit` function.
-        signature: type of each argument that is no constant, as `*bf16`, `i32`, `fp32`; `:16`
-            behind it says that the pointer or the number is divisible by 16.
-        constants: of the others.
-        options: `num_warps`, `num_stages`.
-        resident: programs that a multiprocessor is taken to run at a time.
+        launch: makes them.
+        archs: the compute capabilities to compile for, times ten.
+        resident: programs of the first of them that a multiprocessor is taken to run at a time.
 
     """
 
     name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    options: dict[str, int] = field(default_factory=dict)
+    launch: Callable[[], object]
+    archs: tuple[int, ...] = (80, 90)
     resident: int = 1
 
-    def compile(self, arch: int) -> CompiledKernel:
-        names = self.kernel.arg_names
-        assert set(names) == {*self.signature, *self.constants}, self.name
-        types = {name: self.signature.get(name, "constexpr").split(":")[0] for name in names}
-        aligned = {
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(names)
-            if self.signature.get(name, "").endswith(":16")
-        }
-        source = ASTSource(self.kernel, types, self.constants, aligned)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=self.options)
 
-
-def cases() -> Iterator[tuple[Case, int]]:
-    """What to compile, and for which architecture."""
-    # Which take `Case` from here.
-    from compile_cases_learning import learning_cases
-    from compile_cases_ouroboros import ouroboros_cases
-
-    yield from tree_attention_cases()
-    for arch in (80, 90):
-        yield walk_case(), arch
-        yield penalise_case(), arch
-        yield ban_case(), arch
-        yield place_case(), arch
-        yield compact_case(), arch
-        for case in (*ouroboros_cases(), *learning_cases()):
-            yield case, arch
-    for arch in (80, 90, 100, 120):
-        yield grow_case(), arch
-    yield grow_case(beam=32), 90
-    yield grow_case(gamma=4), 80
-    yield grow_case(gamma=4), 90
-    for arch in (80, 90):
-        for name in ("default", "paper-80"):
-            yield fill_case(name), arch
-
-
+VOCAB = 128_256  # Llama-3's
 TREE_ROWS = 81
+MAX_NUM_REQS, BATCH, MAX_MODEL_LEN = 8, 2, 64
+CONTEXTS = (1, 2, 4, 16)
 # Heads of a group and head size: Llama-3, Gemma 3, Phi-2, Phi-3, Qwen2.
 HEADS = [(4, 128), (2, 256), (1, 80), (1, 96), (7, 64)]
 
+int32 = partial(torch.zeros, dtype=torch.int32)
+int64 = partial(torch.zeros, dtype=torch.int64)
 
-def tree_attention_cases() -> Iterator[tuple[Case, int]]:
+
+def cases() -> Iterator[Case]:
+    yield from attention_cases()
+    yield Case("walk", walk_step)
+    yield Case("penalise", penalise)
+    yield Case("ban", ban)
+    yield Case("place", place)
+    yield Case("compact", compact)
+    yield Case("top-k-bf16", lambda: top_k(torch.zeros(3, VOCAB, dtype=torch.bfloat16), 8))
+    yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8))
+    # The default k and contexts; and the largest, of sequences that share nothing.
+    default = make_matrix()
+    largest = make_matrix(64, tuple(range(1, 17)), "isolated")
+    for name, matrix in (("default", default), ("largest", largest)):
+        yield Case(f"learn-{name}", partial(learn_step, matrix))
+        yield Case(f"seed-{name}", partial(seed_prompts, matrix))
+    yield Case("grow", partial(grow_trees, default), (80, 90, 100, 120))
+    yield Case("grow-beam32", partial(grow_trees, default, beam=32), (90,))
+    yield Case("grow-trunk", partial(grow_trees, default, gamma=4))
+    for name in ("default", "paper-80"):
+        yield Case(f"fill-{name}", partial(fill_trees, default, load_tree(name)))
+    yield from ouroboros_cases()
+
+
+def attention_cases() -> Iterator[Case]:
     for arch in (80, 90):
+        case = partial(attention_case, arch)
         for group, head_size in HEADS:
-            yield attend_case(arch, TREE_ROWS, group, head_size)
-        # Smaller trees have smaller tiles.
-        for rows in (16, 8, 4):
-            yield attend_case(arch, rows, 4, 128)
-        yield attend_case(arch, 32, 2, 256)
-        yield attend_case(arch, TREE_ROWS, 4, 128, block_size=128)
-        yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp16", split=False)
+            yield case(TREE_ROWS, group, head_size)
+        # Smaller trees have smaller tiles; the first of these is the largest by default.
+        for rows in (64, 16, 8, 4):
+            yield case(rows, 4, 128)
+        yield case(32, 2, 256)
+        yield case(TREE_ROWS, 4, 128, block_size=128)
+        yield case(TREE_ROWS, 4, 128, dtype=torch.float16, num_splits=1)
         # The smallest tiles, in contexts that are too short for shares.
         for rows in (8, 4):
-            yield attend_case(arch, rows, 4, 128, split=False)
-        yield attend_case(arch, TREE_ROWS, 4, 128, dtype="fp32")
-        yield attend_case(arch, TREE_ROWS, 4, 128, own=True)
-        yield attend_case(arch, TREE_ROWS, 4, 128, windowed=True)
-        yield attend_case(arch, TREE_ROWS, 2, 256, windowed=True)
-        # GPT-OSS.
-        yield attend_case(arch, TREE_ROWS, 8, 64, windowed=True, split=False, sinks=True)
-        yield combine_case(64, sinks=True), arch
-        yield combine_case(128), arch
-        yield combine_case(80), arch
-    yield attend_case(100, TREE_ROWS, 4, 128)
-    yield attend_case(120, TREE_ROWS, 4, 128)
+            yield case(rows, 4, 128, num_splits=1)
+        yield case(TREE_ROWS, 4, 128, dtype=torch.float32)
+        yield case(TREE_ROWS, 4, 128, own=True)
+        yield case(TREE_ROWS, 4, 128, window=20)
+        yield case(TREE_ROWS, 2, 256, window=20)
+        # GPT-OSS, whose sinks go to the second kernel where there is one.
+        yield case(TREE_ROWS, 8, 64, window=20, num_splits=1, sinks=True)
+        yield case(TREE_ROWS, 8, 64, sinks=True)
+    for arch in (100, 120):
+        yield attention_case(arch, TREE_ROWS, 4, 128)
 
 
-def attend_case(
+def attention_case(
     arch: int,
     rows: int,
     group: int,
     head_size: int,
     *,
     block_size: int = 16,
-    dtype: str = "bf16",
-    split: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    num_splits: int = 2,
     own: bool = False,
-    windowed: bool = False,
+    window: int | None = None,
     sinks: bool = False,
-    tile: Tile | None = None,
-) -> tuple[Case, int]:
-    tile = tile or choose_tile(
-        rows * group, head_size, itemsize=4 if dtype == "fp32" else 2, capability=arch // 10
-    )
-    strides = ("query_token", "query_head", "output_token", "output_head", "block", "head", "token")
-    of_own = {
-        "num_padding": "*i32",
-        **dict.fromkeys(("own_keys", "own_values"), f"*{dtype}:16"),
-        **dict.fromkeys(("own_key_stride", "own_value_stride"), "i32:16"),
-    }
-    case = Case(
-        f"attend-{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
-        + ("" if split else "-unsplit")
-        + ("-own" if own else "")
-        + ("-windowed" if windowed else "")
-        + ("-sinks" if sinks else ""),
-        attention_kernel.attend_kernel,
-        {
-            **dict.fromkeys(("query", "kv_cache", "output"), f"*{dtype}:16"),
-            **dict.fromkeys(("partial", "partial_lse"), "*fp32:16" if split else f"*{dtype}:16"),
-            "ancestor_bits": "*i32:16",
-            **{"depths": "*i32:16", "idx_mapping": "*i64"},
-            **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
-            "log2_scale": "fp32",
-            **({"window": "i32"} if windowed else {}),
-            **({"sinks": f"*{dtype}:16"} if sinks else {}),
-            **dict.fromkeys(("max_rows", "num_splits", "num_queries"), "i32"),
-            **dict.fromkeys(("num_words", "table_stride", "tree_stride", "depths_stride"), "i32"),
-            **{f"{stride}_stride": "i32:16" for stride in strides},
-            **(of_own if own else {}),
-        },
-        {
-            "GROUP": group,
-            "HEAD_SIZE": head_size,
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": tile.queries,
-            "BLOCK_N": tile.tokens,
-            "BLOCK_D": triton.next_power_of_2(head_size),
-            "LEAST_TILES": 2,
-            "SPLIT": split,
-            "UPCAST": False,
-            **({} if own else dict.fromkeys(of_own)),
-            **({} if windowed else {"window": None}),
-            **({} if sinks else {"sinks": None}),
-        },
-        {"num_warps": tile.warps, "num_stages": tile.stages},
-        tile.resident,
-    )
-    return case, arch
+) -> Case:
+    tile = choose_tile(rows * group, head_size, itemsize=dtype.itemsize, capability=arch // 10)
+
+    def launch() -> None:
+        shape = Shape(head_size, group, 2, block_size, dtype)
+        tree = load_tree("paper-80").prefix(rows - 1)
+        requests = (Request(rows, 40),)
+        if own:
+            tree, requests = below_chain(tree, 4), (Request(rows + 4, 40, padding=2),)
+        step = Step.make(tree, requests, shape, own=own)
+        given = torch.zeros(group * 2, dtype=dtype) if sinks else None
+        step.attend(tile=tile, num_splits=num_splits, window=window, sinks=given)
+
+    features = [
+        *([] if num_splits > 1 else ["unsplit"]),
+        *(["own"] if own else []),
+        *([] if window is None else ["windowed"]),
+        *(["sinks"] if sinks else []),
+    ]
+    sizes = f"{str(dtype).removeprefix('torch.')}-rows{rows}-group{group}-head{head_size}"
+    name = "-".join(("attend", sizes, f"block{block_size}", *features))
+    return Case(name, launch, (arch,), tile.resident)
 
 
-def combine_case(head_size: int, *, sinks: bool = False) -> Case:
-    return Case(
-        f"combine-head{head_size}" + ("-sinks" if sinks else ""),
-        attention_splits.combine_kernel,
-        {
-            **dict.fromkeys(("partial", "partial_lse"), "*fp32:16"),
-            "output": "*bf16:16",
-            **dict.fromkeys(("query_start_loc", "seq_lens"), "*i32"),
-            **({"sinks": "*bf16:16"} if sinks else {}),
-            **dict.fromkeys(("num_splits", "num_queries"), "i32"),
-            **dict.fromkeys(("output_token_stride", "output_head_stride"), "i32:16"),
-        },
-        {
-            **{"num_padding": None, "window": None},
-            **({} if sinks else {"sinks": None}),
-            "GROUP": 4,
-            "HEAD_SIZE": head_size,
-            "BLOCK_M": attention_splits.COMBINED_QUERIES,
-            "BLOCK_N": 64,
-            "BLOCK_D": triton.next_power_of_2(head_size),
-            "LEAST_TILES": 2,
-            "CHUNK": attention_splits.COMBINED_SPLITS,
-        },
+def make_trees(rows: int = TREE_ROWS, depth: int = 8) -> DeviceTrees:
+    return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=depth, device="cpu")
+
+
+def make_texts() -> Texts:
+    return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
+
+
+def make_matrix(
+    k: int = 8, contexts: tuple[int, ...] = CONTEXTS, scope: str = "sequence"
+) -> AdjacencyMatrix:
+    given = {"contexts": contexts, "slots": 1 << 16, "scope": scope}
+    return AdjacencyMatrix(VOCAB, k, **given, max_num_reqs=MAX_NUM_REQS)
+
+
+def walk_step() -> WalkResult:
+    trees = make_trees(depth=16)
+    return walk(
+        int64(BATCH * TREE_ROWS),
+        int64(MAX_NUM_REQS, TREE_ROWS - 1),
+        int32(BATCH + 1),
+        trees=trees,
+        idx_mapping=int32(BATCH),
     )
 
 
-# Llama-3's vocabulary, eight successors, a quarter of a million entries that are hashed.
-LAYOUT = MatrixLayout(128_256, 8, (1, 2, 4, 16), 1 << 18, True, True)
-TEXTS = {"all_token_ids": "*i32:16", "all_token_ids_stride": "i32:16", "lengths": "*i32:16"}
+def penalise() -> None:
+    of_requests = (torch.zeros(MAX_NUM_REQS) for _ in range(3))
+    penalties = Penalties(
+        *of_requests, int32(MAX_NUM_REQS, -(-VOCAB // 32)), int32(MAX_NUM_REQS, VOCAB)
+    )
+    penalise_paths(*sampled_rows(), parents=make_trees().parents, penalties=penalties)
 
 
-def grow_case(*, num_nodes: int = 80, beam: int = 16, levels: int = 8, gamma: int = 0) -> Case:
-    trunk = {"trunk_token_ids": "*i64:16", "trunk_chances": "*fp32:16"}
-    lanes, words = triton.next_power_of_2(num_nodes), -(-(num_nodes + 1) // 32)
-    expanded = max(beam, lanes // LAYOUT.k)
-    return Case(
-        f"grow-nodes{num_nodes}-beam{beam}-levels{levels}-gamma{gamma}",
-        growing._grow_kernel,
-        {
-            **dict.fromkeys(("drafts", "idx_mapping", "salts"), "*i64:16"),
-            **dict.fromkeys(("worths", "rates"), "*fp32:16"),
-            **dict.fromkeys(("parents", "depths", "ancestor_bits", "scratch", "table"), "*i32:16"),
-            **TEXTS,
-            **(trunk if gamma else {}),
-        },
-        {
-            **({} if gamma else dict.fromkeys(trunk)),
-            **{"GAMMA": gamma, "CHOICES": CHOICES if gamma else 0},
-            **{"NODES": num_nodes, "LANES": lanes, "WORDS": words, "WORD_LANES": 4},
-            **{"BEAM": beam, "EXPANDED": expanded, "CHILDREN": 8, "LEVELS": levels},
-            "SIZE": levels * (2 * expanded * 8 + expanded) + 2 * expanded * 8,
-            "LAYOUT": Layout.of(LAYOUT),
-        },
-        {"num_warps": growing._warps(expanded * 8)},
+def ban() -> None:
+    words = BadWords(
+        int32(MAX_NUM_REQS, 64),
+        int32(MAX_NUM_REQS, 65),
+        int32(MAX_NUM_REQS),
+        int32(MAX_NUM_REQS, MAX_MODEL_LEN),
+        int32(MAX_NUM_REQS),
+        int32(MAX_NUM_REQS),
+    )
+    ban_words(*sampled_rows(), parents=make_trees().parents, words=words, most_words=3)
+
+
+def sampled_rows() -> tuple[torch.Tensor, ...]:
+    """Logits, tokens, places in their trees and requests of some rows."""
+    return torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)
+
+
+def place() -> None:
+    rows = BATCH * TREE_ROWS
+    place_tree_rows(
+        int32(rows),
+        int64(rows),
+        int64(rows),
+        int32(rows),
+        trees=make_trees(),
+        idx_mapping=int32(BATCH),
+        expanded_idx_mapping=int32(rows),
+        tree_indices=int64(MAX_NUM_REQS),
     )
 
 
-def fill_case(name: str) -> Case:
-    tree = load_tree(name)
-    lanes = triton.next_power_of_2(tree.num_nodes + 1)
-    return Case(
-        f"fill-{name}",
-        filling._fill_kernel,
-        {
-            **dict.fromkeys(("drafts", "idx_mapping", "salts"), "*i64:16"),
-            **dict.fromkeys(("parents", "ranks", "depths"), "*i64:16"),
-            **dict.fromkeys(("worths", "rates"), "*fp32:16"),
-            **dict.fromkeys(("scratch", "table"), "*i32:16"),
-            **TEXTS,
-        },
-        {
-            **{"NODES": tree.num_nodes, "LANES": lanes, "LEVELS": tree.depth},
-            "LAYOUT": Layout.of(LAYOUT),
-        },
-        {"num_warps": walking.num_warps(lanes)},
+def compact() -> None:
+    """In Llama-3-8B's cache in 16 bits."""
+    caches = [torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
+    rows = BATCH * TREE_ROWS
+    path = int64(BATCH, 9)
+    compact_path(PagedLayers.make(caches), int64(rows), int64(rows), int32(BATCH + 1), path)
+
+
+def learn_step(matrix: AdjacencyMatrix) -> None:
+    rows = BATCH * TREE_ROWS
+    walked = WalkResult(int64(BATCH, 17), int64(BATCH, 17), int32(BATCH))
+    step = VerifiedStep(
+        idx_mapping=int32(BATCH),
+        parents=make_trees().parents,
+        row_token_ids=int64(rows),
+        cu_num_logits=int32(BATCH + 1),
+        successors=int32(rows, matrix.layout.k),
+        walked=walked,
     )
+    counts = DeviceCounts.of(AcceptanceTable(matrix.layout)) if matrix.layout.has_shared else None
+    learns = torch.zeros(BATCH, dtype=torch.bool)
+    stamps = int32(len(matrix.table))
+    learn(matrix, stamps, counts, make_texts(), step, max_rows=TREE_ROWS, learns=learns)
 
 
-def walk_case() -> Case:
-    num_nodes, depth = TREE_ROWS - 1, 16
-    lanes = triton.next_power_of_2(num_nodes + 1)
-    return Case(
-        "walk",
-        walking._walk_kernel,
-        {
-            **dict.fromkeys(("path", "token_ids", "sampled", "draft_token_ids"), "*i64:16"),
-            **{"lengths": "*i32:16", "cu_num_logits": "*i32", "parents": "*i32:16"},
-            **{"parents_stride": "i32", "idx_mapping": "*i64:16"},
-        },
-        {
-            **{"NODES": num_nodes, "PATH": depth + 1, "LANES": lanes},
-            **{"PATH_LANES": triton.next_power_of_2(depth + 1), "ROUNDS": depth.bit_length()},
-        },
-        {"num_warps": walking.num_warps(lanes)},
-    )
+def seed_prompts(matrix: AdjacencyMatrix) -> None:
+    given = {"req_state_indices": [0, 1], "lengths": [20, 30]}
+    seed(matrix, int32(len(matrix.table)), int32(50), **given)
 
 
-def penalise_case() -> Case:
-    pointers = ("expanded_local_pos", "parents", "prompt_bits", "output_counts")
-    strides = ("logits_stride", "parents_stride", "prompt_stride", "output_stride", "vocab_size")
-    return Case(
-        "penalise",
-        penalties._penalise_kernel,
-        {
-            **dict.fromkeys(("logits", "repetition", "frequency", "presence"), "*fp32:16"),
-            **dict.fromkeys(("row_token_ids", "expanded_idx_mapping"), "*i64:16"),
-            **dict.fromkeys(pointers, "*i32:16"),
-            **dict.fromkeys(strides, "i32"),
-        },
-        {"BLOCK": penalties.BLOCK},
-    )
+def what_drafts(matrix: AdjacencyMatrix, num_nodes: int) -> tuple:
+    """What `grow` and `fill` begin with."""
+    drafts, worths = int64(BATCH, num_nodes), torch.zeros(BATCH, num_nodes)
+    rates = AcceptanceTable(matrix.layout).rates().float()
+    return drafts, worths, matrix, rates, int32(BATCH), make_texts()
 
 
-def ban_case() -> Case:
-    pointers = ("expanded_local_pos", "parents", "word_token_ids", "offsets", "num_words")
-    texts = ("texts", "prompt_lengths", "lengths")
-    of = ("logits", "parents", "words", "offsets", "texts")
-    return Case(
-        "ban",
-        penalties._ban_kernel,
-        {
-            "logits": "*fp32:16",
-            **dict.fromkeys(("row_token_ids", "expanded_idx_mapping"), "*i64:16"),
-            **dict.fromkeys((*pointers, *texts), "*i32:16"),
-            **{f"{name}_stride": "i32" for name in of},
-        },
-        {},
-    )
+def grow_trees(matrix: AdjacencyMatrix, *, beam: int = 16, gamma: int = 0) -> None:
+    trees = make_trees()
+    shape = (MAX_NUM_REQS, gamma, CHOICES)
+    trunks = Trunks(int64(shape), torch.zeros(shape)) if gamma else None
+    grow(*what_drafts(matrix, TREE_ROWS - 1), trees=trees, beam=beam, trunks=trunks)
 
 
-def place_case() -> Case:
-    pointers = ("row_token_ids", "positions", "logits_indices", "tree_indices")
-    return Case(
-        "place",
-        inputs._place_tree_rows_kernel,
-        {
-            **dict.fromkeys((*pointers, "idx_mapping", "expanded_idx_mapping"), "*i64:16"),
-            **dict.fromkeys(("input_ids", "expanded_local_pos", "depths"), "*i32:16"),
-            **dict.fromkeys(("batch", "num_rows"), "i32"),
-        },
-        {"ROWS": inputs.ROWS, "TREE_ROWS": TREE_ROWS},
-        {"num_warps": 4},
-    )
+def fill_trees(matrix: AdjacencyMatrix, tree: TreeTemplate) -> None:
+    fill(*what_drafts(matrix, tree.num_nodes), tree=tree)
 
 
-def compact_case() -> Case:
-    """Llama-3-8B's cache in 16 bits."""
-    return Case(
-        "compact",
-        kv_cache._compact_path_kernel,
-        {
-            **dict.fromkeys(("pointers", "slot_mapping", "logits_indices", "path"), "*i64:16"),
-            "cu_num_logits": "*i32",
-            **dict.fromkeys(("block_stride", "head_stride", "token_stride"), "i32:16"),
-        },
-        {
-            **{"PATH": load_tree("default").depth + 1, "BLOCK_SIZE": 16, "HEADS": 8, "WIDTH": 64},
-            **{"INTEGER": tl.int64, "ELEMENTS": kv_cache.ELEMENTS},
-            "TOKENS": kv_cache.TOKENS,
-        },
-        {"num_warps": 4},
+def ouroboros_cases() -> Iterator[Case]:
+    """With the paper's sizes."""
+    shape = DraftShape(gamma=12, window=20, guesses=20, phrase_length=7, branches=3)
+    table = int32(1001, 20, shape.length)
+    owners, phrases = int64(40), int64(40, shape.length)
+    insert = partial(insert_phrases, table, owners, phrases)
+    rows = BATCH * (1 + shape.num_nodes)
+    yield Case("newest", partial(newest_phrases, table, int64(8), 3))
+    yield Case("insert", insert)
+    yield Case("insert-replacing", partial(insert, replaced=torch.zeros_like(phrases)))
+    yield Case("harvest", partial(harvest, int64(rows), int64(rows), int32(3), shape=shape))
+    start = RoundStart.make(BATCH, 20, 256, torch.device("cpu"))
+    yield Case(
+        "begin-round",
+        partial(
+            begin_round,
+            start,
+            int64(BATCH),
+            texts=int32(MAX_NUM_REQS, MAX_MODEL_LEN),
+            last_token_ids=int64(MAX_NUM_REQS, 1),
+            num_computed=int32(MAX_NUM_REQS),
+            num_cached=int64(MAX_NUM_REQS),
+            block_tables=int32(MAX_NUM_REQS, 256),
+            block_size=16,
+        ),
     )

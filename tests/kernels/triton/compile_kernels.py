@@ -1,12 +1,15 @@
 """Compile Triton kernels for GPUs that need not be there, and print what came out as JSON.
 
     python tests/kernels/triton/compile_kernels.py [part of a case's name]
+    python tests/kernels/triton/compile_kernels.py --recorded FILE
 
-To be run without TRITON_INTERPRET, under which kernels are never compiled and what only the
-compiler refuses goes unseen. `compile_cases` lists what is compiled; another module's kernels are
-added there. The output is a list of objects:
+Kernels are compiled as on a GPU, by launching them (`fake_gpu`). Without TRITON_INTERPRET, under
+which they never are, and what only the compiler refuses goes unseen. `compile_cases` lists the
+launches; a file that is `recorded` has those of an engine (`recorded_launches`), for sm_90. The
+output is a list of objects, one a kernel of a case:
 
-    case, arch      the name, and the compute capability times ten
+    case, kernel    their names
+    arch            the compute capability times ten
     registers       of a thread
     spilled         instructions that read or write a thread's stack
     shared          bytes of shared memory of a program
@@ -15,7 +18,6 @@ added there. The output is a list of objects:
     taken_for       what `resident` is taken to be where launches are planned
     wgmma           whether Hopper's matrix instruction is used
     async_copies    instructions that copy 16 bytes a thread into shared memory meanwhile
-    seconds         that it took
 """
 
 from __future__ import annotations
@@ -25,26 +27,33 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import fake_gpu
+import recorded_launches
 import triton  # noqa: TID253 - a script of its own, which nothing imports
-from compile_cases import Case, cases
+from compile_cases import cases
 
 
-def figures(case: Case, arch: int) -> dict[str, Any]:
-    start = time.perf_counter()
-    compiled = case.compile(arch)
-    seconds = time.perf_counter() - start
+def compiled_by(launch: Callable[[], object], arch: int) -> list[Any]:
+    """The kernels that were launched, each once."""
+    kernels: dict[int, Any] = {}
+    fake_gpu.select(arch, lambda kernel, *_: kernels.setdefault(id(kernel), kernel))
+    launch()
+    return list(kernels.values())
+
+
+def figures(compiled: Any) -> dict[str, Any]:
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     usage = re.search(r"REG:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
-    assert usage, case.name
+    assert usage, compiled.name
     registers, shared = int(usage[1]), compiled.metadata.shared
     sass = cuobjdump(cubin, "-sass")
     threads = compiled.metadata.num_warps * 32
     return {
-        "case": case.name,
-        "arch": arch,
+        "kernel": compiled.name,
         "registers": registers,
         "spilled": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "shared": shared,
@@ -55,10 +64,8 @@ def figures(case: Case, arch: int) -> dict[str, Any]:
             65536 // (-(-registers // 8) * 8 * threads),
             228 * 1024 // (shared + 1024),
         ),
-        "taken_for": case.resident,
         "wgmma": "wgmma.mma_async" in ptx,
         "async_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10,", ptx)),
-        "seconds": round(seconds, 1),
     }
 
 
@@ -71,8 +78,19 @@ def cuobjdump(cubin: bytes, option: str) -> str:
 
 
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    print(json.dumps([figures(case, arch) for case, arch in cases() if wanted in case.name]))
+    found = []
+    if sys.argv[1:2] == ["--recorded"]:
+        for name, launch in recorded_launches.read(Path(sys.argv[2])):
+            found += [{"case": name, "kernel": one.name} for one in compiled_by(launch, 90)]
+    else:
+        wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+        for case in cases():
+            for arch in case.archs if wanted in case.name else ():
+                for place, one in enumerate(compiled_by(case.launch, arch)):
+                    taken_for = 1 if place else case.resident
+                    where = {"case": case.name, "arch": arch, "taken_for": taken_for}
+                    found.append(where | figures(one))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,25 +12,10 @@ import json
 from dataclasses import fields, replace
 from typing import Any
 
+import fake_gpu
 import torch
-import triton  # noqa: TID253 - a script of its own, which nothing imports
 from attention_steps import PAPER, Request, Shape, Step
-from triton.backends.compiler import GPUTarget  # noqa: TID253
-from triton.compiler import CompiledKernel  # noqa: TID253
-from triton.runtime.jit import JITFunction  # noqa: TID253
-
-
-class Driver:
-    """As much of one as Triton asks for."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+from triton.runtime.jit import JITFunction  # noqa: TID253 - a script of its own
 
 
 class Seen:
@@ -47,16 +32,11 @@ class Seen:
             return run(kernel, *args, **given)
 
         JITFunction.run = looked
-        CompiledKernel._init_handles = lambda kernel: None
-        CompiledKernel.run = property(self._launch_of)
+        fake_gpu.select(90, self._launched)
 
-    def _launch_of(self, kernel: Any) -> Any:
+    def _launched(self, kernel: Any, *given: Any) -> None:
         # The grid and the stream; what is the kernel's or a hook's; and the arguments.
-        def launch(*given: Any) -> None:
-            arguments = map(self._shown, (*given[:4], *given[9:]))
-            self.launches.append([kernel.name, *arguments])
-
-        return launch
+        self.launches.append([kernel.name, *map(self._shown, (*given[:4], *given[9:]))])
 
     def _shown(self, value: Any) -> str:
         if not isinstance(value, torch.Tensor):
@@ -77,7 +57,6 @@ class Seen:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
     seen = Seen()
     shape = Shape(kv_heads=1, head_size=16)
     step, other = (Step.make(PAPER, (Request(5, 150),), shape) for _ in range(2))

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from attention_steps import PAPER, SINKS, Shape, Step, assert_close
+from compiler_process import printed_by
 
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.kernels.triton.attention import tree_attention
 from vllm_recycle.kernels.triton.matrix.find import Layout
-
-SCRIPT = Path(__file__).with_name("launch_layers.py")
-ROOT = SCRIPT.parents[3]
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -51,12 +44,7 @@ def test_layers_whose_tensors_lie_otherwise_are_of_other_kinds():
 
 @pytest.mark.slow
 def test_the_launches_of_other_layers_are_those_that_triton_would_make():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(SCRIPT)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout)
+    found = printed_by("launch_layers.py")
     assert found["again"]["launches"] == found["anew"]["launches"] != found["first"]["launches"]
     assert [launch[0] for launch in found["again"]["launches"]] == [
         "attend_kernel",

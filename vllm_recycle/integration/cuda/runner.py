@@ -32,6 +32,7 @@ from vllm_recycle.integration.cuda.backend import warm_up_tiles
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
+from vllm_recycle.integration.cuda.grammar_rows import GrammarRows
 from vllm_recycle.integration.cuda.graphs import (
     plan_full_graphs,
     prefer_graphs,
@@ -44,7 +45,7 @@ from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
 from vllm_recycle.integration.refusals import has_states
 from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
-from vllm_recycle.integration.versions import shrink_grammar_bitmask
+from vllm_recycle.integration.versions import without_experts_load
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
@@ -81,7 +82,7 @@ class TreeModelRunner(GPUModelRunner):
         # As many as the scheduler lets a step have.
         share = options_of(self.vllm_config).budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
-        shrink_grammar_bitmask(self.structured_outputs_worker, num_rows)
+        self.grammar_rows = GrammarRows(self.structured_outputs_worker, num_rows)
         see_paths(self.sampler, self.drafter.trees)
 
     def initialize_kv_cache(
@@ -138,7 +139,7 @@ class TreeModelRunner(GPUModelRunner):
         """Measure what steps cost, where the scheduler is to know; returns what was found."""
         if not chooses_sizes(self.vllm_config):
             return None
-        with self.drafter.as_if_serving():
+        with self.drafter.as_if_serving(), without_experts_load(self):
             speculator = self.speculator
             times = find_step_seconds(self, speculator.drafting_runs(), speculator.alone_runs())
         self.speculator.take_report()  # steps that warmed up have left one
@@ -248,12 +249,7 @@ class TreeModelRunner(GPUModelRunner):
         # Here the logits are raw; the grammar changes them in place.
         self.drafter.observe(input_batch, self.row_token_ids, logits)
         if grammar_output is not None:
-            self.structured_outputs_worker.apply_grammar_bitmask(
-                logits,
-                input_batch,
-                grammar_output.structured_output_request_ids,
-                grammar_output.grammar_bitmask,
-            )
+            self.grammar_rows.mask(logits, input_batch, grammar_output)
         path = None
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)

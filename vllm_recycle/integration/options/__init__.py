@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions
+from vllm_recycle.integration.options.base import TABLE, MethodOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
 from vllm_recycle.integration.options.ouroboros import PAPER as PAPER
 from vllm_recycle.integration.options.ouroboros import DraftModelOptions as DraftModelOptions
@@ -62,3 +62,8 @@ def chooses_sizes(vllm_config: Any) -> bool:
 def table_of(vllm_config: Any) -> Schedule:
     """The sizes of an engine's drafts by the number of requests, as vLLM takes them."""
     return vllm_config.additional_config[KEY][TABLE_OF_SIZES]
+
+
+def put_table_back(vllm_config: Any) -> None:
+    """Give vLLM the sizes again, which it takes away whenever it completes a configuration."""
+    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))

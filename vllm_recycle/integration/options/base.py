@@ -14,6 +14,7 @@ from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import Schedule
 
+TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's key
 # Seconds between saves of what is learnt, and the most of them.
 SAVE_EVERY, MOST_SECONDS = 300.0, 1_000_000
 

@@ -10,9 +10,8 @@ from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_
 
 from vllm_recycle.core.state_file import is_int, shorten
 from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import expect
+from vllm_recycle.integration.options.base import TABLE, expect
 
-TABLE = "num_speculative_tokens_per_batch_size"
 ANY = 1 << 62
 # vLLM's flags for some of the keys.
 FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}

@@ -46,7 +46,7 @@ def choose_tile(num_queries: int, head_size: int, *, itemsize: int, capability: 
     """The tile for so many queries (rows times group) on a device of this major capability.
 
     The sizes come from compiled kernels: registers, spills, shared memory and instructions, for
-    triton 3.6 to 3.9; no timing has gone into them. For Llama's heads (16 bits, head size 128):
+    triton 3.7 and 3.8; no timing has gone into them. For Llama's heads (16 bits, head size 128):
 
         sm_90  128 x 64, 8 warps: 216 registers, 128 KB, wgmma. 128 tokens fill both (249 and
                224 KB); 4 warps spill; 32 tokens fit twice on a multiprocessor, but only with

@@ -151,7 +151,7 @@ def _plan(
         "BLOCK_D": triton.next_power_of_2(head_size),
         "LEAST_TILES": max(1, LEAST_SHARE // tile.tokens),
         "SPLIT": num_splits > 1,
-        "UPCAST": query.device.type == "cpu",
+        "UPCAST": triton.knobs.runtime.interpret,
     }
     grid = (triton.cdiv(num_queries, tile.queries) * num_splits, kv_heads, rows.batch)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
