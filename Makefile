@@ -9,6 +9,8 @@
 #   make vision        torchvision, for the tests of models that see images
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
+#   make test-triton   Triton's tests with another one than is locked; TRITON=3.8.0
+#   make test-next     the test suite on vLLM's next version, its Python over today's binaries
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
 #   make newest-vllm   vLLM's newest CPU wheel, unpacked in newest/: patches/compatibility.py newest/vllm
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
@@ -28,6 +30,9 @@ LOCK := .ci/cpu/requirements.lock
 SUFFIX_LOCK := .ci/cpu/suffix.lock
 RAY_LOCK := .ci/cpu/ray.lock
 VISION_LOCK := .ci/cpu/vision.lock
+NEXT_LOCK := .ci/cpu/next.lock
+NEXT := .venv/next
+TRITON ?= 3.8.0
 ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -35,7 +40,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray vision test test-slow soak newest-vllm lint format format-check types wheel help
+.PHONY: setup demo model pair suffix ray vision test test-slow test-triton test-next soak newest-vllm lint format format-check types wheel help
 
 setup: $(STAMP)
 
@@ -80,6 +85,21 @@ test: setup
 
 test-slow: setup
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+# In folders that come before the locked packages.
+test-triton: setup
+	$(PIP_INSTALL) --upgrade --target .venv/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(CURDIR)/.venv/triton-$(TRITON) $(PYTEST) $(or $(PYTEST_ARGS),tests/kernels/triton tests/integration/cuda/test_compiled_once.py)
+
+$(NEXT)/.installed: $(STAMP) $(NEXT_LOCK)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(NEXT) $(shell grep '^vllm==' $(NEXT_LOCK))
+	$(BIN)/python tests/next_vllm.py $(NEXT)/vllm-*.whl $(NEXT)
+	rm $(NEXT)/vllm-*.whl
+	$(PIP_INSTALL) --upgrade --target $(NEXT) $(filter-out vllm==%,$(shell grep '==' $(NEXT_LOCK)))
+	touch $@
+
+test-next: $(NEXT)/.installed
+	PYTHONPATH=$(CURDIR)/$(NEXT) $(PYTEST) $(PYTEST_ARGS)
 
 soak: setup
 	$(BIN)/python tests/soak/run.py $(SOAK_ARGS)

@@ -306,11 +306,7 @@ def test_while_a_request_reasons_it_may_not_sample_what_would_end_that_too_early
     """vLLM 0.33 names such tokens."""
     generate(served.llm, *requests(served.backend))
     manager, tokenizer = core(served.llm).structured_output_manager, served.llm.get_tokenizer()
-    words, scheduled, made = (
-        -(-len(tokenizer) // 32),
-        {"two": [33, 40], "none": [], "reasons": []},
-        [],
-    )
+    scheduled, made = {"two": [33, 40], "none": [], "reasons": []}, []
     for name in scheduled:
         grammar = manager.backend.compile_grammar(
             StructuredOutputOptions.REGEX, "[a-z]{2,9}", stop_token_ids={tokenizer.eos_token_id}
@@ -325,7 +321,7 @@ def test_while_a_request_reasons_it_may_not_sample_what_would_end_that_too_early
     )
     monkeypatch.setattr(manager, "_masked_reasoning_ends", lambda _: (31, 40), raising=False)
     masks = GrammarMasks(manager).fill(made, scheduled)
-    assert masks.shape == (5, words)
+    assert masks.shape == (5, -(-len(tokenizer) // 32))
     assert (masks[3] != ALL_ALLOWED).any()
     forbidden = np.unpackbits(~masks[4].view(np.uint8), bitorder="little").nonzero()[0]
     assert forbidden.tolist() == [31, 40]

@@ -26,10 +26,8 @@ from vllm_recycle.integration.options.trunk import head_length
 
 # Model types that have attention sinks, those that have them with layers of several types unless
 # their configuration says otherwise, and what other configurations say it by.
-WITH_SINKS, GRANITE = (
-    ("gpt_oss", "openai_privacy_filter"),
-    ("granite", "granitemoe", "granitemoeshared"),
-)
+WITH_SINKS = ("gpt_oss", "openai_privacy_filter")
+GRANITE = ("granite", "granitemoe", "granitemoeshared")
 SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
 
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
@@ -162,7 +160,8 @@ def has_states(model: Any) -> bool:
 def has_sinks(config: Any) -> bool:
     """Whether a model has attention sinks, as vLLM's models read it from their configuration."""
     if config.model_type in GRANITE:
-        return getattr(config, "attention_sinks", hasattr(config, "layer_types"))
+        has_types = getattr(config, "layer_types", None) is not None
+        return getattr(config, "attention_sinks", has_types)
     said = (getattr(config, name, False) for name in SAY_SINKS)
     return config.model_type in WITH_SINKS or any(said)
 
