@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_recycle.integration.draft_limits import even_limit
+from vllm_recycle.integration.draft_room import even_limit
 
 
 @settings(deadline=None)

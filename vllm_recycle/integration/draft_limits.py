@@ -1,4 +1,4 @@
-"""How many nodes a tree has in a batch of a given size: the default, and the fair cut of a step.
+"""How many nodes a tree has in a batch of a given size, by default.
 
 Every prefix of a template is a tree, so a draft is made to fit by taking a prefix. Drafting by a
 draft model costs rows too, those of its forwards.
@@ -93,14 +93,3 @@ def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:
         if nodes and first <= max_num_reqs
     ]
     return max(sizes, default=0)
-
-
-def even_limit(lengths: Sequence[int], budget: int) -> int:
-    """The largest n for which drafts of these lengths, cut to at most n, fit a budget of tokens."""
-    remaining = sorted(lengths)
-    for index, length in enumerate(remaining):
-        share = budget // (len(remaining) - index)
-        if length > share:
-            return share
-        budget -= length
-    return remaining[-1] if remaining else 0

@@ -73,7 +73,7 @@ class DraftSizes:
         # Graphs are captured for batches that draft as a whole: none is larger.
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
-        self.max_draft_tokens = scheduler.max_draft_tokens
+        self.max_draft_tokens = scheduler.room.max_draft_tokens
         self.chooser = DraftChooser()
         self.times = StepSeconds()
         self.prompt_rows = [0, 0]  # of the last two steps

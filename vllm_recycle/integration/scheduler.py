@@ -1,7 +1,8 @@
 """vLLM's schedulers with drafts that are trees: who gets how many rows, and what is counted.
 
-A scheduled draft is a prefix of the node list and so a tree by itself; vLLM's own cuts (token
-budget, `max_model_len`) rely on that. KV slots, roll-back and preemption are vLLM's.
+vLLM schedules each step as if there were no drafts; these get what is left of its tokens and KV
+blocks. So prompts start, and go on, as they do without. A scheduled draft is a prefix of the node
+list, and so a tree by itself. KV slots, roll-back and preemption are vLLM's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
-from vllm_recycle.integration.draft_limits import even_limit
+from vllm_recycle.integration.draft_room import DraftRoom
 from vllm_recycle.integration.draft_sizes import DraftSizes
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import (
@@ -48,8 +49,8 @@ class TreeScheduler(Scheduler):
         put_table_back(vllm_config)  # a copy of the configuration was completed since
         super().__init__(vllm_config, *args, **kwargs)
         options = options_of(vllm_config)
-        self.max_draft_tokens = int(options.budget_share * self.max_num_scheduled_tokens)
-        self.isolates = options.isolates
+        self.room = DraftRoom(self, options)
+        self.set_aside: dict[str, list[int]] = {}  # drafts of the step, by request
         self.sees_paths = not (self.use_v2_model_runner and options.has_trees)
         # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
         # draft; the most that it may be where trees are grown on the device.
@@ -68,7 +69,6 @@ class TreeScheduler(Scheduler):
         # Else grammars are not where drafts grow, and what they forbid is taken out afterwards.
         parallel = vllm_config.parallel_config
         self.drafts_here = parallel.distributed_executor_backend == "uni"
-        self.draft_slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         if isinstance(options, DraftModelOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
@@ -77,19 +77,18 @@ class TreeScheduler(Scheduler):
             self.can_skip_drafts = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Cut the drafts of all running requests to what fits, evenly, then schedule."""
-        if self.isolates:
-            # vLLM would cut a draft to what the prompts before it leave of the step. The last one
-            # of what runs is preempted first: now that is a prompt.
-            self.running.sort(key=lambda request: request.is_prefill_chunk)
-        drafting = [request for request in self.running if request.spec_token_ids]
-        for request in drafting:
-            if not (self.may_speculate(request) and self.will_know_draft(request)):
-                request.spec_token_ids = []
-        for request, limit in zip(drafting, self._draft_limits(drafting), strict=True):
-            # Not in place: an asynchronous scheduler's requests share one list.
-            request.spec_token_ids = request.spec_token_ids[:limit]
-        output = super().schedule(*args, **kwargs)
+        """Schedule as without drafts, and then the drafts that fit beside that."""
+        self.set_aside = {
+            request.request_id: request.spec_token_ids
+            for request in self.running
+            if request.spec_token_ids
+            and self.may_speculate(request)
+            and self.will_know_draft(request)
+        }
+        for request in self.running:
+            request.spec_token_ids = []
+        with self.room.kept(map(len, self.set_aside.values())):
+            output = super().schedule(*args, **kwargs)
         if not self.use_v2_model_runner:  # whose trees are on the device
             output.draft_parents = {
                 name: self.requests[name].draft_parents[: len(draft)]
@@ -125,54 +124,45 @@ class TreeScheduler(Scheduler):
             if request is not None and request.sampling_params.stop:
                 output.spec_decode_metrics = request.spec_decode_metrics
 
-    def _draft_limits(self, drafting: list[Any]) -> list[int]:
-        """The longest draft of each of these requests that harms no other."""
-        if not drafting:
-            return []
-        # Every running request needs a row beside its draft, and vLLM may ask for one more.
-        rows = len(self.running) * (1 + self.draft_slots)
-        budget = max(0, min(self.max_draft_tokens, self.max_num_scheduled_tokens - rows))
-        # A draft is worth less than another request's KV cache: none may cost a preemption. So it
-        # has the rest of its request's last block, and a share of the other blocks. Tokens whose
-        # ids are still on the device have slots too, and so has what a draft model writes ahead.
-        ahead = self.num_lookahead_tokens
-        sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
-        if self.isolates:
-            # By the number of requests alone: what one does not use is nobody else's.
-            limit = budget // max(1, len(self.running))
-            share = self._guaranteed_blocks()
-        else:
-            limit = even_limit([len(r.spec_token_ids) for r in drafting], budget)
-            share = self._unclaimed_blocks(sizes, ahead) // max(1, len(self.running) * len(sizes))
-        if self.need_mamba_block_aligned_split and not self.use_v2_model_runner:
-            # The states at the end of a block are those that prefix caching keeps. On a GPU vLLM
-            # finds them among those of a draft.
-            share = 0
-        size = min(sizes)
-        slots = [r.num_tokens + r.num_output_placeholders + ahead for r in drafting]
-        return [min(limit, -slot % size + share * size) for slot in slots]
+    def _make_cached_request_data(
+        self,
+        running_reqs: list[Any],
+        resumed_reqs: list[Any],
+        num_scheduled_tokens: dict[str, int],
+        spec_decode_tokens: dict[str, list[int]],
+        req_to_new_blocks: dict[str, Any],
+    ) -> Any:
+        # All else of the step is decided: what is free is for drafts, and nobody waits for them.
+        drafting = [request for request in running_reqs if request.request_id in self.set_aside]
+        lengths = [len(self.set_aside[request.request_id]) for request in drafting]
+        limits = self.room.limits(drafting, lengths, num_scheduled_tokens) if drafting else ()
+        for request, limit in zip(drafting, limits, strict=True):
+            name = request.request_id
+            draft = self.set_aside.pop(name)[: max(0, limit)]
+            tokens = num_scheduled_tokens[name] + len(draft)
+            blocks = None
+            if draft:
+                blocks = self.kv_cache_manager.allocate_slots(
+                    request, tokens, num_lookahead_tokens=self.num_lookahead_tokens
+                )
+            if blocks is not None:
+                num_scheduled_tokens[name], spec_decode_tokens[name] = tokens, draft
+                req_to_new_blocks[name] += blocks
+        for request in self.running:  # that are not in this step
+            request.spec_token_ids = self.set_aside.get(request.request_id, [])
+        return super()._make_cached_request_data(
+            running_reqs, resumed_reqs, num_scheduled_tokens, spec_decode_tokens, req_to_new_blocks
+        )
 
-    def _unclaimed_blocks(self, sizes: list[int], ahead: int) -> int:
-        """KV blocks that are free when every request has those of its text, in each group."""
-        claimed, before = 0, ahead - 1
-        for request in self.running:
-            # All tokens of a text but the last are computed; fewer of a prompt that is being read.
-            computed = request.num_computed_tokens + before
-            known = request.num_tokens + request.num_output_placeholders + before
-            for size in sizes:
-                claimed += known // size - computed // size
-        return max(0, self.kv_cache_manager.block_pool.get_num_free_blocks() - claimed)
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        tokens = scheduler_output.num_scheduled_tokens.values()
+        scheduler_output.total_num_scheduled_tokens = sum(tokens)
+        super()._update_after_schedule(scheduler_output)
 
-    def _guaranteed_blocks(self) -> int:
-        """KV blocks of a group that each request is sure of, whatever others have; or none."""
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        longest = [
-            spec.max_num_blocks_per_req(self.vllm_config, self.max_model_len) for spec in specs
-        ]
-        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
-        # Streamed prompts that wait for more have blocks too.
-        num_reqs = len(self.running) + len(self.kv_holding_waiting)
-        return max(longest) if num_reqs * sum(longest) <= num_blocks else 0
+    def add_request(self, request: Any) -> None:
+        """As vLLM; and remember how long prompts are."""
+        self.room.longest_prompt = max(self.room.longest_prompt, request.num_prompt_tokens)
+        super().add_request(request)
 
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.

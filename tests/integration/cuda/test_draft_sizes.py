@@ -152,11 +152,11 @@ def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 2)
     step(scheduler, report_of(FREE, 2))
-    assert step(scheduler, accepted=1) * 2 > scheduler.max_draft_tokens // 2
+    assert step(scheduler, accepted=1) * 2 > scheduler.room.max_draft_tokens // 2
     add(scheduler, 62)
     sizes = [step(scheduler) for _ in range(4)]
     assert len(scheduler.running) == 64
-    assert all(size * 64 <= scheduler.max_draft_tokens for size in sizes)
+    assert all(size * 64 <= scheduler.room.max_draft_tokens for size in sizes)
 
 
 def test_a_step_says_how_it_drafts_and_what_comes_back_is_that_kind_s(make_scheduler):

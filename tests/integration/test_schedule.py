@@ -1,0 +1,192 @@
+"""With drafts vLLM schedules what it schedules without: no prompt waits for a draft.
+
+The schedulers are vLLM's and ours on top of it, configured by real engines; no model runs. Nothing
+of a draft is accepted here, so that texts grow alike, and the steps of both must be the same but
+for the rows of drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from engines import GROWN, PUBLISHED, TOKEN_RECYCLING, TRUNK, core, engine, watch_steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedulers import make_request
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_recycle.integration.scheduler import (
+    AsyncTreeScheduler,
+    TreeDraftTokenIds,
+    TreeScheduler,
+)
+
+BUDGET, MAX_MODEL_LEN, BLOCK_SIZE, SEATS = 192, 192, 32, 5
+NUM_BLOCKS = 200  # more than all requests need
+METHODS = {
+    "trees": TOKEN_RECYCLING | {"budget_share": 1.0},
+    "chains": TOKEN_RECYCLING | {"tree": "chain"},
+    "ouroboros": PUBLISHED | {"gamma": 3, "window": 2, "guesses": 2, "phrase_length": 4},
+}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that comes before a step."""
+
+    step: int
+    prompt: int
+    answer: int
+    priority: int
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        step=st.integers(0, 25),
+        prompt=st.integers(1, MAX_MODEL_LEN - 31),
+        answer=st.integers(1, 30),
+        priority=st.integers(0, 1),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["chunks", "whole prompts"])
+def cores(request) -> Iterator[dict[str, Any]]:
+    """Of an engine without speculation and of one with each method: what schedulers are made of."""
+    given = {"max_num_seqs": SEATS, "max_num_batched_tokens": BUDGET, "block_size": BLOCK_SIZE}
+    given |= {"max_model_len": MAX_MODEL_LEN, "enable_chunked_prefill": request.param}
+    with ExitStack() as stack:
+        yield {
+            name: core(stack.enter_context(engine(method, **given)))
+            for name, method in ({"plain": None} | METHODS).items()
+        }
+
+
+def make(engine_core: Any, kind: type[Scheduler], policy: str, num_blocks: int) -> Scheduler:
+    made, cache = engine_core.scheduler, engine_core.scheduler.kv_cache_config
+    before, cache.num_blocks = cache.num_blocks, num_blocks
+    scheduler = kind(
+        engine_core.vllm_config, cache, engine_core.structured_output_manager, made.block_size
+    )
+    cache.num_blocks = before
+    scheduler.policy = SchedulingPolicy(policy)
+    # Where steps are scheduled ahead.
+    scheduler.use_v2_model_runner = issubclass(kind, AsyncScheduler)
+    return scheduler
+
+
+def serve(scheduler: Scheduler, come: list[Arrival], *, ahead: int) -> list[dict[str, int]]:
+    """What each step has of each request beside its draft; and of whom it took the room away."""
+    chance, in_flight, steps = random.Random(0), deque[Any](), []
+    for place, one in enumerate(come):
+        assert one.prompt + one.answer < MAX_MODEL_LEN, place
+    waiting = sorted(enumerate(come), key=lambda pair: pair[1].step)
+    while waiting or scheduler.has_unfinished_requests() or in_flight:
+        while waiting and waiting[0][1].step <= len(steps):
+            place, one = waiting.pop(0)
+            prompt = [place % 3, *range(one.prompt - 1)]  # some begin alike
+            request = make_request(str(place), prompt, max_tokens=one.answer)
+            request.priority, request.arrival_time = one.priority, float(place)
+            scheduler.add_request(request)
+        step = scheduler.schedule()
+        tokens = step.num_scheduled_tokens
+        assert sum(tokens.values()) == step.total_num_scheduled_tokens <= BUDGET
+        drafts = step.scheduled_spec_decode_tokens
+        steps.append({name: count - len(drafts.get(name, ())) for name, count in tokens.items()})
+        if tokens:
+            ends = [not scheduler.requests[name].is_prefill_chunk for name in tokens]
+            in_flight.append((step, ends))
+        if len(in_flight) > ahead or (in_flight and not tokens):
+            take_back(scheduler, *in_flight.popleft(), chance)
+        assert len(steps) < 600, "a request waits for ever"
+    return steps
+
+
+def take_back(scheduler: Scheduler, step: Any, ends: list[bool], chance: random.Random) -> None:
+    """Give the scheduler a token for each text that ended in a step, and drafts of some of them."""
+    names = [*step.num_scheduled_tokens]
+    places = {name: place for place, name in enumerate(names)}
+    sampled = [[9] if is_last else [] for is_last in ends]
+    scheduler.update_from_output(step, ModelRunnerOutput(names, places, sampled))
+    if isinstance(scheduler, TreeScheduler) and not isinstance(scheduler, AsyncScheduler):
+        drafts = [[7] * chance.choice([0, 1, 5, 40]) if is_last else [] for is_last in ends]
+        parents = [[*range(len(draft))] for draft in drafts]
+        scheduler.update_draft_token_ids(TreeDraftTokenIds(names, drafts, parents))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("ahead", [0, 1], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=25, deadline=None)
+@given(come=arrivals)
+def test_steps_are_vllms_but_for_drafts(cores, method, ahead, policy, come):
+    kinds = ((Scheduler, TreeScheduler), (AsyncScheduler, AsyncTreeScheduler))[ahead]
+    plain, ours = (
+        serve(make(cores[name], kind, policy, NUM_BLOCKS), come, ahead=ahead)
+        for name, kind in zip(("plain", method), kinds, strict=True)
+    )
+    if method != "ouroboros":  # for which vLLM keeps a token of each request free
+        assert ours == plain
+    for place in map(str, range(len(come))):
+        assert begin(ours, place) <= begin(plain, place) + 1
+
+
+def begin(steps: list[dict[str, int]], name: str) -> int:
+    """The step that a request begins with."""
+    return next(at for at, step in enumerate(steps) if name in step)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_blocks_are_scarce_drafts_keep_hardly_anybody_from_coming(cores, method):
+    """A block that a draft has taken stays with its request, which others may miss."""
+    chance, steps, late, num_requests = random.Random(0), [0, 0], 0, 0
+    for num_blocks in [8, 14, 20] * 10:
+        come = [
+            Arrival(chance.randint(0, 40), chance.randint(1, 160), chance.randint(1, 30), 0)
+            for _ in range(chance.randint(2, 14))
+        ]
+        both = [
+            serve(make(cores[name], kind, "fcfs", num_blocks), come, ahead=0)
+            for name, kind in (("plain", Scheduler), (method, TreeScheduler))
+        ]
+        steps = [total + len(one) for total, one in zip(steps, both, strict=True)]
+        begins = [[begin(one, str(place)) for place in range(len(come))] for one in both]
+        late += sum(max(0, ours - plain) for plain, ours in zip(*begins, strict=True))
+        num_requests += len(come)
+    # A draft model has slots ahead of each text.
+    assert steps[1] <= steps[0] * (1.03 if method == "ouroboros" else 1.01)
+    assert late <= num_requests * (1.5 if method == "ouroboros" else 0.25)
+
+
+@pytest.mark.parametrize("method", [GROWN, TRUNK], ids=["trees", "ouroboros"])
+def test_a_prompt_that_must_come_whole_comes_beside_long_drafts(method):
+    given = {"max_num_batched_tokens": 256, "max_model_len": 256, "enable_chunked_prefill": False}
+    with engine(method | {"budget_share": 1.0}, **given) as llm:
+        params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+        served, steps = llm.llm_engine, watch_steps(llm)
+        for name in range(6):
+            served.add_request(str(name), {"prompt_token_ids": [name, 9, 8] * 13}, params)
+        while not steps or sum(map(len, drafts_of(steps[-1]))) < 100:
+            served.step()
+        served.add_request("long", {"prompt_token_ids": [*range(240)]}, params)
+        served.step()
+        assert max(steps[-1].num_scheduled_tokens.values()) == 240
+        served.step()
+        assert sum(map(len, drafts_of(steps[-1]))) > 50
+
+
+def drafts_of(step: Any) -> list[list[int]]:
+    return [*step.scheduled_spec_decode_tokens.values()]
