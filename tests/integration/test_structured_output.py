@@ -29,14 +29,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from vllm_recycle.core.tree import children_of
-from vllm_recycle.integration.grammar import (
-    ALL_ALLOWED,
-    MOST_ROWS,
-    GrammarAhead,
-    GrammarMasks,
-    fill_tree,
-    longest_of,
-)
+from vllm_recycle.integration.cpu.grammar_ahead import MOST_ROWS, GrammarAhead, longest_of
+from vllm_recycle.integration.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
 from vllm_recycle.integration.scheduler import TreeScheduler
 
 APPLES = """Tom has 3 apples.
@@ -103,7 +97,7 @@ def expected(backend: str) -> list[list[tuple[int, ...]]]:
 @pytest.fixture(scope="module", params=CASES)
 def served(request):
     backend, method = CASES[request.param]
-    expected(backend)
+    expected(backend), dead_ends(backend)
     settings = {"per_request_spec_decode_metrics": "summary"}
     with engine(method, structured_outputs_config={"backend": backend}, **settings) as llm:
         yield SimpleNamespace(llm=llm, backend=backend)
@@ -119,6 +113,39 @@ def test_output_equals_vllm_and_drafts_are_accepted_of_each_kind(served):
         first = 1 + len(WAYS) * kind
         of_kind = [output.spec_decode_metrics for output in outputs[first : first + len(WAYS)]]
         assert sum(map(num_accepted, of_kind)) > 0, KINDS[served.backend][kind]
+
+
+# Grammars that a second constraint leaves no token of, after some.
+DEAD_ENDS = [
+    ({"regex": "yes, (yes|no)"}, {"allowed_token_ids": [5, 6]}),
+    ({"regex": "(yes|no) yes"}, {"bad_words": ["yes", "y"]}),
+    ({"json": SCHEMA}, {"bad_words": ["apples", "a"]}),
+]
+
+
+@cache
+def dead_ends(backend: str) -> list[Any]:
+    with engine(structured_outputs_config={"backend": backend}) as llm:
+        return reach_dead_ends(llm)
+
+
+def reach_dead_ends(llm: Any) -> list[Any]:
+    """Tokens and reasons to finish, and those of others beside them."""
+    params = [
+        SamplingParams(**way, **more, structured_outputs=StructuredOutputsParams(**grammar))
+        for grammar, more in DEAD_ENDS
+        for way in (GREEDY, SEEDED)
+    ]
+    params += [SamplingParams(**GREEDY), *params]
+    outputs = llm.generate([APPLES] * len(params), params, use_tqdm=False)
+    return [(tuple(one.outputs[0].token_ids), one.outputs[0].finish_reason) for one in outputs]
+
+
+def test_a_request_that_no_token_is_left_for_ends_as_in_vllm(served):
+    expected = dead_ends(served.backend)
+    assert sum(reason == "error" for _, reason in expected) >= 4
+    for _ in range(2):
+        assert reach_dead_ends(served.llm) == expected
 
 
 def num_accepted(metrics: Any) -> int:
@@ -150,14 +177,13 @@ def test_what_a_grammar_expects_takes_no_steps_of_its_own(served, way):
     steps, outputs, counts = watch_steps(llm), [], []
     try:
         for grows_with_it in (False, True):
-            # As where the grammar is in another process.
-            core(llm).scheduler.drafts_here = grows_with_it
+            runner(llm).grows = grows_with_it
             runner(llm).drafter.reset()
             steps.clear()
             outputs.append(generate(llm, PLAIN[:1], params))
             counts.append(sum(len(step.num_scheduled_tokens) for step in steps))
     finally:
-        core(llm).scheduler.drafts_here = True
+        runner(llm).grows = True
     assert outputs[0] == outputs[1]
     assert counts[1] < 0.7 * counts[0]
 
@@ -272,31 +298,38 @@ def test_a_grammar_goes_ahead_and_comes_back(served):
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    regex = (StructuredOutputOptions.REGEX, "The total number (runs|leaves) today[.]")
+    sentence = "The total number (runs|leaves) today[.]"
+    regex = (StructuredOutputOptions.REGEX, f"{sentence}\n{sentence}")
     grammar = manager.backend.compile_grammar(*regex, stop_token_ids={tokenizer.eos_token_id})
     start = manager.backend.allocate_token_bitmask(2).fill_(ALL_ALLOWED)
     grammar.fill_bitmask(start, 0)
-    ahead, text = GrammarAhead(grammar, manager), encode("The total number runs today.")
-    branch = len(encode("The total number"))
-    with ahead.behind([]):
-        for place, token in enumerate(text):
-            allowed = ahead.allowed(text[:place])
-            assert allowed.has(token)
-            assert allowed.expected == (-1 if place == branch else token)
-        assert ahead.allowed(text).expected == tokenizer.eos_token_id
-        assert ahead.allowed([*text, tokenizer.eos_token_id]) is None
-        assert ahead.allowed(text[:2]) == ahead.allowed(text[:2])
-    # What came before where the same is allowed; in a step that starts behind tokens of its own.
-    with ahead.behind(text[: branch + 1]):
-        assert ahead.allowed([]).expected == text[branch + 1]
-    with ahead.behind([]):
-        assert ahead.allowed(text[:branch]).expected == text[branch]
-        for count in range(2 * MOST_ROWS):
-            ahead.allowed(text[:count])
-        assert len(ahead.seen) <= MOST_ROWS
-    # The grammar is where it was.
+    ahead, first = GrammarAhead(grammar, manager), "The total number runs today.\n"
+    branch, second = len(encode("The total number")), len(encode(first + "The total number"))
+    text = encode(first + "The total number leaves today.")
+    for place, token in enumerate(text[:second]):
+        allowed = ahead.allowed(text[:place])
+        assert allowed.has(token)
+        assert allowed.expected == (-1 if place == branch else token)
+    assert ahead.allowed(text[:2]) == ahead.allowed(text[:2])
+    for count in range(2 * MOST_ROWS):
+        ahead.allowed(text[:count])
+    assert len(ahead.seen) <= MOST_ROWS
+    # What is no token of the grammar leaves it where it is.
+    ahead.follow([])
+    assert ahead.allowed([encode("zebra")[0]]) is None
+    ahead.follow([])
     grammar.fill_bitmask(start, 1)
     assert start[0].equal(start[1])
+    # What came before where the same is allowed comes first.
+    assert ahead.allowed(text[:branch]).expected == -1
+    ahead.follow(text[: branch + 1])
+    assert ahead.allowed(text[branch + 1 : second]).expected == text[branch]
+    # Behind the end there is nothing, nor behind what is no text of the grammar.
+    ahead.follow(text[:-1])
+    assert ahead.allowed(text[-1:]).expected == tokenizer.eos_token_id
+    assert ahead.allowed([text[-1], tokenizer.eos_token_id]) is None
+    ahead.follow([*text[:-1], encode("zebra")[0]])
+    assert ahead.allowed([]) is None
 
 
 @pytest.mark.parametrize("served", ["xgrammar"], indirect=True)

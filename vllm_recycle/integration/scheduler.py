@@ -66,9 +66,6 @@ class TreeScheduler(Scheduler):
         if chooses_sizes(vllm_config):
             self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
-        # Else grammars are not where drafts grow, and what they forbid is taken out afterwards.
-        parallel = vllm_config.parallel_config
-        self.drafts_here = parallel.distributed_executor_backend == "uni"
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         if isinstance(options, DraftModelOptions):
             # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
@@ -94,10 +91,9 @@ class TreeScheduler(Scheduler):
                 name: self.requests[name].draft_parents[: len(draft)]
                 for name, draft in output.scheduled_spec_decode_tokens.items()
             }
-            output.grammars = {
-                request.request_id: self.masks.ahead(request)
-                for request in self._structured(output)
-                if self.drafts_here and self.masks.is_constrained(request)
+            starts = {one.request_id: self.masks.start(one) for one in self._structured(output)}
+            output.grammar_starts = {
+                name: start for name, start in starts.items() if start is not None
             }
             # Streamed prompts that wait for more, or for room; each comes back as a new request.
             output.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
@@ -109,6 +105,11 @@ class TreeScheduler(Scheduler):
         """Take in a step as vLLM does, and learn what trees are worth."""
         if self.sizes is not None:
             self.sizes.learn(scheduler_output, model_runner_output)
+        for request in self._structured(scheduler_output):
+            if not self.masks.is_constrained(request):
+                index = model_runner_output.req_id_to_index[request.request_id]
+                token_ids = model_runner_output.sampled_token_ids[index]
+                self.masks.see_reasoning_end(request, token_ids)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.spec_decode_metrics_level != "none":
             self._send_metrics(outputs)

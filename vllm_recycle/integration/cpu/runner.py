@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +30,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.drafters import DRAFTERS
+from vllm_recycle.integration.cpu.grammar_ahead import GrammarsAhead
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
@@ -71,7 +71,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         scheduler = vllm_config.scheduler_config
         steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
         self.max_num_tokens = min(steps)
-        self.drafter = DRAFTERS[type(options_of(vllm_config))](vllm_config, device, self)
+        options = options_of(vllm_config)
+        self.drafter = DRAFTERS[type(options)](vllm_config, device, self)
+        self.grammars = GrammarsAhead(vllm_config, waits=options.isolates)
+        self.grows = options.grows
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
         # vLLM leaves out min_p and logit_bias under speculation; the walk applies them as they
         # are. Remove when vLLM asks the method (patches/0003).
@@ -138,6 +141,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
         if freed:
             self.drafter.release(freed)
+        self.grammars.end(scheduler_output.finished_req_ids)
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
@@ -150,6 +154,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             req_state_idx = self.req_state_indices.assign(request_id)
             self.drafter.begin(req_state_idx, torch.tensor(known))
             self.drafter.num_undrafted += not may_speculate(request.sampling_params)
+            if self.grows:
+                self.grammars.begin(request_id, request.sampling_params)
             if hinted := hinted_text(request.sampling_params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         self.drafter.follow(scheduler_output, self.req_state_indices)
@@ -299,13 +305,13 @@ class TreeCPUModelRunner(CPUModelRunner):
             computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
             may_draft = goes_on and num_nodes > 0 and may_speculate(params)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
-        grammars = [scheduler_output.grammars.get(name) for name in batch.req_ids]
+        starts = scheduler_output.grammar_starts.items()
+        ahead = self.grammars.behind(
+            {name: self.requests[name].output_token_ids[start:] for name, start in starts}
+        )
+        grammars = [ahead.get(name) for name in batch.req_ids]
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
-        with ExitStack() as stack:
-            for grammar, token_ids in zip(grammars, sampled_token_ids, strict=True):
-                if grammar is not None:
-                    stack.enter_context(grammar.behind(token_ids))
-            drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
+        drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
         if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
             context = sum(before) / len(before)
             self.drafter.serve(self.step, context, time.perf_counter() - self.began)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeGuard
 
-from vllm_recycle.core.price import TREES
+from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import Schedule
@@ -116,6 +116,11 @@ class MethodOptions(ABC):
     def kinds(self) -> tuple[str, ...]:
         """What its drafts may be, see `price.TREES`."""
         return (TREES,)
+
+    @property
+    def grows(self) -> bool:
+        """Whether drafts grow, and with grammars."""
+        return self.is_dynamic or CHAINS in self.kinds
 
     @property
     def has_trees(self) -> bool:

@@ -1,0 +1,183 @@
+"""Grammars in the worker, which go ahead of the texts that follow them while drafts grow.
+
+The scheduler has the grammar of a request, in another process. Here it is compiled once more, in
+the background: drafts grow without it till then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from vllm_recycle.core.grow import Allowed
+from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.grammar import ALL_ALLOWED
+
+# Rows of a draft that a grammar is asked at, and how many allowed tokens are few: behind these one
+# is expected.
+MOST_ROWS, FEW = 16, 16
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of some vocabularies
+CANNOT_COME_BACK = "lm-format-enforcer"  # of vLLM's backends
+
+
+class GrammarsAhead:
+    """Those of the requests of a worker.
+
+    Args:
+        vllm_config: vLLM's.
+        waits: whether a draft waits for its grammar. Else it tells how busy the compiler was.
+
+    """
+
+    def __init__(self, vllm_config: Any, *, waits: bool) -> None:
+        self.vllm_config, self.waits = vllm_config, waits
+        self.manager: StructuredOutputManager | None = None  # made for the first grammar
+        self.compiler = ThreadPoolExecutor(1, "vllm-recycle-grammar")
+        self.compiling: dict[str, Future[GrammarAhead]] = {}
+        self.compiled: dict[str, GrammarAhead] = {}
+
+    def begin(self, request_id: str, params: Any) -> None:
+        """A request starts, or goes on after it was preempted, with these sampling parameters."""
+        structured = StructuredOutputRequest.from_sampling_params(params)
+        if structured is None or structured.params._backend == CANNOT_COME_BACK:
+            return
+        if request_id not in self.compiling and request_id not in self.compiled:
+            request = SimpleNamespace(
+                request_id=request_id, sampling_params=params, structured_output_request=structured
+            )
+            self.compiling[request_id] = self.compiler.submit(self._compile, request)
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Requests finished; their grammars go."""
+        for request_id in request_ids:
+            if future := self.compiling.pop(request_id, None):
+                future.cancel()
+            self.compiled.pop(request_id, None)
+
+    def behind(self, texts: Mapping[str, Sequence[int]]) -> dict[str, GrammarAhead]:
+        """The grammars, as far as they are there, each behind a text.
+
+        Args:
+            texts: by request, the tokens that its grammar is to take, all of them each time.
+
+        """
+        pending = [name for name in texts if name in self.compiling]
+        if pending:
+            done = [name for name in pending if self.waits or self.compiling[name].done()]
+            for name in from_first_rank(done):
+                self.compiled[name] = self.compiling.pop(name).result()
+        ahead = {name: self.compiled[name] for name in texts if name in self.compiled}
+        for name, grammar in ahead.items():
+            grammar.follow(texts[name])
+        return ahead
+
+    def _compile(self, request: Any) -> GrammarAhead:
+        """In a thread of its own: what vLLM's scheduler does for a request."""
+        if self.manager is None:
+            self.manager = StructuredOutputManager(self.vllm_config)
+        self.manager.grammar_init(request)
+        grammar = request.structured_output_request._grammar
+        if isinstance(grammar, Future):
+            grammar = grammar.result()
+        return GrammarAhead(grammar, self.manager)
+
+
+class GrammarAhead:
+    """The grammar of a request, which goes ahead of its text and comes back; see `grow.Grammar`.
+
+    Where few tokens are allowed it expects one of them. Most often these are the beginnings of one
+    text that has to follow, a key of a JSON schema, say, in which any white space is allowed and
+    which can be cut into tokens in several ways: of these a model takes the longest, as its
+    tokenizer does. But what came the last time that the same tokens were allowed comes first.
+
+    Args:
+        grammar: vLLM's `StructuredOutputGrammar`.
+        manager: vLLM's `StructuredOutputManager`.
+
+    """
+
+    def __init__(self, grammar: Any, manager: Any) -> None:
+        self.grammar, self.tokenizer = grammar, manager.tokenizer
+        self.masks = manager.backend.allocate_token_bitmask(MOST_ROWS)
+        self.longest = manager.vllm_config.num_speculative_tokens  # that outlines comes back from
+        self.num_followed = 0  # tokens of the text
+        self.is_lost = False  # the text is none of the grammar
+        self.taken: list[int] = []  # tokens that the grammar has taken ahead of the text
+        self.seen: dict[tuple[int, ...], Allowed] = {}  # at the rows of the last draft
+        self.habits: dict[tuple[int, ...], int] = {}  # what came where these were allowed
+
+    def follow(self, text: Sequence[int]) -> None:
+        """Take in what a text has more than the last time."""
+        self._go([])
+        token_ids = text[self.num_followed :]
+        self.num_followed = len(text)
+        for place, token in enumerate(token_ids):
+            if (seen := self.seen.get(tuple(token_ids[:place]))) and (few := _few(seen.words)):
+                self.habits[few] = token
+            self.is_lost = self.is_lost or not self._take(token)
+        self.seen.clear()
+
+    def allowed(self, path: Sequence[int]) -> Allowed | None:
+        """See `grow.Grammar`; of too many rows nothing is said, and nothing behind an end."""
+        key = tuple(path)
+        if key not in self.seen:
+            if self.is_lost or len(self.seen) == MOST_ROWS or not self._go(path):
+                return None
+            words = self.masks[len(self.seen)].fill_(ALL_ALLOWED)
+            self.grammar.fill_bitmask(self.masks, len(self.seen))
+            self.seen[key] = Allowed(words, self._expected(_few(words)))
+        return self.seen[key]
+
+    def _expected(self, few: tuple[int, ...]) -> int:
+        if not few or few in self.habits:
+            return self.habits.get(few, NO_TOKEN)
+        known = [token for token in few if token < len(self.tokenizer)]  # a mask has whole words
+        texts = self.tokenizer.convert_ids_to_tokens(known)
+        return longest_of(dict(zip(known, texts, strict=True)))
+
+    def _go(self, path: Sequence[int]) -> bool:
+        """Bring the grammar behind these tokens; whether it is there, and something may follow."""
+        while self.taken != [*path[: len(self.taken)]]:
+            self.grammar.rollback(1)  # what accepts one token takes back one
+            self.taken.pop()
+        if len(path) > self.longest:
+            return False
+        for token in path[len(self.taken) :]:
+            if not self._take(token):
+                return False
+            self.taken.append(token)
+        return not self.grammar.is_terminated()
+
+    def _take(self, token: int) -> bool:
+        """Go on by a token, if it is allowed: llguidance comes back from no other."""
+        grammar = self.grammar
+        is_allowed = not grammar.is_terminated() and grammar.validate_tokens([token]) == [token]
+        return is_allowed and grammar.accept_tokens("", [token])
+
+
+def longest_of(texts: Mapping[int, str]) -> int:
+    """The token with the longest text, if it begins with those of all others; else -1."""
+    whole = {token: text for token, text in texts.items() if not BYTE.fullmatch(text)} or texts
+    longest = max(whole, key=lambda token: len(whole[token]), default=NO_TOKEN)
+    begin_it = all(whole[longest].startswith(text) for text in whole.values())
+    return longest if begin_it else NO_TOKEN
+
+
+def _few(words: torch.Tensor) -> tuple[int, ...]:
+    """The tokens of a mask, ascending, if they are few; else none."""
+    of_words = words.numpy()
+    (places,) = of_words.nonzero()
+    if len(places) > FEW:
+        return ()
+    bits = np.unpackbits(of_words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, columns = bits.nonzero()
+    return tuple((places[rows] * 32 + columns).tolist()) if len(rows) <= FEW else ()
