@@ -41,7 +41,7 @@ LINES: dict[str, dict[str, Any]] = {
 def arguments(draft_model: str, gamma: int) -> list[str]:
     """The methods of the ablation, as arguments of `vllm-recycle bench`."""
     given = [f"--draft-model={draft_model}", f"--draft-tokens={gamma}", "--fresh-prompts"]
-    given += ["--no-profile", f"--methods={','.join(['none', 'draft_model', *LINES])}"]
+    given += [f"--methods={','.join(['none', 'draft_model', *LINES])}"]
     for name, off in LINES.items():
         config = {
             "method": "ouroboros",

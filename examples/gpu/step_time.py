@@ -209,7 +209,9 @@ def run_child(task: Task, name: str, reply: Path) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=child_environment(task.engine["speculative_config"]),
+        # The engine in the child itself, which looks into it.
+        env=child_environment(task.engine["speculative_config"])
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         check=False,
     )
     if child.returncode:

@@ -18,7 +18,7 @@ COUNTS = {"tokens": 10, "steps": 5, "draft_tokens": 50, "accepted_tokens": 5, "s
 
 
 def load(request):
-    about = {"device": "cpu", "dtype": "float32", "torch_threads": 1, "versions": {"vllm": "none"}}
+    about = {"device": "cpu", "dtype": "float32", "versions": {"vllm": "none"}}
     return request["engine"]["speculative_config"] or {}, about
 
 
@@ -42,7 +42,6 @@ def run(config, request):
         "others_cpu_share": 0.0,
         "prompts": [COUNTS] * prompts,
         "outputs": [[1]] * prompts,
-        "parts_ms": {},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from commands import DRAFT_MODEL, FAKE_WORKER, PROMPTS, ROOT, bench
 from vllm_recycle.cli import RunError, main
 from vllm_recycle.cli.bench import driver, methods
 from vllm_recycle.cli.bench.plan import Plan
-from vllm_recycle.cli.bench.profile import ExclusiveTimer, _time_own
 from vllm_recycle.cli.bench.prompts import Prompt
 from vllm_recycle.cli.bench.report import make_report
 
@@ -31,8 +29,6 @@ RESULT_KEYS = {
     "mean_accepted_tokens_first_pass",
     "steps",
     "step_ms",
-    "own_share",
-    "outside_forward_share",
     "outputs_equal",
 }
 
@@ -54,8 +50,6 @@ def test_methods_are_measured_side_by_side(tmp_path):
         assert (row["method"], row["concurrency"]) == (method, 1)
         assert row["outputs_equal"] is True
         assert row["tokens"] == 2 * 8
-        assert row["own_share"] == 0  # the plugin is not loaded
-        assert 0 < row["outside_forward_share"] < 1
     assert none["speedup"] == none["mean_accepted_tokens"] == 1
     assert none["steps"] == 2 * 7  # the prompt's step gives the first token
     assert ngram["rows_per_step"] > none["rows_per_step"] == 1
@@ -65,7 +59,7 @@ def test_methods_are_measured_side_by_side(tmp_path):
 def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
     arguments = bench("--num-prompts=2", "--max-tokens=16", "--repeats=1", "--dtype=float32")
     arguments += ["--draft-model", str(DRAFT_MODEL), "--methods=none,draft_model,ouroboros"]
-    arguments += ["--engine-args", EAGER, "--no-profile", "--json", str(tmp_path / "result.json")]
+    arguments += ["--engine-args", EAGER, "--json", str(tmp_path / "result.json")]
     whole = {"method": "ouroboros", "model": str(DRAFT_MODEL), "row_cost": 0}
     arguments += ["--speculative-config", f"ouroboros={json.dumps(whole)}"]
     command = [sys.executable, "-m", "vllm_recycle", *arguments]
@@ -83,7 +77,6 @@ def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
     assert ouroboros["mean_accepted_tokens"] > 1
     head = next(line for line in run.stdout.splitlines() if "tokens/s" in line)
     assert "draft forwards" in head
-    assert "own %" not in head  # without a profile there is none
 
 
 def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
@@ -191,33 +184,3 @@ def test_no_child_outlives_an_interrupted_run(number, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert [process.returncode for process in processes] == [-9, -9]
-
-
-def test_time_counts_for_the_innermost_category(monkeypatch):
-    clock = iter([0.0, 1.0, 3.0, 7.0])  # enter outer, enter inner, leave inner, leave outer
-    monkeypatch.setattr("vllm_recycle.cli.bench.profile.time.perf_counter", lambda: next(clock))
-    timer = ExclusiveTimer()
-    inner = timer.wrap(lambda: None, "inner")
-    timer.wrap(inner, "outer")()
-    assert timer.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
-
-
-def test_own_time_is_without_the_methods_that_are_overridden(monkeypatch):
-    class Stock:
-        def sample(self):
-            return "sampled"
-
-        def other(self):
-            return "other"
-
-    class Own(Stock):
-        def sample(self):
-            return super().sample() + " and " + self.other()
-
-    Own.__module__ = "vllm_recycle.integration.runner"
-    clock = itertools.count()
-    monkeypatch.setattr("vllm_recycle.cli.bench.profile.time.perf_counter", lambda: next(clock))
-    timer = ExclusiveTimer()
-    _time_own(Own(), timer)
-    assert Own().sample() == "sampled and other"
-    assert timer.seconds == {"own": 2, "overridden": 1}  # `other` is not overridden: it is own

@@ -177,7 +177,7 @@ def _chat(model: str) -> tuple[list[list[int]], list[str]]:
 def test_categories_are_reported(chat_model, prompts_file, tmp_path, capsys):
     arguments = ["bench", f"--model={chat_model}", f"--prompts={prompts_file}"]
     arguments += [f"--json={tmp_path}/result.json"]
-    arguments += ["--chat", "--by-category", "--methods=none,token_recycling", "--no-profile"]
+    arguments += ["--chat", "--by-category", "--methods=none,token_recycling"]
     # Whatever a row costs on a busy machine.
     arguments += ['--speculative-config=token_recycling={"method":"token_recycling","row_cost":0}']
     arguments += ["--max-tokens=12", "--repeats=2", "--concurrency=1,2", "--dtype=float32"]

@@ -59,7 +59,7 @@ def installed(tmp_path_factory):
         (
             [
                 "bench", f"--model={MODEL}", f"--prompts={PROMPTS}", "--num-prompts=1",
-                "--max-tokens=4", "--repeats=1", "--dtype=float32", "--no-profile",
+                "--max-tokens=4", "--repeats=1", "--dtype=float32",
                 "--methods=none,token_recycling", '--engine-args={"enforce_eager": true}',
             ],
             0,

@@ -299,3 +299,29 @@ def test_a_server_can_start_warm(tmp_path, method):
         before = counter(llm, "spec_decode_num_accepted_tokens")
         assert generate(llm, prompts, GREEDY) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > before
+
+
+@pytest.mark.parametrize(
+    "method",
+    [GROWN, GROWN | {"tree": "chain"}, TRUNK, SMALL_OUROBOROS],
+    ids=["grown", "chains", "trunk", "published"],
+)
+def test_the_next_turn_finds_as_many_cached_tokens_as_without_drafts(method):
+    """All blocks that a turn has filled, its last one too."""
+    settings = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 4}
+    texts = read_prompts(12, max_words=60)
+    lengths = [*range(20, 68, 4)]
+    found = []
+    for speculation in (None, method):
+        with engine(speculation, **settings) as llm:
+            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+            answers = llm.generate(texts, params, use_tqdm=False)
+            turns = [
+                {"prompt_token_ids": [*one.prompt_token_ids, *one.outputs[0].token_ids, 7]}
+                for one in answers
+            ]
+            again = llm.generate(turns, params, use_tqdm=False)
+            found.append([(one.outputs[0].token_ids, one.num_cached_tokens) for one in again])
+            if speculation:
+                assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+    assert found[0] == found[1]

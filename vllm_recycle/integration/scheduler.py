@@ -206,6 +206,12 @@ class TreeScheduler(Scheduler):
         # patches/0005.
         last = request.num_tokens - 1 + request.num_output_placeholders
         request.num_computed_tokens = min(request.num_computed_tokens, last)
+        # What a step fills vLLM puts into the prefix cache when it schedules the next one, which
+        # does not come. States in the middle of a draft are none to go on from. Remove with 0.32.
+        if not self.has_mamba_layers:
+            self.kv_cache_manager.cache_blocks(
+                request, request.num_computed_tokens - request.num_output_placeholders
+            )
         return super()._handle_stopped_request(request)
 
     def make_spec_decoding_stats(

@@ -85,9 +85,6 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="give the first pass and each repeat prompts of their own, an equal part of the file",
     )
-    parser.add_argument(
-        "--no-profile", action="store_true", help="leave out the passes that time parts of a step"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

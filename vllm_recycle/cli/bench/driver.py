@@ -47,7 +47,6 @@ class Measurement:
     engines: dict[str, Reply] = field(default_factory=dict)
     first_passes: dict[str, Reply] = field(default_factory=dict)
     passes: dict[tuple[str, int], list[Reply]] = field(default_factory=dict)  # one per repeat
-    profiles: dict[tuple[str, int], Reply] = field(default_factory=dict)
 
 
 class Child:
@@ -135,12 +134,12 @@ class Child:
 
 
 def child_environment(config: SpeculativeConfig) -> dict[str, str]:
-    """The caller's environment, with the engine in the child's own process.
+    """The caller's environment.
 
     The children of vLLM's own methods do not load this plugin: `VLLM_PLUGINS` names all others
     that would be loaded (an empty value loads none).
     """
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**os.environ}
     if not needs_plugin(config):
         found = [point for group in PLUGIN_GROUPS for point in entry_points(group=group)]
         ours = {point.name for point in found if point.value.startswith("vllm_recycle.")}
@@ -171,9 +170,9 @@ def children(plan: Plan) -> Iterator[dict[str, Child]]:
 
 
 def measure(plan: Plan) -> Measurement:
-    """Run all methods of a plan: load, first pass, timed repeats, profile."""
+    """Run all methods of a plan: load, first pass, timed repeats."""
     measurement = Measurement()
-    steps = 2 + len(plan.concurrency) * (plan.repeats + plan.profile)
+    steps = 2 + len(plan.concurrency) * plan.repeats
     with Progress(len(plan.methods) * steps, unit="parts") as progress:
         for part in parts(plan):
             with children(part) as running:
@@ -208,12 +207,6 @@ def _measure(
                 reply = running[name].ask("run", **pass_arguments(plan, concurrency, number))
                 measurement.passes.setdefault((name, concurrency), []).append(reply)
                 progress.finish()
-    for name, child in running.items() if plan.profile else ():
-        for concurrency in plan.concurrency:
-            progress.begin(f"profile {name} x{concurrency}")
-            reply = child.ask("profile", **pass_arguments(plan, concurrency, 0))
-            measurement.profiles[name, concurrency] = reply
-            progress.finish()
 
 
 def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:

@@ -14,7 +14,7 @@ from vllm_recycle.cli.bench.arguments import check_writable, read_workload
 from vllm_recycle.cli.bench.methods import HINTS, SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt
 
-NO_CONDITIONS = {"prompts", "prompts_path", "profile", "by_category", "json_path"}
+NO_CONDITIONS = {"prompts", "prompts_path", "by_category", "json_path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class Plan:
         repeats: timed passes per method and number.
         fresh_prompts: whether each pass has prompts of its own; else all have all.
         max_engines: alive at once, None for all.
-        profile: whether to find out where the time of a step goes.
         by_category: whether to report each category of the prompts too.
         json_path: the report to write.
     """
@@ -49,7 +48,6 @@ class Plan:
     dtype: str = "auto"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     max_engines: int | None = None
-    profile: bool = False
     by_category: bool = False
     json_path: Path | None = None
 
@@ -103,6 +101,5 @@ def make_plan(args: argparse.Namespace) -> Plan:
         **workload,
         **{name: getattr(args, name) for name in same},
         methods=choose_methods(args),
-        profile=not args.no_profile,
         json_path=args.json,
     )

@@ -18,13 +18,17 @@ from vllm_recycle import __version__
 from vllm_recycle.cli.bench.driver import Measurement, Reply
 from vllm_recycle.cli.bench.methods import DRAFT_MODEL, SpeculativeConfig, needs_plugin
 from vllm_recycle.cli.bench.plan import Plan
-from vllm_recycle.cli.bench.profile import FORWARD, OWN, TREE_ATTENTION
 
 Result = dict[str, Any]
 BASELINE = "none"
 DRAFTED, ACCEPTED = "draft_tokens", "accepted_tokens"
 COUNTS = ("tokens", "steps", "engine_steps")
-THREAD_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LD_PRELOAD")
+THREAD_VARIABLES = (
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU",
+    "OMP_NUM_THREADS",
+    "LD_PRELOAD",
+)
 DEFINITIONS = {
     "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps and the "
     "rendering of turns behind the first included; "
@@ -45,17 +49,10 @@ DEFINITIONS = {
     "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
     "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
     "fresh_prompts": "whether each pass has prompts of its own, so that nothing has seen them",
-    "own_share": "of the time of these steps, in this package's runner, scheduler and worker, "
-    "without attention; from a further pass with timers, as all shares",
-    "attention_share": "of the time of these steps, in this package's attention",
-    "outside_forward_share": "of the time of these steps, outside the target's forward pass, which "
-    "is its layers, attention and logits",
-    "others_cpu_share": "of all CPUs during each timed pass, used by other processes; where it is "
-    "not near 0, the figures are disturbed",
-    "threads": "torch's own number and the variables as given; vLLM heeds "
-    "VLLM_CPU_OMP_THREADS_BIND only in the processes that it starts itself, and this engine runs "
-    "in the measuring process, unbound, on all cores or OMP_NUM_THREADS",
-    "parts_ms": "mean time of these steps by part; the timers themselves cost a little",
+    "others_cpu_share": "of all CPUs during each timed pass, used by processes that are not the "
+    "engine's; where it is not near 0, the figures are disturbed",
+    "threads": "variables of vLLM's threads, as given; by default it leaves a core of a CPU to its "
+    "front end",
     "temperature": "0 is greedy; else each prompt has a seed of its own, the same for all methods",
     "outputs_equal": "all token ids equal those of none at the same concurrency, in every pass; "
     "certain only in float32, elsewhere near-ties fall either way",
@@ -81,8 +78,6 @@ def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
 def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Result:
     passes = measurement.passes[name, concurrency]
     first = measurement.first_passes[name]
-    profile = measurement.profiles.get((name, concurrency), {})
-    parts = profile.get("parts_ms", {})
     equal = _equal_share(plan, measurement, name, concurrency)
     return {
         "method": name,
@@ -96,15 +91,10 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
         "step_ms": _median(one["step_ms"] for one in passes),
         "rows_per_step": _median(per_step(one, DRAFTED) for one in passes),
         "draft_forwards_per_round": _draft_forwards(plan.methods[name], passes),
-        "own_share": _share(parts, [OWN]),
-        "attention_share": _share(parts, [TREE_ATTENTION]),
-        "outside_forward_share": _share(parts, [one for one in parts if one not in FORWARD]),
-        "parts_ms": parts,
         "outputs_equal": None if equal is None else equal == 1,
         "equal_share": equal,
         "categories": _categories(plan, passes, concurrency) if plan.by_category else {},
         **{key: [one[key] for one in passes] for key in ("wall_s", "others_cpu_share")},
-        "others_cpu_share_profile": profile.get("others_cpu_share"),
         "first_pass": {
             "concurrency": plan.first_pass_concurrency,
             **{key: first[key] for key in ("tokens", "steps", "wall_s")},
@@ -157,10 +147,6 @@ def _median(values: Any) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _share(parts: dict[str, float], names: Sequence[str]) -> float | None:
-    return sum(parts.get(name, 0) for name in names) / sum(parts.values()) if parts else None
-
-
 def _equal_share(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> float | None:
     """The share of requests, over all passes at this concurrency, that equal the baseline's."""
     if BASELINE not in plan.methods:
@@ -197,10 +183,7 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "hardware": {"device": first["device"], **hardware()},
-        "threads": {
-            "torch": first["torch_threads"],
-            **{name: os.environ.get(name) for name in THREAD_VARIABLES},
-        },
+        "threads": {name: os.environ.get(name) for name in THREAD_VARIABLES},
         "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

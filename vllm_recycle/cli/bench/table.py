@@ -17,8 +17,6 @@ COLUMNS = (
     ("steps", "steps", "d", 1),
     ("step ms", "step_ms", ".2f", 1),
     ("draft forwards", "draft_forwards_per_round", ".2f", 1),
-    ("own %", "own_share", ".1f", 100),
-    ("outside forward %", "outside_forward_share", ".1f", 100),
     ("equal %", "equal_share", ".1f", 100),
 )
 
@@ -39,8 +37,7 @@ def format_table(report: dict[str, Any]) -> str:
             else ", the same prompts in every pass: methods that remember have seen them"
         ),
         ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
-        "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"])
-        + f", {conditions['threads']['torch']} threads",
+        "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"]),
         "",
     ]
     columns = [column for column in COLUMNS if any(one[column[1]] is not None for one in results)]
@@ -52,11 +49,9 @@ def format_table(report: dict[str, Any]) -> str:
     for level in conditions["concurrency"]:
         with_kinds = [one for one in results if one["concurrency"] == level and one["categories"]]
         lines += _category_lines(with_kinds, level) if with_kinds else ()
-    timed = max(max(one["others_cpu_share"]) for one in results)
-    profiled = max(one["others_cpu_share_profile"] or 0.0 for one in results)
-    for share, what in ((timed, "timed passes"), (profiled, "passes behind the own and outside %")):
-        if share > DISTURBED:
-            lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the {what}")
+    others = max(max(one["others_cpu_share"]) for one in results)
+    if others > DISTURBED:
+        lines.append(f"disturbed: others used up to {others:.0%} of the CPUs in the timed passes")
     return "\n".join(lines)
 
 

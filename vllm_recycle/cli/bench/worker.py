@@ -5,10 +5,9 @@ Each request and each reply is one JSON line; {"error": "..."} stands for a fail
     {"op": "load", ...as `Worker`...}    -> what the engine runs with
     {"op": "run", ...as `Worker.run`...} -> one pass over prompts; with "stream" before it, for each
           step of each request, {"event": "text", "prompt": I, "text": "...", "tokens": N}
-    {"op": "profile", ...the same...}    -> the same, with the time of a step by part; ask it last
 
-Requests are fed to the engine by hand, which gives exact counts: a step of a request is a decode
-step unless it is the one that ends its prompt.
+The engine is as vLLM lays it out, in processes of its own. Requests are fed to it by hand, which
+gives exact counts: a step of a request is a decode step unless it is the one that ends its prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_recycle.cli.bench import profile
+import psutil
 
 Events = Callable[[dict[str, Any]], None]
 
@@ -60,7 +59,6 @@ class StepCounts:
 
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
-    parts_ms: dict[str, float] = dataclasses.field(default_factory=dict)  # of these steps, summed
 
 
 class Worker:
@@ -78,7 +76,6 @@ class Worker:
         self.first_turns = [self._render([_said(p["turns"][0])], i) for i, p in enumerate(prompts)]
         self.events = events
         self.method = (engine.get("speculative_config") or {}).get("method")
-        self.timer: profile.ExclusiveTimer | None = None
         self.request_ids = map(str, itertools.count())
 
     def describe(self) -> dict[str, Any]:
@@ -100,8 +97,6 @@ class Worker:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,
-            "torch_threads": torch.get_num_threads(),
-            "main_thread_cores": sorted(os.sched_getaffinity(0)),
         }
 
     def run(
@@ -119,7 +114,7 @@ class Worker:
         before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
         counts = self._generate(chosen, concurrency, params, stream=stream)
         wall = time.perf_counter() - begin
-        after, steps = self._draft_counts(), len(counts.decode_ms)
+        after = self._draft_counts()
         others = (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
         prompts = [dataclasses.asdict(one.counts) for one in chosen]
         sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
@@ -132,20 +127,7 @@ class Worker:
             "others_cpu_share": max(0.0, others),
             "prompts": prompts,
             "outputs": [one.output for one in chosen],
-            "parts_ms": {name: value / steps for name, value in counts.parts_ms.items()},
         }
-
-    def profile(self, **arguments: Any) -> dict[str, Any]:
-        """A pass with timers; they stay, so that no plain pass may follow."""
-        import torch
-
-        if self.timer is None:
-            synchronize = torch.cuda.synchronize if torch.cuda.is_available() else None
-            timer = profile.ExclusiveTimer(synchronize)
-            if not profile.attach(self.engine, timer):
-                return {"parts_ms": {}}
-            self.timer = timer
-        return self.run(**arguments)
 
     def _generate(
         self, chosen: list[Conversation], concurrency: int, params: Any, *, stream: bool
@@ -209,20 +191,13 @@ class Worker:
         """One step of the engine; the conversations that it brought an answer to."""
         decode_only = all(conversation.answer for conversation in flying.values())
         start = time.perf_counter()
-        if self.timer:
-            self.timer.seconds.clear()
-            self.timer.enter(profile.REST)
         results = self.engine.step()
-        if self.timer:
-            self.timer.leave()
         seconds = time.perf_counter() - start
         for conversation in flying.values():
             conversation.counts.seconds += seconds / len(flying)
         counts.engine_steps += 1
         if decode_only and results:
             counts.decode_ms.append(1000 * seconds)
-            for name, part in self.timer.seconds.items() if self.timer else ():
-                counts.parts_ms[name] = counts.parts_ms.get(name, 0.0) + 1000 * part
         answered = []
         for result in results:
             conversation, (output,) = flying[result.request_id], result.outputs
@@ -262,14 +237,15 @@ def _said(turn: str) -> dict[str, str]:
 
 
 def others_cpu_seconds() -> float:
-    """CPU time that all other processes of the machine have used; 0 where /proc is missing."""
+    """CPU time that processes which are not the engine's have used; 0 where /proc is missing."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
     user, nice, system, _idle, _iowait, *rest = map(int, stat.read_text().split()[1:9])
-    mine = os.times()
+    me = psutil.Process()
+    ours = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     busy = user + nice + system + sum(rest)
-    return busy / os.sysconf("SC_CLK_TCK") - mine.user - mine.system
+    return busy / os.sysconf("SC_CLK_TCK") - sum(one.user + one.system for one in ours)
 
 
 def main() -> None:
@@ -292,7 +268,8 @@ def main() -> None:
                 reply(worker.describe())
             else:
                 assert worker is not None
-                reply({"run": worker.run, "profile": worker.profile}[op](**request))
+                assert op == "run", op
+                reply(worker.run(**request))
         except Exception as error:  # reported to the driver, which ends this process
             traceback.print_exc()
             reply({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})
