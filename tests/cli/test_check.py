@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -150,3 +151,26 @@ def test_versions(capsys):
 def test_flags_that_vllm_does_not_have(capsys):
     line = refused(["check", TARGET, "--no-such-flag"], capsys)
     assert line == "vllm-recycle check: error: unrecognized arguments: --no-such-flag\n"
+
+
+def test_methods_are_names_for_vllms_flag(capsys):
+    status, said = check(capsys, "--spec-method", "token_recycling")
+    assert (status, said["supported"]) == (0, f"{TARGET} with token_recycling")
+    status, said = check(capsys, "--spec-method", "ouroboros", "--spec-model", OUROBOROS["model"])
+    assert (status, said["supported"]) == (0, f"{TARGET} with ouroboros")
+
+
+def test_a_draft_model_with_other_token_ids_is_warned_of(capsys, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(OUROBOROS["model"], draft)
+    config = {"method": "ouroboros", "model": str(draft)}
+    assert "warning" not in check(capsys, config=config)[1]
+    file = draft / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, other = [token for token, token_id in vocab.items() if token_id in (500, 600)]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    file.write_text(json.dumps(tokenizer))
+    status, said = check(capsys, config=config)
+    assert status == 0
+    assert said["warning"].startswith(f"the draft model {draft} has other ids for 2 of the 4096")

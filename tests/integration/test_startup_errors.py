@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -86,6 +87,7 @@ def test_engine_arguments_can_be_used_twice():
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
         ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
         ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
+        ({"matrix_file": ""}, "matrix_file is '', expected a path"),
         ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
         ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
         ({"matrix_file": "/no/such/"}, "expected a directory that exists, or a file"),
@@ -180,7 +182,9 @@ def test_bad_tables_of_nodes(table, message):
     ("options", "message"),
     [
         ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),
-        ({"model": None}, "model is None, expected a draft model's name or path"),
+        ({"model": None}, "'model' is missing"),
+        ({"model": 7}, "model is 7, expected a draft model's name or path"),
+        ({"pool_file": ""}, "pool_file is '', expected a path"),
         ({"gamma": 0}, "gamma is 0, expected an integer from 1"),
         ({"window": "20"}, "window is '20', expected an integer from 0"),
         ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
@@ -317,6 +321,23 @@ def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
 def test_flags_that_the_method_needs_for_itself(flags, message):
     with pytest.raises(ValueError, match=message):
         make_config(**flags)
+
+
+def test_null_says_nothing_and_a_path_may_be_one(tmp_path):
+    plain, method = options_of(make_config()), {"method": "token_recycling"}
+    keys = [field.name for field in dataclasses.fields(plain)]
+    given = dict.fromkeys([*keys, "num_speculative_tokens"]) | method
+    assert options_of(make_config(given)) == plain
+    file = tmp_path / "matrix"
+    assert options_of(make_config({"matrix_file": file})).matrix_file == str(file)
+
+
+@pytest.mark.parametrize("method", [TRUNK, PUBLISHED], ids=["trunk", "published"])
+def test_a_draft_model_on_fewer_ranks_is_refused_by_name(method):
+    ranks = {"model": TARGET, "draft_tensor_parallel_size": 1}
+    message = "draft_tensor_parallel_size: got 1, expected none or that of the target, 2"
+    with pytest.raises(NotImplementedError, match=message):
+        make_config(method | ranks, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.35.0rc1+cu130", "dev"])

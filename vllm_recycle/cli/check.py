@@ -118,16 +118,19 @@ def _describe(config: Any) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     from vllm_recycle.integration.options import options_of
+    from vllm_recycle.integration.refusals import other_token_ids
     from vllm_recycle.integration.saved_state import describe_state
 
     options = options_of(config)
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
+    warning = other_token_ids(config)
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
     return {
         "supported": f"{config.model_config.model} with {options.method}",
         "vllm": f"{vllm.__version__} on {current_platform.device_type}",
         "drafts": f"{trees}, at most {options.num_nodes} nodes",
         "tables": f"{num_bytes:,} bytes on each rank, beside weights and KV cache",
+        **({"warning": warning} if warning else {}),
     }
 
 

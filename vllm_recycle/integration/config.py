@@ -258,6 +258,8 @@ def finish(vllm_config: Any) -> None:
             options.method,
         )
         _warn_of_missing_graphs(vllm_config)
+    if warning := refusals.other_token_ids(vllm_config):
+        logger.warning(warning)
     check_state_file(options, vllm_config)
 
 

@@ -30,6 +30,7 @@ def _install() -> None:
     versions.check_vllm_version()
     from vllm_recycle.integration import config, requests
 
+    versions.add_method_names(METHODS)
     versions.wrap_validate_spec_decode(requests.validate_sampling_params)
     # The last, since with it our methods are there.
     versions.wrap_create_engine_config(config.rewrite, _finish)

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import envs
+from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_NODES
@@ -206,6 +207,12 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
         "a draft model with M-RoPE": draft.uses_mrope,
     }
     refuse(OUROBOROS, features)
+    given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
+    if given not in (None, target.tensor_parallel_size):
+        raise NotImplementedError(
+            f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
+            f"{target.tensor_parallel_size}"
+        )
     max_model_len = vllm_config.model_config.max_model_len
     if draft.max_model_len < max_model_len:
         raise ValueError(
@@ -220,14 +227,33 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
         )
 
 
+def other_token_ids(vllm_config: Any) -> str | None:
+    """What is to be said of a draft model that has other token ids; None where they are the same.
+
+    Such drafts are right by chance alone. Nothing is said of a model without a tokenizer.
+    """
+    model, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    if draft is None or model.skip_tokenizer_init:
+        return None
+    try:
+        # vLLM gives its configuration the target's tokenizer.
+        of_draft = get_tokenizer(
+            draft.model, revision=draft.revision, trust_remote_code=draft.trust_remote_code
+        ).get_vocab()
+    except (OSError, ValueError):
+        return None
+    ids = cached_tokenizer_from_config(model).get_vocab()
+    others = sum(of_draft.get(token) != token_id for token, token_id in ids.items())
+    if not others:
+        return None
+    return (
+        f"the draft model {draft.model} has other ids for {others} of the {len(ids)} tokens of "
+        f"{model.model}: hardly a draft of it will be accepted"
+    )
+
+
 def _draft_rows_on_v2(vllm_config: Any, options: DraftModelOptions) -> int:
-    """Rows of the largest draft forward; refuses what one there cannot be."""
-    given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
-    if given not in (None, target.tensor_parallel_size):
-        raise NotImplementedError(
-            f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
-            f"{target.tensor_parallel_size}"
-        )
+    """Rows of the largest draft forward."""
     if isinstance(options, TrunkOptions):
         return head_length(options)  # of one request; more are drafted for as there is room
     assert isinstance(options, OuroborosOptions)

@@ -111,6 +111,23 @@ def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[A
     _replace(EngineArgs, "create_engine_config", create_engine_config)
 
 
+def add_method_names(names: Sequence[str]) -> None:
+    """Let `--spec-method` take these names too.
+
+    Remove when vLLM has a registry of speculative methods.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def add_cli_args(original: Any, parser: Any) -> Any:
+        parser = original(parser)
+        for action in parser._actions:
+            if action.dest == "spec_method" and action.choices is not None:
+                action.choices = [*action.choices, *names]
+        return parser
+
+    _replace(EngineArgs, "add_cli_args", add_cli_args)  # static: no `self` for the original
+
+
 def after_batch_defaults(engine_args: Any, change: Callable[[Any, Any], None]) -> None:
     """Let a function change these arguments once vLLM has put in its batch sizes.
 

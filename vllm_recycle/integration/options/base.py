@@ -43,18 +43,20 @@ class MethodOptions(ABC):
     def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
         """Check the keys and values of a speculative configuration (without its `method`).
 
-        What is not given, or null, is what is best on a GPU, or on a CPU. Raises ValueError naming
-        the key, what was given and what is accepted.
+        A key that is null is not given. What is not given is what is best on a GPU, or on a CPU.
+        Raises ValueError naming the key, what was given and what is accepted.
         """
+        cls._check_keys(given)
+        given = {key: value for key, value in given.items() if value is not None}
         if on_gpu and given.get("row_cost") is not None:
             raise NotImplementedError(
                 f"speculative_config: row_cost is {given['row_cost']!r}, expected none on a GPU, "
                 "where steps are timed at each start, or sizes follow from the batch alone"
             )
-        defaults = cls._defaults(given, on_gpu=on_gpu)
-        missing = {key: value for key, value in defaults.items() if given.get(key) is None}
-        values = {**given, **missing}
-        cls._check_keys(values)
+        values = cls._defaults(given, on_gpu=on_gpu) | given
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ValueError(f"speculative_config of {cls.method}: {field.name!r} is missing")
         options = cls(**values)
         options.check()
         return options
@@ -75,9 +77,6 @@ class MethodOptions(ABC):
                     f"speculative_config of {cls.method}: unknown key {shorten(key)}, expected any "
                     f"of {['method', *accepted, *others]}"
                 )
-        for field in fields:
-            if field.default is dataclasses.MISSING and field.name not in given:
-                raise ValueError(f"speculative_config of {cls.method}: {field.name!r} is missing")
 
     def check(self) -> None:
         """Raise ValueError for the first value that is not accepted."""
@@ -88,7 +87,7 @@ class MethodOptions(ABC):
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
         key, file = self.state_key, self.state_file
-        expect(key, file, file is None or isinstance(file, str), "a path")
+        expect(key, file, file is None or (isinstance(file, str) and file != ""), "a path")
         if file is not None:
             check_place(file, kind=f"speculative_config: {key}", may_be_folder=True)
         every = self.save_every

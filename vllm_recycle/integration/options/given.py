@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -55,7 +56,13 @@ def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | Non
             f"--{FLAGS[key].replace('_', '-')} is given and {key!r} of speculative_config too, "
             "expected one of them"
         )
-    return flags | {name: config[key] for name, key in given.items()}
+    values = {name: config[key] for name, key in given.items()}
+    return flags | {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as it travels to other processes; of a path its text."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def check_table(table: Any, num_nodes: int) -> Schedule | None:
