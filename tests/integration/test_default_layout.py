@@ -43,7 +43,8 @@ def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     there, tokens_there = serve(GROWN, backend)
     assert here == there == plain
-    assert tokens_there > 0.9 * tokens_here > 1.5
+    assert tokens_here > 1.5
+    assert tokens_there > 0.9 * tokens_here
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ class TestDraftCache:
     # Chunked prefill; room for about three of the eight requests; prefixes that come again.
     SETTINGS = {  # noqa: RUF012
         "block_size": 32,
-        "num_gpu_blocks_override": 24,
+        "num_gpu_blocks_override": 26,
         "max_num_seqs": 8,
         "max_model_len": 640,
         "max_num_batched_tokens": 96,

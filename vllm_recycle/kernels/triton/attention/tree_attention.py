@@ -39,6 +39,8 @@ from vllm_recycle.kernels.triton.launch import ALIGNMENT, bind
 # Tokens of a request that are worth a program of their own: with fewer, writing what it found and
 # combining it costs more than it saves.
 LEAST_SHARE = 128
+# Kernels are compiled or not by what is said when they are imported.
+INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def tree_attention(
@@ -151,7 +153,7 @@ def _plan(
         "BLOCK_D": triton.next_power_of_2(head_size),
         "LEAST_TILES": max(1, LEAST_SHARE // tile.tokens),
         "SPLIT": num_splits > 1,
-        "UPCAST": triton.knobs.runtime.interpret,
+        "UPCAST": INTERPRETED,
     }
     grid = (triton.cdiv(num_queries, tile.queries) * num_splits, kv_heads, rows.batch)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
