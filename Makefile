@@ -11,6 +11,7 @@
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make test-triton   Triton's tests with another one than is locked; TRITON=3.8.0
 #   make test-next     the test suite on vLLM's next version, its Python over today's binaries
+#   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, without a GPU (8 GB of disk)
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
 #   make newest-vllm   vLLM's newest CPU wheel, unpacked in newest/: patches/compatibility.py newest/vllm
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
@@ -33,6 +34,8 @@ VISION_LOCK := .ci/cpu/vision.lock
 NEXT_LOCK := .ci/cpu/next.lock
 NEXT := .venv/next
 TRITON ?= 3.8.0
+VLLM ?= 0.33.0
+CUDA := .venv/cuda
 ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -40,7 +43,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray vision test test-slow test-triton test-next soak newest-vllm lint format format-check types wheel help
+.PHONY: setup demo model pair suffix ray vision test test-slow test-triton test-next test-cuda-wheel soak newest-vllm lint format format-check types wheel help
 
 setup: $(STAMP)
 
@@ -100,6 +103,21 @@ $(NEXT)/.installed: $(STAMP) $(NEXT_LOCK)
 
 test-next: $(NEXT)/.installed
 	PYTHONPATH=$(CURDIR)/$(NEXT) $(PYTEST) $(PYTEST_ARGS)
+
+$(CUDA)/torch/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --target $(CUDA)/torch "torch>=2.14,<2.15"
+	touch $@
+
+$(CUDA)/vllm-$(VLLM)/.installed: $(STAMP)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(CUDA) vllm==$(VLLM)
+	$(BIN)/python -m zipfile --extract $(CUDA)/vllm-$(VLLM)-*.whl $(CUDA)/vllm-$(VLLM)
+	rm $(CUDA)/vllm-$(VLLM)-*.whl
+	touch $@
+
+test-cuda-wheel: $(CUDA)/torch/.installed $(CUDA)/vllm-$(VLLM)/.installed
+	$(BIN)/python tests/cuda_wheel/stub_driver.py $(CUDA) $(CUDA)/vllm-$(VLLM)
+	PYTHONPATH=$(CURDIR)/$(CUDA)/torch:$(CURDIR)/$(CUDA)/vllm-$(VLLM) \
+		$(BIN)/python tests/cuda_wheel/check.py $(CUDA)
 
 soak: setup
 	$(BIN)/python tests/soak/run.py $(SOAK_ARGS)

