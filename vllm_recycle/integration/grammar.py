@@ -107,6 +107,23 @@ class GrammarMasks:
         return self.masks[:num_rows].fill_(ALL_ALLOWED)
 
 
+def rows_of_masks(output: Any, req_ids: Sequence[str], starts: Sequence[int]) -> list[int]:
+    """The logit rows that masks are of, in the order of the masks.
+
+    vLLM's functions that apply masks are told that each row is a request of its own, for which all
+    of its versions want one mask. What they want for a request with a draft differs.
+
+    Args:
+        output: vLLM's `GrammarOutput`, with masks that `GrammarMasks.fill` made.
+        req_ids: of the batch.
+        starts: where the logit rows of each request begin, and the end.
+
+    """
+    index_of = {name: index for index, name in enumerate(req_ids)}
+    indices = [index_of[name] for name in output.structured_output_request_ids]
+    return [row for index in indices for row in range(starts[index], starts[index + 1])]
+
+
 def fill_tree(
     masks: torch.Tensor,
     grammar: Any,

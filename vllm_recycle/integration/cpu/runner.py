@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core.adjacency import Ends
@@ -35,6 +37,7 @@ from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.grammar import rows_of_masks
 from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
@@ -206,7 +209,21 @@ class TreeCPUModelRunner(CPUModelRunner):
             # Here the logits are raw; the grammar and the sampler change them in place.
             best = self.drafter.observe(self.idx_mapping, self.step, state.logits)
             self.argmax = None if grammar_output is not None else best
-        return super().sample_tokens(grammar_output)
+            if grammar_output is not None:
+                self._mask(state.logits, grammar_output)
+        return super().sample_tokens(None)
+
+    def _mask(self, logits: torch.Tensor, output: Any) -> None:
+        """Forbid, in logits [logit rows, vocab], what grammars do."""
+        rows = rows_of_masks(output, self.input_batch.req_ids, self.step.cu_num_logits.tolist())
+        apply_grammar_bitmask(
+            SimpleNamespace(scheduled_spec_decode_tokens={}),
+            SimpleNamespace(
+                grammar_bitmask=output.grammar_bitmask, structured_output_request_ids=rows
+            ),
+            SimpleNamespace(req_ids=range(len(logits))),
+            logits,
+        )
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None

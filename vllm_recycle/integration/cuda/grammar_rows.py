@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_recycle.integration.grammar import rows_of_masks
+
 
 class GrammarRows:
     """vLLM's `StructuredOutputsWorker`, taken for one of requests that have one row each.
@@ -31,10 +33,7 @@ class GrammarRows:
 
     def mask(self, logits: torch.Tensor, input_batch: Any, output: Any) -> None:
         """Forbid, in logits [rows, vocab], what vLLM's `GrammarOutput` does."""
-        starts = input_batch.cu_num_logits_np
-        index_of = {name: index for index, name in enumerate(input_batch.req_ids)}
-        indices = (index_of[name] for name in output.structured_output_request_ids)
-        rows = [row for index in indices for row in range(starts[index], starts[index + 1])]
+        rows = rows_of_masks(output, input_batch.req_ids, input_batch.cu_num_logits_np)
         num_rows = len(logits)
         batch = SimpleNamespace(
             req_ids=range(num_rows),
