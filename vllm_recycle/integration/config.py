@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -254,8 +255,9 @@ def finish(vllm_config: Any) -> None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
         logger.warning_once(
-            "%s on CUDA is tested in Triton's interpreter, and has not run on a GPU yet",
+            "%s on CUDA with vllm %s is tested in Triton's interpreter, and has not run on a GPU yet",
             options.method,
+            vllm_version,
         )
         _warn_of_missing_graphs(vllm_config)
     if warning := refusals.other_token_ids(vllm_config):
