@@ -255,7 +255,7 @@ def finish(vllm_config: Any) -> None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
         logger.warning_once(
-            "%s on CUDA with vllm %s is tested in Triton's interpreter, and has not run on a GPU yet",
+            "%s on CUDA is tested in Triton's interpreter with vllm %s, and has not run on a GPU",
             options.method,
             vllm_version,
         )
