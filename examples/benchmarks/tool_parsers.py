@@ -48,6 +48,7 @@ NOT_RUN = {
     "openai": "goes by the vocabulary of GPT-OSS",
     "olmo3 (reasoning)": "goes by the vocabulary of OLMo 3",
     "openai_gptoss": "goes by the vocabulary of GPT-OSS",
+    **dict.fromkeys(("beam", "muse", "musespark1x", "step5"), "new in vLLM 0.33"),
 }
 HEAD = """# Tool calls and reasoning, streamed
 

@@ -86,11 +86,10 @@ def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
 
     # The machine was slow in the second pass of both.
     passes = {("none", 1): [one(2), one(8), one(2)], ("ngram", 1): [one(1), one(5), one(3)]}
-    engine = {"versions": {}, "dtype": "float32", "device": "cpu", "torch_threads": 1}
+    engine = {"versions": {}, "dtype": "float32", "device": "cpu"}
     names = ("none", "ngram")
-    found = driver.Measurement(
-        dict.fromkeys(names, engine), {name: one(1) for name in names}, passes, {}
-    )
+    firsts = {name: one(1) for name in names}
+    found = driver.Measurement(dict.fromkeys(names, engine), firsts, passes)
     plan = Plan("m", PROMPTS, (Prompt(("a",)),), dict.fromkeys(names), repeats=3)
     _, ngram = make_report(plan, found)["results"]
     assert ngram["speedup"] == pytest.approx(8 / 5)
