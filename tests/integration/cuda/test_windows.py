@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 WINDOW = 24
 BATCH = [((0, 60), GREEDY | {"max_tokens": 16}), ((3, 50), SEEDED | {"max_tokens": 16})]
-ARGUMENTS = LLM_ARGUMENTS | {"num_gpu_blocks_override": 24}  # for two groups
+ARGUMENTS = LLM_ARGUMENTS | {"num_gpu_blocks_override": 40}  # for two groups
 
 
 @pytest.mark.parametrize(("model", "groups"), [("windows", 2), ("sinks", 2), ("shared", 1)])
