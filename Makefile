@@ -35,7 +35,7 @@ NEXT_LOCK := .ci/cpu/next.lock
 NEXT := .venv/next
 TRITON ?= 3.8.0
 VLLM ?= 0.33.0
-CUDA := .venv/cuda
+CUDA := .venv/cuda-$(VLLM)
 ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -104,19 +104,18 @@ $(NEXT)/.installed: $(STAMP) $(NEXT_LOCK)
 test-next: $(NEXT)/.installed
 	PYTHONPATH=$(CURDIR)/$(NEXT) $(PYTEST) $(PYTEST_ARGS)
 
-$(CUDA)/torch/.installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --target $(CUDA)/torch "torch>=2.14,<2.15"
-	touch $@
-
-$(CUDA)/vllm-$(VLLM)/.installed: $(STAMP)
+# With the PyTorch that the wheel requires, in its build for CUDA.
+$(CUDA)/.installed: $(STAMP)
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(CUDA) vllm==$(VLLM)
-	$(BIN)/python -m zipfile --extract $(CUDA)/vllm-$(VLLM)-*.whl $(CUDA)/vllm-$(VLLM)
+	$(BIN)/python -m zipfile --extract $(CUDA)/vllm-$(VLLM)-*.whl $(CUDA)/vllm
 	rm $(CUDA)/vllm-$(VLLM)-*.whl
+	$(BIN)/python -m pip install --quiet --target $(CUDA)/torch \
+		"$$(sed -n 's/^Requires-Dist: \(torch==[0-9.]*\).*/\1/p' $(CUDA)/vllm/*.dist-info/METADATA),$(subst torch==,!=,$(TORCH))"
 	touch $@
 
-test-cuda-wheel: $(CUDA)/torch/.installed $(CUDA)/vllm-$(VLLM)/.installed
-	$(BIN)/python tests/cuda_wheel/stub_driver.py $(CUDA) $(CUDA)/vllm-$(VLLM)
-	PYTHONPATH=$(CURDIR)/$(CUDA)/torch:$(CURDIR)/$(CUDA)/vllm-$(VLLM) \
+test-cuda-wheel: $(CUDA)/.installed
+	$(BIN)/python tests/cuda_wheel/stub_driver.py $(CUDA) $(CUDA)/vllm
+	PYTHONPATH=$(CURDIR)/$(CUDA)/torch:$(CURDIR)/$(CUDA)/vllm \
 		$(BIN)/python tests/cuda_wheel/check.py $(CUDA)
 
 soak: setup

@@ -76,7 +76,7 @@ def test_the_answers_go_into_the_next_turn(chat_model):
     assert sampled[0] == sampled[1] != expected
     assert [one["requests"] for one in reply["prompts"]] == [2, 1, 1, 1]
     assert [one["tokens"] for one in reply["prompts"]] == list(map(len, expected))
-    assert 0 < sum(one["seconds"] for one in reply["prompts"]) <= reply["wall_s"]
+    assert 0.9 < sum(one["seconds"] for one in reply["prompts"]) / reply["wall_s"] <= 1
     told = ["".join(e["text"] for e in events if e["prompt"] == i) for i in range(len(PROMPTS))]
     assert told == texts
     assert sum(event["tokens"] for event in events) == reply["tokens"]

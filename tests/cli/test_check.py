@@ -156,8 +156,10 @@ def test_flags_that_vllm_does_not_have(capsys):
 def test_methods_are_names_for_vllms_flag(capsys):
     status, said = check(capsys, "--spec-method", "token_recycling")
     assert (status, said["supported"]) == (0, f"{TARGET} with token_recycling")
-    status, said = check(capsys, "--spec-method", "ouroboros", "--spec-model", OUROBOROS["model"])
-    assert (status, said["supported"]) == (0, f"{TARGET} with ouroboros")
+    flags = ["--spec-method", "ouroboros", "--spec-model", OUROBOROS["model"]]
+    for config in (None, {}, {"method": None, "model": None}):
+        status, said = check(capsys, *flags, config=config)
+        assert (status, said["supported"]) == (0, f"{TARGET} with ouroboros")
 
 
 def test_a_draft_model_with_other_token_ids_is_warned_of(capsys, tmp_path):
@@ -174,3 +176,5 @@ def test_a_draft_model_with_other_token_ids_is_warned_of(capsys, tmp_path):
     status, said = check(capsys, config=config)
     assert status == 0
     assert said["warning"].startswith(f"the draft model {draft} has other ids for 2 of the 4096")
+    file.write_text('{"model": 1}')  # vLLM reads the target's alone
+    assert "warning" not in check(capsys, config=config)[1]

@@ -190,3 +190,13 @@ def test_a_prompt_that_must_come_whole_comes_beside_long_drafts(method):
 
 def drafts_of(step: Any) -> list[list[int]]:
     return [*step.scheduled_spec_decode_tokens.values()]
+
+
+def test_room_is_kept_for_prompts_as_long_as_those_of_late(cores):
+    room = make(cores["trees"], TreeScheduler, "fcfs", NUM_BLOCKS).room
+    for length in [160, *[20] * 4]:
+        room.see_prompt(length)
+    assert 100 < room.longest_prompt < 160
+    for length in [20] * 60:
+        room.see_prompt(length)
+    assert room.longest_prompt == 20

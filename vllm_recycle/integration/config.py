@@ -255,8 +255,10 @@ def finish(vllm_config: Any) -> None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
         logger.warning_once(
-            "%s on CUDA is tested in Triton's interpreter with vllm %s, and has not run on a GPU",
+            "%s on CUDA is tested in Triton's interpreter with vllm %s, and has not run on a GPU; "
+            "this is vllm %s",
             options.method,
+            versions.SUPPORTED_VLLM,
             vllm_version,
         )
         _warn_of_missing_graphs(vllm_config)

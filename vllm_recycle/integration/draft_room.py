@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_recycle.integration.options import MethodOptions
 
-# Requests that wait, at most, of which a step asks how many KV blocks they need; and how many, as
-# long as the longest so far, may come at once.
+# A step counts the KV blocks that requests need which wait, but of so many at most. And it leaves
+# blocks for so many prompts that may come before the next one, as long as the longest of late.
 MOST_LOOKED_AT, MOST_COMING = 32, 8
 # The part of the free blocks that drafts may have whoever may come.
 LEAST_SHARE = 1 / 8
@@ -24,21 +24,25 @@ class DraftRoom:
 
     Attributes:
         max_draft_tokens: the most draft tokens of a step.
-        longest_prompt: tokens of the longest prompt that came so far.
+        longest_prompt: tokens of the longest prompt that came lately.
 
     """
 
     def __init__(self, scheduler: Any, options: MethodOptions) -> None:
         self.scheduler = scheduler
-        self.max_draft_tokens = int(options.budget_share * scheduler.max_num_scheduled_tokens)
+        self.max_draft_tokens = options.max_draft_tokens(scheduler.max_num_scheduled_tokens)
         self.isolates = options.isolates
         self.longest_prompt = 0
         spec = scheduler.vllm_config.speculative_config
         self.draft_slots = spec.max_num_new_slots_for_drafting
         groups = scheduler.kv_cache_config.kv_cache_groups
         self.specs = [group.kv_cache_spec for group in groups]
-        self.sizes = [spec.block_size for spec in self.specs]
-        self._isolated_limit = 0  # of a draft in this step
+        self.block_sizes = [spec.block_size for spec in self.specs]
+        self._own_limit = 0  # of a draft in this step, where each has its own room
+
+    def see_prompt(self, num_tokens: int) -> None:
+        """Take in how long a prompt is. What was longest counts less with each that comes."""
+        self.longest_prompt = max(num_tokens, self.longest_prompt - self.longest_prompt // 16)
 
     @contextmanager
     def kept(self, lengths: Iterable[int]) -> Iterator[None]:
@@ -52,7 +56,7 @@ class DraftRoom:
             if not scheduler.scheduler_config.enable_chunked_prefill:
                 rows += scheduler.max_model_len  # any prompt fits
             room = max(0, min(self.max_draft_tokens, tokens - rows))
-            self._isolated_limit = limit = room // len(running)
+            self._own_limit = limit = room // len(running)
             scheduler.max_num_scheduled_tokens -= sum(min(limit, length) for length in lengths)
         try:
             yield
@@ -72,23 +76,22 @@ class DraftRoom:
         """
         scheduler, ahead = self.scheduler, self.scheduler.num_lookahead_tokens
         if self.isolates:
-            limit, share = self._isolated_limit, self._guaranteed_blocks()
+            limit, share = self._own_limit, self._guaranteed_blocks()
         else:
-            taken, slots = sum(num_scheduled.values()), self.draft_slots * len(num_scheduled)
-            left = min(
-                scheduler.max_num_scheduled_tokens - taken,
-                scheduler.scheduler_config.max_num_batched_tokens - taken - slots,
-            )
+            taken = sum(num_scheduled.values())
+            of_batch = scheduler.scheduler_config.max_num_batched_tokens
+            of_batch -= self.draft_slots * len(num_scheduled)
+            left = min(scheduler.max_num_scheduled_tokens, of_batch) - taken
             limit = even_limit(lengths, max(0, min(self.max_draft_tokens, left)))
             share = self._unclaimed_blocks(num_scheduled)
-            share //= len(scheduler.running) * len(self.sizes)
+            share //= len(scheduler.running) * len(self.block_sizes)
         if scheduler.need_mamba_block_aligned_split and not scheduler.use_v2_model_runner:
             # The states at the end of a block are those that prefix caching keeps. On a GPU vLLM
             # finds them among those of a draft.
             share = 0
         # The rest of a request's last block, and a share of other blocks. Tokens whose ids are on
         # the device yet have slots too, and so has what a draft model writes ahead.
-        size, limits = min(self.sizes), []
+        size, limits = min(self.block_sizes), []
         for request in drafting:
             tokens = request.num_computed_tokens + num_scheduled[request.request_id]
             slots = -(tokens + ahead) % size + share * size
@@ -112,9 +115,11 @@ class DraftRoom:
         claimed = sum(
             max(0, -(-known // size) - -(-has // size)) + 1
             for has, known in needs
-            for size in self.sizes
+            for size in self.block_sizes
         )
-        coming = min(seats, MOST_COMING) * sum(-(-self.longest_prompt // n) for n in self.sizes)
+        coming = min(seats, MOST_COMING) * sum(
+            -(-self.longest_prompt // n) for n in self.block_sizes
+        )
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - claimed
         return max(0, free - coming, int(LEAST_SHARE * free))
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
 
+import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
@@ -112,6 +113,15 @@ class Drafter(ABC):
             "table_fill": self.state.share_written,
             "undrafted_requests": self.num_undrafted,
         }
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """What each of the tensor-parallel ranks has."""
+    group = get_tp_group()
+    values = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def from_first_rank(value: T) -> T:

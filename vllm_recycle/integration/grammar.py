@@ -41,10 +41,7 @@ class GrammarMasks:
         return self.manager._get_constraint_bounds(request, ()).constraint_start == 0
 
     def start(self, request: Any) -> int | None:
-        """Tokens of the output of a request before those that follow its grammar; None till then.
-
-        It may reason first.
-        """
+        """How many tokens a request reasoned in, before its grammar began; None till then."""
         if not self.is_constrained(request):
             return None
         return getattr(request.structured_output_request, "num_reasoned", 0)

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import envs
+from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -25,10 +26,12 @@ from vllm_recycle.integration.options import (
 from vllm_recycle.integration.options.base import expect
 from vllm_recycle.integration.options.trunk import head_length
 
-# Model types that have attention sinks, those that have them with layers of several types unless
-# their configuration says otherwise, and what other configurations say it by.
+logger = init_logger("vllm.recycle")
+# Model types that have attention sinks.
 WITH_SINKS = ("gpt_oss", "openai_privacy_filter")
+# Those that have them if their layers are of several types, unless their configuration says.
 GRANITE = ("granite", "granitemoe", "granitemoeshared")
+# Keys by which configurations of other types say that they have them.
 SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
 
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
@@ -192,7 +195,7 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
                 f"--max-model-len {max_model_len}"
             )
     tokens = vllm_config.scheduler_config.max_num_scheduled_tokens
-    share, has_room = options.budget_share, options.budget_share * tokens >= 1
+    share, has_room = options.budget_share, options.max_draft_tokens(tokens) >= 1
     expected = f"a token or more of --max-num-scheduled-tokens {tokens} for drafts"
     expect("budget_share", share, has_room, expected)
 
@@ -230,19 +233,23 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
 def other_token_ids(vllm_config: Any) -> str | None:
     """What is to be said of a draft model that has other token ids; None where they are the same.
 
-    Such drafts are right by chance alone. Nothing is said of a model without a tokenizer.
+    Such drafts are right by chance alone. Nothing is said where a model has no tokenizer.
     """
     model, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
     if draft is None or model.skip_tokenizer_init:
         return None
     try:
-        # vLLM gives its configuration the target's tokenizer.
+        ids = cached_tokenizer_from_config(model).get_vocab()
+        # vLLM gives the draft model's configuration the target's tokenizer.
         of_draft = get_tokenizer(
-            draft.model, revision=draft.revision, trust_remote_code=draft.trust_remote_code
+            draft.model,
+            tokenizer_mode=model.tokenizer_mode,
+            revision=draft.revision,
+            trust_remote_code=draft.trust_remote_code,
         ).get_vocab()
-    except (OSError, ValueError):
+    except Exception as error:  # what a tokenizer raises is its own; vLLM says what it needs
+        logger.debug("no tokenizers to compare: %r", error)
         return None
-    ids = cached_tokenizer_from_config(model).get_vocab()
     others = sum(of_draft.get(token) != token_id for token, token_id in ids.items())
     if not others:
         return None

@@ -1,7 +1,8 @@
 """vLLM's schedulers with drafts that are trees: who gets how many rows, and what is counted.
 
-vLLM schedules each step as if there were no drafts; these get what is left of its tokens and KV
-blocks. So prompts start, and go on, as they do without. A scheduled draft is a prefix of the node
+vLLM schedules each step as if there were no drafts, which get what is left of its tokens and KV
+blocks. So prompts start, and go on, as they do without. Under the scope `isolated` drafts come
+first instead, in a room of their own. See `draft_room`. A scheduled draft is a prefix of the node
 list, and so a tree by itself. KV slots, roll-back and preemption are vLLM's.
 """
 
@@ -43,7 +44,7 @@ class TreeDraftTokenIds(DraftTokenIds):
 
 
 class TreeScheduler(Scheduler):
-    """Cuts trees so that they never starve a batch; drops the drafts that must not be used."""
+    """Gives drafts what a step has left; drops the drafts that must not be used."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         put_table_back(vllm_config)  # a copy of the configuration was completed since
@@ -106,7 +107,7 @@ class TreeScheduler(Scheduler):
         if self.sizes is not None:
             self.sizes.learn(scheduler_output, model_runner_output)
         for request in self._structured(scheduler_output):
-            if not self.masks.is_constrained(request):
+            if not (self.use_v2_model_runner or self.masks.is_constrained(request)):
                 index = model_runner_output.req_id_to_index[request.request_id]
                 token_ids = model_runner_output.sampled_token_ids[index]
                 self.masks.see_reasoning_end(request, token_ids)
@@ -134,7 +135,14 @@ class TreeScheduler(Scheduler):
         req_to_new_blocks: dict[str, Any],
     ) -> Any:
         # All else of the step is decided: what is free is for drafts, and nobody waits for them.
-        drafting = [request for request in running_reqs if request.request_id in self.set_aside]
+        # Where a step does not reach the end of a text, its draft has nothing to follow.
+        drafting = [
+            one
+            for one in running_reqs
+            if one.request_id in self.set_aside
+            and one.num_computed_tokens + num_scheduled_tokens[one.request_id]
+            == one.num_tokens + one.num_output_placeholders
+        ]
         lengths = [len(self.set_aside[request.request_id]) for request in drafting]
         limits = self.room.limits(drafting, lengths, num_scheduled_tokens) if drafting else ()
         for request, limit in zip(drafting, limits, strict=True):
@@ -162,7 +170,7 @@ class TreeScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         """As vLLM; and remember how long prompts are."""
-        self.room.longest_prompt = max(self.room.longest_prompt, request.num_prompt_tokens)
+        self.room.see_prompt(request.num_prompt_tokens)
         super().add_request(request)
 
     def may_speculate(self, request: Any) -> bool:
@@ -206,8 +214,9 @@ class TreeScheduler(Scheduler):
         # patches/0005.
         last = request.num_tokens - 1 + request.num_output_placeholders
         request.num_computed_tokens = min(request.num_computed_tokens, last)
-        # What a step fills vLLM puts into the prefix cache when it schedules the next one, which
-        # does not come. States in the middle of a draft are none to go on from. Remove with 0.32.
+        # The blocks that a step fills vLLM 0.32 puts into the prefix cache when it schedules the
+        # next step, which does not come; 0.33 does it here. States in the middle of a draft are
+        # none to go on from. Remove with 0.32.
         if not self.has_mamba_layers:
             self.kv_cache_manager.cache_blocks(
                 request, request.num_computed_tokens - request.num_output_placeholders

@@ -16,6 +16,7 @@ from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TREE, Waits, tokens
 from v2_graphs import Graph
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.eplb_utils import EPLBController
 
 from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
 from vllm_recycle.integration.cuda import runner as v2_runner
@@ -74,6 +75,11 @@ def test_each_captured_graph_is_replayed(result):
     assert result["lengths"] == [*[1] * 6, *[1 + longest] * 6, *[9] * 6, *[9 + longest] * 6]
 
 
+def test_timing_is_no_load_of_experts(result):
+    can_suppress = hasattr(EPLBController, "suppress")  # vLLM 0.33 and later
+    assert result["timed"]["load of experts counts"] == (not can_suppress)
+
+
 def test_nothing_waits_for_the_device(result):
     assert result["waits"] == []
 
@@ -87,6 +93,7 @@ def watch_timing() -> dict[str, Any]:
         model_runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Any]
     ) -> StepSeconds:
         seen["entries"] = model_runner.drafter.state.matrix.num_written
+        seen["load of experts counts"] = not model_runner.eplb.suppressed
         return find(model_runner, {batch: watched(run) for batch, run in drafting.items()}, alone)
 
     def watched(run: Callable[[], torch.Tensor]) -> Callable[[], None]:

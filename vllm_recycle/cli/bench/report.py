@@ -40,7 +40,7 @@ DEFINITIONS = {
     "--max-tokens; a step is one request in one engine step, without the step that ends its prompt",
     "mean_accepted_tokens_first_pass": "the same in the first pass of the process over the prompts "
     "(first_pass.concurrency in flight), which nothing precedes and which is not timed",
-    "step_ms": "median time of the engine steps that hold no prompt",
+    "step_ms": "median time from one result to the next, of engine steps that hold no prompt",
     "rows_per_step": "1 + draft tokens verified / steps, as vLLM counts them: rows of the target's "
     "forward for a request",
     "categories": "the same for the prompts of a category, over all repeats together; a prompt has "

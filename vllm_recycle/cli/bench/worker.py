@@ -12,6 +12,7 @@ gives exact counts: a step of a request is a decode step unless it is the one th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -59,6 +60,7 @@ class StepCounts:
 
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
+    last_end: float = dataclasses.field(default_factory=time.perf_counter)  # of an engine step
 
 
 class Worker:
@@ -188,11 +190,15 @@ class Worker:
     def _step(
         self, flying: dict[str, Conversation], counts: StepCounts, *, stream: bool
     ) -> list[Conversation]:
-        """One step of the engine; the conversations that it brought an answer to."""
+        """One step of the engine; the conversations that it brought an answer to.
+
+        The engine is at work while this process is, so that a step lasts from the results before to
+        its own.
+        """
         decode_only = all(conversation.answer for conversation in flying.values())
-        start = time.perf_counter()
         results = self.engine.step()
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
+        seconds, counts.last_end = end - counts.last_end, end
         for conversation in flying.values():
             conversation.counts.seconds += seconds / len(flying)
         counts.engine_steps += 1
@@ -237,15 +243,20 @@ def _said(turn: str) -> dict[str, str]:
 
 
 def others_cpu_seconds() -> float:
-    """CPU time that processes which are not the engine's have used; 0 where /proc is missing."""
+    """CPU time that processes which are not the engine's have used; 0 where /proc is missing.
+
+    One that ends meanwhile counts as another's, if it is not waited for.
+    """
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
     user, nice, system, _idle, _iowait, *rest = map(int, stat.read_text().split()[1:9])
+    busy = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
     me = psutil.Process()
-    ours = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    busy = user + nice + system + sum(rest)
-    return busy / os.sysconf("SC_CLK_TCK") - sum(one.user + one.system for one in ours)
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            busy -= sum(process.cpu_times()[:4])  # of user, system, and ended children of these
+    return busy
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class V1Drafter(Drafter):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         scheduler = vllm_config.scheduler_config
-        drafts = int(self.options.budget_share * scheduler.max_num_scheduled_tokens)
+        drafts = self.options.max_draft_tokens(scheduler.max_num_scheduled_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
         linear = StepTimes.linear(self.options.row_cost or 0.0, self.max_rows)
         self.step_times = dict.fromkeys(self.options.kinds, linear)

@@ -6,24 +6,29 @@ the background: drafts grow without it till then.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_recycle.core.grow import Allowed
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.drafter import from_all_ranks
 from vllm_recycle.integration.grammar import ALL_ALLOWED
 
-# Rows of a draft that a grammar is asked at, and how many allowed tokens are few: behind these one
-# is expected.
+logger = init_logger("vllm.recycle")
+# Rows of a draft that a grammar is asked at. Where it allows few tokens, so many at most, it
+# expects one of them.
 MOST_ROWS, FEW = 16, 16
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of some vocabularies
 CANNOT_COME_BACK = "lm-format-enforcer"  # of vLLM's backends
@@ -41,7 +46,7 @@ class GrammarsAhead:
     def __init__(self, vllm_config: Any, *, waits: bool) -> None:
         self.vllm_config, self.waits = vllm_config, waits
         self.manager: StructuredOutputManager | None = None  # made for the first grammar
-        self.compiler = ThreadPoolExecutor(1, "vllm-recycle-grammar")
+        self.compiler = ThreadPoolExecutor(1, "vllm-recycle-grammar", use_all_cores)
         self.compiling: dict[str, Future[GrammarAhead]] = {}
         self.compiled: dict[str, GrammarAhead] = {}
 
@@ -63,22 +68,37 @@ class GrammarsAhead:
                 future.cancel()
             self.compiled.pop(request_id, None)
 
-    def behind(self, texts: Mapping[str, Sequence[int]]) -> dict[str, GrammarAhead]:
-        """The grammars, as far as they are there, each behind a text.
+    def follow(self, texts: Mapping[str, Sequence[int]]) -> dict[str, GrammarAhead]:
+        """Take in what texts have more than the last time; the grammars that are compiled.
+
+        A grammar that cannot be compiled here is one that drafts grow without.
 
         Args:
             texts: by request, the tokens that its grammar is to take, all of them each time.
 
         """
-        pending = [name for name in texts if name in self.compiling]
+        pending = {name: self.compiling[name] for name in texts if name in self.compiling}
         if pending:
-            done = [name for name in pending if self.waits or self.compiling[name].done()]
-            for name in from_first_rank(done):
-                self.compiled[name] = self.compiling.pop(name).result()
+            self._take_compiled(pending)
         ahead = {name: self.compiled[name] for name in texts if name in self.compiled}
         for name, grammar in ahead.items():
             grammar.follow(texts[name])
         return ahead
+
+    def _take_compiled(self, pending: Mapping[str, Future[GrammarAhead]]) -> None:
+        """Take those of some grammars that each rank has compiled, since ranks draft alike."""
+        ended = [name for name, future in pending.items() if self.waits or future.done()]
+        has_failed = {name: pending[name].exception() is not None for name in ended}
+        of_ranks = from_all_ranks(has_failed)
+        for name in ended:
+            if not all(name in of_rank for of_rank in of_ranks):
+                continue
+            future = self.compiling.pop(name)
+            if not any(of_rank[name] for of_rank in of_ranks):
+                self.compiled[name] = future.result()
+            elif has_failed[name]:
+                error = future.exception()
+                logger.warning("drafts grow without the grammar of request %s: %r", name, error)
 
     def _compile(self, request: Any) -> GrammarAhead:
         """In a thread of its own: what vLLM's scheduler does for a request."""
@@ -108,7 +128,8 @@ class GrammarAhead:
     def __init__(self, grammar: Any, manager: Any) -> None:
         self.grammar, self.tokenizer = grammar, manager.tokenizer
         self.masks = manager.backend.allocate_token_bitmask(MOST_ROWS)
-        self.longest = manager.vllm_config.num_speculative_tokens  # that outlines comes back from
+        # Outlines comes back from no more.
+        self.longest = manager.vllm_config.num_speculative_tokens
         self.num_followed = 0  # tokens of the text
         self.is_lost = False  # the text is none of the grammar
         self.taken: list[int] = []  # tokens that the grammar has taken ahead of the text
@@ -121,7 +142,9 @@ class GrammarAhead:
         token_ids = text[self.num_followed :]
         self.num_followed = len(text)
         for place, token in enumerate(token_ids):
-            if (seen := self.seen.get(tuple(token_ids[:place]))) and (few := _few(seen.words)):
+            # Where it was not asked, there are no habits: at most places of a long text.
+            seen = self.seen.get(tuple(token_ids[:place])) if self.seen else None
+            if seen and (few := _few(seen.words)):
                 self.habits[few] = token
             self.is_lost = self.is_lost or not self._take(token)
         self.seen.clear()
@@ -162,6 +185,14 @@ class GrammarAhead:
         grammar = self.grammar
         is_allowed = not grammar.is_terminated() and grammar.validate_tokens([token]) == [token]
         return is_allowed and grammar.accept_tokens("", [token])
+
+
+def use_all_cores() -> None:
+    """Let this thread run where any of its process may: vLLM binds the first to a single core."""
+    tasks = Path("/proc/self/task")
+    with suppress(OSError):  # a thread that ends meanwhile
+        cores = [os.sched_getaffinity(int(task.name)) for task in tasks.iterdir()]
+        os.sched_setaffinity(0, set[int]().union(*cores))
 
 
 def longest_of(texts: Mapping[int, str]) -> int:

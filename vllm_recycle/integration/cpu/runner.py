@@ -144,7 +144,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
         if freed:
             self.drafter.release(freed)
-        self.grammars.end(scheduler_output.finished_req_ids)
+        self.grammars.end([*scheduler_output.finished_req_ids, *new])
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
             request = self.requests[request_id]
@@ -323,7 +323,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             may_draft = goes_on and num_nodes > 0 and may_speculate(params)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
         starts = scheduler_output.grammar_starts.items()
-        ahead = self.grammars.behind(
+        ahead = self.grammars.follow(
             {name: self.requests[name].output_token_ids[start:] for name, start in starts}
         )
         grammars = [ahead.get(name) for name in batch.req_ids]

@@ -28,12 +28,14 @@ class MethodOptions(ABC):
         state_key: the option that names the file of what is learnt.
         budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
+        other_keys: keys of vLLM's that are other words for ours.
         save_every: seconds between saves of what is learnt to its file, where anything was learnt;
             0 to save at shutdown and on request alone, None for the default.
     """
 
     method: ClassVar[str]
     state_key: ClassVar[str]
+    other_keys: ClassVar[tuple[str, ...]] = ()
 
     budget_share: float = 0.5
     row_cost: float | None = None
@@ -47,8 +49,8 @@ class MethodOptions(ABC):
         Raises ValueError naming the key, what was given and what is accepted.
         """
         cls._check_keys(given)
-        given = {key: value for key, value in given.items() if value is not None}
-        if on_gpu and given.get("row_cost") is not None:
+        given = cls._own({key: value for key, value in given.items() if value is not None})
+        if on_gpu and "row_cost" in given:
             raise NotImplementedError(
                 f"speculative_config: row_cost is {given['row_cost']!r}, expected none on a GPU, "
                 "where steps are timed at each start, or sizes follow from the batch alone"
@@ -67,15 +69,20 @@ class MethodOptions(ABC):
         """The keys whose defaults a device decides."""
 
     @classmethod
-    def _check_keys(cls, given: Mapping[str, Any], *others: str) -> None:
+    def _own(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Keys of ours with their values, in the place of `other_keys`."""
+        return given
+
+    @classmethod
+    def _check_keys(cls, given: Mapping[str, Any]) -> None:
         shared = {field.name for field in dataclasses.fields(MethodOptions)}
         fields = sorted(dataclasses.fields(cls), key=lambda field: field.name in shared)
         accepted = [field.name for field in fields]
         for key in given:
-            if key not in (*accepted, *others):
+            if key not in (*accepted, *cls.other_keys):
                 raise ValueError(
                     f"speculative_config of {cls.method}: unknown key {shorten(key)}, expected any "
-                    f"of {['method', *accepted, *others]}"
+                    f"of {['method', *accepted, *cls.other_keys]}"
                 )
 
     def check(self) -> None:
@@ -96,6 +103,10 @@ class MethodOptions(ABC):
         expect("save_every", every, every is None or is_time, expected)
         is_used = every is None or file is not None
         expect("save_every", every, is_used, "none without a file for what is learnt")
+
+    def max_draft_tokens(self, tokens: int) -> int:
+        """The most draft tokens of a step that may have so many tokens."""
+        return int(self.budget_share * tokens)
 
     @abstractmethod
     def load_tree(self) -> TreeTemplate:

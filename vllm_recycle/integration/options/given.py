@@ -33,7 +33,8 @@ def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | Non
     config = config or {}
     flags = {key: getattr(engine_args, flag) for key, flag in FLAGS.items()}
     flags = {key: value for key, value in flags.items() if value is not None}
-    method = config.get("method", flags.get("method"))
+    method = config.get("method")
+    method = flags.get("method") if method is None else method
     expect("method", method, method is None or isinstance(method, str), "a name")
     if method not in methods:
         # A name that is nearly one of ours; vLLM would answer with its own forty.
@@ -50,14 +51,14 @@ def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | Non
             raise ValueError(
                 f"speculative_config: {other!r} and {key!r} are one key, expected one of them"
             )
-    if both := flags.keys() & given.keys():
-        key = min(both)
-        raise ValueError(
-            f"--{FLAGS[key].replace('_', '-')} is given and {key!r} of speculative_config too, "
-            "expected one of them"
-        )
-    values = {name: config[key] for name, key in given.items()}
-    return flags | {key: _plain(value) for key, value in values.items()}
+    values = {name: _plain(config[key]) for name, key in given.items()}
+    for key in flags:
+        if values.get(key) is not None:
+            raise ValueError(
+                f"--{FLAGS[key].replace('_', '-')} is given and {key!r} of speculative_config too, "
+                "expected one of them"
+            )
+    return values | flags
 
 
 def _plain(value: Any) -> Any:

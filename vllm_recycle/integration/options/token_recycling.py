@@ -53,6 +53,7 @@ class TokenRecyclingOptions(MethodOptions):
 
     method = TOKEN_RECYCLING
     state_key = "matrix_file"
+    other_keys = ("num_speculative_tokens",)
 
     preset: str | None = None
     k: int = 8
@@ -65,27 +66,23 @@ class TokenRecyclingOptions(MethodOptions):
     seed_from_prompt: bool = True
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
-        """See `MethodOptions`; vLLM's `num_speculative_tokens` is another word for `max_nodes`."""
-        cls._check_keys(given, "num_speculative_tokens")
-        preset = given.get("preset")
-        is_preset = preset is None or (isinstance(preset, str) and preset in PRESETS)
-        expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
-        values, limits = dict(given), []
-        for key in ("max_nodes", "num_speculative_tokens"):
-            if (limit := values.pop(key, None)) is not None:
-                expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
-                limits.append(limit)
-        if limits:
-            values["max_nodes"] = min(limits)
-        return super().parse(values, on_gpu=on_gpu)
+    def _own(cls, given: dict[str, Any]) -> dict[str, Any]:
+        names = ("max_nodes", *cls.other_keys)
+        limits = {key: given[key] for key in names if key in given}
+        for key, limit in limits.items():
+            expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
+        own = {key: value for key, value in given.items() if key not in limits}
+        return own | ({"max_nodes": min(limits.values())} if limits else {})
 
     @classmethod
     def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         # A list of contexts, as any that travels in JSON.
         defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 16], "context_mib": 64}
-        defaults |= PRESETS.get(given.get("preset") or "", {})
-        if (given.get("tree") or defaults["tree"]) == DYNAMIC:
+        if (preset := given.get("preset")) is not None:
+            is_preset = isinstance(preset, str) and preset in PRESETS
+            expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
+            defaults |= PRESETS[preset]
+        if given.get("tree", defaults["tree"]) == DYNAMIC:
             defaults["max_nodes"] = DYNAMIC_MAX_NODES_ON_GPU if on_gpu else DYNAMIC_MAX_NODES
         return defaults
 

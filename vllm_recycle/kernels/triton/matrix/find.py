@@ -72,8 +72,8 @@ def inputs_of(
     return *tables, texts.token_ids, texts.token_ids.stride(0), texts.lengths
 
 
-# The places of a context that one length has and the next shorter one has not. Plain indexing gives
-# an int in Triton 3.7, of which `tl.static_range` takes none.
+# First and last place of what a context has more than the next shorter one. In Triton 3.7 an index
+# expression in a kernel gives no constant, which `tl.static_range` needs.
 @triton.constexpr_function
 def first_place(contexts: tuple[int, ...], index: int) -> int:
     return contexts[index - 1] if index else 0
