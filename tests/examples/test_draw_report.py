@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples/benchmarks"
     ("report", "expected"),
     [
         ("cpu-spec-bench.json", ["summarization (10)", "all", "1 in flight", "suffix"]),
-        ("cpu-json-schema.json", ["requests in flight", "none", "ngram", "suffix"]),
+        ("cpu-json-schema-compiled.json", ["requests in flight", "none", "ngram", "suffix"]),
     ],
 )
 def test_a_report_is_drawn(report, expected, tmp_path):
