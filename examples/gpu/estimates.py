@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from vllm_recycle.core.size_chooser import GraphShape
+from vllm_recycle.core.graph_curve import GraphShape
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs
 from vllm_recycle.integration.draft_limits import sizes_of_batches
 from vllm_recycle.kernels.triton.attention.tiles import Tile, choose_num_splits, choose_tile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from xml.etree import ElementTree
 
 import pytest
 from commands import refused
@@ -13,7 +12,6 @@ from commands import refused
 from vllm_recycle.cli import main
 from vllm_recycle.core.tree import from_rank_paths, load_tree
 
-SVG = "{http://www.w3.org/2000/svg}"
 PATHS = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1)]
 TEXT = """\
 small: 11 nodes, depth 3, nodes per depth 4 / 4 / 3; source: a test; tuned: False
@@ -65,30 +63,6 @@ def test_the_text_of_a_shipped_tree_has_every_node(name, capsys):
     assert sorted(ranks) == sorted(load_tree(name).ranks[1:].tolist())
 
 
-def test_the_picture_has_a_circle_for_each_row_and_the_rank_of_each_node(file, tmp_path, capsys):
-    assert main(["tree", "show", str(file), "--svg", str(tmp_path / "small.svg")]) == 0
-    assert capsys.readouterr().out == TEXT
-    picture = ElementTree.parse(tmp_path / "small.svg").getroot()
-    circles = [(float(c.get("cx")), float(c.get("cy"))) for c in picture.iter(f"{SVG}circle")]
-    assert len(set(circles)) == len(circles) == len(PATHS) + 1
-    assert len(list(picture.iter(f"{SVG}line"))) == len(PATHS)
-    *_, labels = picture.iter(f"{SVG}g")
-    assert [label.text for label in labels] == [str(path[-1]) for path in PATHS]
-    width, height = float(picture.get("width")), float(picture.get("height"))
-    assert all(0 < x < width and 0 < y < height for x, y in circles)
-    levels = sorted({y for _, y in circles})
-    assert [levels.index(y) for _, y in circles] == [0, *map(len, PATHS)]
-
-
-def test_names_are_escaped_in_the_picture(tmp_path):
-    tree = from_rank_paths([(0,)], name="a<b>&c")
-    tree.save(tmp_path / "tree.json")
-    command = ["tree", "show", str(tmp_path / "tree.json"), "--svg", str(tmp_path / "tree.svg")]
-    assert main(command) == 0
-    picture = ElementTree.parse(tmp_path / "tree.svg").getroot()
-    assert picture.findtext(f"{SVG}title").startswith("a<b>&c: 1 node, depth 1, ")
-
-
 def test_a_file_that_is_no_tree_is_refused(tmp_path, capsys):
     path = tmp_path / "bad.json"
     path.write_text("{")
@@ -106,7 +80,6 @@ def test_a_file_that_is_no_tree_is_refused(tmp_path, capsys):
         ),
         (["paper-80", "--max-nodes=81"], "got 81, expected at most the 80 nodes"),
         (["paper-80", "--max-nodes=0"], "got '0', expected an integer of at least 1"),
-        (["paper-80", "--svg=/nowhere/tree.svg"], "--svg /nowhere/tree.svg cannot be written"),
         ([], "the following arguments are required"),
     ],
 )

@@ -8,7 +8,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core.price import StepTimes
 from vllm_recycle.core.tree import Trees, TreeTemplate
 
 K = 4
@@ -79,10 +78,10 @@ def samples(draw, tree: TreeTemplate, draft: list[int], *, vocab_size: int) -> l
 
 
 @st.composite
-def step_times(draw) -> StepTimes:
+def seconds_by_rows(draw) -> torch.Tensor:
     """Never falling, of whole numbers: now a row costs much, and now nothing."""
     rises = st.sampled_from([0, 0, 0, 1, 1, 2, 5])
     times = [draw(st.integers(1, 6))]
     for rise in draw(st.lists(rises, min_size=1, max_size=16)):
         times.append(times[-1] + rise)
-    return StepTimes({(1, 0): times})
+    return torch.tensor(times, dtype=torch.float64)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, as_tensors, ends_of, make_matrix, verify, write_entries
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strategies import BRIEF, THOROUGH, step_times
+from strategies import BRIEF, THOROUGH, seconds_by_rows
 from strategies import trees as templates
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import SCOPES
+from vllm_recycle.core.choose import Price, choose
+from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.grow import TextEnds
-from vllm_recycle.core.price import CHAINS, TREES, StepTimes, choose
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees, TreeTemplate
 
@@ -41,6 +42,10 @@ def greedy(text: list[int], length: int) -> list[int]:
     return text
 
 
+def linear(row_cost: float) -> Price:
+    return Price(MeasuredCurve.linear(row_cost, 40, [TREES]).by_rows(TREES, Load(1)))
+
+
 def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None, **options):
     proposer = TokenRecyclingProposer(
         TokenRecyclingState(make_matrix(**options)),
@@ -48,7 +53,7 @@ def make_proposer(*, max_nodes=8, row_cost=0.05, operations=reference, tree=None
         tree=tree,
         operations=operations,
     )
-    proposer.prices = {TREES: StepTimes.linear(row_cost, 40).at(1, 0)}
+    proposer.prices = {TREES: linear(row_cost)}
     return proposer
 
 
@@ -182,19 +187,19 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
 
 
 @THOROUGH
-@given(setting=settings_of_growth(contexts=(1, 2)), times=step_times())
-def test_what_is_not_grown_would_not_be_chosen(setting, times):
+@given(setting=settings_of_growth(contexts=(1, 2)), seconds=seconds_by_rows())
+def test_what_is_not_grown_would_not_be_chosen(setting, seconds):
     state = TokenRecyclingState(setting.matrix)
     proposer = TokenRecyclingProposer(state, max_nodes=setting.max_nodes)
     state.acceptance.counts[..., 0] = state.acceptance.counts[..., 1] = 0.0
     state.acceptance.counts[..., :4, 0] = 8 * setting.rates
     state.acceptance.counts[..., :4, 1] = 4
     setting = replace(setting, rates=state.acceptance.rates(), beam=None, levels=None)
-    price, growth = times.at(1, 0), setting.grow()
+    price, growth = Price(seconds), setting.grow()
     texts = setting.arguments[-1]
     drafts = proposer.propose(texts, prices={TREES: price})
     drafts, parents = as_tensors(drafts, setting.max_nodes)
-    counts, _ = choose(growth.worths, price)
+    counts = torch.tensor(choose(growth.worths.tolist(), seconds.tolist())[0])
     is_chosen = torch.arange(setting.max_nodes) < counts[:, None]
     assert drafts.equal(growth.token_ids.where(is_chosen, -1))
     assert parents[is_chosen].equal(growth.parents[:, 1:][is_chosen])
@@ -223,13 +228,13 @@ def test_chains_are_drafted_where_they_promise_more_for_their_time():
         successors = [(token + 1 + rank) % VOCAB for rank in range(K)]
         write_entries(proposer.state.matrix, [token], 1, successors, own=False, shared=True)
     idx_mapping, texts = torch.tensor([0, 1]), [[3], [5]]
-    dear, cheap = (StepTimes.linear(cost, 40).at(2, 0) for cost in (0.06, 0.04))
+    dear, cheap = (linear(cost) for cost in (0.06, 0.04))
     as_dear, _ = propose(proposer, idx_mapping, texts)
     for prices in ({TREES: cheap, CHAINS: dear}, {TREES: dear, CHAINS: dear}):
         proposer.prices = prices
         _, trees = propose(proposer, idx_mapping, texts)
         assert (trees.parents[:, 1:3] == 0).any()
-    proposer.prices = {TREES: dear, CHAINS: StepTimes.linear(0.001, 40).at(2, 0)}
+    proposer.prices = {TREES: dear, CHAINS: linear(0.001)}
     drafts, trees = propose(proposer, idx_mapping, texts)
     counts = (drafts >= 0).sum(1)
     for text, draft, parents, count in zip(texts, drafts, trees.parents, counts, strict=True):

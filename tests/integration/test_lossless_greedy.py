@@ -30,8 +30,9 @@ from engines import (
 )
 from vllm import SamplingParams
 
+from vllm_recycle.core.choose import Price
+from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.price import TREES
 from vllm_recycle.integration.options.ouroboros import FORWARDS_ON_GPU, SIZES
 
 PROMPTS = read_prompts(40)
@@ -176,9 +177,9 @@ def test_output_equals_vllm_whatever_is_drafted():
             # Any rates, and any time of a step: so any tree, and any number of nodes.
             right = torch.rand(counts.shape[:-1], dtype=counts.dtype, generator=random)
             counts = torch.stack((1000 * right, torch.full_like(right, 1000)), dim=-1)
-            (times,) = options["prices"].values()
-            times = 1 + torch.rand(len(times), dtype=times.dtype, generator=random).cumsum(0) / 20
-            options["prices"] = {TREES: times}
+            (price, *_) = options["prices"].values()
+            rising = torch.rand(len(price.seconds), generator=random).double().cumsum(0)
+            options["prices"] = {TREES: Price(1 + rising / 20)}
             drafts = operations.draft(matrix, counts, texts, **options)
             sizes.update(map(len, drafts[0]))
             return drafts

@@ -45,6 +45,7 @@ from vision_models import SHOWN, SIDE, gemma3_vision, qwen2_5_vl
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_recycle.core.curve import CHAINS, MeasuredCurve
 from vllm_recycle.integration import config
 
 COUNT = 6
@@ -230,7 +231,7 @@ def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
         expected = generate(llm, prompts, params)
     with engine({**TOKEN_RECYCLING, "row_cost": 0.01}) as llm:
         ours = runner(llm)
-        ours.drafter.step_times = {"chains": ours.drafter.step_times["trees"]}
+        ours.drafter.curve = MeasuredCurve.linear(0.01, ours.drafter.max_rows, [CHAINS])
         compact, are_chains = ours._compact_kv_cache, []
 
         def watched(path: torch.Tensor) -> None:

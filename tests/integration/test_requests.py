@@ -22,6 +22,7 @@ from engines import (
 )
 from vllm import SamplingParams
 
+from vllm_recycle.core.curve import Load, MeasuredCurve
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.integration.cpu import time_steps
 
@@ -236,14 +237,21 @@ def test_start_up_line_says_what_is_on():
 def test_start_up_lines_of_grown_trees():
     with engine({**TOKEN_RECYCLING, "contexts": [1, 2]}, max_num_seqs=5) as llm:
         lines = runner(llm).drafter.describe() + runner(llm).price_rows()
-        step_times = runner(llm).drafter.step_times["trees"]
+        curve = runner(llm).drafter.curve
     for part in ("dynamic", "80 nodes", "cost measured", "contexts [1, 2]", "sequence", "bytes"):
         assert part in lines
     assert "a step by its rows, in ms, of 1 request behind 256 tokens: trees 1: " in lines
-    assert {requests for requests, _ in step_times.loads} == {1, 3, 5}
-    assert ((step_times.times[:, 1] > 0.5) & (step_times.times[:, 1] <= 1)).all()
-    assert (step_times.times.diff() >= 0).all()
-    assert step_times.times[0, -1] > 1
+    assert {load.requests for load in curve.loads} == {1, 3, 5}
+    for load in curve.loads:
+        seconds = curve.by_rows("trees", load)
+        assert 0 < seconds[1] <= seconds[load.requests] == curve.plain(load) < seconds[-1]
+        assert (seconds.diff() >= 0).all()
+
+
+def costs(curve: MeasuredCurve) -> dict[str, float]:
+    """By kind, a step of eight rows in parts of one without drafts."""
+    load = Load(1, 256)
+    return {kind: float(curve.by_rows(kind, load)[8]) / curve.plain(load) for kind in curve.kinds}
 
 
 @pytest.mark.slow
@@ -259,10 +267,10 @@ def test_prices_follow_served_steps(monkeypatch):
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=100, ignore_eos=True)
     with engine(TOKEN_RECYCLING) as llm:
         drafter = runner(llm).drafter
-        before = {kind: times.at(1, 256)[8] for kind, times in drafter.step_times.items()}
+        before = costs(drafter.curve)
         for prompt in read_prompts(5):
             generate(llm, [prompt], params)
-        after = {kind: times.at(1, 256)[8] for kind, times in drafter.step_times.items()}
+        after = costs(drafter.curve)
         found = statistics(llm)
     assert all(time < 1.01 for time in before.values())
     assert all(after[kind] > before[kind] for kind in before)

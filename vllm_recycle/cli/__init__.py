@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import vllm_recycle
 
-COMMANDS = ("check", "bench", "tune", "tree", "demo")
+COMMANDS = ("check", "bench", "tree", "demo")
 SIGPIPE_STATUS = 141  # what a shell reports of tools whose reader has gone
 
 

@@ -1,7 +1,7 @@
-"""`vllm-recycle tree show`: a draft tree as text, and as an SVG picture.
+"""`vllm-recycle tree show`: a draft tree as text.
 
     vllm-recycle tree show default
-    vllm-recycle tree show my_tree.json --max-nodes 24 --svg tree.svg
+    vllm-recycle tree show my_tree.json --max-nodes 24
 
 A node is shown by its rank: "the rank-th successor of the token above", 0 the most likely one.
 Trees themselves are made and checked in `vllm_recycle.core.tree`.
@@ -11,24 +11,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
-from xml.sax.saxutils import escape
 
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import positive
 from vllm_recycle.core.tree import TreeTemplate, children_of, load_tree
-
-# Pixels of the picture.
-COLUMN, LEVEL, RADIUS, MARGIN, HEADING = 24, 56, 10, 24, 24
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `tree` to the command."""
     parser = subparsers.add_parser("tree", help="show a draft tree")
     actions = parser.add_subparsers(dest="action", required=True)
-    show = actions.add_parser("show", help="draw a tree as text, and as SVG")
+    show = actions.add_parser("show", help="draw a tree as text")
     show.add_argument("tree", metavar="NAME|FILE", help="a shipped tree, or a JSON file")
-    show.add_argument("--svg", type=Path, metavar="FILE", help="also draw it to this file")
     show.add_argument(
         "--max-nodes", type=positive, metavar="N", help="only the first N nodes of the list"
     )
@@ -36,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the tree, print it, draw it."""
+    """Load the tree and print it."""
     try:
         tree = load_tree(args.tree)
     except (OSError, ValueError) as error:
@@ -49,11 +43,6 @@ def run(args: argparse.Namespace) -> int:
             )
         tree = tree.prefix(args.max_nodes)
     print(format_tree(tree))
-    if args.svg is not None:
-        try:
-            args.svg.write_text(draw_svg(tree), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--svg {args.svg} cannot be written: {error}") from error
     return 0
 
 
@@ -75,57 +64,6 @@ def describe(tree: TreeTemplate) -> str:
         *(f"{key}: {value}" for key, value in tree.provenance.items()),
     ]
     return " ".join(f"{tree.name}: {'; '.join(parts)}".split())
-
-
-def draw_svg(tree: TreeTemplate) -> str:
-    """A standalone picture: a level for each depth, a circle for each row, its rank in it."""
-    across = columns(children_of(tree.parents[1:].tolist()))
-    down = tree.depths.tolist()
-    width = max(2 * MARGIN + max(across) * COLUMN, 320)
-    height = HEADING + 2 * MARGIN + tree.depth * LEVEL
-    centers = [
-        (f"{MARGIN + x * COLUMN:g}", f"{HEADING + MARGIN + y * LEVEL:g}")
-        for x, y in zip(across, down, strict=True)
-    ]
-    nodes = list(zip(centers, tree.parents.tolist(), tree.ranks.tolist(), strict=True))[1:]
-    heading = f"{tree.name}: {_count(tree.num_nodes, 'node')}, depth {tree.depth}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" height="{height:g}" font-family="sans-serif" font-size="11">',
-        f"<title>{escape(describe(tree))}</title>",
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{MARGIN}" y="{HEADING}" font-size="14">{escape(heading)}</text>',
-        '<g stroke="#888">',
-        *(
-            '<line x1="{}" y1="{}" x2="{}" y2="{}"/>'.format(*centers[parent], *center)
-            for center, parent, _ in nodes
-        ),
-        '</g><g fill="#dce9f7" stroke="#36c">',
-        *(f'<circle cx="{x}" cy="{y}" r="{RADIUS}"/>' for x, y in centers),
-        '</g><g text-anchor="middle" dominant-baseline="central">',
-        *(f'<text x="{x}" y="{y}">{rank}</text>' for (x, y), _, rank in nodes),
-        "</g></svg>\n",
-    ]
-    return "\n".join(parts)
-
-
-def columns(children: list[list[int]]) -> list[float]:
-    """The horizontal place of each row: leaves side by side, a parent amid its children."""
-    place = [0.0] * len(children)
-    num_leaves = 0
-
-    def visit(row: int) -> None:
-        nonlocal num_leaves
-        for child in children[row]:
-            visit(child)
-        if children[row]:
-            place[row] = (place[children[row][0]] + place[children[row][-1]]) / 2
-        else:
-            place[row] = num_leaves
-            num_leaves += 1
-
-    visit(0)
-    return place
 
 
 def _lines(tree: TreeTemplate, children: list[list[int]], row: int, indent: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Drafting from the adjacency matrix: trees grown best first, and templates filled.
 
 A node is worth the chance that it is accepted: the product of the acceptance rates along its path.
-How many nodes of a tree are verified is not decided here, see `price.choose`.
+How many nodes of a tree are verified is not decided here, see `choose.choose`.
 """
 
 from __future__ import annotations

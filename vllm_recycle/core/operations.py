@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
+from vllm_recycle.core.choose import Price
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import TextEnds
@@ -68,7 +69,7 @@ class Operations(PhraseOperations, Protocol):
         counts: torch.Tensor,
         texts: TextEnds,
         *,
-        prices: Mapping[str, torch.Tensor],
+        prices: Mapping[str, Price],
         max_nodes: int,
         tree: TreeTemplate | None = None,
     ) -> Drafts: ...

@@ -13,6 +13,7 @@ import torch
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends, MatrixLayout
+from vllm_recycle.core.choose import Price
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
@@ -114,7 +115,7 @@ class TokenRecyclingProposer:
         self,
         texts: TextEnds,
         *,
-        prices: Mapping[str, torch.Tensor],
+        prices: Mapping[str, Price],
         max_nodes: int | None = None,
     ) -> Drafts:
         """See `draft`; of at most as many nodes as there is room for."""

@@ -1,22 +1,27 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up by the number of requests that a step has. In the place of its table
-`DraftSizes` chooses it by those requests that draft. What is known comes with the output of earlier
-steps, from the first rank.
+vLLM looks the number up in a table, by the requests of a step. `DraftSizes` stands in its place and
+asks the chooser (`core.choose`). The worths of trees come with the output of an earlier step.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_recycle.core.size_chooser import DraftChooser, StepSeconds
+from vllm_recycle.core.choose import Chooser
+from vllm_recycle.core.curve import TREES, TRUNKS, Load
+from vllm_recycle.core.explore import FADE
+from vllm_recycle.core.graph_curve import GraphCurve, GraphTimes
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
 from vllm_recycle.integration.options import chooses_sizes, table_of
 
+# Steps that are scheduled and not known yet when the size of one is chosen.
+STEPS_AHEAD = 2
 # Steps after which requests are looked at again, though none came or went; and how many, of those
 # that there are, a step may look at where some did.
 LOOK_AGAIN_AFTER, LOOKED_AT_A_STEP = 16, 32
@@ -30,14 +35,14 @@ class DraftReport:
         worth: float32 [nodes], of each node, summed over requests; in memory that the device
             writes, to be read when the output is there.
         num_reqs: how many these are.
-        alone: whether they grew without a round of a draft model that there is.
-        times: of steps, once.
+        kind: of the trees.
+        times: of graphs, once.
     """
 
     worth: np.ndarray
     num_reqs: int
-    alone: bool = False
-    times: StepSeconds | None = None
+    kind: str = TREES
+    times: GraphTimes | None = None
 
 
 def sizes_of(vllm_config: Any) -> list[list[int]]:
@@ -60,10 +65,38 @@ def _max_rows(vllm_config: Any) -> int:
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_TREE_ROWS
 
 
+class MeanWorth:
+    """The worth of each node of a tree, on average over the last steps and their requests.
+
+    Attributes:
+        worth: float64 [nodes]; None before a tree was grown.
+
+    """
+
+    def __init__(self) -> None:
+        self.worth: np.ndarray | None = None
+        self.step, self._weight = 0, 0.0
+
+    def learn(self, worth: np.ndarray, num_reqs: int, step: int) -> None:
+        """Take in trees of a step: the worth of each node, summed over their requests."""
+        # So that what is seen after many steps without a look is believed at once.
+        faded = self._weight * (1.0 - FADE) ** (step - self.step)
+        self.step, self._weight = step, min(faded + 1.0, 1.0 / FADE)
+        new = worth.astype(np.float64) / num_reqs
+        old = new if self.worth is None else self.worth
+        self.worth = old + (new - old) / self._weight
+
+
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
     Made for a `TreeScheduler` that vLLM has made, with its table still in place.
+
+    Attributes:
+        kind: of the trees that the step drafts.
+        size: nodes of the best trees, when they were chosen last; None before.
+        chooser: what chooses, when graphs were timed.
+
     """
 
     def __init__(self, scheduler: Any, vllm_config: Any) -> None:
@@ -74,16 +107,16 @@ class DraftSizes:
         most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
         self.max_draft_tokens = scheduler.room.max_draft_tokens
-        self.chooser = DraftChooser()
-        self.times = StepSeconds()
+        self.chooser: Chooser | None = None
+        self.worths: dict[str, MeanWorth] = {}
+        self.kind = TRUNKS  # if there is a draft model
+        self.size: int | None = None
+        self.num_steps = 0
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
         self.drafting, self.context = 0, 0
         self.num_running = self.steps_since_look = 0
-        # What steps take by whether trees grow alone, and their size, where steps are like this:
-        # mostly the same ones come again.
-        self._seconds: dict[bool, dict[int, float]] = {}
-        self._given: dict[str, int] = {}
+        self._last_output: tuple[float, int] | None = None  # when it came, requests of the step
 
     def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
@@ -92,33 +125,33 @@ class DraftSizes:
         have no graph or none was timed, the size stays what it was.
         """
         self._count_requests()
-        self.chooser.hold()
         # Those that came since the look may all draft, and must not have as large trees as few.
         came = max(0, len(self.scheduler.running) - self.num_running)
         drafting = min(self.drafting + came, num_reqs)
         if not drafting:
             return 0
-        kinds = (False, True) if self.times.alone else (False,)
-        if not (self.times.graphs and self.chooser.seen(kinds)):
+        worths = {kind: of.worth for kind, of in self.worths.items() if of.worth is not None}
+        if self.chooser is None or not worths:
             return self.table[num_reqs]
-        given = {"requests": num_reqs, "drafting": drafting, "context": self.context}
-        if given != self._given:
-            self._given, sizes = given, self._sizes(num_reqs, drafting)
-            for alone in kinds:
-                seconds = {nodes: self.times.at(nodes, **given, alone=alone) for nodes in sizes}
-                self._seconds[alone] = {n: s for n, s in seconds.items() if s is not None}
+        load, sizes = Load(num_reqs, self.context, drafting), self._sizes(num_reqs, drafting)
         # A step with a prompt has no graph. One prompt that comes in between changes nothing.
-        if min(self.prompt_rows) or 0 not in self._seconds[False]:
-            size = self.table[num_reqs] if self.chooser.size is None else self.chooser.size
-            return max(n for n in self._sizes(num_reqs, drafting) if n <= size)
-        return self.chooser.choose(self._seconds, num_reqs=num_reqs, num_drafting=drafting)
+        if min(self.prompt_rows) or np.isinf(self.chooser.curve.plain(load)):
+            size = self.table[num_reqs] if self.size is None else self.size
+            return max(n for n in sizes if n <= size)
+        self.kind, size, is_best = self.chooser.choose_size(load, worths, sizes)
+        if is_best:
+            self.size = size
+        if not size:
+            # Trees grow that nobody verifies, now and then: of the kind that was not seen longest.
+            self.kind = min(self.worths, key=lambda kind: self.worths[kind].step)
+        return size
 
     def _sizes(self, num_reqs: int, drafting: int) -> list[int]:
-        """The sizes that trees may have which so many of the requests have, 0 among them."""
+        """The sizes that trees may have which so many of the requests have, ascending from 0."""
         most = max(0, min(self.max_draft_tokens, self.max_rows - num_reqs)) // drafting
         sizes = self.sizes_of_batch[drafting]
         fitting = [nodes for nodes in sizes if nodes <= most]
-        return [*(fitting or [min(most, nodes) for nodes in sizes[-1:]]), 0]
+        return sorted({0, *(fitting or [min(most, nodes) for nodes in sizes[-1:]])})
 
     def _count_requests(self) -> None:
         """Look at the running requests, where these may be others than at the last look.
@@ -138,28 +171,64 @@ class DraftSizes:
 
     def see_step(self, scheduler_output: Any) -> None:
         """Take in which rows of a step are prompts', and say in it how it drafts."""
-        scheduler_output.drafts_alone = self.chooser.alone
+        scheduler_output.draft_kind = self.kind
         drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         rows = scheduler_output.total_num_scheduled_tokens - drafts
         self.prompt_rows = [self.prompt_rows[1], rows - len(scheduler_output.num_scheduled_tokens)]
+        self.num_steps += 1
 
     def learn(self, scheduler_output: Any, model_runner_output: Any) -> None:
-        """Take in a step: what was accepted, and what was reported with it."""
+        """Take in a step: what was accepted, how long it took, and what was reported with it."""
         report: DraftReport | None = getattr(model_runner_output, "draft_report", None)
+        seconds = self._seconds(scheduler_output)
+        # Without a draft it is one token, or none in the middle of a prompt.
+        sampled = model_runner_output.sampled_token_ids
+        requests = sum(map(bool, sampled))
+        if self.chooser is not None and requests:
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            sizes = [*map(len, drafts.values())]
+            kind = report.kind if report is not None and sizes else None
+            expected = None
+            if kind is not None and (worth := self.worths[kind].worth) is not None:
+                expected = sum(float(worth[:size].sum()) for size in sizes)
+            self.chooser.served(
+                kind,
+                Load(requests, self.context, len(drafts)),
+                requests + sum(sizes),
+                tokens=sum(map(len, sampled)),
+                seconds=seconds,
+                expected=expected,
+            )
         if report is None:
             return
-        chooser = self.chooser.choosers[report.alone]
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        if drafts:  # those that the report is of
-            # Without a draft it is one token, or none in the middle of a prompt.
-            sampled = model_runner_output.sampled_token_ids
-            tokens, requests = sum(map(len, sampled)), sum(map(bool, sampled))
-            sizes = map(len, drafts.values())
-            chooser.verified(sizes, tokens - requests, num_reqs=max(1, requests))
-        chooser.learn(report.worth, report.num_reqs)
+        if report.num_reqs:
+            of_kind = self.worths.setdefault(report.kind, MeanWorth())
+            of_kind.learn(report.worth, report.num_reqs, self.num_steps)
         if report.times is not None:
             self.take_times(report.times)
 
-    def take_times(self, times: StepSeconds) -> None:
+    def _seconds(self, scheduler_output: Any) -> float | None:
+        """Seconds of a step, from the output before to its own; None where other things happened.
+
+        The device has the next step when it ends one.
+        """
+        now, before = time.perf_counter(), self._last_output
+        tokens, drafts = (
+            scheduler_output.total_num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+        )
+        requests = len(scheduler_output.num_scheduled_tokens)
+        if tokens > requests + sum(map(len, drafts.values())):  # prompts
+            self._last_output = None
+            return None
+        self._last_output = now, requests
+        return now - before[0] if before is not None and before[1] == requests else None
+
+    def take_times(self, times: GraphTimes) -> None:
         """Price steps by these from now on."""
-        self.times, self._given, self._seconds = times, {}, {}
+        if not times.graphs:
+            return
+        self.chooser = Chooser(GraphCurve(times), ahead=STEPS_AHEAD)
+        self.kind = next(iter(times.drafting))
+        for kind in times.drafting:
+            self.worths.setdefault(kind, MeanWorth())

@@ -28,9 +28,10 @@ from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
+from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.rounds import Rounds
 from vllm_recycle.integration.cpu.draft_model import Round
-from vllm_recycle.integration.cpu.rounds import Rounds
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
@@ -157,8 +158,7 @@ def test_start_up_says_what_a_forward_of_the_draft_model_takes():
         line, drafter = runner(llm).price_rows(), runner(llm).drafter
         said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
         found = re.search(said, line)
-        times = drafter.step_times["trees"]
-        cost = drafter.rounds.seconds(1) / times.seconds[times.nearest(1, 0)]
+        cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
         assert cost > 0
         assert found
         assert float(found[1]) == pytest.approx(cost, abs=0.006)
@@ -180,9 +180,11 @@ def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
         length, gamma = len(llm.get_tokenizer().encode(prompt)), runner(llm).drafter.gamma
         assert len(generate(llm, [prompt], params)[0][0]) == 40
         generate(llm, [prompt], params)  # vLLM says with the next step who ended
-    first = length - 1 - gamma, 38
-    assert known[0] == first
-    assert {behind + left for behind, left in known} == {sum(first)}
+    # The steps before had no drafts, as each at a load that is new.
+    plain = 38 - known[0][1]
+    assert 0 < plain < 6
+    assert known[0][0] == length - 1 - gamma + plain
+    assert {behind + left for behind, left in known} == {sum(known[0])}
     assert answers == [40]
 
 

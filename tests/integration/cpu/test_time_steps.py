@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_recycle.core.price import CHAINS, TREES
+from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.integration.cpu import time_steps
 
 

@@ -18,7 +18,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from vllm_recycle.core.size_chooser import ROWS_OF_A_PROGRAM, GraphShape, StepSeconds
+from vllm_recycle.core.curve import TREES, Load
+from vllm_recycle.core.graph_curve import ROWS_OF_A_PROGRAM, GraphCurve, GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.graphs import (
     FILLED,
     SPREAD,
@@ -261,13 +262,16 @@ def test_a_step_gets_the_graph_that_took_least_and_costs_that(sizes_of_batch, ma
     manager = with_ours(sizes_of_batch, among_others=make_sizes is grown)
     graphs = [shape_of(desc) for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     seconds = {shape: float(at) for at, shape in enumerate(sorted(graphs, key=took))}
-    times = StepSeconds({shape: (time, 0.0) for shape, time in seconds.items()})
+    graphs_take = {shape: (time, 0.0) for shape, time in seconds.items()}
+    times = GraphTimes(graphs_take, {TREES: {1: 0.0}})
     prefer_graphs(manager, times.preference)
+    curve = GraphCurve(times)
     for num_reqs in range(1, 257):
         for nodes, drafting in product([0, *sizes_of_batch[num_reqs]], {1, num_reqs}):
             lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
             found = seconds[shape_of(dispatch(manager, lengths))]
-            assert times.at(nodes, requests=num_reqs, drafting=drafting) == found
+            load = Load(num_reqs, 0, drafting)
+            assert curve.at(TREES, load, (sum(lengths),)) == [found]
             step = (sum(lengths), num_reqs, nodes + 1)
             fitting = [g for g in graphs if all(map(ge, g, step))]
             assert nodes == 0 or found == min(map(seconds.get, fitting))

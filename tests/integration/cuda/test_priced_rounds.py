@@ -13,7 +13,8 @@ from engines import TARGET, core, counter, engine, runner
 from test_ouroboros import OPTED_OUT, TRUNK
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of
 
-from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
+from vllm_recycle.core.curve import TREES, TRUNKS
+from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 
 pytestmark = pytest.mark.slow
 
@@ -71,12 +72,12 @@ def main(_: Path) -> dict[str, Any]:
         sizes, waits = core(llm).scheduler.sizes, Waits()
         drafter, speculator = runner(llm).drafter, runner(llm).speculator
         waits.watch(speculator, "propose")
-        result["rounds timed for"] = measured = speculator.times.drafting
-        result["alone timed for"] = speculator.times.alone
+        result["rounds timed for"] = measured = speculator.times.drafting[TRUNKS]
+        result["alone timed for"] = speculator.times.drafting[TREES]
         for name, (batch, round_seconds, alone_seconds) in BATCHES.items():
             drafting = measured if round_seconds is None else {1: round_seconds}
             graphs = {GraphShape(64, 64, 64): (60.0, 0.0)}
-            sizes.take_times(StepSeconds(graphs, drafting, {1: alone_seconds}))
+            sizes.take_times(GraphTimes(graphs, {TRUNKS: drafting, TREES: {1: alone_seconds}}))
             rounds, accepted = drafter.num_rounds, counter(llm, "spec_decode_num_accepted_tokens")
             token_ids = tokens_of(llm, batch)
             result[name] = {

@@ -18,7 +18,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.eplb_utils import EPLBController
 
-from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
+from vllm_recycle.core.curve import TREES
+from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.integration.cuda.graphs import replace_full_graphs
 from vllm_recycle.integration.cuda.time_steps import ROUNDS, time_graphs
@@ -87,11 +88,11 @@ def test_nothing_waits_for_the_device(result):
 def watch_timing() -> dict[str, Any]:
     """In the process with the engine: what is drafted where that is timed."""
     seen: dict[str, Any] = {"nodes": []}
-    find = v2_runner.find_step_seconds
+    find = v2_runner.find_graph_times
 
     def watched_find(
         model_runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Any]
-    ) -> StepSeconds:
+    ) -> GraphTimes:
         seen["entries"] = model_runner.drafter.state.matrix.num_written
         seen["load of experts counts"] = not model_runner.eplb.suppressed
         return find(model_runner, {batch: watched(run) for batch, run in drafting.items()}, alone)
@@ -99,7 +100,7 @@ def watch_timing() -> dict[str, Any]:
     def watched(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
         return lambda: seen["nodes"].append(int((run() >= 0).sum()))
 
-    v2_runner.find_step_seconds = watched_find
+    v2_runner.find_graph_times = watched_find
     return seen
 
 
@@ -158,17 +159,17 @@ def main(_: Path) -> dict[str, Any]:
             }
 
         result["at first"] = serve()
-        times = scheduler.sizes.times
+        worth, times = scheduler.sizes.worths[TREES].worth, runner(llm).speculator.times
         result["learnt"] = {
-            "nodes": len(scheduler.sizes.chooser.choosers[False].gains),
-            "gain": scheduler.sizes.chooser.choosers[False].gains[-1],
-            "drafting seconds": max(times.drafting.values()),
+            "nodes": len(worth),
+            "gain": float(worth.sum()),
+            "drafting seconds": max(times.drafting[TREES].values()),
             "reports": len(reports),
             "requests of a report": sorted(set(reports)),
         }
         for name, seconds in (("dear rows", DEAR), ("free rows", FREE)):
             graphs = {GraphShape(n, n, n): (1.0 + seconds * (n - 1), 0.0) for n in range(1, 65)}
-            scheduler.sizes.take_times(StepSeconds(graphs))
+            scheduler.sizes.take_times(GraphTimes(graphs, {TREES: {}}))
             result[name] = serve()
         manager, plain = runner(llm).cudagraph_manager, (2, 2, 1)
         full = BatchExecutionDescriptor(CUDAGraphMode.FULL, *plain)

@@ -1,4 +1,4 @@
-"""Arguments that `bench` and `tune` share: what they are, and what their values must be."""
+"""The arguments of `bench`: what they are, and what their values must be."""
 
 from __future__ import annotations
 

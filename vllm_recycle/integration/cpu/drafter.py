@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.choose import Chooser, least_slopes
+from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.price import CHAINS, TREES, StepTimes, least_slopes
-from vllm_recycle.core.served_times import ServedTimes
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.cpu.time_steps import find_step_times
+from vllm_recycle.integration.cpu.time_steps import find_curve
 from vllm_recycle.integration.drafter import Drafter, from_first_rank
 
 
@@ -38,8 +38,9 @@ class V1Drafter(Drafter):
     Attributes:
         proposer: what drafts and learns.
         max_rows: most rows of a step that drafts may make.
-        step_times: what a step takes by its rows, by what its drafts are.
-        served: what follows what served steps took, where rows were measured.
+        curve: the seconds of steps; in units of a step of one row where the user gives their cost.
+        chooser: what decides on drafts, where the curve was measured and requests may share.
+        expected: draft tokens that are expected of the last drafts, and how many nodes these have.
 
     """
 
@@ -50,9 +51,10 @@ class V1Drafter(Drafter):
         scheduler = vllm_config.scheduler_config
         drafts = self.options.max_draft_tokens(scheduler.max_num_scheduled_tokens)
         self.max_rows = scheduler.max_num_seqs + drafts
-        linear = StepTimes.linear(self.options.row_cost or 0.0, self.max_rows)
-        self.step_times = dict.fromkeys(self.options.kinds, linear)
-        self.served: ServedTimes | None = None
+        row_cost, kinds = self.options.row_cost or 0.0, self.options.kinds
+        self.curve = MeasuredCurve.linear(row_cost, self.max_rows, kinds)
+        self.chooser: Chooser | None = None
+        self.expected = 0.0, 0
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
@@ -129,33 +131,55 @@ class V1Drafter(Drafter):
         """
         if self.options.row_cost is not None:
             return None
-        times, found = find_step_times(runner)
-        if times is None:
+        curve, found = find_curve(runner)
+        if curve is None:
             return found
-        self.step_times = times
+        self.curve = curve
         # Under `isolated` nothing that depends on other requests may be seen in a draft.
         if not self.options.isolates:
-            self.served = ServedTimes(times)
+            self.chooser = Chooser(curve)
         return found + self.judge()
 
-    def serve(self, step: StepLayout, context: float, seconds: float) -> None:
-        """Take in what a step without prompts took, behind so many tokens on average."""
-        if self.served is None:
+    def serve(
+        self, step: StepLayout, context: float, *, tokens: int, seconds: float | None
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            step: that was served.
+            context: tokens before the rows of each request, on average.
+            tokens: that its requests got.
+            seconds: that it took; None where it had rows of prompts.
+
+        """
+        if self.chooser is None:
             return
-        num_rows, num_reqs = len(step.row_token_ids), len(step.num_nodes)
+        if seconds is not None:
+            seconds = from_first_rank(seconds)
+        nodes = sum(step.num_nodes)
         kind: str | None = CHAINS if step.trees.are_chains else TREES
         # A draft of one node is a chain and a tree.
-        is_any = kind not in self.step_times or step.trees.num_nodes <= 1
-        kind = None if is_any else kind
-        if self.served.serve(kind, num_rows, num_reqs=num_reqs, context=context, seconds=seconds):
-            self.served.correct(*from_first_rank((self.served.logs, self.served.last)))
-            self.step_times = self.served.times
+        is_any = kind not in self.curve.kinds or step.trees.num_nodes <= 1
+        expected, drafted = self.expected
+        self.chooser.served(
+            None if is_any else kind,
+            Load(len(step.num_nodes), context, sum(map(bool, step.num_nodes))),
+            len(step.num_nodes) + nodes,
+            tokens=tokens,
+            seconds=seconds,
+            beside=self.seconds_beside(),
+            expected=expected if nodes == drafted else None,
+        )
+
+    def seconds_beside(self) -> float:
+        """Seconds that drafting took beside the last step, which are not in the curve."""
+        return 0.0
 
     def judge(self) -> str:
         """Measure what drafting takes beside the steps, whose times are known; what was found."""
         return ""
 
     def statistics(self) -> dict[str, float]:
-        slopes = least_slopes(next(iter(self.step_times.values())).at(1, 0).tolist())
-        logs = {} if self.served is None else self.served.known()
-        return super().statistics() | {"row_cost": slopes[1]} | logs
+        seconds = self.curve.by_rows(self.curve.kinds[0], Load(1)).tolist()
+        cost = least_slopes(seconds)[1] / seconds[1]
+        return super().statistics() | {"row_cost": cost} | self.curve.known()

@@ -328,10 +328,12 @@ class TreeCPUModelRunner(CPUModelRunner):
         )
         grammars = [ahead.get(name) for name in batch.req_ids]
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
-        drafts, self.draft_parents, _ = self.drafter.draft(texts, num_nodes, batch.block_table)
-        if scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids):
-            context = sum(before) / len(before)
-            self.drafter.serve(self.step, context, time.perf_counter() - self.began)
+        drafts, self.draft_parents, *_ = self.drafter.draft(texts, num_nodes, batch.block_table)
+        # In the middle of a prompt a request gets no token, with drafts of others or without.
+        tokens = sum(max(1, len(token_ids)) for token_ids in sampled_token_ids)
+        is_alone = scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids)
+        seconds = time.perf_counter() - self.began if is_alone else None
+        self.drafter.serve(self.step, sum(before) / len(before), tokens=tokens, seconds=seconds)
         return drafts
 
     def take_draft_token_ids(self) -> TreeDraftTokenIds | None:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core.price import TREES, Load, StepTimes
+from vllm_recycle.core.curve import TREES, MeasuredCurve
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.integration.cpu.backend import hand_over
 from vllm_recycle.integration.cpu.lora import logits_of_an_adapter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.drafter import from_first_rank
 
-Points = dict[Load, dict[int, float]]  # by rows, seconds of a step
+Points = dict[tuple[int, int], dict[int, float]]  # by load, and then rows: seconds of a step
 
 LOADS = ((1, 256), (1, 2048), (3, 512), (8, 512), (20, 512))
 # Rows of each request, in the order of how much they tell; a matrix product may work in tiles of 16
@@ -29,8 +29,8 @@ ROUNDS = 5
 MAX_SECONDS, SURE = 0.8, 3  # for a load; but so many sizes are timed, however long that takes
 
 
-def find_step_times(runner: Any) -> tuple[dict[str, StepTimes] | None, str]:
-    """Measure the times of steps, by what their drafts are.
+def find_curve(runner: Any) -> tuple[MeasuredCurve | None, str]:
+    """Measure what steps take.
 
     Args:
         runner: a `TreeCPUModelRunner` whose KV cache is there, and which
@@ -55,12 +55,11 @@ def find_step_times(runner: Any) -> tuple[dict[str, StepTimes] | None, str]:
     measured = from_first_rank(_measure(runner, most))
     seconds = time.perf_counter() - started
     requests, context = first = min(next(iter(measured.values())))
-    times, shown = {}, []
+    shown = []
     for kind, points in measured.items():
-        times[kind] = StepTimes.measured(points, max_rows)
         of_rows = sorted(points[first].items())
         shown.append(f"{kind} " + ", ".join(f"{rows}: {1e3 * time:.1f}" for rows, time in of_rows))
-    return times, (
+    return MeasuredCurve(measured, max_rows), (
         f"a step by its rows, in ms, of {requests} request behind {context} tokens: "
         f"{'; '.join(shown)}; measured in {seconds:.1f} s for {len(points)} loads"
     )
@@ -115,7 +114,7 @@ def _time_steps(
     They take turns, so that a disturbance hits all. Without drafts all kinds are one.
 
     Args:
-        runner: see `find_step_times`.
+        runner: see `find_curve`.
         requests: of the step.
         sizes: rows of each request; of the first ones there is always a time.
         context: tokens before these.

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.choose import Price
+from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.explore import PLAIN, Arm
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
@@ -19,19 +22,22 @@ from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.cpu import native_operations
 
+FIELDS = ("token_ids", "parents")
+
 
 class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
+    arm: Arm | None = None  # what the drafts of the step have to be, if not the best
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config)
         options = self.options
         assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
-        self.free = torch.ones(1 + self.max_rows, dtype=torch.float64)  # where rows cost nothing
+        self.free = Price(torch.ones(1 + self.max_rows, dtype=torch.float64))
         self.state = make_token_recycling_state(options, vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
@@ -68,12 +74,20 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self.proposer.learn(ends, verified)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+        self.arm = None
+        if self.chooser is not None and (load := load_of(texts)) is not None:
+            self.arm = self.chooser.next_arm(load)
+        drafts = self._draft(texts, num_nodes, block_tables)
+        self.expected = drafts.expected, sum(map(len, drafts.token_ids))
+        return drafts
+
+    def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         batch = len(texts.idx_mapping)
         if not self.isolates:
             return self._propose(texts, batch, num_nodes)
         each = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
-        token_ids, parents, _ = zip(*each, strict=True)
-        return Drafts([draft for (draft,) in token_ids], [of_nodes for (of_nodes,) in parents])
+        token_ids, parents = ([getattr(one, name)[0] for one in each] for name in FIELDS)
+        return Drafts(token_ids, parents)
 
     def _propose(self, texts: TextEnds, batch: int, num_nodes: int) -> Drafts:
         """Drafts of some requests of a batch, those that share the rows of the step.
@@ -81,33 +95,35 @@ class TokenRecyclingV1Drafter(V1Drafter):
         Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
         that its size depends on its own text and on how many requests there are.
         """
-        depths = texts.max_depths
-        lengths = [last for last, depth in zip(texts.ends.last, depths, strict=True) if depth]
-        none = Drafts([[] for _ in depths], [[] for _ in depths])
-        if not lengths:
-            return none
-        load = batch, sum(lengths) / len(lengths)
-        look = None if self.served is None else self.served.look_at(*load)
-        kind, most = (None, self.proposer.num_nodes) if look is None else look
-        if look is not None and kind is None:
-            return none
-        drafts = self.proposer.propose(
-            texts,
-            prices=self.prices(*load) if kind is None else {kind: self.free},
-            max_nodes=min(num_nodes, most),
-        )
-        if look is not None:
+        load = load_of(texts)
+        if load is None or self.arm == PLAIN:
+            return Drafts.none(len(texts.idx_mapping))
+        if self.arm is not None:
+            kind, rows = self.arm
+            most = min(num_nodes, rows - 1)
+            drafts = self.proposer.propose(texts, prices={kind: self.free}, max_nodes=most)
             return drafts._replace(rate=0.0)
-        if self.served is not None:
-            self.served.rows = 1 + sum(map(len, drafts.token_ids)) // len(lengths)
+        load = load._replace(requests=batch)
+        prices, most = self.prices(load), min(num_nodes, self.proposer.num_nodes)
+        drafts = self.proposer.propose(texts, prices=prices, max_nodes=most)
+        if self.chooser is not None and drafts.kind is not None:
+            nodes, seconds = sum(map(len, drafts.token_ids)), prices[drafts.kind].seconds
+            cost = float(seconds[batch + nodes]) / self.curve.plain(load)
+            if nodes and not self.chooser.affords(cost):
+                return Drafts.none(batch)
+            self.chooser.rows = 1 + nodes // load.drafting
         return drafts
 
-    def prices(self, num_reqs: int, context: float) -> dict[str, torch.Tensor]:
-        """Of a step of so many requests behind so many tokens, by what its drafts are."""
-        return {
-            kind: times.of_each(num_reqs, context) if self.isolates else times.at(num_reqs, context)
-            for kind, times in self.step_times.items()
-        }
+    def prices(self, load: Load) -> dict[str, Price]:
+        """Of a step with drafts of each kind."""
+        prices = {}
+        for kind in self.curve.kinds:
+            seconds = self.curve.by_rows(kind, load)
+            if self.isolates:  # as if each request had as many rows
+                seconds = seconds[:: load.requests].contiguous()
+            trust = 1.0 if self.chooser is None else self.chooser.trusts[kind].factor
+            prices[kind] = Price(seconds, trust)
+        return prices
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes
@@ -119,3 +135,11 @@ class TokenRecyclingV1Drafter(V1Drafter):
             f"token_recycling: {what}, a row's cost {cost}, {self.state.describe()}, "
             f"{num_bytes:,} bytes, kernels in {proposer.operations.name}"
         )
+
+
+def load_of(texts: TextEnds) -> Load | None:
+    """The load of a step that drafts behind some texts; None where no text may have a draft."""
+    pairs = zip(texts.ends.last, texts.max_depths, strict=True)
+    lengths = [last for last, depth in pairs if depth]
+    batch = len(texts.idx_mapping)
+    return Load(batch, sum(lengths) / len(lengths), len(lengths)) if lengths else None

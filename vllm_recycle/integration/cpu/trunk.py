@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.choose import Price
+from vllm_recycle.core.curve import CHAINS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
-from vllm_recycle.core.price import CHAINS
+from vllm_recycle.core.rounds import Rounds, StepAlone
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance, draft_trunks
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.draft_model import DraftModel, Round
-from vllm_recycle.integration.cpu.rounds import Rounds, StepAlone
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
@@ -80,19 +81,23 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             self.choices.count(drafted, walked.token_ids)
         self.trunks.token_ids[idx_mapping] = NO_TOKEN
 
-    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+    def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         started, self.added = time.perf_counter(), 0.0
         self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last) + 1
         drafting, left = self.begin_round(texts, block_tables), np.array(texts.max_depths)
         depths = np.minimum(left, self.room(texts, block_tables) + 1).clip(min=0)
+        depths *= self.arm is None  # a look is at what steps take
         to_read = (drafting.behind - self.gamma - 1).clip(min=0)
         alone: StepAlone | None = None
         if self.options.row_cost is None and not self.isolates and depths.any():
             alone = self._step_alone(texts, num_nodes)
             depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
+            cost = 1.0 + self.rounds.cost(alone, np.where(depths, to_read, 0), depths)
+            if self.chooser is not None and not self.chooser.affords(cost):
+                depths *= 0
         if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
-            return super().draft(texts, num_nodes, block_tables)
+            return super()._draft(texts, num_nodes, block_tables)
         least_chance = self.rounds.least_chance(alone, num_drafting) if alone else 0.0
         drafted_for = replace(texts, max_depths=depths.tolist())
         trunks = self._draft_trunks(drafted_for, drafting, least_chance)
@@ -100,13 +105,15 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
         if alone:
-            self.added = drafting.num_forwards * self.rounds.seconds(num_drafting) / alone.unit
+            self.added = drafting.num_forwards * self.rounds.seconds(num_drafting)
         texts = replace(texts, trunks=self.choices.chances(trunks))
-        drafts = super().draft(texts, num_nodes, block_tables)
+        drafts = super()._draft(texts, num_nodes, block_tables)
         if alone and drafts.rate:
             reads = to_read[depths > 0].any()
-            seconds = None if reads else self.round_seconds / drafting.num_forwards
-            self.rounds.gave(alone, num_drafting, rate=drafts.rate, seconds=seconds)
+            of_forward = from_first_rank(self.round_seconds) / drafting.num_forwards
+            seconds = None if reads else of_forward
+            rate = drafts.rate * alone.unit
+            self.rounds.gave(alone, num_drafting, rate=rate, seconds=seconds)
         return drafts
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
@@ -114,11 +121,11 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         chosen = texts.idx_mapping.numpy()[np.array(texts.max_depths) > 0]
         drafting.catch_up(chosen)
         self.num_rounds += len(chosen)
-        *_, row = self.prices(1, 0).values()
+        prices = {CHAINS: self.prices(Load(1))[self.curve.kinds[-1]]}
 
         def guess(ends: TextEnds) -> list[list[int]]:
             self.num_forwards += len(ends.max_depths)
-            drafts = self.proposer.propose(ends, prices={CHAINS: row}, max_nodes=self.gamma)
+            drafts = self.proposer.propose(ends, prices=prices, max_nodes=self.gamma)
             return drafts.token_ids
 
         reach = self.proposer.layout.reach
@@ -135,32 +142,31 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
     def _step_alone(self, texts: TextEnds, num_nodes: int) -> StepAlone:
         """What a step would be whose drafts have no trunk."""
         num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
-        most, prices = min(num_nodes, self.proposer.num_nodes), self.prices(num_reqs, context)
-        drafts = self.proposer.propose(texts, prices=prices, max_nodes=most)
-        return StepAlone(num_reqs, self._unit(num_reqs, context), drafts.rate)
+        load, most = Load(num_reqs, context), min(num_nodes, self.proposer.num_nodes)
+        drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=most)
+        plain = self.curve.plain(load)
+        return StepAlone(num_reqs, plain, drafts.rate * plain)
 
-    def prices(self, num_reqs: int, context: float) -> dict[str, torch.Tensor]:
-        prices = super().prices(num_reqs, context)
+    def prices(self, load: Load) -> dict[str, Price]:
+        prices = super().prices(load)
         if not self.added:
             return prices
-        return {kind: times + self.added for kind, times in prices.items()}
+        return {
+            kind: price._replace(seconds=price.seconds + self.added)
+            for kind, price in prices.items()
+        }
 
-    def serve(self, step: StepLayout, context: float, seconds: float) -> None:
-        super().serve(step, context, seconds - self.round_seconds)
-
-    def _unit(self, num_reqs: int, context: float) -> float:
-        """Seconds of a step without drafts."""
-        times = next(iter(self.step_times.values()))
-        return times.seconds[times.nearest(num_reqs, context)]
+    def seconds_beside(self) -> float:
+        return self.round_seconds
 
     @torch.inference_mode()
     def judge(self) -> str:
-        batches = sorted({num_reqs for num_reqs, _ in next(iter(self.step_times.values())).loads})
+        batches = sorted({load.requests for load in self.curve.loads})
         forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in batches}
         rows = min(READING_ROWS, self.max_num_tokens)
         reading = self._seconds_of(rows, chooses=False) / rows
         self.rounds = Rounds(*from_first_rank((forwards, reading)))
-        costs = {n: self.rounds.seconds(n) / self._unit(n, 0) for n in batches}
+        costs = {n: self.rounds.seconds(n) / self.curve.plain(Load(n)) for n in batches}
         shown = ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items())
         return f"; a forward of the draft model takes, in parts of a step, {shown} requests"
 

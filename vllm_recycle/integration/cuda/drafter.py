@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_recycle.core.size_chooser import StepSeconds
+from vllm_recycle.core.graph_curve import GraphTimes
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -27,7 +27,7 @@ class V2Speculator(BaseSpeculator):
     """
 
     draft_attn_layer_names: set[str] = set()  # noqa: RUF012 - set anew by vLLM's own
-    times: StepSeconds | None = None
+    times: GraphTimes | None = None
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Take in which requests start, and which blocks are given out."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_recycle.core.size_chooser import GraphShape, by_preference
+from vllm_recycle.core.graph_curve import GraphShape, by_preference
 
 # The bound of a graph is at most this many times the rows of a request. So the graph has room for
 # this many times the requests that use up its rows at the bound. Grids are made for all of them:

@@ -40,7 +40,7 @@ from vllm_recycle.integration.cuda.graphs import (
 )
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
-from vllm_recycle.integration.cuda.time_steps import describe_times, find_step_seconds
+from vllm_recycle.integration.cuda.time_steps import describe_times, find_graph_times
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import chooses_sizes, options_of
 from vllm_recycle.integration.refusals import has_states
@@ -141,7 +141,7 @@ class TreeModelRunner(GPUModelRunner):
             return None
         with self.drafter.as_if_serving(), without_experts_load(self):
             speculator = self.speculator
-            times = find_step_seconds(self, speculator.drafting_runs(), speculator.alone_runs())
+            times = find_graph_times(self, speculator.drafting_runs(), speculator.alone_runs())
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
         if times.graphs:

@@ -12,7 +12,8 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
 
-from vllm_recycle.core.size_chooser import GraphShape, StepSeconds
+from vllm_recycle.core.curve import TREES, TRUNKS
+from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.graphs import shape_of
 from vllm_recycle.integration.drafter import from_first_rank
 
@@ -23,9 +24,9 @@ QUEUING_CYCLES = 20_000_000
 CONTEXT = 2048
 
 
-def find_step_seconds(
+def find_graph_times(
     runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Callable[[], Any]]
-) -> StepSeconds:
+) -> GraphTimes:
     """The times of steps, as the first rank has measured them.
 
     Args:
@@ -38,23 +39,26 @@ def find_step_seconds(
         {batch: _drafting_seconds(run, runner.device) for batch, run in runs.items()}
         for runs in (drafting, alone)
     ]
-    return from_first_rank(StepSeconds(time_graphs(runner), *timed))
+    kinds = dict(zip((TRUNKS, TREES) if alone else (TREES,), timed, strict=False))
+    return from_first_rank(GraphTimes(time_graphs(runner), kinds))
 
 
-def describe_times(times: StepSeconds) -> str:
+def describe_times(times: GraphTimes) -> str:
     """A line that says what was found."""
     if not times.graphs:
         return "sizes of trees follow the table of batch sizes: without full graphs none was timed"
-    drafting = ", ".join(f"{1e3 * seconds:.2f} for {n}" for n, seconds in times.drafting.items())
-    alone = [f", without the draft model {1e3 * seconds:.2f}" for seconds in times.alone.values()]
+    drafting = "; ".join(
+        f"{kind} take " + ", ".join(f"{1e3 * seconds:.2f} for {n}" for n, seconds in of.items())
+        for kind, of in times.drafting.items()
+    )
     return (
-        f"sizes of trees are chosen step by step; {len(times.graphs)} graphs timed, drafting takes "
-        f"{drafting} requests{''.join(alone)}, in ms"
+        f"sizes of trees are chosen step by step; {len(times.graphs)} graphs timed; "
+        f"drafting, in ms for requests: {drafting}"
     )
 
 
 def time_graphs(runner: Any) -> dict[GraphShape, tuple[float, float]]:
-    """Seconds of each graph with the logits of its rows; see `StepSeconds`.
+    """Seconds of each graph with the logits of its rows; see `GraphTimes`.
 
     What adapters add to a step is left out.
     """

@@ -19,9 +19,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from vllm_recycle.core.curve import TREES
+from vllm_recycle.core.explore import GROW_EVERY
 from vllm_recycle.core.grow import BEAM, LEVELS, Trunks
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.size_chooser import LOOK_EVERY
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
@@ -220,14 +221,14 @@ class TokenRecyclingSpeculator(V2Speculator):
     Attributes:
         plain_steps: how many steps have had no drafts, since the last one that had.
         report: of the trees that were drafted last, on its way to the host.
-        alone: whether the trees of this step grow without a round of a draft model that there is.
+        kind: of the trees that this step drafts.
 
     """
 
     supports_mm_inputs = False
     draft_logits = None
     plain_steps = 0
-    alone = False
+    kind = TREES
     report: DraftReport | None = None
 
     def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
@@ -278,7 +279,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         if not self.reports or not self._counted(input_batch).any():
             return False
         self.plain_steps += 1
-        return self.plain_steps % LOOK_EVERY == 1
+        return self.plain_steps % GROW_EVERY == 1
 
     def _report(self, input_batch: Any, num_speculative_tokens: int | None) -> None:
         """Send what the trees are worth on its way."""
@@ -291,7 +292,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         # On the stream of the step, so that it is there with the tokens of the next one.
         times, self.times = self.times, None
         worth = async_copy_to_np(worths.sum(0))
-        self.report = DraftReport(worth, int(counted.sum()), self.alone, times)
+        self.report = DraftReport(worth, int(counted.sum()), self.kind, times)
 
     def _counted(self, input_batch: Any) -> np.ndarray:
         """bool [num_reqs], whose trees may be verified in the next step."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeGuard
 
-from vllm_recycle.core.price import CHAINS, TREES
+from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import Schedule
@@ -124,7 +124,7 @@ class MethodOptions(ABC):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What its drafts may be, see `price.TREES`."""
+        """What its drafts may be, see `curve.TREES`."""
         return (TREES,)
 
     @property

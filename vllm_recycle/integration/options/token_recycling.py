@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
-from vllm_recycle.core.price import CHAINS, TREES
+from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import CHAIN, MAX_CHAIN, MAX_NODES, TreeTemplate, load_tree
 from vllm_recycle.integration import draft_limits

@@ -40,7 +40,7 @@ SIGNATURES = {
     "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
     "newest_phrases": "pp" + "iiii" + "p",
     "insert_phrases": "pppp" + "iii",
-    "draft": "ppppp" + "i" + "pppp" + "ii" + "pp" + "ii" + "ppp" + "i" + "pp" + "i" + "pp",
+    "draft": "pppppp" + "i" + "pp",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
     "top_k_rows": "p" + "iiiiii" + "pp",

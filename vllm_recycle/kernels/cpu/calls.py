@@ -8,18 +8,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int64, c_void_p
 from itertools import islice
 from typing import Any
 
 import torch
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix, Ends
+from vllm_recycle.core.choose import Price
+from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import Allowed, Grammar, TextEnds, Trunks
 from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.price import CHAINS, TREES
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu.pointers import DTYPES, MADE, library, pointer, pointers, rows_pointer
@@ -81,6 +82,46 @@ def _trunks(trunks: Trunks | None, batch: int) -> tuple[int | None, int | None, 
     return pointer(trunks.token_ids), chances, gamma, choices
 
 
+class _Texts(ctypes.Structure):
+    """As `Texts` in matrix.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("idx_mapping", "token_ids", "is_token")),
+        ("stride", c_int64),
+        *((name, c_void_p) for name in ("last", "max_depths", "trunk_ids", "chances")),
+        ("gamma", c_int64),
+        ("choices", c_int64),
+        ("follows", c_void_p),
+        ("ask", c_void_p),
+        ("batch", c_int64),
+    )
+
+
+class _Template(ctypes.Structure):
+    """As `Template` in matrix.cpp."""
+
+    _fields_ = (*((name, c_void_p) for name in ("parents", "ranks", "depths")), ("nodes", c_int64))
+
+
+class _Price(ctypes.Structure):
+    """As `Price` in matrix.cpp."""
+
+    _fields_ = (("seconds", c_void_p), ("num_rows", c_int64), ("trust", c_double))
+
+
+class _Chosen(ctypes.Structure):
+    """As `Chosen` in matrix.cpp."""
+
+    _fields_ = (("rate", c_double), ("expected", c_double), ("kind", c_int64))
+
+
+def _price(price: Price | None) -> _Price:
+    """For C++."""
+    if price is None:
+        return _Price(None, 0, 1.0)
+    return _Price(pointer(price.seconds, torch.float64), len(price.seconds), price.trust)
+
+
 class _Allowed(ctypes.Structure):
     """As `Allowed` in matrix.cpp."""
 
@@ -120,7 +161,7 @@ def draft(
     counts: torch.Tensor,
     texts: TextEnds,
     *,
-    prices: Mapping[str, torch.Tensor],
+    prices: Mapping[str, Price],
     max_nodes: int,
     tree: TreeTemplate | None = None,
 ) -> Drafts:
@@ -128,29 +169,37 @@ def draft(
     batch = len(texts.idx_mapping)
     assert len(texts.ends.last) == len(texts.max_depths) == batch
     found = (c_int64 * (batch * (1 + 2 * max_nodes)))()
-    template = (None,) * 3 if tree is None else (tree.parents, tree.ranks, tree.depths)
-    (num_times,) = {len(times) for times in prices.values()}
-    rate = ctypes.c_double()
-    with _grammars(texts.grammars) as grammars:
+    template = _Template(None, None, None, 0)
+    if tree is not None:
+        template = _Template(*pointers(tree.parents, tree.ranks, tree.depths), tree.num_nodes)
+    token_ids, is_token, stride, last = _ends(texts.ends)
+    depths, chosen = _numbers(texts.max_depths), _Chosen()
+    with _grammars(texts.grammars) as (follows, ask):
+        given = _Texts(
+            pointer(texts.idx_mapping),
+            token_ids,
+            is_token,
+            stride,
+            ctypes.addressof(last),
+            ctypes.addressof(depths),
+            *_trunks(texts.trunks, batch),
+            follows and ctypes.addressof(follows),
+            ask and ctypes.cast(ask, c_void_p),
+            batch,
+        )
         size = library().draft(
             _matrix(matrix),
             pointer(counts, torch.float64),
-            pointer(texts.idx_mapping),
-            *_ends(texts.ends),
-            _numbers(texts.max_depths),
-            *_trunks(texts.trunks, batch),
-            *grammars,
-            batch,
+            ctypes.byref(given),
+            ctypes.byref(template),
+            *(ctypes.byref(_price(prices.get(kind))) for kind in (TREES, CHAINS)),
             max_nodes,
-            *pointers(*template),
-            0 if tree is None else tree.num_nodes,
-            *(pointer(prices.get(kind), torch.float64) for kind in (TREES, CHAINS)),
-            num_times,
             found,
-            ctypes.byref(rate),
+            ctypes.byref(chosen),
         )
     numbers = iter(found[:size])
-    drafts = Drafts([], [], rate.value)
+    kind = CHAINS if chosen.kind else TREES
+    drafts = Drafts([], [], kind=kind, rate=chosen.rate, expected=chosen.expected)
     for count in numbers:
         for of_each in (drafts.token_ids, drafts.parents):
             of_each.append(list(islice(numbers, count)))

@@ -181,11 +181,20 @@ struct Offer {
   int64_t nodes;  // that each draft has room for
   std::vector<int64_t> token_ids, parents, sizes;
   std::vector<double> worths;
-  double rate;  // of the step that verifies them
+  double rate;      // of the step that verifies them
+  double expected;  // draft tokens that are accepted in it
+  int64_t kind;     // 0 trees, 1 chains
 
-  Offer(int64_t batch, int64_t nodes)
+  Offer(int64_t batch, int64_t nodes, int64_t kind)
       : nodes(nodes), token_ids(batch * nodes, -1), parents(batch * nodes), sizes(batch),
-        worths(batch * nodes) {}
+        worths(batch * nodes), kind(kind) {}
+};
+
+// See choose.Price.
+struct Price {
+  const double* seconds;  // null where drafts of the kind have none
+  int64_t num_rows;       // that there are seconds for, and none
+  double trust;
 };
 
 // What a draft model says below each text, see Trunks.
@@ -392,15 +401,14 @@ std::vector<double> least_slopes(const double* times, int64_t num_times) {
 }
 
 // See _grow_what_may_pay.
-void grow_what_may_pay(const Source& source, int64_t ranks, const double* times,
-                       int64_t num_times, Offer& offer) {
+void grow_what_may_pay(const Source& source, int64_t ranks, const Price& price, Offer& offer) {
   const int64_t num_reqs = source.batch;
-  num_times = std::min(num_times, 1 + num_reqs * (1 + offer.nodes));
-  const std::vector<double> slopes = least_slopes(times, num_times);
-  const int64_t last = num_times - 1, first = std::min(num_reqs, last);
-  const double plain = double(num_reqs) / times[first];
+  const int64_t num_rows = std::min(price.num_rows, 1 + num_reqs * (1 + offer.nodes));
+  const std::vector<double> slopes = least_slopes(price.seconds, num_rows);
+  const int64_t last = num_rows - 1, first = std::min(num_reqs, last);
+  const double plain = double(num_reqs) / price.seconds[first] / price.trust;
   const auto begin = slopes.begin() + first;
-  double slope = *std::min_element(begin, begin + std::min(NEXT_ROWS, num_times - first));
+  double slope = *std::min_element(begin, begin + std::min(NEXT_ROWS, num_rows - first));
   while (true) {
     const int64_t grown = grow(source, ranks, plain * slope, offer);
     const double behind = slopes[std::min(num_reqs + grown, last)];
@@ -445,14 +453,13 @@ struct Block {
   double average() const { return worth / double(size); }
 };
 
-// See price.choose.
-double choose(const double* worths, const double* times, int64_t num_times, int64_t batch,
-              int64_t nodes, int64_t* counts) {
+// See choose.choose.
+void choose(const Price& price, int64_t batch, Offer& offer) {
   std::vector<Block> blocks;
   for (int64_t b = 0; b < batch; b++) {
     const size_t first = blocks.size();
-    for (int64_t node = 0; node < nodes; node++) {
-      Block block = {worths[b * nodes + node], 1, b};
+    for (int64_t node = 0; node < offer.nodes; node++) {
+      Block block = {offer.worths[b * offer.nodes + node], 1, b};
       while (blocks.size() > first &&
              blocks.back().worth * double(block.size) < block.worth * double(blocks.back().size)) {
         block.worth = blocks.back().worth + block.worth;
@@ -467,50 +474,77 @@ double choose(const double* worths, const double* times, int64_t num_times, int6
     return a.average() > b.average();
   });
   int64_t rows = batch;
-  double total = double(rows), best = total / times[std::min(rows, num_times - 1)];
+  double total = double(rows), expected = 0.0;
+  offer.rate = total / price.seconds[std::min(rows, price.num_rows - 1)];
   size_t num_taken = 0;
   for (size_t i = 0; i < blocks.size(); i++) {
-    total += blocks[i].worth, rows += blocks[i].size;
-    if (rows >= num_times) break;
-    if (total / times[rows] > best) best = total / times[rows], num_taken = i + 1;
+    total += price.trust * blocks[i].worth, rows += blocks[i].size;
+    if (rows >= price.num_rows) break;
+    if (total / price.seconds[rows] > offer.rate) {
+      offer.rate = total / price.seconds[rows], num_taken = i + 1;
+    }
   }
-  std::fill(counts, counts + batch, 0);
-  for (size_t i = 0; i < num_taken; i++) counts[blocks[i].request] += blocks[i].size;
-  return best;
+  for (size_t i = 0; i < num_taken; i++) {
+    offer.sizes[blocks[i].request] += blocks[i].size;
+    expected += blocks[i].worth;
+  }
+  offer.expected = expected;
 }
+
+// What there is to draft for, as the caller has it; see draft.draft.
+struct Texts {
+  const int64_t* idx_mapping;
+  const int32_t* token_ids;
+  const uint8_t* is_token;
+  int64_t stride;
+  const int64_t *last, *max_depths, *trunk_ids;
+  const double* chances;
+  int64_t gamma, choices;
+  const int64_t* follows;
+  void (*ask)(int64_t, const int64_t*, int64_t, Allowed*);
+  int64_t batch;
+};
+
+struct Template {
+  const int64_t *parents, *ranks, *depths;
+  int64_t nodes;  // 0 to grow trees
+};
+
+// What was chosen beside tokens and parents.
+struct Chosen {
+  double rate, expected;
+  int64_t kind;
+};
 
 }  // namespace
 
 extern "C" {
 
-// Kinds without times have no price. Returns how many numbers `drafts` has: of each text the size
-// of its draft, its tokens, and their parents; `rate` is that of the step that verifies them.
-int64_t draft(const Matrix* of, const double* counts, const int64_t* idx_mapping,
-              const int32_t* token_ids, const uint8_t* is_token, int64_t stride,
-              const int64_t* last, const int64_t* max_depths, const int64_t* trunk_ids,
-              const double* chances, int64_t gamma, int64_t choices, const int64_t* follows,
-              void (*ask)(int64_t, const int64_t*, int64_t, Allowed*), int64_t batch,
-              int64_t max_nodes, const int64_t* tree_parents, const int64_t* tree_ranks,
-              const int64_t* tree_depths, int64_t tree_nodes, const double* tree_times,
-              const double* chain_times, int64_t num_times, int64_t* drafts, double* rate) {
-  const Matrix& matrix = *of;
-  const Source source = {matrix, idx_mapping, {token_ids, is_token, stride, last}, max_depths,
-                         {trunk_ids, chances, gamma, choices}, {follows, ask}, batch,
-                         find_rates(counts, matrix.num_contexts * 2 * matrix.k)};
+// Writes of each text the size of its draft, its tokens, and their parents; returns how many
+// numbers these are.
+int64_t draft(const Matrix* matrix, const double* counts, const Texts* texts, const Template* tree,
+              const Price* trees, const Price* chains, int64_t max_nodes, int64_t* drafts,
+              Chosen* chosen) {
+  const Source source = {*matrix, texts->idx_mapping,
+                         {texts->token_ids, texts->is_token, texts->stride, texts->last},
+                         texts->max_depths,
+                         {texts->trunk_ids, texts->chances, texts->gamma, texts->choices},
+                         {texts->follows, texts->ask}, texts->batch,
+                         find_rates(counts, matrix->num_contexts * 2 * matrix->k)};
   std::vector<Offer> offers;
-  auto offer = [&](int64_t nodes, int64_t ranks, const double* times) {
-    Offer& made = offers.emplace_back(batch, std::min(nodes, max_nodes));
-    if (ranks) grow_what_may_pay(source, ranks, times, num_times, made);
-    else fill(source, tree_parents, tree_ranks, tree_depths, made);
-    made.rate = choose(made.worths.data(), times, num_times, batch, made.nodes, made.sizes.data());
+  auto offer = [&](int64_t nodes, int64_t ranks, const Price& price) {
+    Offer& made = offers.emplace_back(source.batch, std::min(nodes, max_nodes), &price == chains);
+    if (ranks) grow_what_may_pay(source, ranks, price, made);
+    else fill(source, tree->parents, tree->ranks, tree->depths, made);
+    choose(price, source.batch, made);
   };
-  if (tree_times && tree_nodes) offer(tree_nodes, 0, tree_times);
-  else if (tree_times) offer(max_nodes, ALL_RANKS, tree_times);
-  if (chain_times) offer(MAX_CHAIN, 1, chain_times);
+  if (trees->seconds && tree->nodes) offer(tree->nodes, 0, *trees);
+  else if (trees->seconds) offer(max_nodes, ALL_RANKS, *trees);
+  if (chains->seconds) offer(MAX_CHAIN, 1, *chains);
   const Offer& best = offers.size() > 1 && offers[1].rate > offers[0].rate ? offers[1] : offers[0];
+  *chosen = {best.rate, best.expected, best.kind};
   int64_t* out = drafts;
-  *rate = best.rate;
-  for (int64_t b = 0; b < batch; b++) {
+  for (int64_t b = 0; b < source.batch; b++) {
     const int64_t first = b * best.nodes, size = best.sizes[b];
     *out++ = size;
     out = std::copy_n(best.token_ids.data() + first, size, out);

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_recycle.core.curve import TRUNKS
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.core.verification import NO_TOKEN
@@ -119,6 +120,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
     """
 
     drafter: TrunkV2Drafter
+    kind = TRUNKS
     is_settled = True
 
     def __init__(self, drafter: TrunkV2Drafter, may_speculate: np.ndarray) -> None:
@@ -142,7 +144,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.alone = getattr(scheduler_output, "drafts_alone", False)
+        self.kind = getattr(scheduler_output, "draft_kind", TRUNKS)
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
         self.drafter.trunks.token_ids[0] = NO_TOKEN
@@ -159,12 +161,12 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         return runs | {most: runs[max(runs)]}
 
     def prepare(self, input_batch: Any, *, drafts: bool, **kwargs: Any) -> None:
-        chosen = self.ready(input_batch, drafts=drafts and not self.alone, **kwargs)
+        chosen = self.ready(input_batch, drafts=drafts and self.kind == TRUNKS, **kwargs)
         if not drafts or kwargs.get("dummy_run"):
             return
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
         may_draft = self._counted(input_batch).sum()
-        self.is_settled = self.alone or len(chosen) == min(may_draft, self.max_drafting)
+        self.is_settled = self.kind != TRUNKS or len(chosen) == min(may_draft, self.max_drafting)
         if not len(chosen):
             self.drafter.trunks.token_ids[idx_mapping] = NO_TOKEN
             return

@@ -1,4 +1,4 @@
-"""Of which requests the draft model's round is worth its time, on the V1 runner."""
+"""For which requests of a step a round of the draft model is worth its time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.core.explore import LOOK_AT_ROUNDS_EVERY, MOST_READING
 
 # The part of a new sample that an average takes; the most that a forward takes, in parts of what it
 # took: what is beyond is a stall; rounds of one size between corrections of what their forwards
 # take; and how fine rates are told apart, in parts of a doubling.
 GAIN, MOST, CORRECT_EVERY, FINE = 1 / 16, 2, 8, 4
-# Steps that go without a round, until one is made to see what it gives: so many times what it must
-# read, in steps, which is never more than the second.
-LOOK_EVERY, MOST_READING = 32, 32
 # What rounds are believed to gain before any was made, and of how many that would be the average:
 # one that gave little must not end all.
 AT_FIRST, AS_MANY = 1.5, 3
@@ -85,10 +82,17 @@ class Rounds:
             return chosen
         self._num_left_out += 1
         to_read = reading[may_draft].sum()
-        if to_read > MOST_READING or self._num_left_out < LOOK_EVERY * max(1.0, to_read):
+        if to_read > MOST_READING or self._num_left_out < LOOK_AT_ROUNDS_EVERY * max(1.0, to_read):
             return np.zeros_like(may_draft)
         self._num_left_out = 0
         return may_draft
+
+    def cost(self, step: StepAlone, behind: np.ndarray, depths: np.ndarray) -> float:
+        """What a round of one forward takes for requests with depths above 0, in plain steps."""
+        num_drafting = int((depths > 0).sum())
+        if not num_drafting:
+            return 0.0
+        return (self.seconds(num_drafting) + self._reading * float(behind.sum())) / step.unit
 
     def least_chance(self, step: StepAlone, num_drafting: int) -> float:
         """What a forward for some requests of a step costs in tokens; see `draft_trunks`."""
@@ -100,7 +104,7 @@ class Rounds:
     ) -> None:
         """Take in a round for some requests of a step, and the rate of the step with it.
 
-        A forward took so many seconds, None where one had prompts to read.
+        A forward took so many seconds on the first rank, None where one had prompts to read.
         """
         known, worth = self._gained[_size(step.num_reqs)], _worth(step)
         with_forward = 1.0 + self.seconds(num_drafting) / step.unit
@@ -113,7 +117,7 @@ class Rounds:
         before = self._served.get(size, (self.seconds(num_drafting), 0))
         average, samples = self._served[size] = _taken_in(before, min(seconds, MOST * before[0]))
         if samples % CORRECT_EVERY == 0:
-            self._forwards[size] = from_first_rank(average)
+            self._forwards[size] = average
 
     def ended(self, length: int) -> None:
         """Take in an answer of so many tokens, or what there was of it when it was interrupted."""

@@ -5,15 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_recycle.integration.cpu import rounds as module
-from vllm_recycle.integration.cpu.rounds import (
-    AT_FIRST,
-    CORRECT_EVERY,
-    LOOK_EVERY,
-    MOST_READING,
-    Rounds,
-    StepAlone,
-)
+from vllm_recycle.core.explore import LOOK_AT_ROUNDS_EVERY, MOST_READING
+from vllm_recycle.core.rounds import AT_FIRST, CORRECT_EVERY, Rounds, StepAlone
 
 
 def alone(num_reqs: int, rate: float) -> StepAlone:
@@ -34,7 +27,7 @@ def test_a_round_is_left_out_where_such_rounds_gave_less_and_is_looked_at_again(
     assert pays(rounds, 2, 3.0)  # nothing is known
     for _ in range(20):
         rounds.gave(alone(2, 3.0), 2, rate=2.8, seconds=None)
-    asked = [pays(rounds, 2, 3.0) for _ in range(2 * LOOK_EVERY)]
+    asked = [pays(rounds, 2, 3.0) for _ in range(2 * LOOK_AT_ROUNDS_EVERY)]
     assert [place for place, pays in enumerate(asked, start=1) if pays] == [32, 64]
     # Steps that are worth less alone, or have more requests, are others.
     assert pays(rounds, 2, 2.0)
@@ -53,8 +46,7 @@ def test_one_round_that_gave_little_does_not_end_all():
     assert not pays(rounds, 1, 2.0)
 
 
-def test_a_forward_takes_what_it_took_while_serving(monkeypatch):
-    monkeypatch.setattr(module, "from_first_rank", lambda value: value)
+def test_a_forward_takes_what_it_took_while_serving():
     rounds = Rounds({1: 0.25, 20: 0.5}, 0.0)
     assert [rounds.seconds(n) for n in (1, 3, 8, 16, 64)] == [0.25, 0.25, 0.5, 0.5, 0.5]
     for _ in range(CORRECT_EVERY):
@@ -66,8 +58,7 @@ def test_a_forward_takes_what_it_took_while_serving(monkeypatch):
     )
 
 
-def test_a_stall_is_not_what_a_forward_takes(monkeypatch):
-    monkeypatch.setattr(module, "from_first_rank", lambda value: value)
+def test_a_stall_is_not_what_a_forward_takes():
     rounds = Rounds({1: 0.25}, 0.0)
     for seconds in [0.25] * (CORRECT_EVERY - 1) + [10.0]:
         rounds.gave(alone(1, 1.0), 1, rate=1.2, seconds=seconds)
@@ -178,7 +169,7 @@ def test_a_look_that_must_read_much_is_rare():
         step = np.array([behind]), np.array([1000])
         return [number for number in range(1, 2000) if rounds.choose(alone(1, 2.0), *step).any()]
 
-    assert looks(50) == [*range(LOOK_EVERY, 2000, LOOK_EVERY)]
-    assert looks(300) == [*range(3 * LOOK_EVERY, 2000, 3 * LOOK_EVERY)]
+    assert looks(50) == [*range(LOOK_AT_ROUNDS_EVERY, 2000, LOOK_AT_ROUNDS_EVERY)]
+    assert looks(300) == [*range(3 * LOOK_AT_ROUNDS_EVERY, 2000, 3 * LOOK_AT_ROUNDS_EVERY)]
     assert len(looks(100 * MOST_READING)) == 1
     assert not looks(100 * MOST_READING + 1)

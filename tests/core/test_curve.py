@@ -1,0 +1,100 @@
+"""The seconds of steps: between measured points, and as served steps correct them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from vllm_recycle.core.curve import CHAINS, MOST, TAKE_IN_EVERY, TREES, Load, MeasuredCurve
+
+KINDS = (TREES, CHAINS)
+
+
+def curve(points: dict[tuple[int, int], dict[int, float]], max_rows: int) -> MeasuredCurve:
+    return MeasuredCurve(dict.fromkeys(KINDS, points), max_rows)
+
+
+def by_rows(of: MeasuredCurve, requests: int = 1, context: float = 0, kind: str = TREES):
+    return of.by_rows(kind, Load(requests, context)).tolist()
+
+
+def test_linear_times_are_in_units_of_one_row():
+    of = MeasuredCurve.linear(0.25, 6, KINDS)
+    assert by_rows(of)[1:] == [1, 1.25, 1.5, 1.75, 2, 2.25]
+    # At any load.
+    assert by_rows(of, 3, 500) == by_rows(of)
+
+
+def test_between_and_beyond_what_was_measured_times_lie_on_lines():
+    points = {(2, 0): {2: 5.0, 4: 5.0}, (1, 0): {1: 2.0, 3: 4.0, 5: 3.0, 9: 6.0}}
+    of = curve(points, 11)
+    # Five rows took less than three: noise, so both took what is between them.
+    expected = [2, 2, 2.75, 3.5, 3.5, 3.5, 4.125, 4.75, 5.375, 6, 6.625, 7.25]
+    assert by_rows(of) == expected
+    assert by_rows(of, 2) == [5] * 12
+    assert by_rows(curve(points, 2)) == expected[:3]
+
+
+def test_two_noisy_times_do_not_make_what_is_beyond_free():
+    seconds = by_rows(curve({(1, 0): {1: 1.0, 48: 3.0, 81: 2.9}}, 200))
+    assert (np.diff(seconds[81:]) > 0.01).all()
+    assert seconds[200] > 4
+
+
+def test_the_nearest_number_of_requests_comes_before_the_nearest_context():
+    loads = {(1, 0): 1.0, (4, 1000): 2.0, (4, 50): 3.0, (16, 0): 4.0}
+    of = curve({(n, at): {n: one, n + 1: one} for (n, at), one in loads.items()}, 600)
+    asked = [(1, 9), (2, 9), (3, 9), (3, 900), (7, 0), (9, 0), (500, 999)]
+    assert [of.plain(Load(*load)) for load in asked] == [1, 1, 3, 2, 3, 4, 4]
+
+
+def test_a_row_costs_what_it_does_behind_as_many_rows_of_drafts():
+    # Of four requests: a plain step takes 1, and each row of a draft a half.
+    of = curve({(4, 0): {4: 1.0, 5: 1.5, 8: 3.0}}, 12)
+    for requests in (2, 3, 4, 5, 7):
+        assert by_rows(of, requests)[requests : requests + 5] == [1, 1.5, 2, 2.5, 3]
+
+
+# Corrections.
+
+POINTS = {(1, 256): {1: 0.01, 9: 0.02}, (8, 512): {8: 0.02, 72: 0.1}}
+
+
+def serve(of: MeasuredCurve, seconds: float, *, rows: int = 1, kind: str | None = None) -> None:
+    for _ in range(6 * TAKE_IN_EVERY):
+        of.serve(kind, Load(1, 256), rows, seconds)
+
+
+def test_served_steps_correct_their_load_and_kind_alone():
+    of = curve(POINTS, 72)
+    serve(of, 0.04, rows=8, kind=CHAINS)
+    serve(of, 0.01)
+    assert by_rows(of, 1, 256, CHAINS)[8] == pytest.approx(0.04, rel=0.01)
+    assert by_rows(of, 1, 256, CHAINS)[1] == pytest.approx(0.01, rel=0.01)
+    before = curve(POINTS, 72)
+    assert by_rows(of, 1, 256, TREES) == pytest.approx(by_rows(before, 1, 256, TREES), rel=0.01)
+    assert by_rows(of, 8, 512, CHAINS) == by_rows(before, 8, 512, CHAINS)
+    where = "seconds_by_measured: chains, 1 requests, 256 tokens, 1 rows"
+    assert of.known()[where] == pytest.approx(1.0, rel=0.01)
+
+
+def test_without_drafts_all_kinds_are_one():
+    of = curve(POINTS, 72)
+    serve(of, 0.02)
+    for kind in KINDS:
+        # What is not known is corrected as the next size that is.
+        assert by_rows(of, 1, 256, kind)[1:10:8] == pytest.approx([0.02, 0.04], rel=0.01)
+
+
+def test_a_stall_moves_little_and_a_shorter_time_may_be_believed_at_once():
+    of = curve(POINTS, 72)
+    for seconds in [0.01] * (TAKE_IN_EVERY - 1) + [10.0]:
+        of.serve(None, Load(1, 256), 1, seconds)
+    assert 0.01 < of.plain(Load(1, 256)) < 0.01 * math.exp(MOST / 4)
+    for place in range(TAKE_IN_EVERY):
+        of.serve(None, Load(1, 256), 1, 0.005, at_once=place == 0)
+    assert of.plain(Load(1, 256)) == pytest.approx(0.005)
+    of.set_plain(Load(1, 256), 0.007)
+    assert of.plain(Load(1, 256)) == pytest.approx(0.007)

@@ -1,0 +1,276 @@
+"""What drafts and looks may lose: bounded, whatever worths, seconds and requests are.
+
+An engine is simulated by both runners' calling patterns: on the V1 runner a step is decided by the
+worths of its own drafts, and known before the next one; on Model Runner V2 all drafts have one of a
+few sizes, worths are a step old, and what a step gave is known two steps later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from vllm_recycle.core.choose import Chooser, choose
+from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
+from vllm_recycle.core.explore import EARNED, LOOK_EVERY, PLAIN, STAKE, STALE, Account
+
+NODES, MAX_ROWS = 32, 600
+SIZES = [0, 4, 8, 16, 32]
+KINDS = (TREES, CHAINS)
+LOADS = ((1, 256), (4, 512), (16, 512))
+WINDOW, MOST_LOST = 1000, 0.02
+
+
+@dataclass
+class Machine:
+    """Seconds of a step."""
+
+    plain: float = 0.010
+    of_row: float = 0.0006
+    of_trees: float = 0.0012
+
+    def seconds(self, kind: str | None, rows: int, requests: int) -> float:
+        drafts = rows - requests
+        trees = self.of_trees if kind == TREES and drafts else 0.0
+        return self.plain * (1 + 0.02 * requests) + self.of_row * drafts + trees
+
+
+def falling(first: float, ratio: float) -> np.ndarray:
+    """The worth of each node of a draft."""
+    return first * ratio ** np.arange(NODES)
+
+
+GOOD, COPIES, NOISE = falling(0.7, 0.75), falling(0.98, 0.98), falling(0.02, 0.5)
+Worths = Callable[[int, str], np.ndarray]  # by step and kind; [nodes] or [requests, nodes]
+
+
+@dataclass
+class Case:
+    """What happens to an engine. `machine` is by step; drafts promise, and the truth gives."""
+
+    promised: Worths
+    truth: Worths
+    machine: Callable[[int], Machine] = lambda step: Machine()
+    start: Machine = field(default_factory=Machine)
+    requests: int = 1
+
+
+def same(worth: np.ndarray, chains: float = 0.9) -> Worths:
+    return lambda step, kind: worth * (chains if kind == CHAINS else 1.0)
+
+
+def in_turns(*worths: np.ndarray, steps: int) -> Worths:
+    return lambda step, kind: worths[step // steps % len(worths)]
+
+
+def mixed(step: int, kind: str) -> np.ndarray:
+    """One greedy request among many at temperature 1."""
+    return np.stack([GOOD, *[falling(0.1, 0.5)] * 15])
+
+
+def while_(first: int, last: int, **changed: float) -> Callable[[int], Machine]:
+    return lambda step: Machine(**changed) if first <= step < last else Machine()
+
+
+DOUBLE = {"plain": 0.020, "of_row": 0.0012, "of_trees": 0.0024}
+HOSTILE = {
+    "worths twice too high": Case(same(falling(0.6, 0.7)), same(falling(0.3, 0.7))),
+    "nothing of what is promised": Case(same(GOOD), same(NOISE)),
+    "all seconds double for a while": Case(same(GOOD), same(GOOD), while_(1500, 3000, **DOUBLE)),
+    "all seconds double for a while, and drafts give little": Case(
+        same(falling(0.4, 0.6)), same(falling(0.4, 0.6)), while_(1500, 3000, **DOUBLE)
+    ),
+    "rows become four times as dear": Case(
+        same(GOOD), same(GOOD), while_(1500, 3000, of_row=0.0024, of_trees=0.01)
+    ),
+    "plain steps become twice as fast": Case(
+        same(GOOD), same(GOOD), while_(1500, 3000, plain=0.005, of_row=0.002)
+    ),
+    "copies and noise in turns": Case(same(COPIES), in_turns(COPIES, NOISE, steps=40)),
+    "copies and noise in long turns": Case(same(COPIES), in_turns(COPIES, NOISE, steps=400)),
+    "one greedy request among many": Case(
+        lambda step, kind: np.stack([GOOD] * 16), mixed, requests=16
+    ),
+    "a start that was slow": Case(same(GOOD), same(NOISE), start=Machine(plain=0.030)),
+    "a start that was fast": Case(same(GOOD), same(GOOD), start=Machine(plain=0.005, of_row=0)),
+    "a start at which rows looked free": Case(
+        same(GOOD), same(falling(0.3, 0.5)), start=Machine(of_row=0, of_trees=0)
+    ),
+}
+
+
+class Engine:
+    """Serves steps, and says how much of the time was lost against its own plain steps."""
+
+    def __init__(self, case: Case, seed: int, *, on_v2: bool) -> None:
+        self.case, self.noise, self.on_v2 = case, np.random.default_rng(seed), on_v2
+        points = {
+            kind: {
+                (requests, context): {
+                    requests * n: case.start.seconds(kind, requests * n, requests)
+                    for n in (1, 2, 4, 8, 16, 33)
+                }
+                for requests, context in LOADS
+            }
+            for kind in KINDS
+        }
+        self.chooser = Chooser(MeasuredCurve(points, MAX_ROWS), ahead=2 if on_v2 else 0)
+        self.load = Load(case.requests, 300.0, case.requests)
+        self.taken: list[float] = []  # seconds of each step
+        self.needed: list[float] = []  # by plain steps
+        self.made: list[tuple[str | None, int]] = []  # kind, and rows of all requests
+
+    def worths(self, of: Worths, step: int, kind: str) -> np.ndarray:
+        return np.broadcast_to(of(step, kind), (self.case.requests, NODES))
+
+    def decide(self, step: int) -> tuple[str | None, list[int], float]:
+        """The kind of the drafts, the nodes of each, and what is expected of them."""
+        promised = {kind: self.worths(self.case.promised, step, kind) for kind in KINDS}
+        if self.on_v2:
+            means = {kind: worths.mean(0) for kind, worths in promised.items()}
+            kind, size, _ = self.chooser.choose_size(self.load, means, SIZES)
+            sizes = [size] * self.case.requests
+        elif (arm := self.chooser.next_arm(self.load)) is not None:
+            kind, most = arm
+            sizes = [most - 1] * self.case.requests
+        else:
+            kind, sizes = self.best(promised)
+        if not sum(sizes):
+            return None, [0] * self.case.requests, 0.0
+        pairs = zip(promised[kind], sizes, strict=True)
+        return kind, sizes, float(sum(worth[:size].sum() for worth, size in pairs))
+
+    def best(self, promised: dict[str, np.ndarray]) -> tuple[str, list[int]]:
+        chooser, offers = self.chooser, []
+        for kind, worths in promised.items():
+            seconds = chooser.curve.by_rows(kind, self.load)
+            trust = chooser.trusts[kind].factor
+            counts, rate = choose(worths.tolist(), seconds.tolist(), trust=trust)
+            offers.append((rate, kind, counts, seconds))
+        _, kind, sizes, seconds = max(offers, key=lambda offer: offer[0])
+        requests = self.case.requests
+        cost = float(seconds[requests + sum(sizes)] / seconds[requests])
+        if not chooser.affords(cost):
+            return kind, [0] * requests
+        chooser.rows = 1 + sum(sizes) // requests
+        return kind, sizes
+
+    def run(self, steps: int) -> None:
+        pending: deque = deque()
+        for step in range(steps):
+            kind, sizes, expected = self.decide(step)
+            machine, rows = self.case.machine(step), self.case.requests + sum(sizes)
+            seconds = machine.seconds(kind, rows, self.case.requests)
+            truth = self.worths(self.case.truth, step, kind or TREES)
+            chances = self.noise.random(self.case.requests)
+            tokens = self.case.requests + sum(
+                int((worth[:size] > chance).sum())
+                for worth, size, chance in zip(truth, sizes, chances, strict=True)
+            )
+            plain = machine.seconds(None, self.case.requests, self.case.requests)
+            self.taken.append(seconds)
+            self.needed.append(tokens / self.case.requests * plain)
+            self.made.append((kind, rows))
+            measured = seconds * float(self.noise.lognormal(sigma=0.03))
+            if self.noise.random() < 0.005:
+                measured *= 20  # a stall, which plain steps have too
+            pending.append((kind, rows, tokens, measured, expected))
+            if len(pending) > 2 * self.on_v2:
+                kind, rows, tokens, measured, expected = pending.popleft()
+                given = {"tokens": tokens, "seconds": measured, "expected": expected or None}
+                self.chooser.served(kind, self.load, rows, **given)
+
+    def most_lost(self) -> float:
+        """The largest part of the time of 1,000 steps in a row that plain steps would not take."""
+        taken, needed = (np.append(0, np.cumsum(of)) for of in (self.taken, self.needed))
+        taken, needed = taken[WINDOW:] - taken[:-WINDOW], needed[WINDOW:] - needed[:-WINDOW]
+        return float(((taken - needed) / taken).max())
+
+    def speed(self, last: int) -> float:
+        """Of the last steps, 1 being that of plain steps."""
+        return sum(self.needed[-last:]) / sum(self.taken[-last:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_thousand_steps_lose_no_more_than_two_of_a_hundred(case, on_v2, seed):
+    engine = Engine(HOSTILE[case], seed, on_v2=on_v2)
+    engine.run(4500)
+    assert engine.most_lost() <= MOST_LOST
+
+
+@pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(Machine(plain=0.030), id="plain steps looked long"),
+        pytest.param(Machine(of_row=0.004), id="rows looked dear"),
+        pytest.param(Machine(of_trees=0.010), id="trees looked dear"),
+        pytest.param(Machine(), id="right"),
+    ],
+)
+def test_the_best_is_found_after_a_start_that_misled(start, on_v2):
+    engine = Engine(Case(same(GOOD), same(GOOD), start=start), 0, on_v2=on_v2)
+    engine.run(3000)
+    best = max(
+        (1 + GOOD[:nodes].sum() * (0.9 if kind == CHAINS else 1.0))
+        * Machine().seconds(None, 1, 1)
+        / Machine().seconds(kind, 1 + nodes, 1)
+        for kind in KINDS
+        for nodes in (SIZES if on_v2 else range(NODES + 1))
+    )
+    assert engine.speed(1000) > 0.94 * best
+
+
+@pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
+def test_drafts_that_give_again_what_they_promise_are_made_again(on_v2):
+    bad_then_good = Case(same(GOOD), in_turns(NOISE, GOOD, steps=3000))
+    engine = Engine(bad_then_good, 0, on_v2=on_v2)
+    engine.run(6000)
+    assert engine.speed(1500) > 1.2
+
+
+@pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
+def test_the_other_kind_is_found_where_it_gives_more(on_v2):
+    def worths(step: int, kind: str) -> np.ndarray:
+        better = TREES if step < 2000 else CHAINS
+        return GOOD if kind == better else falling(0.4, 0.5)
+
+    engine = Engine(Case(worths, worths), 0, on_v2=on_v2)
+    engine.run(4000)
+    kinds = [kind for kind, _ in engine.made]
+    assert kinds[1500:2000].count(TREES) > 450
+    assert kinds[3500:].count(CHAINS) > 450
+
+
+@pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
+def test_looks_are_rare(on_v2):
+    engine = Engine(Case(same(COPIES, 0.5), same(COPIES, 0.5)), 0, on_v2=on_v2)
+    engine.run(4000)
+    assert [kind for kind, _ in engine.made[1000:]].count(None) <= 6 * 3000 / STALE + 6
+    assert [kind for kind, _ in engine.made[1000:]].count(CHAINS) <= 4 * 3000 / LOOK_EVERY
+
+
+def test_a_step_that_costs_more_than_is_left_is_not_made():
+    account = Account()
+    for _ in range(30):
+        if account.affords(2.0):
+            account.drafted(1.0, 2.0)
+    assert account.credit == pytest.approx(0.0)
+    assert not account.affords(2.0)
+    for _ in range(round(1 / EARNED)):
+        account.plain()
+    assert account.affords(2.0)
+    for _ in range(10):
+        account.drafted(9.0, 2.0)
+    assert account.credit == STAKE
+
+
+def test_a_load_that_is_new_begins_with_plain_steps():
+    engine = Engine(Case(same(COPIES), same(COPIES)), 0, on_v2=False)
+    assert [engine.chooser.next_arm(engine.load) for _ in range(2)] == [PLAIN] * 2

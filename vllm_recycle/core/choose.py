@@ -1,0 +1,268 @@
+"""How many nodes a step verifies, and of which kind its drafts are: the only place that decides.
+
+The best step gives the most expected tokens by its seconds. A chooser says what the next step may
+be; what it costs is from the curve, what it gives from the worth of its nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_recycle.core.curve import Curve, Load
+from vllm_recycle.core.explore import (
+    FORGET,
+    FORGET_OTHER,
+    MOST_LONGER,
+    PLAIN,
+    STALL,
+    Arm,
+    Explorer,
+    Trust,
+)
+
+
+class Price(NamedTuple):
+    """What drafts of a kind cost, and how far they are trusted.
+
+    Attributes:
+        seconds: float64 [rows + 1], of a step by the rows of all requests; infinite if unknown.
+        trust: accepted tokens for an expected one.
+
+    """
+
+    seconds: torch.Tensor
+    trust: float = 1.0
+
+
+def choose(
+    worths: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    *,
+    trust: float = 1.0,
+    num_reqs: int | None = None,
+    widths: Sequence[int] = (),
+) -> tuple[list[int], float]:
+    """How many nodes of each draft a step verifies, for the most expected tokens by its time.
+
+    Each draft is cut to a prefix. A prefix grows by blocks: the next nodes with the highest worth
+    on average, so that a node which is worth little does not hide a better one behind it. Blocks of
+    all drafts are taken, the best first, as long as the rate of the step rises. Where no node is
+    worth more than the one before it, as in a grown tree, no other choice is better.
+
+    Args:
+        worths: by draft and node, the chance that it is accepted; 0 for none.
+        seconds: by rows of all requests, from 0; infinite if unknown.
+        trust: see `Price`.
+        num_reqs: requests of the step, if there are others than those of the drafts.
+        widths: rows that each node stands for, if not one. So a few sizes, which all drafts of a
+            batch share, are the nodes of one draft.
+
+    Returns:
+        Nodes by draft; of equally good choices the one with the fewest nodes, of equal blocks those
+        of the first draft. And the rate of the step, expected tokens a second.
+
+    """
+    blocks = [
+        (-worth / rows, b, size, rows, worth)
+        for b, row in enumerate(worths)
+        for worth, rows, size in _blocks(row, widths or [1] * len(row))
+    ]
+    blocks.sort(key=itemgetter(0, 1))
+    rows, last = len(worths) if num_reqs is None else num_reqs, len(seconds) - 1
+    total = float(rows)
+    best, num_taken = total / seconds[min(rows, last)], 0
+    for taken, (*_, more, worth) in enumerate(blocks, start=1):
+        total, rows = total + trust * worth, rows + more
+        if rows > last:
+            break
+        if total / seconds[rows] > best:
+            best, num_taken = total / seconds[rows], taken
+    counts = [0] * len(worths)
+    for _, b, size, *_ in blocks[:num_taken]:
+        counts[b] += size
+    return counts, best
+
+
+def _blocks(worths: Sequence[float], widths: Sequence[int]) -> list[tuple[float, int, int]]:
+    """Worth, rows and size of blocks of nodes, none with a higher average than the one before."""
+    blocks: list[tuple[float, int, int]] = []
+    for node, width in zip(worths, widths, strict=True):
+        worth, rows, size = node, width, 1
+        while blocks and blocks[-1][0] * rows < worth * blocks[-1][1]:
+            before = blocks.pop()
+            worth, rows, size = before[0] + worth, before[1] + rows, before[2] + size
+        blocks.append((worth, rows, size))
+    return blocks
+
+
+def least_slopes(seconds: Sequence[float]) -> list[float]:
+    """For each number of rows, the least slope to any larger one; infinite for the largest.
+
+    It is the slope to the next corner of the lower hull of all that come behind.
+    """
+    hull, slopes = [len(seconds) - 1], [math.inf] * len(seconds)
+
+    def slope(first: int, second: int) -> float:
+        return (seconds[second] - seconds[first]) / (second - first)
+
+    for row in range(len(seconds) - 2, -1, -1):
+        while len(hull) > 1 and slope(row, hull[-1]) >= slope(hull[-1], hull[-2]):
+            hull.pop()
+        slopes[row] = slope(row, hull[-1])
+        hull.append(row)
+    return slopes
+
+
+class Chooser:
+    """Decides step by step, and learns what steps took and gave.
+
+    Args:
+        curve: of the engine.
+        ahead: steps that are under way when one is decided.
+
+    Attributes:
+        curve: of the engine.
+        explorer: what is tried, and what may be lost.
+        trusts: by kind of drafts.
+        rows: per request that drafts, when drafts were last chosen for what they give.
+
+    """
+
+    def __init__(self, curve: Curve, *, ahead: int = 0) -> None:
+        self.curve, self.explorer = curve, Explorer(curve.kinds, ahead=ahead)
+        self.trusts = {kind: Trust() for kind in curve.kinds}
+        self.rows = 1
+        self._longer = 1.0  # the last step with drafts, in parts of what was expected
+
+    def next_arm(self, load: Load) -> Arm | None:
+        """What the next step has to be, if not the best that the account affords."""
+        return self.explorer.look(self.curve.cell(load), lambda: self._arms(load))
+
+    def _arms(self, load: Load) -> dict[Arm, float]:
+        """Drafts of each kind, as large as they are chosen or twice as large, and their cost."""
+        plain, arms = self.curve.plain(load), {}
+        for kind in self.curve.kinds:
+            for size in {self.rows, 2 * self.rows} - {1}:
+                rows = load.requests + (size - 1) * (load.drafting or load.requests)
+                [seconds] = self.curve.at(kind, load, (rows,))
+                if math.isfinite(seconds):
+                    arms[arm_of(kind, size)] = seconds / plain
+        return arms
+
+    def affords(self, cost: float) -> bool:
+        """Whether a step may take so many plain steps' time, even if nothing is accepted."""
+        return self.explorer.affords(cost)
+
+    def choose_size(
+        self, load: Load, worths: Mapping[str, np.ndarray], sizes: Sequence[int]
+    ) -> tuple[str, int, bool]:
+        """The kind and the nodes of the drafts of a step, where all have one of a few sizes.
+
+        And whether this is the best, and no look.
+
+        Args:
+            load: of the step.
+            worths: by kind, of each node of a request's draft, float64 [nodes]; at least one kind.
+            sizes: nodes that drafts may have, ascending from 0.
+
+        """
+        best, *_ = worths
+        arm = self.next_arm(load)
+        if arm == PLAIN:
+            return best, 0, False
+        if arm is not None:
+            kind, most = arm
+            fitting = [size for size in sizes if 0 < size < most]
+            return kind, max(fitting, default=sizes[:2][-1]), False
+        drafting = load.drafting or load.requests
+        rows = tuple(load.requests + drafting * size for size in sizes)
+        widths = [after - before for before, after in itertools.pairwise(rows)]
+        best_rate, best_size, cost = 0.0, 0, 1.0
+        seconds = [math.inf] * (rows[-1] + 1)
+        for kind, worth in worths.items():
+            gains = [0.0, *(drafting * worth.cumsum()).tolist()]
+            steps = [gains[after] - gains[before] for before, after in itertools.pairwise(sizes)]
+            for place, of_rows in zip(rows, self.curve.at(kind, load, rows), strict=True):
+                seconds[place] = of_rows
+            trust = self.trusts[kind].factor
+            [taken], rate = choose(
+                [steps], seconds, trust=trust, num_reqs=load.requests, widths=widths
+            )
+            if rate > best_rate:
+                best, best_rate, best_size = kind, rate, sizes[taken]
+                cost = seconds[rows[taken]] / seconds[load.requests]
+        if best_size and not self.affords(cost):
+            best_size = 0
+        self.rows = 1 + best_size
+        return best, best_size, True
+
+    def served(
+        self,
+        kind: str | None,
+        load: Load,
+        rows: int,
+        *,
+        tokens: int,
+        seconds: float | None,
+        beside: float = 0.0,
+        expected: float | None = None,
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            kind: of its drafts; None where there were none, or they may be of any kind.
+            load: of the requests that were sampled for.
+            rows: of these requests.
+            tokens: that they got.
+            seconds: that the step took; None where it had prompts, or others disturbed it.
+            beside: of these, seconds of drafting that are not in the curve.
+            expected: draft tokens that should have been accepted; None if that is unknown.
+
+        """
+        plain, account = self.curve.plain(load), self.explorer.account
+        of = self.curve.kinds[0] if kind is None else kind
+        [predicted] = self.curve.at(of, load, (rows,))
+        if not (math.isfinite(predicted) and math.isfinite(plain)):
+            return
+        if rows == load.requests:
+            account.plain()
+        else:
+            longer = 1.0 if seconds is None else (seconds - beside) / predicted
+            # One step that is far longer than the one before it was disturbed.
+            took = predicted * min(longer, max(STALL, self._longer))
+            self._longer = min(longer, MOST_LONGER)
+            account.drafted(tokens / load.requests, (took + beside) / plain)
+        self._trust(kind if rows > load.requests else None, load, tokens, expected)
+        if seconds is None:
+            return
+        seconds -= beside
+        cell = self.curve.cell(load)
+        size = 1 + (rows - load.requests) / (load.drafting or load.requests)
+        arms = [arm_of(one, size) for one in (self.curve.kinds if kind is None else (kind,))]
+        is_stale = all(self.explorer.is_stale(cell, arm) for arm in arms)
+        found = self.explorer.served(cell, arms, seconds=seconds, expected=predicted)
+        if found is not None:
+            self.curve.set_plain(load, found)
+        else:
+            self.curve.serve(kind, load, rows, seconds, at_once=is_stale)
+
+    def _trust(self, kind: str | None, load: Load, tokens: int, expected: float | None) -> None:
+        """Take in whether drafts of a kind kept their promise; None for a step without drafts."""
+        for of, trust in self.trusts.items():
+            if of == kind and expected is not None:
+                trust.count(tokens / load.requests - 1.0, expected / load.requests)
+            elif of != kind:
+                trust.forget(FORGET if kind is None else FORGET_OTHER)
+
+
+def arm_of(kind: str, rows: float) -> Arm:
+    """The arm of steps with so many rows per request."""
+    place = round(math.log2(rows))
+    return (kind, 2**place) if rows > 1 else PLAIN

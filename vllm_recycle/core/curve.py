@@ -1,0 +1,268 @@
+"""The seconds of a step without prompts: by the kind of its drafts, its load and its rows.
+
+A curve is filled at start-up, by timed steps (`MeasuredCurve`) or by replayed CUDA graphs
+(`graph_curve`). Served steps correct it, since a machine may be busy at start-up, and may change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Kinds of drafts. Chains need no attention of trees, and no KV moves. A trunk is a draft model's.
+TREES, CHAINS, TRUNKS = "trees", "chains", "trees along trunks"
+# Rows per request that have a correction of their own: 1, 2, 4, ...
+NUM_PLACES = 7
+# The part of its error that a step corrects, and the largest error that is believed (logarithms).
+GAIN, MOST = 1 / 8, 0.25
+# Steps are taken in together: code that runs once per step is not in the CPU's caches.
+TAKE_IN_EVERY = 16
+
+
+class Load(NamedTuple):
+    """What a step has beside its drafts.
+
+    Attributes:
+        requests: of the step.
+        context: tokens before each request's rows, on average.
+        drafting: requests that have a draft; 0 for all.
+
+    """
+
+    requests: int
+    context: float = 0.0
+    drafting: int = 0
+
+
+class Curve(ABC):
+    """The seconds of a step, as measured and corrected.
+
+    Attributes:
+        kinds: of drafts that were measured.
+        logs: by kind and cell of loads, and then place: how much longer steps take than was
+            measured, as a natural logarithm; NaN where none was served.
+
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.kinds = tuple(kinds)
+        self.logs: dict[tuple[str, Hashable], list[float]] = {}
+        self._samples: list[tuple[str | None, Load, int, float, bool]] = []
+        self._known: dict[tuple[str, Hashable, tuple[int, ...]], list[float]] = {}  # see `at`
+
+    @abstractmethod
+    def cell(self, load: Load) -> Hashable:
+        """Loads of one cell share their corrections."""
+
+    @abstractmethod
+    def measured(self, kind: str, load: Load, rows: np.ndarray) -> np.ndarray:
+        """Seconds as they were measured, float64, by rows of all requests; infinite if unknown."""
+
+    def key(self, load: Load) -> Hashable:
+        """Loads of one key have the same seconds."""
+        return load
+
+    def at(self, kind: str, load: Load, rows: tuple[int, ...]) -> list[float]:
+        """Seconds of steps with so many rows each; infinite if unknown."""
+        key = kind, self.key(load), rows
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._corrected(kind, load, np.array(rows)).tolist()
+        return known
+
+    def plain(self, load: Load) -> float:
+        """Seconds of a step without drafts."""
+        return self.at(self.kinds[0], load, (load.requests,))[0]
+
+    def _corrected(self, kind: str, load: Load, rows: np.ndarray) -> np.ndarray:
+        seconds = self.measured(kind, load, rows)
+        logs = self.logs.get((kind, self.cell(load)))
+        if logs is None:
+            return seconds
+        places = np.log2(np.maximum(rows / load.requests, 1.0))
+        return seconds * np.exp(np.interp(places, range(NUM_PLACES), _filled(logs)))
+
+    def serve(
+        self, kind: str | None, load: Load, rows: int, seconds: float, *, at_once: bool = False
+    ) -> None:
+        """Take in a step without prompts.
+
+        Args:
+            kind: of its drafts; None if they may be of any kind, or there were none.
+            load: of the step.
+            rows: of all requests.
+            seconds: that it took.
+            at_once: whether a shorter time is believed at once, as where no step was served for
+                long: whatever disturbs a step lengthens it.
+
+        """
+        self._samples.append((kind, load, rows, seconds, at_once))
+        if len(self._samples) == TAKE_IN_EVERY:
+            self.take_in()
+
+    def take_in(self) -> None:
+        """Correct the curve by the steps that were served since the last time."""
+        for sample in self._samples:
+            self._correct(*sample)
+        self._samples.clear()
+        self._known.clear()
+
+    def _correct(
+        self, kind: str | None, load: Load, rows: int, seconds: float, at_once: bool
+    ) -> None:
+        place, cell = _place(rows / load.requests), self.cell(load)
+        first, part = int(place), place % 1
+        weights = {first: 1.0 - part, first + 1: part} if part else {first: 1.0}
+        square = sum(weight * weight for weight in weights.values())
+        kinds = self.kinds if kind is None else (kind,)
+        for of in kinds:
+            [measured] = self.measured(of, load, np.array([rows])).tolist()
+            if not math.isfinite(measured):
+                continue
+            logs = self._logs_of(of, cell)
+            known = _filled(logs)
+            error = math.log(seconds / measured) - sum(w * known[at] for at, w in weights.items())
+            step = min(MOST / 2, error) if at_once else GAIN * min(MOST, max(-MOST, error))
+            for at, weight in weights.items():
+                if at or of == kinds[0]:
+                    logs[at] = known[at] + step * weight / square
+        for of in self.kinds:  # without drafts all kinds are one
+            self._logs_of(of, cell)[0] = self._logs_of(kinds[0], cell)[0]
+
+    def _logs_of(self, kind: str, cell: Hashable) -> list[float]:
+        return self.logs.setdefault((kind, cell), [math.nan] * NUM_PLACES)
+
+    def set_plain(self, load: Load, seconds: float) -> None:
+        """Believe that a step without drafts takes so long."""
+        [measured] = self.measured(self.kinds[0], load, np.array([load.requests])).tolist()
+        for kind in self.kinds:
+            self._logs_of(kind, self.cell(load))[0] = math.log(seconds / measured)
+        self.take_in()
+
+    def known(self) -> dict[str, float]:
+        """How much longer steps take than was measured, by kind, load and rows per request."""
+        return {
+            f"seconds_by_measured: {kind}, {self.describe(cell)}, {2**place} rows": math.exp(log)
+            for (kind, cell), logs in self.logs.items()
+            for place, log in enumerate(logs)
+            if not math.isnan(log)
+        }
+
+    @abstractmethod
+    def describe(self, cell: Hashable) -> str:
+        """The loads of a cell, in words."""
+
+
+class MeasuredCurve(Curve):
+    """A curve of steps that were timed with a few numbers of rows, at a few loads.
+
+    A step takes what it does at the nearest load behind as many rows of drafts. A row costs more
+    where it is another request's: attention shares nothing between requests.
+
+    Args:
+        points: by kind and load, seconds by rows of all requests, at least two; the fewest rows
+            are those without drafts. The same loads for each kind.
+        max_rows: the most of a step.
+
+    """
+
+    def __init__(
+        self, points: Mapping[str, Mapping[tuple[int, int], Mapping[int, float]]], max_rows: int
+    ) -> None:
+        super().__init__([*points])
+        [loads, *_] = [sorted(of_kind) for of_kind in points.values()]
+        self.loads = [Load(*load) for load in loads]
+        self.max_rows = max_rows
+        self._seconds = {
+            kind: [_on_lines(of_kind[load], max_rows) for load in loads]
+            for kind, of_kind in points.items()
+        }
+        self._rows = np.arange(max_rows + 1)
+        self._by_rows: dict[tuple[str, Hashable], torch.Tensor] = {}
+        self._nearest: dict[int, list[int]] = {}  # loads by requests
+
+    @classmethod
+    def linear(cls, row_cost: float, max_rows: int, kinds: Sequence[str]) -> MeasuredCurve:
+        """Every row beyond the first costs the same part of a step of one row, at any load."""
+        points = {1: 1.0, max_rows + 1: 1.0 + row_cost * max_rows}
+        return cls({kind: {(0, 0): points} for kind in kinds}, max_rows)
+
+    def cell(self, load: Load) -> int:
+        """The nearest load: by the ratio of requests, then by the length of context."""
+        requests = load.requests
+        if (known := self._nearest.get(requests)) is None:
+            ratios = [abs(math.log((of.requests or requests) / requests)) for of in self.loads]
+            known = [index for index, ratio in enumerate(ratios) if ratio == min(ratios)]
+            self._nearest[requests] = known
+        return min(known, key=lambda index: abs(self.loads[index].context - load.context))
+
+    def key(self, load: Load) -> Hashable:
+        return self.cell(load), load.requests
+
+    def measured(self, kind: str, load: Load, rows: np.ndarray) -> np.ndarray:
+        cell = self.cell(load)
+        seconds = self._seconds[kind][cell]
+        fewer = (self.loads[cell].requests or load.requests) - load.requests
+        return seconds[np.clip(rows + fewer, 0, self.max_rows)]
+
+    def by_rows(self, kind: str, load: Load) -> torch.Tensor:
+        """Seconds of a step by its rows, float64 [rows + 1], never falling."""
+        key = kind, self.key(load)
+        if key not in self._by_rows:
+            rising = np.maximum.accumulate(self._corrected(kind, load, self._rows))
+            self._by_rows[key] = torch.from_numpy(rising)
+        return self._by_rows[key]
+
+    def take_in(self) -> None:
+        super().take_in()
+        self._by_rows.clear()
+
+    def describe(self, cell: Hashable) -> str:
+        assert isinstance(cell, int)
+        return f"{self.loads[cell].requests} requests, {self.loads[cell].context} tokens"
+
+
+def _on_lines(points: Mapping[int, float], max_rows: int) -> np.ndarray:
+    """Seconds by rows, float64 [rows + 1], on lines between points and beyond them."""
+    rows = np.arange(max_rows + 1)
+    known, values = map(np.asarray, zip(*sorted(points.items()), strict=True))
+    rising = _rising(values)
+    slopes = (rising[-1] - rising[[-2, 0]]) / (known[-1] - known[[-2, 0]])
+    # Not flatter than on average: two noisy times must not make all that is beyond free.
+    beyond = rising[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
+    return np.where(rows > known[-1], beyond, np.interp(rows, known, rising))
+
+
+def _rising(values: np.ndarray) -> np.ndarray:
+    """The nearest values, by squares, that never fall: what falls is averaged (isotonic)."""
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([float(value)])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
+
+
+def _place(rows: float) -> float:
+    """Between which corrections so many rows per request lie."""
+    return min(math.log2(max(rows, 1.0)), NUM_PLACES - 1)
+
+
+def _filled(logs: list[float]) -> list[float]:
+    """Corrections with those that are not known on lines between the others; 0 without others."""
+    known = [place for place, log in enumerate(logs) if not math.isnan(log)]
+    if not known:
+        return [0.0] * NUM_PLACES
+    filled = logs.copy()
+    filled[: known[0]] = [logs[known[0]]] * known[0]
+    filled[known[-1] :] = [logs[known[-1]]] * (NUM_PLACES - known[-1])
+    for first, last in itertools.pairwise(known):
+        slope = (logs[last] - logs[first]) / (last - first)
+        for place in range(first + 1, last):
+            filled[place] = logs[first] + slope * (place - first)
+    return filled
