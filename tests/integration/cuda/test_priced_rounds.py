@@ -54,7 +54,7 @@ def test_rounds_are_made_as_long_as_they_are_worth_their_time(result):
 
 def test_where_only_a_round_is_dear_trees_grow_alone(result):
     alone = result["dear, rows alone free"]
-    assert alone["accepted tokens"] > 5
+    assert alone["accepted tokens"] > 2
     assert alone["rounds"] <= 3 * len(BATCH)
 
 
