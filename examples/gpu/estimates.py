@@ -2,7 +2,7 @@
 
     python examples/gpu/estimates.py
 
-prints two tables, which `examples/benchmarks/README.md` has: of steps, and of what programs of
+prints two tables: of steps, which `examples/benchmarks/README.md` has, and of what programs of
 attention that find nothing to do cost. Graphs, tiles and splits are those that the package chooses,
 programs and bytes are counted; what each takes was estimated from the compiled kernels, to 30 %.
 `estimates.json` has the ratios, for `verdict.py`.
