@@ -16,7 +16,7 @@ import pytest
 
 from vllm_recycle.core.choose import Chooser, choose
 from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
-from vllm_recycle.core.explore import EARNED, LOOK_EVERY, PLAIN, STAKE, STALE, Account
+from vllm_recycle.core.explore import EARNED, LOOK_EVERY, PLAIN, PLAIN_STEPS, STAKE, STALE, Account
 
 NODES, MAX_ROWS = 32, 600
 SIZES = [0, 4, 8, 16, 32]
@@ -118,7 +118,8 @@ class Engine:
             }
             for kind in KINDS
         }
-        self.chooser = Chooser(MeasuredCurve(points, MAX_ROWS), ahead=2 if on_v2 else 0)
+        most = dict.fromkeys(KINDS, 1 + NODES)
+        self.chooser = Chooser(MeasuredCurve(points, MAX_ROWS), most, ahead=2 if on_v2 else 0)
         self.load = Load(case.requests, 300.0, case.requests)
         self.taken: list[float] = []  # seconds of each step
         self.needed: list[float] = []  # by plain steps
@@ -132,9 +133,9 @@ class Engine:
         promised = {kind: self.worths(self.case.promised, step, kind) for kind in KINDS}
         if self.on_v2:
             means = {kind: worths.mean(0) for kind, worths in promised.items()}
-            kind, size, _ = self.chooser.choose_size(self.load, means, SIZES)
+            kind, size = self.chooser.choose_size(self.load, means, SIZES)
             sizes = [size] * self.case.requests
-        elif (arm := self.chooser.next_arm(self.load)) is not None:
+        elif (arm := self.chooser.look(self.load)) is not None:
             kind, most = arm
             sizes = [most - 1] * self.case.requests
         else:
@@ -147,16 +148,12 @@ class Engine:
     def best(self, promised: dict[str, np.ndarray]) -> tuple[str, list[int]]:
         chooser, offers = self.chooser, []
         for kind, worths in promised.items():
-            seconds = chooser.curve.by_rows(kind, self.load)
-            trust = chooser.trusts[kind].factor
-            counts, rate = choose(worths.tolist(), seconds.tolist(), trust=trust)
-            offers.append((rate, kind, counts, seconds))
-        _, kind, sizes, seconds = max(offers, key=lambda offer: offer[0])
-        requests = self.case.requests
-        cost = float(seconds[requests + sum(sizes)] / seconds[requests])
-        if not chooser.affords(cost):
-            return kind, [0] * requests
-        chooser.rows = 1 + sum(sizes) // requests
+            price = chooser.price(kind, chooser.curve.by_rows(kind, self.load), self.load)
+            given = worths.tolist(), price.seconds.tolist()
+            counts, rate = choose(*given, trust=price.trust)
+            offers.append((rate, kind, counts))
+        _, kind, sizes = max(offers, key=lambda offer: offer[0])
+        chooser.best = kind, 1 + sum(sizes) // self.case.requests
         return kind, sizes
 
     def run(self, steps: int) -> None:
@@ -195,12 +192,12 @@ class Engine:
         return sum(self.needed[-last:]) / sum(self.taken[-last:])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_thousand_steps_lose_no_more_than_two_of_a_hundred(case, on_v2, seed):
     engine = Engine(HOSTILE[case], seed, on_v2=on_v2)
-    engine.run(4500)
+    engine.run(4000)
     assert engine.most_lost() <= MOST_LOST
 
 
@@ -259,13 +256,13 @@ def test_looks_are_rare(on_v2):
 def test_a_step_that_costs_more_than_is_left_is_not_made():
     account = Account()
     for _ in range(30):
-        if account.affords(2.0):
+        if account.most >= 2.0:
             account.drafted(1.0, 2.0)
     assert account.credit == pytest.approx(0.0)
-    assert not account.affords(2.0)
+    assert account.most < 2.0
     for _ in range(round(1 / EARNED)):
         account.plain()
-    assert account.affords(2.0)
+    assert account.most >= 2.0 > Account(ahead=20).most
     for _ in range(10):
         account.drafted(9.0, 2.0)
     assert account.credit == STAKE
@@ -273,4 +270,5 @@ def test_a_step_that_costs_more_than_is_left_is_not_made():
 
 def test_a_load_that_is_new_begins_with_plain_steps():
     engine = Engine(Case(same(COPIES), same(COPIES)), 0, on_v2=False)
-    assert [engine.chooser.next_arm(engine.load) for _ in range(2)] == [PLAIN] * 2
+    looks = [engine.chooser.look(engine.load) for _ in range(PLAIN_STEPS)]
+    assert looks == [PLAIN] * PLAIN_STEPS

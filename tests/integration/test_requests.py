@@ -185,8 +185,8 @@ def test_counters_count_nodes_and_depths(monkeypatch, method, most):
         def watching_schedule(*args, **kwargs):
             step = schedule(*args, **kwargs)
             for name, draft in step.scheduled_spec_decode_tokens.items():
-                assert len(step.draft_parents[name]) == len(draft)
-                trees.append(Trees.from_drafts([step.draft_parents[name]]).depth)
+                assert len(step.step_note.parents[name]) == len(draft)
+                trees.append(Trees.from_drafts([step.step_note.parents[name]]).depth)
             return step
 
         def watching_count(*args, **kwargs):

@@ -22,6 +22,7 @@ from vllm_recycle.core.explore import (
     MOST_LONGER,
     PLAIN,
     STALL,
+    Account,
     Arm,
     Explorer,
     Trust,
@@ -125,47 +126,59 @@ class Chooser:
 
     Args:
         curve: of the engine.
-        ahead: steps that are under way when one is decided.
+        most_rows: by kind, the most rows per request.
+        ahead: steps that are decided before one is known.
 
     Attributes:
         curve: of the engine.
-        explorer: what is tried, and what may be lost.
+        account: of what may be lost.
+        explorer: which steps are looks.
         trusts: by kind of drafts.
-        rows: per request that drafts, when drafts were last chosen for what they give.
+        best: the kind and the rows per drafting request of the last step that was no look.
 
     """
 
-    def __init__(self, curve: Curve, *, ahead: int = 0) -> None:
-        self.curve, self.explorer = curve, Explorer(curve.kinds, ahead=ahead)
+    def __init__(self, curve: Curve, most_rows: Mapping[str, int], *, ahead: int = 0) -> None:
+        self.curve, self.most_rows = curve, most_rows
+        self.account = Account(ahead=ahead)
+        self.explorer = Explorer(curve.kinds, self.account)
         self.trusts = {kind: Trust() for kind in curve.kinds}
-        self.rows = 1
-        self._longer = 1.0  # the last step with drafts, in parts of what was expected
+        self.best = (curve.kinds[0], 1)
+        self._longer = 1.0  # the last step with drafts, in parts of its expected seconds
 
-    def next_arm(self, load: Load) -> Arm | None:
-        """What the next step has to be, if not the best that the account affords."""
+    def look(self, load: Load) -> Arm | None:
+        """The arm of the next step if it is a look; None if the step is to be the best."""
         return self.explorer.look(self.curve.cell(load), lambda: self._arms(load))
 
     def _arms(self, load: Load) -> dict[Arm, float]:
-        """Drafts of each kind, as large as they are chosen or twice as large, and their cost."""
+        """Drafts of each kind, as large as the best or twice as large, and their cost."""
         plain, arms = self.curve.plain(load), {}
         for kind in self.curve.kinds:
-            for size in {self.rows, 2 * self.rows} - {1}:
+            for size in (self.best[1], 2 * self.best[1]):
+                size = min(size, self.most_rows[kind])
                 rows = load.requests + (size - 1) * (load.drafting or load.requests)
                 [seconds] = self.curve.at(kind, load, (rows,))
-                if math.isfinite(seconds):
+                if size > 1 and math.isfinite(seconds):
                     arms[arm_of(kind, size)] = seconds / plain
         return arms
 
-    def affords(self, cost: float) -> bool:
-        """Whether a step may take so many plain steps' time, even if nothing is accepted."""
-        return self.explorer.affords(cost)
+    def most_seconds(self, load: Load) -> float:
+        """The longest step that the account affords, even if nothing is accepted."""
+        return self.account.most * self.curve.plain(load)
+
+    def price(self, kind: str, seconds: torch.Tensor, load: Load) -> Price:
+        """The price of drafts of a kind, up to the rows that the account affords.
+
+        `seconds`, float64 [rows + 1], are those of a step, never falling.
+        """
+        most = torch.tensor(self.most_seconds(load), dtype=torch.float64)
+        rows = max(1 + load.requests, int(torch.searchsorted(seconds, most, right=True)))
+        return Price(seconds[:rows], self.trusts[kind].factor)
 
     def choose_size(
         self, load: Load, worths: Mapping[str, np.ndarray], sizes: Sequence[int]
-    ) -> tuple[str, int, bool]:
+    ) -> tuple[str, int]:
         """The kind and the nodes of the drafts of a step, where all have one of a few sizes.
-
-        And whether this is the best, and no look.
 
         Args:
             load: of the step.
@@ -173,35 +186,30 @@ class Chooser:
             sizes: nodes that drafts may have, ascending from 0.
 
         """
-        best, *_ = worths
-        arm = self.next_arm(load)
+        arm = self.look(load)
         if arm == PLAIN:
-            return best, 0, False
+            return self.best[0], 0
         if arm is not None:
             kind, most = arm
             fitting = [size for size in sizes if 0 < size < most]
-            return kind, max(fitting, default=sizes[:2][-1]), False
+            return kind, max(fitting, default=sizes[:2][-1])
         drafting = load.drafting or load.requests
         rows = tuple(load.requests + drafting * size for size in sizes)
         widths = [after - before for before, after in itertools.pairwise(rows)]
-        best_rate, best_size, cost = 0.0, 0, 1.0
-        seconds = [math.inf] * (rows[-1] + 1)
+        offers, limit = [], self.most_seconds(load)
         for kind, worth in worths.items():
             gains = [0.0, *(drafting * worth.cumsum()).tolist()]
             steps = [gains[after] - gains[before] for before, after in itertools.pairwise(sizes)]
+            seconds = [math.inf] * (rows[-1] + 1)
             for place, of_rows in zip(rows, self.curve.at(kind, load, rows), strict=True):
-                seconds[place] = of_rows
-            trust = self.trusts[kind].factor
-            [taken], rate = choose(
-                [steps], seconds, trust=trust, num_reqs=load.requests, widths=widths
-            )
-            if rate > best_rate:
-                best, best_rate, best_size = kind, rate, sizes[taken]
-                cost = seconds[rows[taken]] / seconds[load.requests]
-        if best_size and not self.affords(cost):
-            best_size = 0
-        self.rows = 1 + best_size
-        return best, best_size, True
+                if of_rows <= limit:
+                    seconds[place] = of_rows
+            trust, num_reqs = self.trusts[kind].factor, load.requests
+            [taken], rate = choose([steps], seconds, trust=trust, num_reqs=num_reqs, widths=widths)
+            offers.append((rate, kind, sizes[taken]))
+        _, kind, size = max(offers, key=itemgetter(0))
+        self.best = kind, 1 + size
+        return kind, size
 
     def served(
         self,
@@ -222,44 +230,40 @@ class Chooser:
             rows: of these requests.
             tokens: that they got.
             seconds: that the step took; None where it had prompts, or others disturbed it.
-            beside: of these, seconds of drafting that are not in the curve.
+            beside: seconds of drafting for the step that are in neither.
             expected: draft tokens that should have been accepted; None if that is unknown.
 
         """
-        plain, account = self.curve.plain(load), self.explorer.account
-        of = self.curve.kinds[0] if kind is None else kind
-        [predicted] = self.curve.at(of, load, (rows,))
+        plain, account = self.curve.plain(load), self.account
+        kinds = self.curve.kinds if kind is None else (kind,)
+        [predicted] = self.curve.at(kinds[0], load, (rows,))
         if not (math.isfinite(predicted) and math.isfinite(plain)):
             return
         if rows == load.requests:
-            account.plain()
+            account.plain(beside / plain)
         else:
-            longer = 1.0 if seconds is None else (seconds - beside) / predicted
+            longer = 1.0 if seconds is None else seconds / predicted
             # One step that is far longer than the one before it was disturbed.
             took = predicted * min(longer, max(STALL, self._longer))
             self._longer = min(longer, MOST_LONGER)
             account.drafted(tokens / load.requests, (took + beside) / plain)
-        self._trust(kind if rows > load.requests else None, load, tokens, expected)
-        if seconds is None:
-            return
-        seconds -= beside
+        self._trust(kinds if rows > load.requests else (), load, tokens, expected)
         cell = self.curve.cell(load)
         size = 1 + (rows - load.requests) / (load.drafting or load.requests)
-        arms = [arm_of(one, size) for one in (self.curve.kinds if kind is None else (kind,))]
-        is_stale = all(self.explorer.is_stale(cell, arm) for arm in arms)
-        found = self.explorer.served(cell, arms, seconds=seconds, expected=predicted)
+        arms = [arm_of(one, size) for one in kinds]
+        is_look, found = self.explorer.served(cell, arms, seconds=seconds, expected=predicted)
         if found is not None:
             self.curve.set_plain(load, found)
-        else:
-            self.curve.serve(kind, load, rows, seconds, at_once=is_stale)
+        elif seconds is not None and not (is_look and rows == load.requests):
+            self.curve.serve(kind, load, rows, seconds, at_once=is_look)
 
-    def _trust(self, kind: str | None, load: Load, tokens: int, expected: float | None) -> None:
-        """Take in whether drafts of a kind kept their promise; None for a step without drafts."""
-        for of, trust in self.trusts.items():
-            if of == kind and expected is not None:
+    def _trust(self, kinds: Sequence[str], load: Load, tokens: int, expected: float | None) -> None:
+        """Take in whether drafts of these kinds kept their promise; none for a plain step."""
+        for kind, trust in self.trusts.items():
+            if kind not in kinds:
+                trust.forget(FORGET_OTHER if kinds else FORGET)
+            elif expected is not None:
                 trust.count(tokens / load.requests - 1.0, expected / load.requests)
-            elif of != kind:
-                trust.forget(FORGET if kind is None else FORGET_OTHER)
 
 
 def arm_of(kind: str, rows: float) -> Arm:

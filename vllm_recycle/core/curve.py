@@ -21,6 +21,10 @@ TREES, CHAINS, TRUNKS = "trees", "chains", "trees along trunks"
 NUM_PLACES = 7
 # The part of its error that a step corrects, and the largest error that is believed (logarithms).
 GAIN, MOST = 1 / 8, 0.25
+# Entries of the cache of `at`.
+MOST_KNOWN = 4096
+# The most that a shorter time is believed at once (logarithm).
+MOST_AT_ONCE = 1.0
 # Steps are taken in together: code that runs once per step is not in the CPU's caches.
 TAKE_IN_EVERY = 16
 
@@ -31,7 +35,7 @@ class Load(NamedTuple):
     Attributes:
         requests: of the step.
         context: tokens before each request's rows, on average.
-        drafting: requests that have a draft; 0 for all.
+        drafting: requests that have a draft; 0 means that all have one.
 
     """
 
@@ -72,6 +76,8 @@ class Curve(ABC):
         """Seconds of steps with so many rows each; infinite if unknown."""
         key = kind, self.key(load), rows
         if (known := self._known.get(key)) is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
             known = self._known[key] = self._corrected(kind, load, np.array(rows)).tolist()
         return known
 
@@ -120,29 +126,34 @@ class Curve(ABC):
         weights = {first: 1.0 - part, first + 1: part} if part else {first: 1.0}
         square = sum(weight * weight for weight in weights.values())
         kinds = self.kinds if kind is None else (kind,)
-        for of in kinds:
+        for of in kinds if rows > load.requests else kinds[:1]:
             [measured] = self.measured(of, load, np.array([rows])).tolist()
             if not math.isfinite(measured):
                 continue
             logs = self._logs_of(of, cell)
             known = _filled(logs)
             error = math.log(seconds / measured) - sum(w * known[at] for at, w in weights.items())
-            step = min(MOST / 2, error) if at_once else GAIN * min(MOST, max(-MOST, error))
+            if at_once:
+                step = max(-MOST_AT_ONCE, min(MOST / 2, error))
+            else:
+                step = GAIN * max(-MOST, min(MOST, error))
             for at, weight in weights.items():
-                if at or of == kinds[0]:
+                # Place 0 is that of plain steps: drafts do not move it.
+                if (at > 0) == (rows > load.requests):
                     logs[at] = known[at] + step * weight / square
-        for of in self.kinds:  # without drafts all kinds are one
-            self._logs_of(of, cell)[0] = self._logs_of(kinds[0], cell)[0]
+        if rows == load.requests:  # without drafts all kinds are one
+            for of in self.kinds:
+                self._logs_of(of, cell)[0] = self._logs_of(kinds[0], cell)[0]
 
     def _logs_of(self, kind: str, cell: Hashable) -> list[float]:
         return self.logs.setdefault((kind, cell), [math.nan] * NUM_PLACES)
 
     def set_plain(self, load: Load, seconds: float) -> None:
         """Believe that a step without drafts takes so long."""
+        self.take_in()
         [measured] = self.measured(self.kinds[0], load, np.array([load.requests])).tolist()
         for kind in self.kinds:
             self._logs_of(kind, self.cell(load))[0] = math.log(seconds / measured)
-        self.take_in()
 
     def known(self) -> dict[str, float]:
         """How much longer steps take than was measured, by kind, load and rows per request."""

@@ -24,8 +24,8 @@ class Drafts(NamedTuple):
     """The drafts of a step.
 
     Attributes:
-        token_ids: of each request, those of its nodes, -1 where a node is not filled.
-        parents: of each request, the parent row of each node; the root is row 0.
+        token_ids: per request, those of its nodes, -1 where a node is not filled.
+        parents: per request, the parent row of each node; the root is row 0.
         kind: of all drafts of the step.
         rate: expected tokens a second of the step that verifies them.
         expected: draft tokens that are expected to be accepted, before `Price.trust`.

@@ -1,39 +1,39 @@
-"""What is tried now and then, and what drafts may lose: all of the exploring, and its constants.
+"""What an engine tries now and then, and how much it may lose: all exploring, and its constants.
 
-Times and worths change. So what was not served for long is looked at: steps without drafts, by
-which all others are judged, drafts of another kind, drafts that are as large or twice as large. One
-account bounds what looks lose, and what drafts lose that give less than they promised. It is kept
-in plain steps: in the time of a step without drafts.
+A look is a step that is made to learn its seconds or its worth. It has no drafts, drafts of another
+kind, or larger drafts. A look is due where no such step was served for long, since seconds and
+worths change. One account bounds the loss, of looks and of drafts that give less than they
+promised. Its unit is the time of a step without drafts, a plain step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import median_low
 
-# What drafts may lose before any gave something; also the most that they may have in the account.
-# And what a plain step gives to drafts. Over 1,000 steps drafts lose no more than both.
-STAKE, EARNED = 10.0, 1 / 250
-# The most that a step counts for, in parts of the time that was expected: the rest is a stall. And
-# the most if the step before took as much.
+# STAKE is the first credit and the highest. A plain step adds EARNED. So 1,000 steps lose at most
+# 13 plain steps, and what the last steps lose that were decided before this was known.
+STAKE, EARNED = 9.0, 1 / 250
+# A step counts at most STALL times its expected seconds. If the step before took as long, it counts
+# at most MOST_LONGER times.
 STALL, MOST_LONGER = 2.0, 4.0
-# Steps after which what was served is stale; between looks; and those that a look may last, since
-# a draft model has to catch up with texts before its first round.
-STALE, LOOK_EVERY, MOST_LOOKING = 512, 128, 32
-# Steps that a look at plain steps takes: of these the shortest is believed.
-PLAIN_STEPS = 2
-# Plain steps are looked at where so many steps one after the other took so much more, or less, time
-# than expected (logarithm); not again before this has come as often again.
-SURPRISES, SURPRISE = 4, 0.2
-# Steps without a round of a draft model, for each plain step's time that it must read for: then one
-# is made, unless it must read for more than the second.
+# Steps until what was served is stale, and steps between looks.
+STALE, LOOK_EVERY = 512, 128
+# Steps of a look at plain steps, whose median is believed; and the most steps of any look where
+# steps are decided ahead: a draft model has to catch up with texts before its first round.
+PLAIN_STEPS, MOST_LOOKING = 3, 32
+# Plain steps are looked at if so many steps in a row deviate by so much (logarithm) to one side.
+# The next such look needs twice as many.
+SURPRISES, SURPRISE = 3, 0.2
+# A round of a draft model is tried after so many steps without one, times the plain steps that its
+# reading takes. None is tried that reads for longer than MOST_READING plain steps.
 LOOK_AT_ROUNDS_EVERY, MOST_READING = 32, 32
-# Of so many plain steps one grows drafts that nobody verifies, where that does not come by itself.
+# One of so many plain steps grows drafts that no step verifies, so that their worth stays known.
 GROW_EVERY = 32
-# The part of what drafts gave that a step forgets, and that it forgets of drafts of another kind.
-FORGET, FORGET_OTHER = 1 / 32, 1 / 512
-# The part of what drafts are worth that a step forgets, where worths are averaged over steps.
-FADE = 1 / 16
+# A step forgets a part of what drafts gave: of its own kind, or of the others; and a part of what
+# drafts are worth, where worths are averaged over steps.
+FORGET, FORGET_OTHER, FADE = 1 / 32, 1 / 512, 1 / 16
 
 # What a step may be: without drafts, or with drafts of a kind and so many rows per request.
 Arm = tuple[str, int]
@@ -41,34 +41,35 @@ PLAIN: Arm = ("plain", 1)
 
 
 class Account:
-    """What drafts may lose still, in plain steps.
+    """How many plain steps drafts may still lose.
+
+    Args:
+        ahead: steps that are decided before one is known.
 
     Attributes:
-        credit: never above `STAKE`.
+        credit: from -STAKE to STAKE.
 
     """
 
-    def __init__(self) -> None:
-        self.credit = STAKE
+    def __init__(self, *, ahead: int = 0) -> None:
+        self.credit, self.ahead = STAKE, ahead
 
-    def affords(self, cost: float, *, ahead: int = 0) -> bool:
-        """Whether a step may take so many plain steps' time, even if nothing is accepted.
-
-        So may be the steps that are `ahead` of what is known.
-        """
-        return self.credit >= (1 + ahead) * (cost - 1.0)
+    @property
+    def most(self) -> float:
+        """The longest step that may be made, in plain steps: it may give nothing."""
+        return 1.0 + max(0.0, self.credit) / (1 + self.ahead)
 
     def drafted(self, tokens: float, cost: float) -> None:
         """Take in a step with drafts: tokens per request, and plain steps' time that it took."""
-        self.credit = min(STAKE, self.credit + tokens - cost)
+        self.credit = max(-STAKE, min(STAKE, self.credit + tokens - cost))
 
-    def plain(self) -> None:
-        """Take in a step without drafts."""
-        self.credit = min(STAKE, self.credit + EARNED)
+    def plain(self, beside: float = 0.0) -> None:
+        """Take in a step without drafts, and plain steps' time that drafting took beside it."""
+        self.credit = max(-STAKE, min(STAKE, self.credit + EARNED - beside))
 
 
 class Trust:
-    """How far drafts of a kind keep their promise: accepted tokens for an expected one."""
+    """How far drafts of a kind keep their promise: accepted tokens per expected token."""
 
     def __init__(self) -> None:
         self._accepted = self._expected = STAKE
@@ -84,108 +85,119 @@ class Trust:
         self._expected += expected
 
     def forget(self, part: float) -> None:
-        """Forget a part of what is known: nobody can keep a promise in a step without drafts."""
+        """Forget a part of what is known: no promise can be kept in a step without such drafts."""
         self._accepted += part * (STAKE - self._accepted)
         self._expected += part * (STAKE - self._expected)
 
 
 class Explorer:
-    """Says what the next step is to be, where it is not to be the best.
+    """Says which step is a look.
 
-    Loads of one cell are one: what is known of a cell says nothing of others.
+    Loads of one cell share what is known. Cells share nothing.
 
     Args:
         kinds: of drafts that there are.
-        ahead: steps that are under way when one is decided.
-
-    Attributes:
-        account: of what drafts and looks may lose.
+        account: what looks may lose too.
 
     """
 
-    def __init__(self, kinds: Sequence[str], *, ahead: int = 0) -> None:
-        self.account, self.ahead = Account(), ahead
+    def __init__(self, kinds: Sequence[str], account: Account) -> None:
+        self.account = account
         self._new_kinds = set(kinds)  # that were neither served nor looked at
         self._num_steps = 0
-        self._last: dict[tuple[Hashable, Arm], int] = {}  # the step when it was served last
-        self._asked: dict[tuple[Hashable, Arm], int] = {}  # the step when a look at it began
-        self._look: tuple[Hashable, Arm, int] | None = None  # and the step when it is over
-        self._plain_seconds: list[float] = []  # of the look at plain steps
+        self._last: dict[tuple[Hashable, Arm], int] = {}  # when it was served or looked at last
+        # The look under way: cell, arm, its cost, and the step when it is over.
+        self._look: tuple[Hashable, Arm, float, int] | None = None
+        self._plain_steps: list[float | None] = []  # seconds of those of the look
         self._surprises: list[float] = []
         self._most_surprises = SURPRISES
 
-    def affords(self, cost: float) -> bool:
-        """See `Account`."""
-        return self.account.affords(cost, ahead=self.ahead)
-
     def look(self, cell: Hashable, arms: Callable[[], Mapping[Arm, float]]) -> Arm | None:
-        """What the next step is to be, None for the best; to be called for each step with drafts.
+        """The arm of the next step if it is a look; None if the step is to be the best.
+
+        Call it once for each step that may have drafts.
 
         Args:
-            cell: of its load.
-            arms: gives what it may be beside `PLAIN`, and the plain steps' time that this takes.
+            cell: of the load.
+            arms: gives the arms beside `PLAIN`, and the plain steps' time that each takes.
 
         """
         self._num_steps += 1
         if self._look is not None:
-            of_cell, arm, end = self._look
-            if of_cell == cell and self._num_steps < end:
+            of_cell, arm, cost, end = self._look
+            if of_cell == cell and self._num_steps < end and cost <= self.account.most:
                 return arm
-            if self.ahead:
+            if self._num_steps >= end + PLAIN_STEPS:
                 self._look = None
-        is_new = (cell, PLAIN) not in self._last and (cell, PLAIN) not in self._asked
+        is_new = (cell, PLAIN) not in self._last
         if is_new or len(self._surprises) >= self._most_surprises:
             self._most_surprises = SURPRISES if is_new else 2 * self._most_surprises
-            return self._begin(cell, PLAIN)
-        if self._num_steps % LOOK_EVERY and not self._new_kinds:
+            return self._begin(cell, PLAIN, 1.0)
+        every = PLAIN_STEPS if self._new_kinds else LOOK_EVERY
+        if self._num_steps % every or self._look is not None:
             return None
-        stale = [
-            arm
+        due = [
+            (self._last.get((cell, arm), -STALE), cost, arm)
             for arm, cost in {PLAIN: 1.0, **arms()}.items()
-            if self.is_stale(cell, arm) and self.account.affords(cost)
-            if not self._new_kinds or arm[0] in self._new_kinds
+            if cost <= self.account.most
+            if self.is_stale(cell, arm) or arm[0] in self._new_kinds
         ]
-        if not stale:
+        if not due:
             return None
-        return self._begin(cell, min(stale, key=lambda arm: self._asked.get((cell, arm), 0)))
+        _, cost, arm = min(due, key=lambda one: one[0])
+        return self._begin(cell, arm, cost)
 
-    def _begin(self, cell: Hashable, arm: Arm) -> Arm:
-        # Where steps are under way, the first ones may not be what they are asked to be.
-        steps = MOST_LOOKING if self.ahead else PLAIN_STEPS if arm == PLAIN else 1
-        self._look = cell, arm, self._num_steps + steps
-        self._asked[cell, arm] = self._num_steps
+    def _begin(self, cell: Hashable, arm: Arm, cost: float) -> Arm:
+        # Where steps are decided ahead, the first ones may not be what they are asked to be.
+        steps = MOST_LOOKING if self.account.ahead else PLAIN_STEPS if arm == PLAIN else 1
+        self._look = cell, arm, cost, self._num_steps + steps
+        self._last[cell, arm] = self._num_steps
         self._new_kinds.discard(arm[0])
         self._surprises.clear()
-        self._plain_seconds.clear()
+        self._plain_steps.clear()
         return arm
 
     def is_stale(self, cell: Hashable, arm: Arm) -> bool:
-        """Whether it was not served for long."""
+        """Whether it was neither served nor looked at for long."""
         return self._last.get((cell, arm), -STALE) <= self._num_steps - STALE
 
     def served(
-        self, cell: Hashable, arms: Sequence[Arm], *, seconds: float, expected: float
-    ) -> float | None:
-        """Take in a step without prompts; where a look at plain steps ends, the seconds of one.
+        self, cell: Hashable, arms: Sequence[Arm], *, seconds: float | None, expected: float
+    ) -> tuple[bool, float | None]:
+        """Take in a step; it may be several arms, as a draft of one node is a tree and a chain.
 
-        It may have been several arms: a draft of one node is a tree and a chain.
+        Args:
+            cell: of the load.
+            arms: of the step.
+            seconds: that it took; None if it had prompts.
+            expected: seconds.
+
+        Returns:
+            Whether it was a look; and if it ended one at plain steps, the seconds to be believed,
+            if any are known.
+
         """
-        for arm in arms:
-            self._last[cell, arm] = self._num_steps
+        is_plain = PLAIN in arms
+        if seconds is not None:
+            for arm in arms:
+                self._last[cell, arm] = self._num_steps
+            self._new_kinds -= {kind for kind, _ in arms}
         # A look is over when there were drafts of its kind, of whatever size.
-        kinds = {kind for kind, _ in arms}
-        self._new_kinds -= kinds
-        if self._look is not None and self._look[0] == cell and self._look[1][0] in kinds:
-            if PLAIN not in arms:
-                self._look = None
-            else:
-                self._plain_seconds.append(seconds)
-                if len(self._plain_seconds) == PLAIN_STEPS:
-                    self._look = None
-                    return min(self._plain_seconds)
-        elif PLAIN not in arms:
-            self._be_surprised(math.log(seconds / expected))
-        return None
+        is_looked_at = self._look is not None and self._look[0] == cell
+        is_looked_at = is_looked_at and any(self._look[1][0] == kind for kind, _ in arms)  # type: ignore[index]
+        if not is_looked_at:
+            if not is_plain and seconds is not None:
+                self._be_surprised(math.log(seconds / expected))
+            return False, None
+        if not is_plain:
+            self._look = None
+            return True, None
+        self._plain_steps.append(seconds)
+        if len(self._plain_steps) < PLAIN_STEPS:
+            return True, None
+        self._look = None
+        known = [seconds for seconds in self._plain_steps if seconds is not None]
+        return True, median_low(known) if known else None
 
     def _be_surprised(self, error: float) -> None:
         if abs(error) < SURPRISE:

@@ -94,7 +94,7 @@ class DraftSizes:
 
     Attributes:
         kind: of the trees that the step drafts.
-        size: nodes of the best trees, when they were chosen last; None before.
+        is_first: whether no size was chosen yet.
         chooser: what chooses, when graphs were timed.
 
     """
@@ -110,7 +110,7 @@ class DraftSizes:
         self.chooser: Chooser | None = None
         self.worths: dict[str, MeanWorth] = {}
         self.kind = TRUNKS  # if there is a draft model
-        self.size: int | None = None
+        self.is_first = True
         self.num_steps = 0
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
@@ -134,13 +134,18 @@ class DraftSizes:
         if self.chooser is None or not worths:
             return self.table[num_reqs]
         load, sizes = Load(num_reqs, self.context, drafting), self._sizes(num_reqs, drafting)
+        plain = self.chooser.curve.plain(load)
         # A step with a prompt has no graph. One prompt that comes in between changes nothing.
-        if min(self.prompt_rows) or np.isinf(self.chooser.curve.plain(load)):
-            size = self.table[num_reqs] if self.size is None else self.size
-            return max(n for n in sizes if n <= size)
-        self.kind, size, is_best = self.chooser.choose_size(load, worths, sizes)
-        if is_best:
-            self.size = size
+        if min(self.prompt_rows) or np.isinf(plain):
+            self.kind, rows = self.chooser.best
+            size = self.table[num_reqs] if self.is_first else rows - 1
+            rest = self.chooser.most_seconds(load) if np.isfinite(plain) else np.inf
+            all_rows = tuple(num_reqs + drafting * nodes for nodes in sizes)
+            seconds = self.chooser.curve.at(self.kind, load, all_rows)
+            pairs = zip(sizes, seconds, strict=True)
+            return max(n for n, of in pairs if n <= size and (of <= rest or np.isinf(of) or not n))
+        self.is_first = False
+        self.kind, size = self.chooser.choose_size(load, worths, sizes)
         if not size:
             # Trees grow that nobody verifies, now and then: of the kind that was not seen longest.
             self.kind = min(self.worths, key=lambda kind: self.worths[kind].step)
@@ -170,8 +175,7 @@ class DraftSizes:
         self.context = sum(one.num_tokens for one in running) // max(1, len(running))
 
     def see_step(self, scheduler_output: Any) -> None:
-        """Take in which rows of a step are prompts', and say in it how it drafts."""
-        scheduler_output.draft_kind = self.kind
+        """Take in which rows of a step are prompts'."""
         drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         rows = scheduler_output.total_num_scheduled_tokens - drafts
         self.prompt_rows = [self.prompt_rows[1], rows - len(scheduler_output.num_scheduled_tokens)]
@@ -187,10 +191,13 @@ class DraftSizes:
         if self.chooser is not None and requests:
             drafts = scheduler_output.scheduled_spec_decode_tokens
             sizes = [*map(len, drafts.values())]
-            kind = report.kind if report is not None and sizes else None
-            expected = None
-            if kind is not None and (worth := self.worths[kind].worth) is not None:
-                expected = sum(float(worth[:size].sum()) for size in sizes)
+            kind, expected = TREES if sizes else None, None
+            if sizes and report is not None:
+                kind = report.kind
+                if (worth := self.worths[kind].worth) is not None:
+                    expected = float(np.append(0.0, worth.cumsum())[sizes].sum())
+            elif sizes:  # some of the trees had to do without a trunk
+                seconds = None
             self.chooser.served(
                 kind,
                 Load(requests, self.context, len(drafts)),
@@ -228,7 +235,9 @@ class DraftSizes:
         """Price steps by these from now on."""
         if not times.graphs:
             return
-        self.chooser = Chooser(GraphCurve(times), ahead=STEPS_AHEAD)
+        most = 1 + max((sizes[0] for sizes in self.sizes_of_batch if sizes), default=0)
+        most_rows = dict.fromkeys(times.drafting, most)
+        self.chooser, self.is_first = Chooser(GraphCurve(times), most_rows, ahead=STEPS_AHEAD), True
         self.kind = next(iter(times.drafting))
         for kind in times.drafting:
             self.worths.setdefault(kind, MeanWorth())

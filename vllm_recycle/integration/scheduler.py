@@ -30,6 +30,7 @@ from vllm_recycle.integration.options import (
     put_table_back,
 )
 from vllm_recycle.integration.requests import may_speculate
+from vllm_recycle.integration.step_note import StepNote
 
 
 @dataclass
@@ -87,19 +88,20 @@ class TreeScheduler(Scheduler):
             request.spec_token_ids = []
         with self.room.kept(map(len, self.set_aside.values())):
             output = super().schedule(*args, **kwargs)
+        output.step_note = note = StepNote()
         if not self.use_v2_model_runner:  # whose trees are on the device
-            output.draft_parents = {
+            note.parents = {
                 name: self.requests[name].draft_parents[: len(draft)]
                 for name, draft in output.scheduled_spec_decode_tokens.items()
             }
             starts = {one.request_id: self.masks.start(one) for one in self._structured(output)}
-            output.grammar_starts = {
+            note.grammar_starts = {
                 name: start for name, start in starts.items() if start is not None
             }
-            # Streamed prompts that wait for more, or for room; each comes back as a new request.
-            output.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
+            note.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
         if self.sizes is not None:
             self.sizes.see_step(output)
+            note.kind = self.sizes.kind
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

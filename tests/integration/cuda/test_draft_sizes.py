@@ -189,7 +189,7 @@ def test_a_step_says_how_it_drafts_and_what_comes_back_is_that_kind_s(make_sched
 
     def watched_schedule() -> Any:
         output = schedule()
-        made.append(output.draft_kind)
+        made.append(output.step_note.kind)
         return output
 
     scheduler.schedule = watched_schedule

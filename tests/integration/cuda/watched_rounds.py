@@ -10,6 +10,7 @@ import v2_graphs
 from engines import OUROBOROS, core, runner
 from v2_engines import LLM_ARGUMENTS, Waits, watch_moves
 
+from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import ChoiceAcceptance
 from vllm_recycle.integration.cuda.ouroboros.trunk import TrunkV2Drafter
@@ -70,7 +71,8 @@ class Watch:
         self.seen["ahead"] += ahead
         self.num_steps += 1
         if self.held_steps:
-            output.drafts_alone = self.num_steps // self.held_steps % 2 == 1
+            is_alone = self.num_steps // self.held_steps % 2 == 1
+            output.step_note.kind = TREES if is_alone else TRUNKS
         for request in output.scheduled_new_reqs:
             found = request.num_computed_tokens // LLM_ARGUMENTS["block_size"]
             self.seen["tokens from the prefix cache"] += request.num_computed_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,10 +15,28 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
+from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import find_curve
 from vllm_recycle.integration.drafter import Drafter, from_first_rank
+
+
+class LastDrafts(NamedTuple):
+    """What is to be known of drafts when they are verified.
+
+    Attributes:
+        num_nodes: of all requests.
+        expected: draft tokens that should be accepted.
+        seconds: that drafting took, without `beside`.
+        beside: seconds of a draft model's round.
+
+    """
+
+    num_nodes: int = 0
+    expected: float = 0.0
+    seconds: float = 0.0
+    beside: float = 0.0
 
 
 class Placeholder:
@@ -40,7 +58,7 @@ class V1Drafter(Drafter):
         max_rows: most rows of a step that drafts may make.
         curve: the seconds of steps; in units of a step of one row where the user gives their cost.
         chooser: what decides on drafts, where the curve was measured and requests may share.
-        expected: draft tokens that are expected of the last drafts, and how many nodes these have.
+        last: the last drafts, which the next step verifies.
 
     """
 
@@ -54,7 +72,7 @@ class V1Drafter(Drafter):
         row_cost, kinds = self.options.row_cost or 0.0, self.options.kinds
         self.curve = MeasuredCurve.linear(row_cost, self.max_rows, kinds)
         self.chooser: Chooser | None = None
-        self.expected = 0.0, 0
+        self.last = LastDrafts()
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing; vLLM asks it of every drafter."""
@@ -137,43 +155,42 @@ class V1Drafter(Drafter):
         self.curve = curve
         # Under `isolated` nothing that depends on other requests may be seen in a draft.
         if not self.options.isolates:
-            self.chooser = Chooser(curve)
+            most = 1 + self.options.num_nodes
+            most_rows = {TREES: most, CHAINS: min(most, 1 + MAX_CHAIN)}
+            self.chooser = Chooser(curve, most_rows)
         return found + self.judge()
 
     def serve(
         self, step: StepLayout, context: float, *, tokens: int, seconds: float | None
     ) -> None:
-        """Take in a step.
+        """Take in a step, before the next one is drafted for.
 
         Args:
             step: that was served.
             context: tokens before the rows of each request, on average.
             tokens: that its requests got.
-            seconds: that it took; None where it had rows of prompts.
+            seconds: that it took without its drafting; None where it had rows of prompts.
 
         """
         if self.chooser is None:
             return
-        if seconds is not None:
-            seconds = from_first_rank(seconds)
+        last = self.last
+        seconds = None if seconds is None else seconds + last.seconds
+        # Ranks must choose alike.
+        seconds, beside = from_first_rank((seconds, last.beside))
         nodes = sum(step.num_nodes)
         kind: str | None = CHAINS if step.trees.are_chains else TREES
         # A draft of one node is a chain and a tree.
         is_any = kind not in self.curve.kinds or step.trees.num_nodes <= 1
-        expected, drafted = self.expected
         self.chooser.served(
             None if is_any else kind,
             Load(len(step.num_nodes), context, sum(map(bool, step.num_nodes))),
             len(step.num_nodes) + nodes,
             tokens=tokens,
             seconds=seconds,
-            beside=self.seconds_beside(),
-            expected=expected if nodes == drafted else None,
+            beside=beside,
+            expected=last.expected if nodes == last.num_nodes else None,
         )
-
-    def seconds_beside(self) -> float:
-        """Seconds that drafting took beside the last step, which are not in the curve."""
-        return 0.0
 
     def judge(self) -> str:
         """Measure what drafting takes beside the steps, whose times are known; what was found."""

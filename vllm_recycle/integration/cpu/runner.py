@@ -41,6 +41,7 @@ from vllm_recycle.integration.grammar import rows_of_masks
 from vllm_recycle.integration.options import options_of
 from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
+from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.kernels.cpu.cache_calls import move_slots
 
 
@@ -138,7 +139,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
-        ended.update(scheduler_output.idle_sessions)
+        ended.update(note_of(scheduler_output).idle_sessions)
         # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
         # streamed comes as a new one again and again.
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
@@ -180,7 +181,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             np.array([self.req_state_indices[name] for name in names])
         )
         # As the scheduler has cut the drafts, by grammars and to what fits.
-        drafts = [scheduler_output.draft_parents.get(name, ()) for name in names]
+        parents = note_of(scheduler_output).parents
+        drafts = [parents.get(name, ()) for name in names]
         input_ids = self.input_ids.np[: starts[-1]]
         self.step = StepLayout.make(
             trees=Trees.from_drafts(drafts),
@@ -312,6 +314,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
         before = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
         ends = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
+        # In the middle of a prompt a request gets no token, with drafts of others or without.
+        tokens = sum(max(1, len(token_ids)) for token_ids in sampled_token_ids)
+        is_alone = scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids)
+        seconds = time.perf_counter() - self.began if is_alone else None
+        self.drafter.serve(self.step, sum(before) / len(before), tokens=tokens, seconds=seconds)
         computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
             request, goes_on = self.requests[name], bool(sampled_token_ids[index])
@@ -322,18 +329,13 @@ class TreeCPUModelRunner(CPUModelRunner):
             computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
             may_draft = goes_on and num_nodes > 0 and may_speculate(params)
             max_depths.append(max(left - 1, 0) if may_draft else 0)
-        starts = scheduler_output.grammar_starts.items()
+        starts = note_of(scheduler_output).grammar_starts.items()
         ahead = self.grammars.follow(
             {name: self.requests[name].output_token_ids[start:] for name, start in starts}
         )
         grammars = [ahead.get(name) for name in batch.req_ids]
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
         drafts, self.draft_parents, *_ = self.drafter.draft(texts, num_nodes, batch.block_table)
-        # In the middle of a prompt a request gets no token, with drafts of others or without.
-        tokens = sum(max(1, len(token_ids)) for token_ids in sampled_token_ids)
-        is_alone = scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids)
-        seconds = time.perf_counter() - self.began if is_alone else None
-        self.drafter.serve(self.step, sum(before) / len(before), tokens=tokens, seconds=seconds)
         return drafts
 
     def take_draft_token_ids(self) -> TreeDraftTokenIds | None:

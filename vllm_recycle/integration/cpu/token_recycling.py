@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.integration.cpu.drafter import V1Drafter
+from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
@@ -30,7 +31,8 @@ class TokenRecyclingV1Drafter(V1Drafter):
 
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
-    arm: Arm | None = None  # what the drafts of the step have to be, if not the best
+    arm: Arm | None = None  # of a look
+    round_seconds = 0.0  # that a draft model took for the last drafts
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config)
@@ -74,11 +76,13 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self.proposer.learn(ends, verified)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        self.arm = None
+        started, self.arm, self.round_seconds = time.perf_counter(), None, 0.0
         if self.chooser is not None and (load := load_of(texts)) is not None:
-            self.arm = self.chooser.next_arm(load)
+            self.arm = self.chooser.look(load)
         drafts = self._draft(texts, num_nodes, block_tables)
-        self.expected = drafts.expected, sum(map(len, drafts.token_ids))
+        beside = self.round_seconds
+        seconds = time.perf_counter() - started - beside
+        self.last = LastDrafts(sum(map(len, drafts.token_ids)), drafts.expected, seconds, beside)
         return drafts
 
     def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
@@ -103,27 +107,30 @@ class TokenRecyclingV1Drafter(V1Drafter):
             most = min(num_nodes, rows - 1)
             drafts = self.proposer.propose(texts, prices={kind: self.free}, max_nodes=most)
             return drafts._replace(rate=0.0)
-        load = load._replace(requests=batch)
-        prices, most = self.prices(load), min(num_nodes, self.proposer.num_nodes)
+        prices = self.prices(load._replace(requests=batch))
+        most = min(num_nodes, self.proposer.num_nodes)
         drafts = self.proposer.propose(texts, prices=prices, max_nodes=most)
         if self.chooser is not None and drafts.kind is not None:
-            nodes, seconds = sum(map(len, drafts.token_ids)), prices[drafts.kind].seconds
-            cost = float(seconds[batch + nodes]) / self.curve.plain(load)
-            if nodes and not self.chooser.affords(cost):
-                return Drafts.none(batch)
-            self.chooser.rows = 1 + nodes // load.drafting
+            nodes = sum(map(len, drafts.token_ids))
+            self.chooser.best = drafts.kind, 1 + nodes // load.drafting
         return drafts
 
     def prices(self, load: Load) -> dict[str, Price]:
         """Of a step with drafts of each kind."""
         prices = {}
         for kind in self.curve.kinds:
-            seconds = self.curve.by_rows(kind, load)
-            if self.isolates:  # as if each request had as many rows
-                seconds = seconds[:: load.requests].contiguous()
-            trust = 1.0 if self.chooser is None else self.chooser.trusts[kind].factor
-            prices[kind] = Price(seconds, trust)
+            seconds = self.seconds(kind, load)
+            if self.chooser is not None:
+                prices[kind] = self.chooser.price(kind, seconds, load)
+            elif self.isolates:  # as if each request had as many rows
+                prices[kind] = Price(seconds[:: load.requests].contiguous())
+            else:
+                prices[kind] = Price(seconds)
         return prices
+
+    def seconds(self, kind: str, load: Load) -> torch.Tensor:
+        """Of a step by its rows, float64 [rows + 1]."""
+        return self.curve.by_rows(kind, load)
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes

@@ -41,8 +41,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         lengths: int64 [2, max_num_reqs], tokens of each text when it began, and now.
         num_rounds: drafts along a trunk so far, counted once for each request.
         num_forwards: draft forwards so far.
-        round_seconds: what the draft model took after the last step.
-        added: to the price of a step, for the forwards that were made for it.
+        added: seconds of a step, for the forwards that were made for it.
 
     """
 
@@ -59,7 +58,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
         self.num_rounds = self.num_forwards = 0
-        self.round_seconds = self.added = 0.0
+        self.added = 0.0
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
         super().begin(req_state_idx, token_ids)
@@ -90,10 +89,10 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         to_read = (drafting.behind - self.gamma - 1).clip(min=0)
         alone: StepAlone | None = None
         if self.options.row_cost is None and not self.isolates and depths.any():
-            alone = self._step_alone(texts, num_nodes)
+            alone, seconds = self._step_alone(texts, num_nodes)
             depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
-            cost = 1.0 + self.rounds.cost(alone, np.where(depths, to_read, 0), depths)
-            if self.chooser is not None and not self.chooser.affords(cost):
+            seconds += alone.unit * self.rounds.cost(alone, np.where(depths, to_read, 0), depths)
+            if self.chooser is not None and seconds > self.chooser.account.most * alone.unit:
                 depths *= 0
         if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
@@ -111,9 +110,8 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         if alone and drafts.rate:
             reads = to_read[depths > 0].any()
             of_forward = from_first_rank(self.round_seconds) / drafting.num_forwards
-            seconds = None if reads else of_forward
-            rate = drafts.rate * alone.unit
-            self.rounds.gave(alone, num_drafting, rate=rate, seconds=seconds)
+            rate, took = drafts.rate * alone.unit, None if reads else of_forward
+            self.rounds.gave(alone, num_drafting, rate=rate, seconds=took)
         return drafts
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
@@ -121,7 +119,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         chosen = texts.idx_mapping.numpy()[np.array(texts.max_depths) > 0]
         drafting.catch_up(chosen)
         self.num_rounds += len(chosen)
-        prices = {CHAINS: self.prices(Load(1))[self.curve.kinds[-1]]}
+        prices = {CHAINS: Price(self.curve.by_rows(self.curve.kinds[-1], Load(1)))}
 
         def guess(ends: TextEnds) -> list[list[int]]:
             self.num_forwards += len(ends.max_depths)
@@ -139,25 +137,17 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             least_chance=least_chance,
         )
 
-    def _step_alone(self, texts: TextEnds, num_nodes: int) -> StepAlone:
-        """What a step would be whose drafts have no trunk."""
+    def _step_alone(self, texts: TextEnds, num_nodes: int) -> tuple[StepAlone, float]:
+        """What a step would be whose drafts have no trunk, and the seconds that it would take."""
         num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
         load, most = Load(num_reqs, context), min(num_nodes, self.proposer.num_nodes)
         drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=most)
-        plain = self.curve.plain(load)
-        return StepAlone(num_reqs, plain, drafts.rate * plain)
+        plain, rows = self.curve.plain(load), num_reqs + sum(map(len, drafts.token_ids))
+        seconds = float(self.seconds(drafts.kind or self.curve.kinds[0], load)[rows])
+        return StepAlone(num_reqs, plain, drafts.rate * plain), seconds
 
-    def prices(self, load: Load) -> dict[str, Price]:
-        prices = super().prices(load)
-        if not self.added:
-            return prices
-        return {
-            kind: price._replace(seconds=price.seconds + self.added)
-            for kind, price in prices.items()
-        }
-
-    def seconds_beside(self) -> float:
-        return self.round_seconds
+    def seconds(self, kind: str, load: Load) -> torch.Tensor:
+        return super().seconds(kind, load) + self.added
 
     @torch.inference_mode()
     def judge(self) -> str:

@@ -30,6 +30,7 @@ from vllm_recycle.integration.draft_limits import MAX_DRAFT_ROWS_ON_GPU
 from vllm_recycle.integration.options import TrunkOptions
 from vllm_recycle.integration.options.trunk import head_length
 from vllm_recycle.integration.ouroboros import describe_draft_model
+from vllm_recycle.integration.step_note import note_of
 
 
 class TrunkV2Drafter(TokenRecyclingV2Drafter):
@@ -144,7 +145,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.kind = getattr(scheduler_output, "draft_kind", TRUNKS)
+        self.kind = note_of(scheduler_output).kind
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
         self.drafter.trunks.token_ids[0] = NO_TOKEN
