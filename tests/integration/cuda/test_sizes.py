@@ -65,7 +65,8 @@ def test_rows_that_are_dear_are_not_drafted(result):
 def test_rows_that_are_free_are_drafted(result):
     sizes = result["free rows"]["sizes"]
     assert sizes[-1] == NODES
-    assert sizes.count(NODES) > len(sizes) / 2
+    settled = sizes[6:]  # behind looks at what is new
+    assert settled.count(NODES) > len(settled) / 2
     assert result["free rows"]["accepted tokens"] > 0
 
 
