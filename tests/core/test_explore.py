@@ -272,3 +272,23 @@ def test_a_load_that_is_new_begins_with_plain_steps():
     engine = Engine(Case(same(COPIES), same(COPIES)), 0, on_v2=False)
     looks = [engine.chooser.look(engine.load) for _ in range(PLAIN_STEPS)]
     assert looks == [PLAIN] * PLAIN_STEPS
+
+
+def test_rounds_are_paid_for_whatever_the_step_becomes():
+    chooser = Engine(Case(same(GOOD), same(GOOD)), 0, on_v2=False).chooser
+    load, served = Load(1, 300.0, 1), chooser.served
+    plain = chooser.curve.plain(load)
+    for rows, kind in ((1, None), (5, TREES)):
+        before, [seconds] = chooser.account.credit, chooser.curve.at(TREES, load, (rows,))
+        served(kind, load, rows, tokens=1, seconds=seconds, beside=2 * plain)
+        earned = EARNED if kind is None else 1.0 - seconds / plain
+        assert chooser.account.credit - before == pytest.approx(earned - 2.0)
+
+
+def test_drafts_of_one_node_are_of_both_kinds():
+    chooser = Engine(Case(same(GOOD), same(GOOD)), 0, on_v2=False).chooser
+    load = Load(1, 300.0, 1)
+    for _ in range(20):
+        [seconds] = chooser.curve.at(TREES, load, (2,))
+        chooser.served(None, load, 2, tokens=1, seconds=seconds, expected=0.9)
+    assert max(trust.factor for trust in chooser.trusts.values()) < 0.6

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +32,7 @@ from vllm_recycle.core.tree import children_of
 from vllm_recycle.integration.cpu.grammar_ahead import (
     MOST_ROWS,
     GrammarAhead,
-    GrammarsAhead,
     longest_of,
-    use_all_cores,
 )
 from vllm_recycle.integration.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
 from vllm_recycle.integration.scheduler import TreeScheduler
@@ -380,31 +376,3 @@ def test_output_equals_vllm_where_requests_are_preempted_and_aborted():
             llm.llm_engine.abort_request(["aborted"])
             assert generate(llm, prompts, params) == expected("xgrammar")
         assert counter(llm, "num_preemptions") > 0
-
-
-def test_drafts_grow_without_a_grammar_that_the_worker_cannot_compile(monkeypatch):
-    text, grammar = JSON
-    params = SamplingParams(**GREEDY, structured_outputs=StructuredOutputsParams(**grammar))
-    with engine() as llm:
-        plain = generate(llm, [text], params)
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("too large")
-
-    monkeypatch.setattr(GrammarsAhead, "_compile", fail)
-    with engine(GROWN) as llm:
-        assert generate(llm, [text, text], params) == plain * 2
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no cores to be bound to")
-def test_grammars_are_compiled_on_any_core():
-    allowed = os.sched_getaffinity(0)
-
-    def bound() -> set[int]:
-        os.sched_setaffinity(0, {min(allowed)})
-        use_all_cores()
-        return os.sched_getaffinity(0)
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(bound).result() >= allowed

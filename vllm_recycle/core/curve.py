@@ -103,8 +103,8 @@ class Curve(ABC):
             load: of the step.
             rows: of all requests.
             seconds: that it took.
-            at_once: whether a shorter time is believed at once, as where no step was served for
-                long: whatever disturbs a step lengthens it.
+            at_once: whether a shorter time is believed at once, as that of a look: whatever
+                disturbs a step lengthens it.
 
         """
         self._samples.append((kind, load, rows, seconds, at_once))

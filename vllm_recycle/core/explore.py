@@ -20,6 +20,8 @@ STAKE, EARNED = 9.0, 1 / 250
 STALL, MOST_LONGER = 2.0, 4.0
 # Steps until what was served is stale, and steps between looks.
 STALE, LOOK_EVERY = 512, 128
+# Steps between looks while there is a kind of drafts that was never made.
+LOOK_AT_NEW_EVERY = 3
 # Steps of a look at plain steps, whose median is believed; and the most steps of any look where
 # steps are decided ahead: a draft model has to catch up with texts before its first round.
 PLAIN_STEPS, MOST_LOOKING = 3, 32
@@ -127,13 +129,13 @@ class Explorer:
             of_cell, arm, cost, end = self._look
             if of_cell == cell and self._num_steps < end and cost <= self.account.most:
                 return arm
-            if self._num_steps >= end + PLAIN_STEPS:
+            if self._num_steps >= end + PLAIN_STEPS:  # its steps are not served as it asked
                 self._look = None
         is_new = (cell, PLAIN) not in self._last
         if is_new or len(self._surprises) >= self._most_surprises:
             self._most_surprises = SURPRISES if is_new else 2 * self._most_surprises
             return self._begin(cell, PLAIN, 1.0)
-        every = PLAIN_STEPS if self._new_kinds else LOOK_EVERY
+        every = LOOK_AT_NEW_EVERY if self._new_kinds else LOOK_EVERY
         if self._num_steps % every or self._look is not None:
             return None
         due = [
@@ -183,9 +185,8 @@ class Explorer:
                 self._last[cell, arm] = self._num_steps
             self._new_kinds -= {kind for kind, _ in arms}
         # A look is over when there were drafts of its kind, of whatever size.
-        is_looked_at = self._look is not None and self._look[0] == cell
-        is_looked_at = is_looked_at and any(self._look[1][0] == kind for kind, _ in arms)  # type: ignore[index]
-        if not is_looked_at:
+        look = self._look
+        if look is None or look[0] != cell or all(kind != look[1][0] for kind, _ in arms):
             if not is_plain and seconds is not None:
                 self._be_surprised(math.log(seconds / expected))
             return False, None

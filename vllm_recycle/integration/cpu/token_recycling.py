@@ -23,8 +23,6 @@ from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.cpu import native_operations
 
-FIELDS = ("token_ids", "parents")
-
 
 class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
@@ -90,8 +88,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
         if not self.isolates:
             return self._propose(texts, batch, num_nodes)
         each = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
-        token_ids, parents = ([getattr(one, name)[0] for one in each] for name in FIELDS)
-        return Drafts(token_ids, parents)
+        return Drafts([one.token_ids[0] for one in each], [one.parents[0] for one in each])
 
     def _propose(self, texts: TextEnds, batch: int, num_nodes: int) -> Drafts:
         """Drafts of some requests of a batch, those that share the rows of the step.

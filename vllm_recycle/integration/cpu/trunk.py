@@ -147,7 +147,8 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         return StepAlone(num_reqs, plain, drafts.rate * plain), seconds
 
     def seconds(self, kind: str, load: Load) -> torch.Tensor:
-        return super().seconds(kind, load) + self.added
+        seconds = super().seconds(kind, load)
+        return seconds + self.added if self.added else seconds
 
     @torch.inference_mode()
     def judge(self) -> str:
