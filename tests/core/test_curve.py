@@ -98,3 +98,14 @@ def test_a_stall_moves_little_and_a_shorter_time_may_be_believed_at_once():
     assert of.plain(Load(1, 256)) == pytest.approx(0.005)
     of.set_plain(Load(1, 256), 0.007)
     assert of.plain(Load(1, 256)) == pytest.approx(0.007)
+
+
+def test_drafts_of_a_few_requests_do_not_move_the_time_of_plain_steps():
+    of, load = curve(POINTS, 72), Load(8, 512)
+    for _ in range(TAKE_IN_EVERY):
+        of.serve(None, load, 8, 0.02)
+    plain = of.plain(load)
+    for _ in range(6 * TAKE_IN_EVERY):
+        of.serve(TREES, load, 12, 0.2)
+    assert of.plain(load) == plain
+    assert of.at(TREES, load, (16,))[0] > 2 * curve(POINTS, 72).at(TREES, load, (16,))[0]

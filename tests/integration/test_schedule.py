@@ -200,3 +200,20 @@ def test_room_is_kept_for_prompts_as_long_as_those_of_late(cores):
     for length in [20] * 60:
         room.see_prompt(length)
     assert room.longest_prompt == 20
+
+
+def test_a_step_that_does_not_reach_the_end_of_a_text_has_no_draft_of_it(cores, monkeypatch):
+    """As where KV that was to be loaded is invalid, and is computed again."""
+    scheduler, names = make(cores["trees"], TreeScheduler, "fcfs", NUM_BLOCKS), ["0", "1"]
+    for name in names:
+        scheduler.add_request(make_request(name, [*range(20)], max_tokens=9))
+    step = scheduler.schedule()
+    output = ModelRunnerOutput(names, {"0": 0, "1": 1}, [[9], [9]])
+    scheduler.update_from_output(step, output)
+    scheduler.update_draft_token_ids(TreeDraftTokenIds(names, [[7, 7]] * 2, [[0, 1]] * 2))
+    scheduler.requests["0"].num_computed_tokens -= 16
+    monkeypatch.setattr(scheduler.scheduler_config, "long_prefill_token_threshold", 8)
+    monkeypatch.setattr(scheduler, "adaptive_long_prefill_threshold", False)
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {"0": 8, "1": 3}
+    assert step.scheduled_spec_decode_tokens == {"1": [7, 7]}
