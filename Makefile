@@ -16,7 +16,7 @@
 #   make newest-vllm   vLLM's newest CPU wheel, unpacked in newest/: patches/compatibility.py newest/vllm
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
-#   make wheel         dist/, a wheel of this package
+#   make wheel         dist/, a wheel of this package with kernels for x86-64
 #   make help          this list
 #
 # Needs Python 3.11, make and g++ (vLLM compiles with it at run time). Every target sets up first.
@@ -36,6 +36,7 @@ NEXT := .venv/next
 TRITON ?= 3.8.0
 VLLM ?= 0.33.0
 CUDA := .venv/cuda-$(VLLM)
+WHEEL_TAG ?= manylinux_2_28_x86_64
 ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
@@ -137,6 +138,10 @@ format-check: setup
 types: setup
 	$(BIN)/mypy
 
+# The kernels lie in the package as long as the wheel is made: a checkout compiles its own.
 wheel: setup
-	rm -rf build  # what an earlier wheel had must not get into this one
-	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build dist  # what an earlier wheel had must not get into this one
+	$(BIN)/python -m vllm_recycle.kernels.cpu.build
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
+		--config-settings=--build-option=--plat-name=$(WHEEL_TAG) .
+	rm -r vllm_recycle/kernels/cpu/shipped

@@ -25,13 +25,9 @@ def main() -> None:
     with safe_open(args.matrix_file, "pt") as file:
         counts = file.get_tensor("acceptance")
         contexts = ast.literal_eval(file.metadata()["contexts"])
-    rounded = {
-        length: [
-            [[[round(float(x), 2) for x in cell] for cell in rank] for rank in side] for side in of
-        ]
-        for length, of in zip(contexts, counts, strict=True)
-    }
-    lines = ",\n".join(f'  "{length}": {json.dumps(of)}' for length, of in rounded.items())
+    by_length = counts.round(decimals=2).transpose(0, 1).tolist()
+    pairs = zip(contexts, by_length, strict=True)
+    lines = ",\n".join(f'  "{length}": {json.dumps(of)}' for length, of in pairs)
     args.output.write_text(
         f'{{"source": {json.dumps(args.source)}, "contexts": {{\n{lines}\n}}}}\n', encoding="utf-8"
     )

@@ -184,7 +184,8 @@ def check_step(inputs: StepInputs) -> None:
     """Every kernel against its reference, bit for bit; `inputs` is as after a step."""
     twin, idx_mapping = copy.deepcopy(inputs), inputs.idx_mapping.cpu()
     matrix = copy.copy(inputs.matrix)
-    matrix.table, matrix.salts = matrix.table.cpu().clone(), matrix.salts.cpu()
+    matrix.table = matrix.table.cpu().clone()
+    matrix.salts, matrix.classes = matrix.salts.cpu(), matrix.classes.cpu()
     last = [inputs.case.text - 1] * len(idx_mapping)
     ends = Ends(inputs.texts.token_ids.cpu()[idx_mapping], last)
     growth = core_grow(

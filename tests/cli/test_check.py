@@ -39,11 +39,11 @@ def check(capsys, *flags: str, config: dict | None = None, model: str = TARGET) 
     [
         (None, "grown trees, at most 80 nodes", None),
         # An entry is a head, 8 successors and a salt; a MiB has room for 16,384 of them. For each
-        # rank of own and shared entries there are five pairs of counts.
+        # class of requests and rank of own and shared entries there are five pairs of counts.
         (
             {"method": "token_recycling", "tree": "default", "contexts": [1], "context_mib": 1},
             "tree default, at most 80 nodes",
-            4 * 10 * (VOCAB + 16384) + 8 * 2 * 8 * 5 * 2,
+            4 * 10 * (VOCAB + 16384) + 2 * 8 * 2 * 8 * 5 * 2,
         ),
         (
             {**OUROBOROS, "guesses": 5, "phrase_length": 4},
@@ -115,9 +115,11 @@ def test_what_is_missing_says_how_to_get_it(tmp_path):
     command = [sys.executable, "-m", "vllm_recycle", "check", TARGET, *FLAGS]
     environment = {**os.environ, "PATH": str(tmp_path), "CXX": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr
     assert "Triton" not in result.stderr
-    assert "g++               missing: CPU kernels run in torch, slower" in result.stdout
+    said = "refused           no C++ kernels, so that an engine decodes without drafts"
+    assert said in result.stdout
+    assert "g++               missing, to compile CPU kernels" in result.stdout
 
 
 def test_kernels_are_built_ahead_without_a_model(capsys, monkeypatch, tmp_path):

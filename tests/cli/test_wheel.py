@@ -34,6 +34,8 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(PACKAGE, source / PACKAGE.name)
+    compile_kernels = [sys.executable, "-m", "vllm_recycle.kernels.cpu.build"]
+    subprocess.run(compile_kernels, cwd=source, check=True)
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(source)]
     subprocess.run([*PIP, *build, str(source)], check=True)
     (wheel,) = source.glob("*.whl")
@@ -49,6 +51,7 @@ def installed(tmp_path_factory):
     [
         (["--version"], 0, f"vllm-recycle 0.1.0, vllm {vllm.__version__}"),
         (["check", str(MODEL), "--dtype=float32"], 0, "target with token_recycling"),
+        (["check", "--build"], 0, "/vllm_recycle/kernels/cpu/shipped/"),
         (["tree", "show", "paper-80"], 0, "paper-80"),
         (["demo"], 2, "demo: error: no --model: the embedded models come with the repository"),
         (

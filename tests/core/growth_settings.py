@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from recycling_steps import K, ends_of, make_matrix, write_entries
 
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
+from vllm_recycle.core.adjacency import NUM_CLASSES, SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Allowed, Growth, TextEnds, Trunks, grow
 
 TOKENS = 4
@@ -86,7 +87,7 @@ def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
         draw(st.sampled_from(SCOPES)), vocab_size=TOKENS, slots=slots, contexts=contexts
     )
     for b in range(3):
-        matrix.begin(b)
+        matrix.begin(b, draw(st.integers(0, NUM_CLASSES - 1)))
     token = st.integers(0, TOKENS - 1)
     some = st.lists(token, max_size=K, unique=True)
     context = st.lists(token, min_size=2, max_size=matrix.layout.reach)
@@ -95,8 +96,8 @@ def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
         successors = [*successors, *[-1] * K][:K]
         for _ in range(times):
             write_entries(matrix, context, salt, successors, own=True, shared=True)
-    shape = (len(contexts), 2, K, 4)
-    count = len(contexts) * 2 * K * 4
+    shape = (NUM_CLASSES, len(contexts), 2, K, 4)
+    count = math.prod(shape)
     eighths = draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))
     text = st.lists(token, min_size=1, max_size=3)
     return Setting(

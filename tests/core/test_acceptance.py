@@ -12,7 +12,7 @@ from strategies import BRIEF
 from vllm_recycle.core.acceptance import (
     AcceptanceTable,
 )
-from vllm_recycle.core.adjacency import MatrixLayout
+from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SAMPLED, MatrixLayout
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees
 
@@ -42,9 +42,11 @@ def write(
         matrix.write_entry(address, heads[address], salt if own else 0, successors)
 
 
-def counted(proposer: TokenRecyclingProposer) -> dict[tuple[int, ...], tuple[float, float]]:
+def counted(
+    proposer: TokenRecyclingProposer, of_class: int = GREEDY
+) -> dict[tuple[int, ...], tuple[float, float]]:
     """By length, own, rank and steadiness: how often it was right, and seen."""
-    counts, lengths = proposer.state.acceptance.counts, proposer.layout.contexts
+    counts, lengths = proposer.state.acceptance.counts[of_class], proposer.layout.contexts
     return {
         (lengths[index], own, rank, steadiness): tuple(
             counts[index, own, rank, steadiness].tolist()
@@ -91,6 +93,19 @@ def test_counts_are_of_what_was_known_before_the_step():
             (2, SHARED, rank, ANY): (first + last, 2.0),
         }
     assert counted(proposer) == expected
+
+
+def test_greedy_and_sampled_requests_are_counted_apart():
+    proposer = make_proposer(contexts=(1,))
+    proposer.begin(1, torch.empty(0, dtype=torch.int64), SAMPLED)
+    write(proposer, [2], [3, 4, 5], own=False)
+    learn_text(proposer, 1, [2], [3, 0, 1])
+    assert counted(proposer) == {}
+    of_sampled = counted(proposer, SAMPLED)
+    assert of_sampled[1, SHARED, 0, 0] == (1, 1)
+    learn_text(proposer, 0, [2], [3, 0, 1])
+    assert counted(proposer)[1, SHARED, 0, 1] == (1, 1)  # steadier since the other one wrote it
+    assert counted(proposer, SAMPLED) == of_sampled
 
 
 def test_visited_rows_count_and_others_do_not():
@@ -148,7 +163,7 @@ def test_what_is_counted_at_the_root_does_not_depend_on_what_was_drafted(parents
 def test_above_two_thousand_both_numbers_are_halved():
     proposer = make_proposer(contexts=(1,))
     write(proposer, [2], [3, 4, 5], own=True)
-    cells = proposer.state.acceptance.counts[0, OWN]
+    cells = proposer.state.acceptance.counts[GREEDY, 0, OWN]
     cells[0, 0] = torch.tensor([700.0, 2000.0])
     cells[1, 0] = torch.tensor([701.0, 1999.0])
     cells[2, 0] = torch.tensor([3.0, 9.0])
@@ -179,11 +194,11 @@ def layout_of(contexts=(1,), k=K) -> MatrixLayout:
 def test_a_rate_leans_on_that_of_all_steadinesses():
     table = AcceptanceTable(layout_of((1, 2)))
     table.counts.zero_()
-    table.counts[1, OWN, 2, :, 0] = torch.tensor([0, 3, 6, 21, 30.0])
-    table.counts[1, OWN, 2, :, 1] = torch.tensor([0, 6, 16, 24, 60.0])
+    table.counts[GREEDY, 1, OWN, 2, :, 0] = torch.tensor([0, 3, 6, 21, 30.0])
+    table.counts[GREEDY, 1, OWN, 2, :, 1] = torch.tensor([0, 6, 16, 24, 60.0])
     rates = table.rates()
-    assert rates.shape == (2, 2, K, 4)
-    assert rates[1, OWN, 2].tolist() == [2 / 4, 5 / 10, 8 / 20, 23 / 28]
+    assert rates.shape == (NUM_CLASSES, 2, 2, K, 4)
+    assert rates[GREEDY, 1, OWN, 2].tolist() == [2 / 4, 5 / 10, 8 / 20, 23 / 28]
     assert int(rates.count_nonzero()) == 4  # what was never seen is not drafted
 
 
@@ -202,15 +217,17 @@ def test_for_every_length_and_k_sane_counts_are_shipped(length, k):
     assert rates.max() <= 1
     # The first successor is right more often than the second one is.
     if k > 1:
-        assert (rates[:, :, 0] > rates[:, :, 1]).all()
+        assert (rates[..., 0, :] > rates[..., 1, :]).all()
 
 
 def test_ranks_that_were_not_measured_have_the_counts_of_the_last_one():
     of_eight, of_two, of_ten = (AcceptanceTable(layout_of((1, 2), k)).counts for k in (8, 2, 10))
-    assert of_two.equal(of_eight[:, :, :2])
-    assert of_ten[:, :, :8].equal(of_eight)
-    assert of_ten[:, :, 8].equal(of_eight[:, :, 7])
-    assert of_ten[:, :, 9].equal(of_eight[:, :, 7])
+    of_ten = of_ten.transpose(0, 3)  # by rank
+    of_eight, of_two = of_eight.transpose(0, 3), of_two.transpose(0, 3)
+    assert of_two.equal(of_eight[:2])
+    assert of_ten[:8].equal(of_eight)
+    assert of_ten[8].equal(of_eight[7])
+    assert of_ten[9].equal(of_eight[7])
 
 
 def test_to_clear_is_to_go_back_to_what_is_shipped():

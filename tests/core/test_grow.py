@@ -19,6 +19,7 @@ from recycling_steps import K, make_matrix, texts_of_rows, write_entries
 from strategies import BRIEF, THOROUGH
 from strategies import trees as templates
 
+from vllm_recycle.core.adjacency import NUM_CLASSES
 from vllm_recycle.core.grow import Growth, fill
 from vllm_recycle.core.tree import Trees
 
@@ -26,13 +27,14 @@ from vllm_recycle.core.tree import Trees
 def successors_of(setting: Setting, b: int, text: list[int]) -> dict[int, tuple[int, float]]:
     """By rank, what may follow a text of a request: the token, and how often that is right."""
     matrix = setting.matrix
-    found = matrix.find_entry(text[::-1], int(matrix.salts[b]), setting.rates)
+    rates = setting.rates[matrix.classes[b]]
+    found = matrix.find_entry(text[::-1], int(matrix.salts[b]), rates)
     if found is None:
         return {}
     address, length, own = found
     head, *successors, _ = matrix.table[address].tolist()
-    rates = setting.rates[length, own, :, head & 3].tolist()
-    pairs = enumerate(zip(successors, rates, strict=True))
+    of_ranks = rates[length, own, :, head & 3].tolist()
+    pairs = enumerate(zip(successors, of_ranks, strict=True))
     return {rank: pair for rank, pair in pairs if pair[0] != -1}
 
 
@@ -196,7 +198,7 @@ def test_of_a_level_the_best_nodes_are_expanded(beam, levels, count):
     matrix = make_matrix("shared", vocab_size=TOKENS, contexts=(1,))
     for token, successors in ((0, [1, 2, -1]), (1, [3, -1, -1]), (2, [0, -1, -1])):
         write_entries(matrix, [token], 1, successors, own=False, shared=True)
-    rates = torch.tensor([0.5, 0.25, 0.125])[:, None].expand(1, 2, K, 4)
+    rates = torch.tensor([0.5, 0.25, 0.125])[:, None].expand(NUM_CLASSES, 1, 2, K, 4)
     growth = Setting(matrix, rates, [[0]], [2], 5, beam, levels).grow()
     padding = 5 - count
     assert growth.parents[0].tolist() == [0, 0, 0, 1, 2][: count + 1] + [0] * padding

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, ends_of, seen, started, write
 from strategies import THOROUGH
 
-from vllm_recycle.core.adjacency import SCOPES
+from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SCOPES
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.verification import WalkResult
 
@@ -44,7 +44,7 @@ def test_the_accepted_path_is_written_last():
 def test_what_is_read_is_as_it_was_before_the_step():
     matrix = started("shared", contexts=(1,))
     write(matrix, 0, [1], [3, 4, 5])
-    counts = torch.zeros(1, 2, K, 5, 2, dtype=torch.float64)
+    counts = torch.zeros(NUM_CLASSES, 1, 2, K, 5, 2, dtype=torch.float64)
     # Two rows of one token, of which the last one stays, and two requests that are at it.
     step = VerifiedStep(
         idx_mapping=torch.tensor([0, 1]),
@@ -57,9 +57,10 @@ def test_what_is_read_is_as_it_was_before_the_step():
     learn(matrix, counts, ends_of([[1], [1]]), step)
     assert seen(matrix, 0, [1]) == [3, 6, 0]
     assert int(matrix.table[1, 0]) & 3 == 1  # steadier than before by one, whatever came between
-    assert counts[0, 0, :, 0].tolist() == [[0, 2], [2, 2], [0, 2]]
-    assert counts[0, 0, :, 4].equal(counts[0, 0, :, 0])
-    assert not counts[0, 1].any()
+    [[shared, own]] = counts[GREEDY]
+    assert shared[:, 0].tolist() == [[0, 2], [2, 2], [0, 2]]
+    assert shared[:, 4].equal(shared[:, 0])
+    assert not own.any()
 
 
 def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():

@@ -307,16 +307,16 @@ def test_a_state_of_another_model_or_size_is_refused(tmp_path, learnt, saved_as,
     refuses_to_load(learnt, path, message)
 
 
-@pytest.mark.parametrize("has_contexts", [False, True])
-def test_a_file_of_an_older_format_is_refused_by_name(tmp_path, learnt, has_contexts):
+def test_a_file_of_an_older_format_is_refused_by_name(tmp_path, learnt):
     path = tmp_path / "matrix.safetensors"
-    facts = {"vocab_size": str(VOCAB), "k": str(K), "fingerprint": FINGERPRINT}
-    tensors = {"adjacency_matrix": torch.zeros(VOCAB, K, dtype=torch.int32)}
-    if has_contexts:
-        facts |= {"contexts": "[1, 2]", "slots": "256"}
-        tensors = {"context_rows": learnt.matrix.table, "acceptance": learnt.acceptance.counts}
-    save_file(tensors, path, facts)
-    expected = "format is None, expected vllm_recycle.adjacency_matrix/3; remove it to learn anew"
+    older = "vllm_recycle.adjacency_matrix/3"
+    facts = {name: str(value) for name, value in learnt.facts.items()} | {"format": older}
+    tensors = learnt.contents()
+    tensors["acceptance"] = tensors["acceptance"][0].contiguous()
+    save_file(tensors, path, facts | {"fingerprint": FINGERPRINT})
+    expected = (
+        f"format is {older}, expected vllm_recycle.adjacency_matrix/4; remove it to learn anew"
+    )
     refuses_to_load(learnt, path, expected)
     with pytest.raises(ValueError, match=re.escape(expected)):
         learnt.check(path, fingerprint=FINGERPRINT)
@@ -327,9 +327,9 @@ def test_a_file_of_an_older_format_is_refused_by_name(tmp_path, learnt, has_cont
     [
         ("adjacency_matrix", (3, 1), VOCAB, "it has numbers that are no token ids"),
         ("adjacency_matrix", (3, K), -2, "it has numbers that are no token ids"),
-        ("acceptance", (1, 0, 0, 2, 0), -1.0, "it has counts that are none"),
-        ("acceptance", (1, 0, 0, 2, 0), 1e9, "it has counts that are none"),
-        ("acceptance", (0, 1, 2, 4, 1), float("nan"), "it has counts that are none"),
+        ("acceptance", (0, 1, 0, 0, 2, 0), -1.0, "it has counts that are none"),
+        ("acceptance", (1, 1, 0, 0, 2, 0), 1e9, "it has counts that are none"),
+        ("acceptance", (1, 0, 1, 2, 4, 1), float("nan"), "it has counts that are none"),
     ],
 )
 def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, place, value, message):
@@ -347,12 +347,15 @@ def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, plac
     ("tensors", "message"),
     [
         (None, "no adjacency matrix and acceptance: "),
-        ({"acceptance": (2, 2, K, 5, 2)}, "no adjacency matrix and acceptance: "),
+        ({"acceptance": (2, 2, 2, K, 5, 2)}, "no adjacency matrix and acceptance: "),
         (
             {"adjacency_matrix": (VOCAB, 1 + K)},
             f"adjacency_matrix is torch.int32 [{VOCAB}, {1 + K}], exp",
         ),
-        ({"acceptance": (2, 2, K, 4, 2)}, "acceptance is torch.float64 [2, 2, 3, 4, 2], expected"),
+        (
+            {"acceptance": (2, 2, 2, K, 4, 2)},
+            "acceptance is torch.float64 [2, 2, 2, 3, 4, 2], expected",
+        ),
     ],
 )
 def test_a_file_of_other_tensors_is_refused(tmp_path, learnt, tensors, message):

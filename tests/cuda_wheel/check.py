@@ -94,7 +94,7 @@ def configure(method: dict[str, Any], model: str = str(MODELS / "target"), **fla
 def check_configurations() -> int:
     """Ours on `cuda`, as vLLM completes them."""
     from vllm_recycle.integration.draft_sizes import sizes_of
-    from vllm_recycle.integration.options import table_of
+    from vllm_recycle.integration.options import settings_of
 
     draft = {"method": "ouroboros", "model": str(MODELS / "target")}
     methods = [{"method": "token_recycling"}, draft, draft | {"preset": "paper"}]
@@ -102,7 +102,7 @@ def check_configurations() -> int:
     for method, flags in itertools.product(methods, FLAGS):
         config = configure(method, **flags)
         table = config.speculative_config.num_speculative_tokens_per_batch_size
-        assert table == table_of(config), (method, flags)
+        assert table == settings_of(config).table, (method, flags)
         assert config.use_v2_model_runner, (method, flags)
         assert config.scheduler_config.async_scheduling, (method, flags)
         assert sizes_of(config)[1], (method, flags)
@@ -118,13 +118,13 @@ def check_attention(capability: tuple[int, int], folder: Path) -> None:
 
     from vllm_recycle.integration.attention_override import override_backend
     from vllm_recycle.integration.cuda.worker import TreeGPUWorker
-    from vllm_recycle.integration.options import options_of
+    from vllm_recycle.integration.options import settings_of
 
     *names, has_trees = EXPECTED[capability]
     with_sinks = gpt_oss(folder / "sinks", 128, [1.0] * 4)
     for model, name in zip((str(MODELS / "target"), with_sinks), names, strict=True):
         config = configure({"method": "token_recycling"}, model)
-        trees = options_of(config).has_trees
+        trees = settings_of(config).options.has_trees
         assert trees == (has_trees or model != with_sinks), (capability, model)
         replaced, ours = TreeGPUWorker.replaced_backend, TreeGPUWorker.tree_backend
         given = {"has_sink": True} if model == with_sinks else {}

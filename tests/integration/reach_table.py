@@ -76,9 +76,9 @@ def measure(row: Any, method: dict[str, Any] | None, folder: Path) -> dict[str, 
         drafts, accepted = (counter(llm, f"spec_decode_num_{name}") for name in names)
         kind = ""
         if method is not None and method["method"] == "token_recycling":
-            from vllm_recycle.integration.options import options_of
+            from vllm_recycle.integration.options import settings_of
 
-            is_chain = not options_of(llm.llm_engine.vllm_config).has_trees
+            is_chain = not settings_of(llm.llm_engine.vllm_config).options.has_trees
             kind = "chains, " if is_chain else "trees, "
         return {"outputs": outputs, "kind": kind, "accepted": accepted / max(1, drafts)}
 

@@ -9,8 +9,8 @@ from engines import make_config
 from recurrent_models import granite_hybrid
 
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import refusals
-from vllm_recycle.integration.options import options_of
+from vllm_recycle.integration import platform, refusals
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.plugin import register
 
 
@@ -69,7 +69,7 @@ REFUSED_BY_CONFIG = {
 def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
     said = []
     monkeypatch.setattr(engine_config.logger, "info", lambda *words: said.append(words))
-    options = options_of(make_config({"max_nodes": 10}, **flags))
+    options = settings_of(make_config({"max_nodes": 10}, **flags)).options
     assert said == [("%s drafts chains: trees do not go with %s", "token_recycling", feature)]
     assert (options.tree, options.num_nodes) == ("chain", 10)
     for method in ({"tree": "default"}, {"preset": "paper"}):
@@ -79,9 +79,12 @@ def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
 
 def test_models_with_states_have_short_chains(tmp_path):
     model = granite_hybrid(tmp_path / "model")
-    options = options_of(make_config(model=model))
+    options = settings_of(make_config(model=model)).options
     assert (options.tree, options.num_nodes) == ("chain", 4)
-    assert options_of(make_config({"tree": "chain", "max_nodes": 9}, model=model)).num_nodes == 9
+    assert (
+        settings_of(make_config({"tree": "chain", "max_nodes": 9}, model=model)).options.num_nodes
+        == 9
+    )
     with pytest.raises(NotImplementedError, match="does not support a hybrid or Mamba model;"):
         make_config({"tree": "default"}, model=model)
 
@@ -110,8 +113,8 @@ def test_what_was_right_on_a_cpu_alone_is_refused_on_a_gpu():
 
 
 def test_other_platforms_are_refused(monkeypatch):
-    platform = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
-    monkeypatch.setattr(engine_config, "current_platform", platform)
+    other = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
+    monkeypatch.setattr(platform, "current_platform", other)
     message = r"got platform 'abacus', expected one of \['cpu', 'cuda'\]"
     with pytest.raises(NotImplementedError, match=message):
         make_config()

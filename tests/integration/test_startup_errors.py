@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import versions
-from vllm_recycle.integration.options import METHODS, TokenRecyclingOptions, options_of
+from vllm_recycle.integration.options import METHODS, TokenRecyclingOptions, settings_of
 from vllm_recycle.integration.options.given import given_keys
 from vllm_recycle.integration.plugin import register
 
@@ -37,11 +37,13 @@ def test_dashes_and_num_speculative_tokens_are_accepted():
 
 
 def test_a_preset_stands_for_the_keys_that_are_not_given():
-    paper = options_of(make_config({"preset": "paper", "tree": None}))
+    paper = settings_of(make_config({"preset": "paper", "tree": None})).options
     assert isinstance(paper, TokenRecyclingOptions)
     assert (paper.tree, paper.num_nodes, paper.row_cost) == ("paper-80", 80, 0)
     assert (list(paper.contexts), paper.scope, paper.seed_from_prompt) == ([1], "shared", False)
-    other = options_of(make_config({"preset": "paper", "scope": "sequence", "tree": "dynamic"}))
+    other = settings_of(
+        make_config({"preset": "paper", "scope": "sequence", "tree": "dynamic"})
+    ).options
     assert isinstance(other, TokenRecyclingOptions)
     assert (other.tree, other.num_nodes, other.scope) == ("dynamic", 80, "sequence")
     assert (list(other.contexts), other.row_cost) == ([1], 0)
@@ -324,12 +326,12 @@ def test_flags_that_the_method_needs_for_itself(flags, message):
 
 
 def test_null_says_nothing_and_a_path_may_be_one(tmp_path):
-    plain, method = options_of(make_config()), {"method": "token_recycling"}
+    plain, method = settings_of(make_config()).options, {"method": "token_recycling"}
     keys = [field.name for field in dataclasses.fields(plain)]
     given = dict.fromkeys([*keys, "num_speculative_tokens"]) | method
-    assert options_of(make_config(given)) == plain
+    assert settings_of(make_config(given)).options == plain
     file = tmp_path / "matrix"
-    assert options_of(make_config({"matrix_file": file})).matrix_file == str(file)
+    assert settings_of(make_config({"matrix_file": file})).options.matrix_file == str(file)
 
 
 @pytest.mark.parametrize("method", [TRUNK, PUBLISHED], ids=["trunk", "published"])

@@ -12,9 +12,10 @@ from engines import OUROBOROS, core, engine, make_config
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
+from vllm_recycle.core.adjacency import GREEDY
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
-from vllm_recycle.integration.options import options_of
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.saved_state import describe_state, fingerprint
 
@@ -35,7 +36,7 @@ def _registered():
 def write_state(method: dict, path: Path, **changed) -> None:
     """The file that an engine of this configuration would write, for a model if told."""
     config = make_config(method)
-    options = options_of(config)
+    options = settings_of(config).options
     model = changed.get("fingerprint") or fingerprint(config.model_config)
     state = describe_state(options, config, device="cpu")
     state.save(path, fingerprint=model)
@@ -105,7 +106,7 @@ def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
         return drafter
 
     def learn(drafter: TokenRecyclingV1Drafter, token_ids: range) -> bytes:
-        drafter.begin(0, torch.tensor(token_ids))
+        drafter.begin(0, torch.tensor(token_ids), GREEDY)
         saver = drafter.make_saver()
         written = Path(saver.save()).read_bytes()
         saver.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_recycle.core import reference
 from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.phrase_pool import PhrasePool
-from vllm_recycle.kernels.cpu import build, native_operations
+from vllm_recycle.kernels.cpu import calls
 from vllm_recycle.kernels.triton import operations as triton_operations
 from vllm_recycle.kernels.triton.ouroboros import phrase_pool
 
@@ -21,10 +21,9 @@ pools = pytest.mark.parametrize(
     ("operations", "device"),
     [
         pytest.param(
-            native_operations(),
+            calls,
             CPU,
             id="c++",
-            marks=pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler"),
         ),
         pytest.param(triton_operations, CUDA, id="triton"),
     ],

@@ -7,7 +7,7 @@
 It makes the configuration that `vllm serve` would make, with `vllm_recycle.integration.config`, and
 reports what that refuses. It loads no weights, and does not look at what only a running engine
 knows, such as the memory that is left. With `--build` it compiles the kernels that an engine on CPU
-compiles at its first start.
+compiles at its first start, where the package has none for the CPU.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def _make_config(model: str, flags: list[str]) -> Any:
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
+    if config.speculative_config is None:
+        raise RuntimeError("no C++ kernels, so that an engine decodes without drafts: install g++")
     if not is_ours(config.speculative_config):
         raise ValueError(
             f"--speculative-config: got method {config.speculative_config.method!r}, expected one "
@@ -117,11 +119,11 @@ def _describe(config: Any) -> dict[str, str]:
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_recycle.integration.options import options_of
+    from vllm_recycle.integration.options import settings_of
     from vllm_recycle.integration.refusals import other_token_ids
     from vllm_recycle.integration.saved_state import describe_state
 
-    options = options_of(config)
+    options = settings_of(config).options
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     warning = other_token_ids(config)
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
@@ -138,8 +140,7 @@ def _optional_parts() -> dict[str, str]:
     """Which optional parts are installed."""
     from vllm_recycle.kernels.cpu.build import compilers
 
-    found = [*map(shlex.join, compilers([])), "missing: CPU kernels run in torch, slower"]
-    parts = {"g++": found[0]}
+    parts = {"g++": next(map(shlex.join, compilers([])), "missing, to compile CPU kernels")}
     for name, (use, command) in OPTIONAL_MODULES.items():
         state = "found" if find_spec(name) is not None else f"missing ({command})"
         parts[name] = f"{state}, for {use}"

@@ -1,7 +1,8 @@
 """How often drafts are right, counted while serving.
 
-`AcceptanceTable` counts for the entries of the adjacency matrix: for each length of context, for
-own and shared entries, for each rank, and for each steadiness.
+`AcceptanceTable` counts for the entries of the adjacency matrix: for each class of requests (greedy
+or sampled), for each length of context, for own and shared entries, for each rank, and for each
+steadiness.
 
 It counts at every row that the walk visits, for all that would be drafted there, drafted or not. So
 counts are not bent by what was chosen to be drafted, and a step without drafts teaches as well.
@@ -15,7 +16,7 @@ from importlib import resources
 
 import torch
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, MatrixLayout
+from vllm_recycle.core.adjacency import MAX_STEADINESS, NUM_CLASSES, MatrixLayout
 
 ANY_STEADINESS = MAX_STEADINESS + 1
 # Where something was seen more often, both its numbers are halved: what is old counts less.
@@ -30,14 +31,15 @@ class AcceptanceTable:
     """The counts of an engine, on the device of its adjacency matrix.
 
     Attributes:
-        counts: float64 [contexts, 2 (shared, own), k, 5, 2]: for each steadiness, and for all
-            together, how often the successor at that rank was right, and how often it was seen.
+        counts: float64 [classes, contexts, 2 (shared, own), k, 5, 2]: for each steadiness, and
+            for all together, how often the successor at that rank was right, and how often it was
+            seen.
 
     """
 
     def __init__(self, layout: MatrixLayout, *, device: torch.device | str = "cpu") -> None:
         self.layout = layout
-        shape = (len(layout.contexts), 2, layout.k, ANY_STEADINESS + 1, 2)
+        shape = (NUM_CLASSES, len(layout.contexts), 2, layout.k, ANY_STEADINESS + 1, 2)
         self.counts = torch.empty(shape, dtype=torch.float64, device=device)
         self.clear()
 
@@ -47,9 +49,8 @@ class AcceptanceTable:
         for index, length in enumerate(self.layout.contexts):
             # A length that was not measured has the counts of the longest one below it.
             known = shipped[max(one for one in shipped if one <= length)]
-            last = known.shape[1] - 1
-            ranks = torch.arange(self.layout.k).clamp(max=last)
-            self.counts[index] = known[:, ranks]
+            ranks = torch.arange(self.layout.k).clamp(max=known.shape[2] - 1)
+            self.counts[:, index] = known[:, :, ranks]
 
     def rates(self) -> torch.Tensor:
         """See `rates`."""
@@ -57,7 +58,7 @@ class AcceptanceTable:
 
 
 def rates(counts: torch.Tensor) -> torch.Tensor:
-    """float64 [contexts, 2, k, 4], the chance that a successor is right; see `AcceptanceTable`."""
+    """The chance that a successor is right, float64 [classes, contexts, 2, k, 4]."""
     right, seen = counts[..., 0], counts[..., 1]
     of_all = right[..., -1:] / seen[..., -1:].clip(min=1)
     return (right[..., :-1] + PRIOR_WEIGHT * of_all) / (seen[..., :-1] + PRIOR_WEIGHT)
@@ -65,7 +66,7 @@ def rates(counts: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _shipped_counts() -> dict[int, torch.Tensor]:
-    """By length of context, float64 [2, k, 5, 2]."""
+    """By length of context, float64 [classes, 2, k, 5, 2]."""
     text = resources.files(__package__).joinpath("acceptance.json").read_text("utf-8")
     counts = {
         int(length): torch.tensor(values, dtype=torch.float64)

@@ -41,6 +41,10 @@ MAX_CONTEXT = 16
 MIB = 1 << 20
 NEVER_WRITTEN = -1
 MAX_SALT = 2**31 - 1
+# Classes of requests, which accept drafts differently: those that take the most probable token, and
+# those that sample.
+GREEDY, SAMPLED = 0, 1
+NUM_CLASSES = 2
 # Multipliers of the hash, odd: 2^64 divided by the golden ratio, and by other irrationals.
 _MIX, _FINISH = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _64_BITS = (1 << 64) - 1
@@ -143,7 +147,7 @@ class Ends:
 
 
 class AdjacencyMatrix:
-    """The table, and the salts of the running sequences.
+    """The table, and the salts and classes of the running sequences.
 
     Args:
         vocab_size: below 2^28.
@@ -188,6 +192,7 @@ class AdjacencyMatrix:
         self.table = torch.empty(shape, dtype=torch.int32, device=device)
         self._num_begun = [0] * parts
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.classes = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
 
     @property
@@ -203,13 +208,14 @@ class AdjacencyMatrix:
         """Forget everything."""
         self.table.fill_(NEVER_WRITTEN)
 
-    def begin(self, req_state_idx: int) -> None:
+    def begin(self, req_state_idx: int, of_class: int = GREEDY) -> None:
         """A sequence starts: it sees nothing that an earlier one wrote for itself."""
         parts = self.layout.parts
         part = req_state_idx % parts
         self._num_begun[part] = self._num_begun[part] % (MAX_SALT // parts) + 1
         # Never 0, which is what is shared.
         self.salts[req_state_idx] = self._num_begun[part] * parts + part
+        self.classes[req_state_idx] = of_class
 
     def of_all(self) -> AdjacencyMatrix:
         """The same table for texts that are nobody's: what is seeded into it is shared.
@@ -238,7 +244,7 @@ class AdjacencyMatrix:
 
         Args:
             context, salt: see `MatrixLayout.each_address`.
-            rates: floating [contexts, 2, k, 4], see `acceptance.rates`.
+            rates: floating [contexts, 2, k, 4], those of its class, see `acceptance.rates`.
 
         Returns:
             Its address, the index of its length among `contexts`, and 1 for an own entry; None

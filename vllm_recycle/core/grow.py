@@ -107,11 +107,57 @@ class TextEnds:
         grammar = self.grammars and self.grammars[b]
         return grammar.allowed(path) if grammar else None
 
-    def each(self, matrix: AdjacencyMatrix) -> Iterator[tuple[list[int], int, int]]:
-        """Tail, salt and depth of each."""
-        salts = matrix.salts[self.idx_mapping].tolist()
+    def each(
+        self, matrix: AdjacencyMatrix, rates: torch.Tensor
+    ) -> Iterator[tuple[list[int], Reader, int]]:
+        """The tail of each text, what reads the matrix for it, and the depth of its tree."""
+        salts, classes = matrix.salts[self.idx_mapping], matrix.classes[self.idx_mapping]
+        readers = [
+            Reader(matrix, rates[of_class], salt)
+            for salt, of_class in zip(salts.tolist(), classes.tolist(), strict=True)
+        ]
         tails = self.ends.tails(matrix.layout.reach)
-        return zip(tails, salts, self.max_depths, strict=True)
+        return zip(tails, readers, self.max_depths, strict=True)
+
+
+class Reader(NamedTuple):
+    """Reads the matrix for one sequence.
+
+    Attributes:
+        matrix: that is read.
+        rates: floating [contexts, 2, k, 4], those of the class of the sequence.
+        salt: of the sequence.
+
+    """
+
+    matrix: AdjacencyMatrix
+    rates: torch.Tensor
+    salt: int
+
+    def successors(self, context: list[int]) -> list[tuple[int, int, float]]:
+        """Rank and token of what may follow a context by its entry, and how often it is right."""
+        found = self.matrix.find_entry(context, self.salt, self.rates)
+        if found is None:
+            return []
+        address, index, own = found
+        head, *tokens, _ = self.matrix.table[address].tolist()
+        pairs = zip(tokens, self.rates[index, own, :, head & 3].tolist(), strict=True)
+        return [(rank, *pair) for rank, pair in enumerate(pairs) if pair[0] != NO_TOKEN]
+
+    def following(self, context: list[int], offered: dict[int, float]) -> list[tuple[int, float]]:
+        """What may follow a context, and the chance of each; with what is offered, best first."""
+        ranks = self.matrix.layout.k - len(offered)
+        successors = [
+            (token, rate) for rank, token, rate in self.successors(context) if rank < ranks
+        ]
+        if not offered:
+            return successors
+        left = max(0.0, 1.0 - sum(offered.values()))
+        others = 1.0 - sum(rate for token, rate in successors if token in offered)
+        # In the precision of rates, as twins have it.
+        share = self.rates.new_tensor(left) / max(left, others) if left else 0.0
+        rest = [(token, float(share * rate)) for token, rate in successors if token not in offered]
+        return sorted([*offered.items(), *rest], key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +206,7 @@ def grow(
 
     Args:
         matrix: what is drafted from.
-        rates: floating [contexts, 2, k, 4], each from 0 to 1, see `AcceptanceTable.rates`.
+        rates: floating [classes, contexts, 2, k, 4], from 0 to 1, see `AcceptanceTable.rates`.
         texts: of each of which a tree is grown.
         max_nodes: the most nodes of a tree.
         least_worth: nodes that are worth no more than this are left out, and all below them.
@@ -173,39 +219,74 @@ def grow(
     token_ids = torch.full((batch, max_nodes), NO_TOKEN)
     worths = torch.zeros(batch, max_nodes, dtype=rates.dtype)
     parents = torch.zeros(batch, max_nodes + 1, dtype=torch.int64)
-    for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
+    for b, (tail, reader, max_depth) in enumerate(texts.each(matrix, rates)):
         depth = max_depth if levels is None else min(levels, max_depth)
-        # The root, and then the nodes; place is that on the trunk, or NO_PLACE.
-        contexts, depths, row_worths, places = [tail], [0], [1.0], [0]
-        paths: list[tuple[int, ...]] = [()]
-        num_expanded, heap = Counter[int](), list[tuple[float, int, int, int, int, int]]()
+        rows = [_Row(1.0, 0, (), 0)]  # the root, and then the nodes
+        num_expanded, candidates = Counter[int](), list[_Candidate]()
         while True:
-            row = len(contexts) - 1
-            level, above = depths[row], row_worths[row]
-            if level < depth and num_expanded[level] != beam:
-                num_expanded[level] += 1
-                offered = {} if texts.trunks is None else texts.trunks.at(b, places[row])
-                following = _following(matrix, rates, contexts[row], salt, offered)
-                if (allowed := texts.allowed(b, paths[row])) is not None:
-                    following = _what_is_allowed(following, allowed)
-                following = following[:ranks]
-                chances = torch.tensor([chance for _, chance in following], dtype=rates.dtype)
-                below = zip(following, (above * chances).tolist(), strict=True)
-                for rank, ((token, _), worth) in enumerate(below):
-                    if worth > least_worth:
-                        goes_on = token == next(iter(offered), None)
-                        place = places[row] + 1 if goes_on else NO_PLACE
-                        heapq.heappush(heap, (-worth, level + 1, row, rank, token, place))
-            if not heap or row == max_nodes:
+            last = rows[-1]
+            if last.depth < depth and num_expanded[last.depth] != beam:
+                num_expanded[last.depth] += 1
+                following = _following(reader, texts, b, tail, last)
+                below = _children(last, len(rows) - 1, following[:ranks], rates)
+                for candidate in below:
+                    if -candidate.negative_worth > least_worth:
+                        heapq.heappush(candidates, candidate)
+            if not candidates or len(rows) > max_nodes:
                 break
-            negative, level, parent, _, token, place = heapq.heappop(heap)
-            token_ids[b, row], worths[b, row], parents[b, row + 1] = token, -negative, parent
-            contexts.append([token, *contexts[parent]][: matrix.layout.reach])
-            paths.append((*paths[parent], token))
-            depths.append(level)
-            places.append(place)
-            row_worths.append(-negative)
+            best, node = heapq.heappop(candidates), len(rows) - 1
+            token_ids[b, node], worths[b, node] = best.token, -best.negative_worth
+            parents[b, node + 1] = best.parent
+            path = (*rows[best.parent].path, best.token)
+            rows.append(_Row(-best.negative_worth, best.depth, path, best.place))
     return Growth(token_ids, worths, parents)
+
+
+class _Row(NamedTuple):
+    """The root, or a node that was added."""
+
+    worth: float
+    depth: int
+    path: tuple[int, ...]  # tokens from the root to it
+    place: int  # on the trunk, or NO_PLACE
+
+
+class _Candidate(NamedTuple):
+    """A node that may be added; the least one is added first."""
+
+    negative_worth: float
+    depth: int
+    parent: int
+    rank: int
+    token: int
+    place: int
+
+
+def _following(
+    reader: Reader, texts: TextEnds, b: int, tail: list[int], row: _Row
+) -> list[tuple[int, float, int]]:
+    """What may follow a row of a text, best first: token, chance, and place on the trunk."""
+    offered = {} if texts.trunks is None else texts.trunks.at(b, row.place)
+    context = [*row.path[::-1], *tail][: reader.matrix.layout.reach]
+    following = reader.following(context, offered)
+    if (allowed := texts.allowed(b, row.path)) is not None:
+        following = _what_is_allowed(following, allowed)
+    on_trunk = next(iter(offered), None)
+    return [
+        (token, chance, row.place + 1 if token == on_trunk else NO_PLACE)
+        for token, chance in following
+    ]
+
+
+def _children(
+    row: _Row, parent: int, following: Sequence[tuple[int, float, int]], rates: torch.Tensor
+) -> Iterator[_Candidate]:
+    """What may be added below a row."""
+    # In the precision of rates, as twins have it.
+    chances = torch.tensor([chance for _, chance, _ in following], dtype=rates.dtype)
+    worths = (row.worth * chances).tolist()
+    for rank, ((token, _, place), worth) in enumerate(zip(following, worths, strict=True)):
+        yield _Candidate(-worth, row.depth + 1, parent, rank, token, place)
 
 
 def fill(
@@ -225,7 +306,7 @@ def fill(
     depths = tree.depths.tolist()
     token_ids = torch.full((batch, tree.num_nodes), NO_TOKEN)
     worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)
-    for b, (tail, salt, max_depth) in enumerate(texts.each(matrix)):
+    for b, (tail, reader, max_depth) in enumerate(texts.each(matrix, rates)):
         contexts = {0: tail}  # of the rows that have a token
         known: dict[int, dict[int, tuple[int, float]]] = {}  # successors of a row, by rank
         for node, (parent, rank) in enumerate(tree.nodes):
@@ -233,33 +314,12 @@ def fill(
                 continue
             if parent not in known:
                 worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
-                found = _successors(matrix, rates, contexts[parent], salt)
+                found = reader.successors(contexts[parent])
                 known[parent] = {place: (token, worth * rate) for place, token, rate in found}
             if rank in known[parent]:
                 token_ids[b, node], worths[b, node] = token, _ = known[parent][rank]
                 contexts[node + 1] = [token, *contexts[parent]][: matrix.layout.reach]
     return Growth(token_ids, worths, tree.parents.expand(batch, -1))
-
-
-def _following(
-    matrix: AdjacencyMatrix,
-    rates: torch.Tensor,
-    context: list[int],
-    salt: int,
-    offered: dict[int, float],
-) -> list[tuple[int, float]]:
-    """What may follow a context, and the chance of each; with what is offered, best first."""
-    found = _successors(matrix, rates, context, salt)
-    ranks = matrix.layout.k - len(offered)
-    successors = [(token, rate) for rank, token, rate in found if rank < ranks]
-    if not offered:
-        return successors
-    left = max(0.0, 1.0 - sum(offered.values()))
-    others = 1.0 - sum(rate for token, rate in successors if token in offered)
-    # In the precision of rates, as twins have it.
-    share = rates.new_tensor(left) / max(left, others) if left else 0.0
-    rest = [(token, float(share * rate)) for token, rate in successors if token not in offered]
-    return sorted([*offered.items(), *rest], key=lambda pair: -pair[1])
 
 
 def _what_is_allowed(
@@ -274,18 +334,3 @@ def _what_is_allowed(
     for _, chance in others:  # not `sum`, which rounds otherwise from Python 3.12 on
         left -= chance
     return sorted([*others, (allowed.expected, max(0.0, left))], key=lambda pair: -pair[1])
-
-
-def _successors(
-    matrix: AdjacencyMatrix, rates: torch.Tensor, context: list[int], salt: int
-) -> Iterator[tuple[int, int, float]]:
-    """Rank and token of what may follow a context by its entry, and how often it is right."""
-    found = matrix.find_entry(context, salt, rates)
-    if found is None:
-        return
-    address, index, own = found
-    head, *successors, _ = matrix.table[address].tolist()
-    of_ranks = rates[index, own, :, head & 3].tolist()
-    for rank, (token, rate) in enumerate(zip(successors, of_ranks, strict=True)):
-        if token != NO_TOKEN:
-            yield rank, token, rate

@@ -71,14 +71,15 @@ def learn(
     increments = None if counts is None else torch.zeros_like(counts[..., :ANY_STEADINESS, :])
     writes: dict[int, tuple[int, int, list[int]]] = {}  # by address: head, salt, successors
     tails = ends.tails(layout.reach)
-    for b, salt in enumerate(matrix.salts[step.idx_mapping].tolist()):
+    salts, classes = matrix.salts[step.idx_mapping], matrix.classes[step.idx_mapping]
+    for b, (salt, of_class) in enumerate(zip(salts.tolist(), classes.tolist(), strict=True)):
         first, end = starts[b], starts[b + 1]
         tokens, parents = step.row_token_ids[first:end].tolist(), step.parents[b].tolist()
         contexts = _contexts(tails[b], tokens, parents, layout.reach)
         path = [row for row in step.walked.path[b].tolist() if row >= 0]
         for row, token in zip(path, step.walked.token_ids[b].tolist(), strict=False):
             if increments is not None:
-                _count(matrix, increments, contexts[row], salt, token)
+                _count(matrix, increments[of_class], contexts[row], salt, token)
         for row in [*(row for row in range(len(tokens)) if row not in path), *path]:
             best = step.successors[first + row].tolist()
             for _, own, address, head in layout.each_address(contexts[row], salt):

@@ -12,7 +12,7 @@ import torch
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends, MatrixLayout
+from vllm_recycle.core.adjacency import GREEDY, AdjacencyMatrix, Ends, MatrixLayout
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
@@ -21,9 +21,8 @@ from vllm_recycle.core.operations import Operations
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import TreeTemplate
 
-# Of the state file. The formats before it had no name: the matrix of single tokens, and beside it
-# entries of longer contexts.
-FORMAT = "vllm_recycle.adjacency_matrix/3"
+# Of the state file. The format before it did not count by classes of requests.
+FORMAT = "vllm_recycle.adjacency_matrix/4"
 
 
 class TokenRecyclingState(SavedState):
@@ -135,9 +134,9 @@ class TokenRecyclingProposer:
         counts = state.acceptance.counts if self.layout.has_shared else None
         self.operations.learn(state.matrix, counts, ends, step)
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
-        """A request starts with a text, int64 [length]."""
-        self.state.matrix.begin(req_state_idx)
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int = GREEDY) -> None:
+        """A request of a class starts with a text, int64 [length]."""
+        self.state.matrix.begin(req_state_idx, of_class)
         if self.seed_from_prompt:
             self.operations.seed(self.state.matrix, req_state_idx, token_ids)
 

@@ -9,7 +9,6 @@ do not support.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,27 @@ from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.integration import draft_limits, refusals, versions
 from vllm_recycle.integration.options import (
     METHODS,
-    OUROBOROS,
-    TOKEN_RECYCLING,
     DraftModelOptions,
+    Settings,
     TokenRecyclingOptions,
     options_class,
-    options_of,
-    put,
     put_table_back,
-    table_of,
+    settings_of,
 )
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.options.given import check_table, given_keys
+from vllm_recycle.integration.platform import Platform, get_platform
 from vllm_recycle.integration.saved_state import check_state_file
 
 logger = init_logger("vllm.recycle")
 
 SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
-# vLLM's V1 runner makes one of these for `custom_class`; ours puts its drafter in the place of it.
-PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
-
 # A draft model with one of these anywhere in its path is of another method for vLLM.
 WORDS_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 
@@ -55,53 +48,6 @@ NODES_AT_ANY_LOAD = 4
 # The largest token count that vLLM captures a CUDA graph for, on a Blackwell GPU and on others; it
 # captures multiples of the stride.
 BLACKWELL, LARGEST_ON_BLACKWELL, LARGEST, STRIDE = 100, 1024, 512, 16
-
-
-@dataclass(frozen=True, slots=True)
-class Platform:
-    """How our methods run on a kind of device.
-
-    Attributes:
-        worker: qualified name of our worker.
-        hosts: by method of ours, the keys of vLLM's method that it takes the place of.
-        on_v2: whether our runner is made of Model Runner V2.
-        attention_backend: the one that trees take the place of; None where vLLM has but one.
-    """
-
-    worker: str
-    hosts: dict[str, dict[str, str]]
-    on_v2: bool
-    attention_backend: AttentionBackendEnum | None
-
-
-PLATFORMS = {
-    "cpu": Platform(
-        "vllm_recycle.integration.cpu.worker.TreeCPUWorker",
-        {
-            TOKEN_RECYCLING: {"method": "custom_class", "model": PLACEHOLDER},
-            OUROBOROS: {"method": "draft_model"},
-        },
-        False,
-        None,
-    ),
-    "cuda": Platform(
-        "vllm_recycle.integration.cuda.worker.TreeGPUWorker",
-        {TOKEN_RECYCLING: {"method": "ngram_gpu"}, OUROBOROS: {"method": "draft_model"}},
-        True,
-        AttentionBackendEnum.FLASH_ATTN,
-    ),
-}
-
-
-def get_platform(method: str) -> Platform:
-    """How a method of ours runs here; raises NotImplementedError where it does not."""
-    name = "cuda" if current_platform.is_cuda() else current_platform.device_type
-    if name not in PLATFORMS:
-        raise NotImplementedError(
-            f"{method}: got platform {current_platform.device_name!r}, expected one of "
-            f"{list(PLATFORMS)}"
-        )
-    return PLATFORMS[name]
 
 
 def rewrite(engine_args: Any) -> Any | None:
@@ -132,17 +78,17 @@ def rewrite(engine_args: Any) -> Any | None:
     _check_places(engine_args)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
+    if not platform.has_kernels():
+        rewritten.speculative_config = None  # a warning says so
+        return rewritten
     rewritten.worker_cls = platform.worker
     # A table or a price of the user's wins over what is chosen step by step, which goes by the
     # worth of the drafts of all requests.
     is_measured = options.row_cost is None and not options.isolates
     is_measured &= options.has_trees  # chains have vLLM's graphs, of the sizes of its table
-    rewritten.additional_config = put(
-        engine_args.additional_config or {},
-        options,
-        chooses_sizes=is_measured and platform.on_v2 and not given_table,
-        table=table,
-    )
+    chooses_sizes = is_measured and platform.on_v2 and not given_table
+    settings = Settings(options=options, chooses_sizes=chooses_sizes, table=table)
+    rewritten.additional_config = settings.put(engine_args.additional_config or {})
     rewritten.speculative_config = {
         **platform.hosts[method],
         **options.host_config(),
@@ -228,7 +174,7 @@ def finish(vllm_config: Any) -> None:
         NotImplementedError: naming the flag to change.
         ValueError: sizes that do not fit together, a state file of another model.
     """
-    options = options_of(vllm_config)
+    options = settings_of(vllm_config).options
     platform = get_platform(options.method)
     host, got = platform.hosts[options.method]["method"], vllm_config.speculative_config.method
     if got != host:
@@ -246,7 +192,7 @@ def finish(vllm_config: Any) -> None:
         options = _draft_alike(vllm_config, options, reason) if reason else options
     # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
     put_table_back(vllm_config)
-    refusals.check(vllm_config, options, platform.attention_backend, on_v2=platform.on_v2)
+    refusals.check(vllm_config, options, platform)
     model = vllm_config.model_config
     if isinstance(options, DraftModelOptions) and model.enable_sleep_mode:
         # At level 2 nobody would load the draft model's weights again.
@@ -271,9 +217,7 @@ def _choose_chains(
     vllm_config: Any, options: TokenRecyclingOptions, platform: Platform
 ) -> TokenRecyclingOptions:
     """The options; with chains in place of grown trees, where trees cannot go."""
-    reasons = refusals.unsupported_by_trees(
-        vllm_config, platform.attention_backend, on_v2=platform.on_v2
-    )
+    reasons = refusals.unsupported_by_trees(vllm_config, platform)
     reason = next((feature for feature, present in reasons.items() if present), None)
     if reason is None:
         return options
@@ -281,12 +225,18 @@ def _choose_chains(
     model = vllm_config.model_config
     longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
     options = options.as_chains(longest)
-    table = table_of(vllm_config)
+    table = settings_of(vllm_config).table
     table = [(first, last, min(nodes, options.num_nodes)) for first, last, nodes in table]
+    return _put_chains(vllm_config, options, table)
+
+
+def _put_chains(
+    vllm_config: Any, options: TokenRecyclingOptions, table: draft_limits.Schedule
+) -> TokenRecyclingOptions:
+    """The options, in the place of those that the engine was to have."""
     vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
-    vllm_config.additional_config = put(
-        vllm_config.additional_config, options, chooses_sizes=False, table=table
-    )
+    settings = Settings(options=options, chooses_sizes=False, table=table)
+    vllm_config.additional_config = settings.put(vllm_config.additional_config)
     return options
 
 
@@ -306,12 +256,7 @@ def _draft_alike(
     if options.num_nodes == MAX_CHAIN:  # the user says nothing
         options = options.as_chains(NODES_AT_ANY_LOAD)
     logger.info("%s drafts %d tokens at any load: %s", options.method, options.num_nodes, reason)
-    table = [(1, draft_limits.UNLIMITED, options.num_nodes)]
-    vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
-    vllm_config.additional_config = put(
-        vllm_config.additional_config, options, chooses_sizes=False, table=table
-    )
-    return options
+    return _put_chains(vllm_config, options, [(1, draft_limits.UNLIMITED, options.num_nodes)])
 
 
 def _warn_of_missing_graphs(vllm_config: Any) -> None:
@@ -320,7 +265,7 @@ def _warn_of_missing_graphs(vllm_config: Any) -> None:
     if not most:
         return
     last_of_all = vllm_config.scheduler_config.max_num_seqs
-    for first, last, num_nodes in table_of(vllm_config):
+    for first, last, num_nodes in settings_of(vllm_config).table:
         rows = min(last, last_of_all) * (num_nodes + 1)
         if num_nodes and first <= last_of_all and rows > most:
             logger.warning(

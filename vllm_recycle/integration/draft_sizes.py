@@ -18,7 +18,7 @@ from vllm_recycle.core.curve import TREES, TRUNKS, Load
 from vllm_recycle.core.explore import FADE
 from vllm_recycle.core.graph_curve import GraphCurve, GraphTimes
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
-from vllm_recycle.integration.options import chooses_sizes, table_of
+from vllm_recycle.integration.options import settings_of
 
 # Steps that are scheduled and not known yet when the size of one is chosen.
 STEPS_AHEAD = 2
@@ -49,8 +49,10 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
     """The nodes that trees may have, by how many requests have one, largest first, without 0."""
     num_nodes = vllm_config.speculative_config.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    table = build_dynamic_sd_schedule_lookup(table_of(vllm_config), max_num_reqs, num_nodes)
-    if not chooses_sizes(vllm_config):
+    table = build_dynamic_sd_schedule_lookup(
+        settings_of(vllm_config).table, max_num_reqs, num_nodes
+    )
+    if not settings_of(vllm_config).chooses_sizes:
         return [[nodes] if nodes else [] for nodes in table]
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.

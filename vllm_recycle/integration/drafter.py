@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.options import MethodOptions, options_of
+from vllm_recycle.integration.options import MethodOptions, settings_of
 from vllm_recycle.integration.options.base import SAVE_EVERY
 from vllm_recycle.integration.saved_state import StateSaver, describe_state, fingerprint, rank_file
 
@@ -33,7 +33,7 @@ class Drafter(ABC):
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-        self.options: MethodOptions = options_of(vllm_config)
+        self.options: MethodOptions = settings_of(vllm_config).options
 
     @cached_property
     def fingerprint(self) -> str:

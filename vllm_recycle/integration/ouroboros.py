@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.integration.options import OuroborosOptions, options_of
+from vllm_recycle.integration.options import OuroborosOptions, settings_of
 
 
 def group_of_draft_layers(kv_cache_config: Any, layer_names: Set[str], max_model_len: int) -> int:
@@ -52,7 +52,7 @@ def make_proposer(
     stops_early: bool,
 ) -> OuroborosProposer:
     """The proposer that an engine's options ask for, with its pool on a device."""
-    options = options_of(vllm_config)
+    options = settings_of(vllm_config).options
     assert isinstance(options, OuroborosOptions)
     return OuroborosProposer(
         options.shape(),

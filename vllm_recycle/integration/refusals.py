@@ -11,7 +11,6 @@ from typing import Any
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration import draft_limits
@@ -21,10 +20,11 @@ from vllm_recycle.integration.options import (
     MethodOptions,
     OuroborosOptions,
     TrunkOptions,
-    table_of,
+    settings_of,
 )
 from vllm_recycle.integration.options.base import expect
 from vllm_recycle.integration.options.trunk import head_length
+from vllm_recycle.integration.platform import Platform
 
 logger = init_logger("vllm.recycle")
 # Model types that have attention sinks.
@@ -54,9 +54,7 @@ def refuse(method: str, features: dict[str, bool]) -> None:
 def check(
     vllm_config: Any,
     options: MethodOptions,
-    attention_backend: AttentionBackendEnum | None,
-    *,
-    on_v2: bool,
+    platform: Platform,
 ) -> None:
     """Refuse a configuration, as vLLM made it, that the method does not support.
 
@@ -67,10 +65,11 @@ def check(
     """
     _check_sizes(vllm_config, options)
     if isinstance(options, DraftModelOptions):
-        check_draft_model(vllm_config, options, on_v2=on_v2)
+        check_draft_model(vllm_config, options, platform)
+    on_v2 = platform.on_v2
     features = unsupported(vllm_config, on_v2=on_v2)
     if options.has_trees:
-        features |= unsupported_by_trees(vllm_config, attention_backend, on_v2=on_v2)
+        features |= unsupported_by_trees(vllm_config, platform)
     # Last: others of these lead to it.
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     other = f"Model Runner {runner}, which this configuration leads to"
@@ -119,13 +118,9 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     }
 
 
-def unsupported_by_trees(
-    vllm_config: Any, attention_backend: AttentionBackendEnum | None, *, on_v2: bool
-) -> dict[str, bool]:
-    """What the kernels and the KV moves of trees do not have, and whether the engine has it.
-
-    `attention_backend` is the one that ours takes the place of; None where there is but one.
-    """
+def unsupported_by_trees(vllm_config: Any, platform: Platform) -> dict[str, bool]:
+    """What the kernels and the KV moves of trees do not have, and whether the engine has it."""
+    on_v2, attention_backend = platform.on_v2, platform.attention_backend
     model, cache = vllm_config.model_config, vllm_config.cache_config
     attention = vllm_config.attention_config
     given = None if attention_backend is None else attention.backend
@@ -148,6 +143,7 @@ def unsupported_by_trees(
         ),
         "--attention-config.backend_per_kind": bool(attention.backend_per_kind),
         **_attention_of("model", model),
+        **platform.unsupported_by_trees(vllm_config, "model", model),
     }
 
 
@@ -200,12 +196,13 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
     expect("budget_share", share, has_room, expected)
 
 
-def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bool) -> None:
+def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Platform) -> None:
     """Refuse a draft model, or sizes of drafts, that the engine has no room for."""
     scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
     draft = spec.draft_model_config
     features = {
         **_attention_of("draft model", draft),
+        **platform.unsupported_by_trees(vllm_config, "draft model", draft),
         "a multimodal draft model": draft.is_multimodal_model,
         "a draft model with M-RoPE": draft.uses_mrope,
     }
@@ -222,7 +219,9 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, *, on_v2: bo
             f"--max-model-len: got {max_model_len}, expected at most the "
             f"{draft.max_model_len} tokens of the draft model {options.model}"
         )
-    rows = _draft_rows_on_v2(vllm_config, options) if on_v2 else options.draft_rows
+    rows = options.draft_rows
+    if platform.on_v2:
+        rows = _draft_rows_on_v2(vllm_config, options)
     if scheduler.max_num_batched_tokens < rows:
         raise ValueError(
             f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
@@ -271,4 +270,4 @@ def _draft_rows_on_v2(vllm_config: Any, options: DraftModelOptions) -> int:
             f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
         )
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    return rows * draft_limits.largest_drafting_batch(table_of(vllm_config), max_num_reqs)
+    return rows * draft_limits.largest_drafting_batch(settings_of(vllm_config).table, max_num_reqs)

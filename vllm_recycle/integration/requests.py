@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingType
 
-from vllm_recycle.core.adjacency import MAX_CONTEXT
+from vllm_recycle.core.adjacency import GREEDY, MAX_CONTEXT, SAMPLED
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.options import TokenRecyclingOptions, options_of
+from vllm_recycle.integration.options import TokenRecyclingOptions, settings_of
 
 OPT_OUT = "speculate"
 HINT = "hint"
@@ -25,6 +27,11 @@ IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configurati
 def is_ours(speculative_config: Any) -> bool:
     """Whether an engine's speculative configuration is one of ours."""
     return hasattr(speculative_config, IS_OURS)
+
+
+def class_of(params: SamplingParams) -> int:
+    """The class of a request, by which acceptance is counted."""
+    return GREEDY if params.sampling_type == SamplingType.GREEDY else SAMPLED
 
 
 def may_speculate(params: Any, *, sees_paths: bool = True) -> bool:
@@ -83,7 +90,7 @@ def read_hint(processor: Any, params: Any) -> None:
 
 def _tokens_of_hint(processor: Any, hints: dict[str, Any]) -> list[int] | None:
     """Those of what a request gives by these names; None where it is left unread."""
-    options = options_of(processor.vllm_config)
+    options = settings_of(processor.vllm_config).options
     if not isinstance(options, TokenRecyclingOptions):
         if HINT in hints:  # a prediction is left unread, as vLLM does
             expected = f"none: the method {options.method} as published has no use for it"

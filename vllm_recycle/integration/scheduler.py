@@ -25,9 +25,8 @@ from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import (
     DraftModelOptions,
     OuroborosOptions,
-    chooses_sizes,
-    options_of,
     put_table_back,
+    settings_of,
 )
 from vllm_recycle.integration.requests import may_speculate
 from vllm_recycle.integration.step_note import StepNote
@@ -50,7 +49,8 @@ class TreeScheduler(Scheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         put_table_back(vllm_config)  # a copy of the configuration was completed since
         super().__init__(vllm_config, *args, **kwargs)
-        options = options_of(vllm_config)
+        settings = settings_of(vllm_config)
+        options = settings.options
         self.room = DraftRoom(self, options)
         self.set_aside: dict[str, list[int]] = {}  # drafts of the step, by request
         self.sees_paths = not (self.use_v2_model_runner and options.has_trees)
@@ -65,7 +65,7 @@ class TreeScheduler(Scheduler):
                 else options.load_tree().depths.cummax(0).values[1:].tolist()
             )
         self.sizes: DraftSizes | None = None
-        if chooses_sizes(vllm_config):
+        if settings.chooses_sizes:
             self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says

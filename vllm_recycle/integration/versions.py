@@ -105,7 +105,8 @@ def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[A
         if rewritten is None:
             return original(self, *args, **kwargs)
         config = original(rewritten, *args, **kwargs)
-        finish(config)
+        if rewritten.speculative_config is not None:
+            finish(config)
         return config
 
     _replace(EngineArgs, "create_engine_config", create_engine_config)

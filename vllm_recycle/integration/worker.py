@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
-from vllm_recycle.integration.options import options_of
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.requests import to_token_ids
 from vllm_recycle.integration.saved_state import StateSaver
 
@@ -38,7 +38,7 @@ class TreeWorker(Worker):
     @property
     def verifies_trees(self) -> bool:
         """Whether attention must be ours; chains are verified by vLLM's own."""
-        return options_of(self.vllm_config).has_trees
+        return settings_of(self.vllm_config).options.has_trees
 
     @property
     def drafter(self) -> Drafter:
@@ -67,7 +67,7 @@ class TreeWorker(Worker):
             self.saver = self.drafter.make_saver()
             logger.info(self.drafter.describe())
             if found is not None:
-                logger.info("%s: %s", options_of(self.vllm_config).method, found)
+                logger.info("%s: %s", settings_of(self.vllm_config).options.method, found)
         return times
 
     def warm_up(self) -> Any:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from engines import GROWN, TOKEN_RECYCLING, engine, read_prompts
+from engines import GROWN, TOKEN_RECYCLING, counter, engine, read_prompts
 from vllm import SamplingParams
 
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionMetadataBuilder, TreeMetadata
-from vllm_recycle.kernels.cpu.build import load_library
+from vllm_recycle.integration.options import settings_of
 
 PROMPTS = read_prompts(2)
 CHAINS_PAY = {**TOKEN_RECYCLING, "row_cost": 0.02}
-needs_kernel = pytest.mark.skipif(load_library() is None, reason="the kernel is in C++")
 
 
 @contextmanager
@@ -71,7 +70,6 @@ def kinds_of(steps: list[tuple[Any, list[int], Any]]) -> set[tuple[str, ...]]:
     return found
 
 
-@needs_kernel
 @pytest.mark.parametrize("method", [GROWN, CHAINS_PAY], ids=["trees", "priced"])
 def test_beside_drafts_roots_are_ours_and_prompts_vllms(method, monkeypatch):
     with engine(method) as llm:
@@ -89,19 +87,17 @@ def test_beside_drafts_roots_are_ours_and_prompts_vllms(method, monkeypatch):
     assert all("draft ours" in step for step in kinds if "root ours" in step)
 
 
-def test_without_the_kernel_roots_are_vllms(monkeypatch):
-    with engine(GROWN, dtype="float16") as llm:
-        kinds = kinds_of(run(llm, monkeypatch))
-    assert ("draft ours", "root vLLM") in kinds
-    assert not any("root ours" in step for step in kinds)
+def test_what_the_kernel_lacks_is_drafted_for_in_chains_by_vllms_attention(monkeypatch):
+    with engine(GROWN, dtype="float16", disable_log_stats=False) as llm:
+        assert run(llm, monkeypatch) == []
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        assert not settings_of(llm.llm_engine.vllm_config).options.has_trees
 
 
-@needs_kernel
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chains_are_ours_where_their_rows_share_loads(dtype, monkeypatch):
-    # In float16 we have no kernel, and in AMX's layout, of bfloat16, vLLM's shares them too.
-    has_amx = torch.cpu._is_amx_tile_supported()
-    shares_loads = {"float32": True, "bfloat16": not has_amx, "float16": False}[dtype]
+    # In AMX's layout, of bfloat16, vLLM's shares them too.
+    shares_loads = dtype == "float32" or not torch.cpu._is_amx_tile_supported()
     with engine(CHAINS_PAY, dtype=dtype) as llm:
         steps = run(llm, monkeypatch)
     chains = [built for step, _, built in steps if any(step.num_nodes) and step.trees.are_chains]

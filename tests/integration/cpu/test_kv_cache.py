@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cache_layouts import gather_keys_values
 from engines import PAPER, core, engine, read_prompts, runner
 from vllm import SamplingParams
 
 from vllm_recycle.integration.cpu import runner as runner_module
-from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values, slot_elements
+from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 
 NUM_TOKENS = 60
 # The same products in GEMMs of other shapes; keys and values are of order one to ten.
@@ -21,11 +22,9 @@ def cache_of_running_request(llm) -> torch.Tensor:
     known = min(request.num_computed_tokens, request.num_prompt_tokens + NUM_TOKENS)
     (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
     layers = runner(llm).compilation_config.static_forward_context.values()
-    pairs = [
-        gather_keys_values(layer.kv_cache, torch.tensor([blocks]), isa=layer.isa)
-        for layer in layers
-    ]
-    return torch.stack([torch.stack(side)[:, 0, :, :known] for side in zip(*pairs, strict=True)])
+    pairs = [gather_keys_values(layer.kv_cache, blocks, layer.isa) for layer in layers]
+    sides = [torch.stack(side)[:, :known].transpose(1, 2) for side in zip(*pairs, strict=True)]
+    return torch.stack(sides)
 
 
 def run(method, prompt) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cache_layouts import gather_keys_values
 from derived_models import gemma4
 from engines import (
     EXAMPLES,
@@ -33,7 +34,6 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.rounds import Rounds
 from vllm_recycle.integration.cpu.draft_model import Round
 from vllm_recycle.integration.draft_blocks import DraftBlocks
-from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values
 
 DRAFT = EXAMPLES / "models" / "draft"
 PROMPTS = [
@@ -237,9 +237,10 @@ class TestDraftCache:
         differences = []
         for name, fresh in zip(sorted(drafter.attention_layers), cache.layers, strict=True):
             layer = layers[name]
-            pair = gather_keys_values(layer.kv_cache, torch.tensor([blocks]), isa=layer.isa)
+            pair = gather_keys_values(layer.kv_cache, blocks, layer.isa)
             for held, expected in zip(pair, (fresh.keys, fresh.values), strict=True):
-                differences.append((held[:, :, : len(text)] - expected).abs().max())
+                held = held[: len(text)].transpose(0, 1)[None]
+                differences.append((held - expected).abs().max())
         return float(torch.stack(differences).max())
 
     def differences(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from engines import core, engine
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from vllm_recycle.integration.options import CHOOSES_SIZES, KEY
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 
 
@@ -28,7 +29,8 @@ def schedulers(
         def make(
             kind: type[TreeScheduler] = AsyncTreeScheduler, *, chooses: bool = False
         ) -> TreeScheduler:
-            config.additional_config[KEY][CHOOSES_SIZES] = chooses
+            settings = replace(settings_of(config), chooses_sizes=chooses)
+            config.additional_config = settings.put(config.additional_config)
             scheduler = kind(
                 config,
                 engine_core.scheduler.kv_cache_config,
@@ -39,7 +41,8 @@ def schedulers(
             return scheduler
 
         yield make
-        config.additional_config[KEY][CHOOSES_SIZES] = False
+        settings = replace(settings_of(config), chooses_sizes=False)
+        config.additional_config = settings.put(config.additional_config)
 
 
 def make_request(name: str, token_ids: list[int], **params: Any) -> Request:

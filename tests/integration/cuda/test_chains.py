@@ -13,6 +13,8 @@ from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, generate, watch_moves
 from vllm import SamplingParams
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+from vllm_recycle.core import adjacency
+
 pytestmark = pytest.mark.slow
 
 ENDS = {"reasoning_start_str": "Question", "reasoning_end_str": "Answer"}
@@ -103,8 +105,8 @@ def entries_of_holes(llm: Any) -> list[int]:
     runner(llm).req_states.all_token_ids.gpu[0, : len(text)] = torch.tensor(text)
     return [
         written(lambda: llm.generate([embeddings], params, use_tqdm=False)),
-        written(lambda: drafter.begin([0], [[*text[:2], -1, *text[3:]]])),
-        written(lambda: drafter.begin([0], [text])),
+        written(lambda: drafter.begin([0], [[*text[:2], -1, *text[3:]]], [adjacency.GREEDY])),
+        written(lambda: drafter.begin([0], [text], [adjacency.GREEDY])),
     ]
 
 

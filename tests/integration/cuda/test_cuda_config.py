@@ -10,28 +10,30 @@ from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import refusals
+from vllm_recycle.integration import platform, refusals
 from vllm_recycle.integration.draft_limits import (
     MAX_TREE_ROWS,
     draft_forward_rows,
     halving_schedule,
     largest_drafting_batch,
 )
-from vllm_recycle.integration.options import put
+from vllm_recycle.integration.options import Settings
 from vllm_recycle.integration.options.ouroboros import SIZES, OuroborosOptions
+from vllm_recycle.integration.platform import PLATFORMS
 
 TABLE = "num_speculative_tokens_per_batch_size"
 
 
 @pytest.fixture(autouse=True)
 def _on_cuda(monkeypatch):
-    platform = SimpleNamespace(
+    a_gpu = SimpleNamespace(
         is_cuda=lambda: True,
         device_type="cuda",
         device_name="a GPU",
         is_device_capability_family=lambda family: False,
     )
-    monkeypatch.setattr(engine_config, "current_platform", platform)
+    for module in (engine_config, platform):
+        monkeypatch.setattr(module, "current_platform", a_gpu)
 
 
 def rewrite(method: dict | None = None, **flags) -> EngineArgs:
@@ -53,9 +55,9 @@ def test_the_host_method_and_our_classes():
 def test_all_nodes_are_the_default():
     made = rewrite()
     assert made.speculative_config["num_speculative_tokens"] == 63  # whole tiles, with the root
-    assert made.additional_config["vllm_recycle"]["tree"] == "dynamic"
+    assert made.additional_config["vllm_recycle"]["options"]["tree"] == "dynamic"
     template = rewrite({"tree": "default"})
-    assert template.additional_config["vllm_recycle"]["max_nodes"] is None
+    assert template.additional_config["vllm_recycle"]["options"]["max_nodes"] is None
     assert template.speculative_config["num_speculative_tokens"] == 80
     assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
 
@@ -63,7 +65,7 @@ def test_all_nodes_are_the_default():
 def test_trees_along_a_trunk_have_as_many_nodes_as_others():
     made = rewrite({**PUBLISHED, "preset": None})
     assert made.speculative_config["num_speculative_tokens"] == 63
-    assert made.additional_config["vllm_recycle"]["gamma"] == 4
+    assert made.additional_config["vllm_recycle"]["options"]["gamma"] == 4
 
 
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, PUBLISHED])
@@ -121,7 +123,7 @@ def test_ouroboros_is_hosted_by_vllm_s_draft_model():
 
 def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
     for given, forwards in (({}, 4), ({"max_forwards": 7}, 7), ({"gamma": 2}, 2)):
-        options = make(PUBLISHED | given).additional_config["vllm_recycle"]
+        options = make(PUBLISHED | given).additional_config["vllm_recycle"]["options"]
         assert options["max_forwards"] == forwards
 
 
@@ -177,8 +179,9 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 2, **giv
     )
     options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
     table = [(1, last, 30), (last + 1, 1 << 20, 0)]
-    config.additional_config = put({}, options, chooses_sizes=False, table=table)
-    refusals.check_draft_model(config, options, on_v2=True)
+    settings = Settings(options=options, chooses_sizes=False, table=table)
+    config.additional_config = settings.put({})
+    refusals.check_draft_model(config, options, PLATFORMS["cuda"])
 
 
 def test_draft_forwards_that_do_not_fit_are_refused():

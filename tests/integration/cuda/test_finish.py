@@ -67,19 +67,19 @@ def attention_backends(make: Any, folder: Path) -> dict[str, Any]:
     from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_recycle.integration import config as engine_config
-    from vllm_recycle.integration.options import options_of
+    from vllm_recycle.integration.options import settings_of
+    from vllm_recycle.integration.platform import PLATFORMS
 
-    ours, found = engine_config.PLATFORMS["cpu"], {"sinks": {}}
+    ours, found = PLATFORMS["cpu"], {"sinks": {}}
     trees = replace(ours, attention_backend=AttentionBackendEnum.FLASH_ATTN)
-    engine_config.PLATFORMS["cpu"] = trees
+    PLATFORMS["cpu"] = trees
     for name, (tree, given, _) in BACKENDS.items():
         try:
             config = make(TARGET, TOKEN_RECYCLING | {"tree": tree}, attention_backend=given)
         except NotImplementedError as error:
             found[name] = str(error)
         else:
-            backend, options = config.attention_config.backend, options_of(config)
+            backend, options = config.attention_config.backend, settings_of(config).options
             assert config.speculative_config.num_speculative_tokens == options.num_nodes
             found[name] = [options.tree, backend and backend.name]
     model = gpt_oss(folder / "sinks", 16, [1.0] * 4)
@@ -87,10 +87,10 @@ def attention_backends(make: Any, folder: Path) -> dict[str, Any]:
     for version in SINKS:
         fa_utils.get_flash_attn_version = lambda *args, version=version, **kwargs: version
         config = make(model, TOKEN_RECYCLING, max_model_len=64)
-        backend, tree = config.attention_config.backend, options_of(config).tree
+        backend, tree = config.attention_config.backend, settings_of(config).options.tree
         found["sinks"][version] = [tree, backend and backend.name]
     fa_utils.get_flash_attn_version = version_of
-    engine_config.PLATFORMS["cpu"] = ours
+    PLATFORMS["cpu"] = ours
     return found
 
 
@@ -99,7 +99,7 @@ def main(folder: Path) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_recycle.integration.draft_sizes import sizes_of
-    from vllm_recycle.integration.options import table_of
+    from vllm_recycle.integration.options import settings_of
 
     def make(model: str, method: dict[str, Any], **flags: Any) -> Any:
         args = EngineArgs(model, dtype="float32", speculative_config=method, **flags)
@@ -111,7 +111,7 @@ def main(folder: Path) -> dict[str, Any]:
         config = make(TARGET, METHODS[method] | keys, **flags)
         result[f"{method}, {name}"] = {
             "table of vLLM": config.speculative_config.num_speculative_tokens_per_batch_size,
-            "our table": table_of(config),
+            "our table": settings_of(config).table,
             "sizes of one request": sizes_of(config)[1],
         }
     return result | {"backends": attention_backends(make, folder)}

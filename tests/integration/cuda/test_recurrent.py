@@ -14,7 +14,7 @@ from recurrent_models import granite_hybrid, mamba1
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
 
 from vllm_recycle.integration.draft_limits import UNLIMITED
-from vllm_recycle.integration.options import table_of
+from vllm_recycle.integration.options import settings_of
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines."""
     model = granite_hybrid(folder / "Mamba2")
     result: dict[str, Any] = {"served": serve(model)}
-    result["table"] = table_of(make_config(METHOD, **ARGUMENTS | {"model": model}))
+    result["table"] = settings_of(make_config(METHOD, **ARGUMENTS | {"model": model})).table
     try:
         with engine(TOKEN_RECYCLING, **ARGUMENTS | {"model": mamba1(folder / "Mamba1")}):
             pass

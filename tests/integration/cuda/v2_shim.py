@@ -208,12 +208,10 @@ def _leave_out_experts_of_other_ranks() -> None:
 
 
 def _bring_our_worker() -> None:
-    """What `config.PLATFORMS` says of CUDA, for this platform."""
-    from vllm_recycle.integration import config as engine_config
+    """What `platform.PLATFORMS` says of CUDA, for this platform."""
+    from vllm_recycle.integration.platform import PLATFORMS, Platform
 
-    engine_config.PLATFORMS["cpu"] = engine_config.Platform(
-        "v2_worker.TreeV2Worker", engine_config.PLATFORMS["cuda"].hosts, True, None
-    )
+    PLATFORMS["cpu"] = Platform("v2_worker.TreeV2Worker", PLATFORMS["cuda"].hosts, True, None)
 
 
 def _attend_to_trees_in_few_programs() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from vllm_recycle.kernels.cpu.kv_cache import slot_elements
+
 KV_HEADS = 2
 NUM_BLOCKS = 6
 # What a slot holds that was not written: finite, as vLLM's are, and far from any key or value.
@@ -43,7 +45,6 @@ LAYOUTS = [
     Layout("amx", torch.bfloat16, 64, 32),
     Layout("amx", torch.bfloat16, 96, 64),
     Layout("vec", torch.bfloat16, 64, 32),
-    Layout("vec", torch.float16, 64, 32),
     Layout("vec", torch.float32, 32, 64),
     Layout("vec16", torch.float32, 80, 32),
     Layout("vec16", torch.bfloat16, 80, 48),
@@ -83,3 +84,14 @@ def write(
     kv_cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, isa: str
 ) -> None:
     ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache), slots, isa)
+
+
+def gather_keys_values(
+    kv_cache: torch.Tensor, blocks: list[int], isa: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens of some blocks, each [tokens, kv_heads, head_size]."""
+    _, heads, block_size, _ = kv_cache.shape
+    slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+    elements = slot_elements(slots, shape=kv_cache.shape, isa=isa)
+    keys, values = kv_cache.view(-1)[elements].view(len(slots), heads, 2, -1).unbind(2)
+    return keys, values

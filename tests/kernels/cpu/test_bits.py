@@ -11,7 +11,7 @@ from vllm import _custom_ops as ops
 
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.cpu import build, cache_calls
-from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
+from vllm_recycle.kernels.cpu.cache_calls import TreeQueries
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx2_supported() or build.load_library() is None,

@@ -1,7 +1,4 @@
-"""Building the C++ kernels, and their attention against that of torch; see `test_drafting` too.
-
-Attention agrees within a tolerance, that of `test_tree_attention`, which has more of it.
-"""
+"""Where the C++ kernels come from: the package, the cache, a compiler, or nowhere."""
 
 from __future__ import annotations
 
@@ -11,17 +8,8 @@ import shutil
 import tempfile
 
 import pytest
-import torch
-from cache_layouts import STALE, skip_reason
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from strategies import trees
-from tolerance import is_within_tolerance
 
-from vllm_recycle.core import reference
-from vllm_recycle.kernels.cpu import build, cache_calls, calls, native_operations, tree_attention
-from vllm_recycle.kernels.cpu.kv_cache import slot_elements
-from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
+from vllm_recycle.kernels.cpu import build
 
 pytestmark = pytest.mark.skipif(
     build.load_library() is None, reason="no C++ compiler on this machine"
@@ -30,45 +18,6 @@ pytestmark = pytest.mark.skipif(
 
 # Compiled for speed, the same sources take ten times as long.
 QUICK = ("-O0", *build.FLAGS[1:])
-BLOCK_SIZE, NUM_BLOCKS, KV_HEADS, HEAD_SIZE = 32, 12, 2, 32
-
-
-@settings(max_examples=60, deadline=None)
-@given(tree=trees(), data=st.data(), group=st.integers(1, 4), isa=st.sampled_from(["amx", "vec"]))
-def test_attention_with_own_keys_and_values_equals_torch(tree, data, group, isa):
-    dtype = torch.bfloat16
-    if isa == "vec" or skip_reason("amx"):
-        isa, dtype = "vec", data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    torch.manual_seed(0)
-    size = st.tuples(st.integers(0, 4 * BLOCK_SIZE), st.integers(1, tree.num_nodes + 1))
-    num_context, num_rows = torch.tensor(data.draw(st.lists(size, min_size=1, max_size=3))).T
-    # Behind the contexts: blocks out of range, and in their last block anything.
-    stale = data.draw(st.sampled_from([float("nan"), STALE]))
-    kv_cache = torch.full((NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), stale).to(dtype)
-    blocks = torch.randperm(NUM_BLOCKS).view(3, 4)[: len(num_context)]
-    token = torch.arange(4 * BLOCK_SIZE)
-    in_context = token < num_context[:, None]
-    slots = (blocks[:, token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE)[in_context]
-    elements = slot_elements(slots, shape=kv_cache.shape, isa=isa)
-    kv_cache.view(-1)[elements] = torch.randn(elements.shape).to(dtype)
-    trees = TreeQueries(
-        trees=tree.of_batch(len(num_rows)),
-        first=num_rows.cumsum(0) - num_rows,
-        num_rows=num_rows.contiguous(),
-        num_context=num_context.contiguous(),
-        block_table=blocks.where(in_context[:, ::BLOCK_SIZE], 2**30).int(),
-        block_size=BLOCK_SIZE,
-    )
-    tokens = int(num_rows.sum())
-    query = torch.randn(tokens, KV_HEADS * group, HEAD_SIZE).to(dtype)
-    own = torch.randn(tokens, 2, KV_HEADS, HEAD_SIZE).to(dtype).unbind(1)
-    expected, got = torch.empty_like(query), torch.empty_like(query)
-    window = data.draw(st.none() | st.integers(1, 3 * BLOCK_SIZE))
-    given = {"trees": trees, "scale": 0.2, "isa": isa, "own": own, "window": window}
-    for twin, output in ((tree_attention, expected), (cache_calls, got)):
-        twin.tree_attention(query, kv_cache, output, **given)
-    assert expected.isfinite().all()
-    assert is_within_tolerance(got, expected)
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +47,15 @@ def cache(full_cache, tmp_path, monkeypatch):
     build.load_library.cache_clear()
 
 
-def start(caplog, operations=calls) -> list[str]:
-    """The warnings of a start that leads to these operations."""
+def start(caplog, *, has_kernels: bool = True) -> list[str]:
+    """The warnings of a start with kernels, or without."""
     build.load_library.cache_clear()
     caplog.clear()
     with caplog.at_level("WARNING"):
-        assert native_operations() is native_operations() is operations
-    assert operations is reference or build.load_library().reads_amx_layout() in (0, 1)
+        library = build.load_library()
+        assert library is build.load_library()
+    assert (library is not None) == has_kernels
+    assert library is None or library.reads_amx_layout() in (0, 1)
     return [record.message for record in caplog.records]
 
 
@@ -165,9 +116,60 @@ def test_a_compiler_of_the_users(given, problem, cache, caplog, monkeypatch):
         (shutil.which("false"), "false cannot compile the kernels (exit status 1): "),
     ],
 )
-def test_without_a_compiler_the_reference_does_the_work(given, problem, cache, caplog, monkeypatch):
+def test_without_a_compiler_a_warning_says_so(given, problem, cache, caplog, monkeypatch):
     monkeypatch.setenv("PATH", str(cache.parent))
     monkeypatch.setenv("CXX", given)
-    (warning,) = start(caplog, reference)
+    (warning,) = start(caplog, has_kernels=False)
     assert problem in warning
-    assert warning.endswith("install the package g++")
+    assert warning.endswith("decodes without drafts; install the package g++")
+
+
+# Kernels in the package.
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A package that has none yet; what it has is loaded, whatever the cache has."""
+    for path in (*build.SOURCES, *build.HEADERS):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "FLAGS", QUICK)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    yield tmp_path / "shipped"
+    build.load_library.cache_clear()
+
+
+def test_the_package_has_kernels_for_each_cpu_and_needs_no_compiler(shipped, monkeypatch, caplog):
+    build.main()
+    names = [path.name.split("-")[0] for path in sorted(shipped.iterdir())]
+    assert names == sorted(build.VARIANTS)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert start(caplog) == []
+    found = build.find_or_build()
+    assert found.path == build.find_shipped()
+    assert found.path.parent == shipped
+    # That of the best instruction set, and the next ones where a CPU lacks it.
+    for name, (needed, _) in build.VARIANTS.items():
+        monkeypatch.setattr(build, "_cpu_flags", lambda flags=needed: " ".join(flags))
+        assert build.find_shipped().name.startswith(f"{name}-")
+    monkeypatch.setattr(build, "_cpu_flags", lambda: "sse2")
+    assert build.find_shipped() is None
+
+
+def test_kernels_of_other_sources_are_passed_over(shipped, monkeypatch):
+    shipped.mkdir()
+    for name in build.VARIANTS:
+        build._shipped_path(name).touch()
+    assert build.find_shipped() is not None
+    monkeypatch.setattr(build, "SOURCES", build.SOURCES[1:])
+    assert build.find_shipped() is None
+
+
+def test_kernels_of_the_package_that_do_not_load_are_compiled(shipped, cache, caplog):
+    shipped.mkdir()
+    for name in build.VARIANTS:
+        build._shipped_path(name).write_text("no library")
+    (warning,) = start(caplog)
+    assert warning.startswith(f"{shipped}")
+    assert "cannot be loaded" in warning

@@ -15,7 +15,7 @@ from recycling_steps import as_tensors, ends_of, make_matrix, started, write
 from strategies import batch_trees, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import reference
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Ends
+from vllm_recycle.core.adjacency import NUM_CLASSES, SCOPES, AdjacencyMatrix, Ends
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.grow import Allowed, TextEnds
@@ -47,7 +47,7 @@ def tables(draw) -> AdjacencyMatrix:
     torch.manual_seed(draw(st.integers(0, 10**6)))
     for req_state_idx in range(3):
         for _ in range(1 + req_state_idx):
-            matrix.begin(req_state_idx)
+            matrix.begin(req_state_idx, req_state_idx % NUM_CLASSES)
         reference.seed(matrix, req_state_idx, torch.tensor(random_texts(matrix, 1, 40)[0]))
     return matrix
 
@@ -70,7 +70,7 @@ def assert_same_trees(got: Trees, expected: Trees) -> None:
 
 def counts_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
     """Of rates that are quarters many are equal, so that the order decides."""
-    shape = (len(matrix.layout.contexts), 2, matrix.layout.k, 5)
+    shape = (NUM_CLASSES, len(matrix.layout.contexts), 2, matrix.layout.k, 5)
     if equal:
         right = torch.randint(5, shape).double()
         right[..., -1] = 0
@@ -187,7 +187,7 @@ def test_walk_and_learn_equal_the_reference(matrix, data, batch, counts):
     others = torch.rand(len(sampled), layout.vocab_size).argsort(1)[:, : layout.k]
     others[:, 0] = flat
     # Near the most that is counted, so that halving is seen.
-    shape = (len(layout.contexts), 2, layout.k, 5, 2)
+    shape = (NUM_CLASSES, len(layout.contexts), 2, layout.k, 5, 2)
     seen = [torch.randint(1990, 2001, shape).double() if counts else None]
     seen += [counter if counter is None else counter.clone() for counter in seen]
     matrices = [copy.deepcopy(matrix), copy.deepcopy(matrix)]
@@ -242,7 +242,7 @@ def test_a_number_of_steps_leaves_the_same_rows_and_counts(
     idx_mapping = torch.tensor([2, 0])
     for proposer in proposers:
         for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
-            proposer.begin(req_state_idx, torch.tensor(text))
+            proposer.begin(req_state_idx, torch.tensor(text), req_state_idx // 2)
             proposer.take_in(torch.tensor(text[::-1]), req_state_idx)
         if scope != "isolated":
             proposer.take_in(torch.tensor(texts[0] + texts[1]))

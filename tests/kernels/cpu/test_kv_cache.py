@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_layouts import KV_HEADS, Layout, every_layout, write
+from cache_layouts import Layout, every_layout, gather_keys_values, write
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_recycle.kernels.cpu import build, cache_calls
-from vllm_recycle.kernels.cpu.kv_cache import gather_keys_values, move_slots, slot_elements
+from vllm_recycle.kernels.cpu.cache_calls import move_slots
+from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_the_layout_is_one_that_vllm_picks(monkeypatch, layout):
 
 
 @every_layout
-def test_gather_returns_what_vllm_wrote_bit_for_bit(layout):
+def test_what_the_layout_says_is_what_vllm_wrote(layout):
     block_table = torch.tensor([[4, 1], [2, 5]])
     slots = (block_table[..., None] * layout.block_size + torch.arange(layout.block_size)).flatten()
     keys, values = layout.random_keys_values(len(slots))
@@ -36,10 +36,11 @@ def test_gather_returns_what_vllm_wrote_bit_for_bit(layout):
     # Out of order: a slot's place depends on nothing but the slot.
     order = torch.randperm(len(slots))
     write(kv_cache, keys[order], values[order], slots[order], layout.isa)
-    gathered = gather_keys_values(kv_cache, block_table, isa=layout.isa)
-    for found, written in zip(gathered, (keys, values), strict=True):
-        per_sequence = written.view(2, 2 * layout.block_size, KV_HEADS, layout.head_size)
-        assert found.equal(per_sequence.transpose(1, 2))
+    for index, blocks in enumerate(block_table.tolist()):
+        of_request = slice(index * 2 * layout.block_size, (index + 1) * 2 * layout.block_size)
+        found = gather_keys_values(kv_cache, blocks, layout.isa)
+        assert found[0].equal(keys[of_request])
+        assert found[1].equal(values[of_request])
 
 
 @every_layout
@@ -88,12 +89,9 @@ def slots_that_differ_from_a_rewrite(layout: Layout, source, target, move) -> li
 
 @every_layout
 @pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
-@pytest.mark.parametrize("move", [move_slots, cache_calls.move_slots], ids=["torch", "c++"])
-def test_moved_slots_hold_their_sources_and_all_others_what_they_held(layout, moves, move):
-    if move is cache_calls.move_slots and build.load_library() is None:
-        pytest.skip("no C++ compiler on this machine")
+def test_moved_slots_hold_their_sources_and_all_others_what_they_held(layout, moves):
     source, target = (torch.tensor(slots, dtype=torch.int64) for slots in moves)
-    assert slots_that_differ_from_a_rewrite(layout, source, target, move) == []
+    assert slots_that_differ_from_a_rewrite(layout, source, target, move_slots) == []
 
 
 @every_layout

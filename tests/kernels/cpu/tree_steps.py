@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from cache_layouts import KV_HEADS, Layout, halves, write
 from vllm import _custom_ops as ops
 
 from vllm_recycle.core.tree import TreeTemplate, load_tree
-from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
+from vllm_recycle.kernels.cpu.cache_calls import TreeQueries, tree_attention
 
 HEADS = 6  # three queries a key: grouped-query attention
 UNTOUCHED = -7.0
@@ -38,9 +37,6 @@ STEP = [
     Sequence(num_nodes=2, num_context=0, first=1, blocks=(5,)),
     Sequence(num_nodes=10, num_context=27, first=31, blocks=(2, 1)),
 ]
-
-
-Attention = Callable[..., None]
 
 
 def rows_of(sequence: Sequence) -> slice:
@@ -108,14 +104,13 @@ class Step:
 
     def attend(
         self,
-        attention: Attention,
         trees: TreeQueries,
         *,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
-        attention(
+        tree_attention(
             self.query,
             self.kv_cache,
             output,

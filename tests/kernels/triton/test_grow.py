@@ -14,7 +14,7 @@ from recycling_steps import K, make_matrix, write_entries
 from strategies import trees
 
 from vllm_recycle.core import grow as core
-from vllm_recycle.core.adjacency import MAX_SALT
+from vllm_recycle.core.adjacency import GREEDY, MAX_SALT, NUM_CLASSES, SAMPLED
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.fill import fill
@@ -45,7 +45,9 @@ def draft(function, setting: Setting, num_nodes: int, **given) -> tuple[torch.Te
     worths = torch.full((len(idx_mapping), num_nodes), 99.0, device=DEVICE)
     matrix = copy.copy(setting.matrix)
     matrix.table = matrix.table.to(DEVICE)
-    matrix.salts = by_state(matrix.salts[: len(idx_mapping)], idx_mapping)
+    for name in ("salts", "classes"):
+        by_text = getattr(matrix, name)[: len(idx_mapping)]
+        setattr(matrix, name, by_state(by_text, idx_mapping))
     function(
         drafts,
         worths,
@@ -103,7 +105,7 @@ def test_what_is_grown_equals_python(setting, data):
 def test_successors_that_an_entry_lacks_leave_nothing_to_those_beside_a_trunk():
     matrix = make_matrix(vocab_size=8, contexts=(1, 2), slots=64)
     write_entries(matrix, [1], 1, [5, -1, -1], own=False, shared=True)
-    rates = torch.full((2, 2, K, 4), 0.5)
+    rates = torch.full((NUM_CLASSES, 2, 2, K, 4), 0.5)
     trunks = Trunks(torch.tensor([[[2]]]), torch.tensor([[[0.5]]], dtype=torch.float64))
     setting = Setting(matrix, rates, [[1]], [2], 4, beam=2, levels=2, trunks=trunks)
     assert setting.grow().worths[0, :2].tolist() == [0.5, 0.25]
@@ -119,6 +121,7 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
 
     matrix = make_matrix(vocab_size=32_000, k=k, contexts=contexts, slots=1024)
     matrix.salts[:] = torch.tensor([MAX_SALT, 1, 2])
+    matrix.classes[:] = torch.tensor([SAMPLED, GREEDY, SAMPLED])
     text = random_tokens(60)
     for end in range(1, len(text)):
         context = text[:end][::-1][: matrix.layout.reach]
@@ -128,7 +131,7 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
             successors = [text[end], *[token for token in successors if token != text[end]]][:k]
         own = end % 2 == 0
         write_entries(matrix, context, MAX_SALT, successors, own=own, shared=True)
-    rates = torch.rand(len(contexts), 2, k, 4, generator=generator)
+    rates = torch.rand(NUM_CLASSES, len(contexts), 2, k, 4, generator=generator)
     texts = [text[:20], text[:5], random_tokens(3)]
     return Setting(matrix, rates, texts, [20, 20, 2], **options)
 
@@ -183,7 +186,7 @@ def test_a_chain_of_any_depth_is_filled(depth):
     for token in range(90):
         successors = [(token + 7) % 90, *range(K - 1)]
         write_entries(matrix, [token], 1, successors, own=False, shared=True)
-    rates = torch.ones(1, 2, K, 4)
+    rates = torch.ones(NUM_CLASSES, 1, 2, K, 4)
     setting = Setting(matrix, rates, [[5]], [depth], depth)
     tree = TreeTemplate(tuple((row, 0) for row in range(depth)))
     drafts, worths = draft(fill, setting, depth, tree=tree.to(DEVICE))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix, Ends, MatrixLayout
+from vllm_recycle.core.adjacency import NUM_CLASSES, SCOPES, AdjacencyMatrix, Ends, MatrixLayout
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
@@ -36,7 +36,7 @@ def make_matrix(scope: str, contexts: tuple[int, ...], k: int, *, vocab_size: in
         device=DEVICE,
     )
     for req_state_idx in (2, 0, 3, 1):
-        matrix.begin(req_state_idx)
+        matrix.begin(req_state_idx, req_state_idx % NUM_CLASSES)
     return matrix
 
 
@@ -132,7 +132,7 @@ def test_a_step_teaches_what_it_teaches_the_core(
     acceptance, theirs = (AcceptanceTable(matrix.layout, device=DEVICE) for _ in range(2))
     # One more and these are halved.
     for table in (acceptance, theirs):
-        table.counts[0, ..., 1] = 1999.5
+        table.counts[:, 0, ..., 1] = 1999.5
     counts = DeviceCounts.of(acceptance) if counted else None
     for index in range(3):
         tails, step = make_step(seed + index, matrix.layout, max_rows=max_rows)

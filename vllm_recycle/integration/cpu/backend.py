@@ -6,7 +6,6 @@ It takes the place of `CPU_ATTN` (`attention_override`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,8 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.kernels.cpu.cache_calls import has_tree_attention, tree_attention
-from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
+from vllm_recycle.kernels.cpu.cache_calls import TreeQueries, tree_attention
 
 
 class TreeMetadata(NamedTuple):
@@ -68,15 +66,10 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             step = None
         return self.build_step(common_attn_metadata, step)
 
-    @cached_property
-    def has_kernel(self) -> bool:
-        """Whether rows have the bits of vLLM's kernel in ours."""
-        return has_tree_attention(self.dtype, self.head_dim, self.isa)
-
-    @cached_property
+    @property
     def shares_loads(self) -> bool:
         """Whether rows of one request share each load of a key or value in our kernel alone."""
-        return self.isa != "amx" and self.has_kernel
+        return self.isa != "amx"
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
@@ -94,9 +87,8 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         # A few numbers, which Python adds up before a call of torch begins.
         starts, seq_lens = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
-        takes_roots = are_cached and self.has_kernel  # a root alone is a tree too
-        sizes = [
-            nodes + 1 if nodes or (takes_roots and length == 1) else 0
+        sizes = [  # a root alone is a tree too
+            nodes + 1 if nodes or (are_cached and length == 1) else 0
             for nodes, length in zip(step.num_nodes, lengths, strict=True)
         ]
         trees = TreeQueries(

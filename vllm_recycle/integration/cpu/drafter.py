@@ -83,8 +83,8 @@ class V1Drafter(Drafter):
         return frozenset()
 
     @abstractmethod
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
-        """A request starts, with this text, int64 [length]."""
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
+        """A request of a class starts, with this text, int64 [length]."""
 
     def follow(self, scheduler_output: Any, index_of: dict[str, int]) -> None:
         """Take in what vLLM has scheduled; requests that start have a `req_state_idx` here."""

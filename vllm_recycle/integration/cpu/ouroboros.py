@@ -16,7 +16,7 @@ from vllm_recycle.integration.cpu.draft_model import DraftModel
 from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.ouroboros import describe, make_proposer
-from vllm_recycle.kernels.cpu import native_operations
+from vllm_recycle.kernels.cpu import calls
 
 
 class OuroborosV1Drafter(DraftModel, V1Drafter):
@@ -25,13 +25,13 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
     proposer: OuroborosProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
-        self.proposer = make_proposer(vllm_config, native_operations(), device, stops_early=True)
+        self.proposer = make_proposer(vllm_config, calls, device, stops_early=True)
         lookahead = self.proposer.lookahead
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=lookahead)
         V1Drafter.__init__(self, vllm_config)
         self.state = self.proposer.pool
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
         self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
 
     def release(self, req_state_indices: Sequence[int]) -> None:

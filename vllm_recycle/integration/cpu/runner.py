@@ -38,8 +38,8 @@ from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.grammar import rows_of_masks
-from vllm_recycle.integration.options import options_of
-from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
+from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.requests import class_of, hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.kernels.cpu.cache_calls import move_slots
@@ -75,7 +75,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         scheduler = vllm_config.scheduler_config
         steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
         self.max_num_tokens = min(steps)
-        options = options_of(vllm_config)
+        options = settings_of(vllm_config).options
         self.drafter = DRAFTERS[type(options)](vllm_config, device, self)
         self.grammars = GrammarsAhead(vllm_config, waits=options.isolates)
         self.grows = options.grows
@@ -156,11 +156,12 @@ class TreeCPUModelRunner(CPUModelRunner):
                 is_encoder_decoder=self.model_config.is_encoder_decoder,
             )
             req_state_idx = self.req_state_indices.assign(request_id)
-            self.drafter.begin(req_state_idx, torch.tensor(known))
-            self.drafter.num_undrafted += not may_speculate(request.sampling_params)
+            params = request.sampling_params
+            self.drafter.begin(req_state_idx, torch.tensor(known), class_of(params))
+            self.drafter.num_undrafted += not may_speculate(params)
             if self.grows:
-                self.grammars.begin(request_id, request.sampling_params)
-            if hinted := hinted_text(request.sampling_params, known):
+                self.grammars.begin(request_id, params)
+            if hinted := hinted_text(params, known):
                 self.drafter.take_in(hinted, req_state_idx)
         self.drafter.follow(scheduler_output, self.req_state_indices)
         return result

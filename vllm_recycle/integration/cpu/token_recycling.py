@@ -21,7 +21,7 @@ from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
-from vllm_recycle.kernels.cpu import native_operations
+from vllm_recycle.kernels.cpu import calls
 
 
 class TokenRecyclingV1Drafter(V1Drafter):
@@ -44,11 +44,11 @@ class TokenRecyclingV1Drafter(V1Drafter):
             max_nodes=options.num_nodes,
             tree=None if options.is_dynamic else options.load_tree(),
             seed_from_prompt=options.seed_from_prompt,
-            operations=native_operations(),
+            operations=calls,
         )
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
-        self.proposer.begin(req_state_idx, token_ids)
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
+        self.proposer.begin(req_state_idx, token_ids, of_class)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         self.proposer.take_in(torch.tensor(token_ids, dtype=torch.int64), req_state_idx)

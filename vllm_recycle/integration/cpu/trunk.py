@@ -24,7 +24,7 @@ from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.options import TrunkOptions, options_of
+from vllm_recycle.integration.options import TrunkOptions, settings_of
 from vllm_recycle.integration.ouroboros import describe_draft_model
 
 # Rows of a draft forward for each request, of the text and tried; and of one that reads prompts.
@@ -46,7 +46,7 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
-        options = options_of(vllm_config)
+        options = settings_of(vllm_config).options
         assert isinstance(options, TrunkOptions)
         gamma, max_num_reqs = options.gamma, vllm_config.scheduler_config.max_num_seqs
         chain = TreeTemplate(tuple((row, 0) for row in range(gamma)), f"chain of {gamma}")
@@ -60,8 +60,8 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         self.num_rounds = self.num_forwards = 0
         self.added = 0.0
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
-        super().begin(req_state_idx, token_ids)
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
+        super().begin(req_state_idx, token_ids, of_class)
         self.lengths[:, req_state_idx] = len(token_ids)
         self.trunks.token_ids[req_state_idx] = NO_TOKEN
 

@@ -16,8 +16,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
 from vllm_recycle.integration.cpu.recurrent import hide_drafts
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
+from vllm_recycle.integration.refusals import refuse
 from vllm_recycle.integration.worker import TreeWorker
-from vllm_recycle.kernels.cpu.kv_cache import ISAS
+from vllm_recycle.kernels.cpu.cache_calls import unsupported_attention
 
 
 class TreeCPUWorker(TreeWorker, CPUWorker):
@@ -48,10 +49,9 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         super().initialize_from_config(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for name, layer in layers.items() if self.verifies_trees else ():
-            if layer.isa not in ISAS:
-                raise NotImplementedError(
-                    f"layer {name}: KV cache layout {layer.isa!r}, expected one of {ISAS}"
-                )
+            dtype = self.model_config.dtype
+            features = unsupported_attention(dtype, layer.head_size, layer.isa)
+            refuse(f"layer {name}", features)
 
 
 def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:

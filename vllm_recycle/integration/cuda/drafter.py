@@ -85,8 +85,13 @@ class V2Drafter(Drafter):
         return nullcontext()
 
     @abstractmethod
-    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        """Some requests start, with these texts; -1 where the input is no token."""
+    def begin(
+        self,
+        req_state_indices: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        classes: Sequence[int],
+    ) -> None:
+        """Some requests start, with these texts, -1 where the input is no token, and classes."""
 
     @abstractmethod
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:

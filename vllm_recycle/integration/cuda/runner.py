@@ -42,9 +42,9 @@ from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
 from vllm_recycle.integration.cuda.time_steps import describe_times, find_graph_times
 from vllm_recycle.integration.draft_sizes import sizes_of
-from vllm_recycle.integration.options import chooses_sizes, options_of
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.refusals import has_states
-from vllm_recycle.integration.requests import hinted_text, may_speculate, with_holes
+from vllm_recycle.integration.requests import class_of, hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.versions import without_experts_load
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -64,7 +64,8 @@ class TreeModelRunner(GPUModelRunner):
         self.lora_state = TreeLoraState(self.max_num_reqs)
         # Whether the scheduler may take a draft for a request, by its req_state_idx.
         self.may_speculate = np.zeros(self.max_num_reqs, dtype=bool)
-        options = options_of(vllm_config)
+        self.settings = settings_of(vllm_config)
+        options = self.settings.options
         self.verifies_trees = options.has_trees
         self.has_states = has_states(vllm_config.model_config)
         self.drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
@@ -80,7 +81,7 @@ class TreeModelRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         # As many as the scheduler lets a step have.
-        share = options_of(self.vllm_config).budget_share
+        share = self.settings.options.budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         self.grammar_rows = GrammarRows(self.structured_outputs_worker, num_rows)
         see_paths(self.sampler, self.drafter.trees)
@@ -95,7 +96,7 @@ class TreeModelRunner(GPUModelRunner):
             return
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
-            chooses = chooses_sizes(self.vllm_config)
+            chooses = self.settings.chooses_sizes
             shapes = plan_full_graphs(self.sizes_of_batch, sizes, among_others=chooses)
             replace_full_graphs(self.cudagraph_manager, shapes)
         for groups in self.attn_groups:
@@ -137,7 +138,7 @@ class TreeModelRunner(GPUModelRunner):
     @torch.inference_mode()
     def price_rows(self) -> str | None:
         """Measure what steps cost, where the scheduler is to know; returns what was found."""
-        if not chooses_sizes(self.vllm_config):
+        if not self.settings.chooses_sizes:
             return None
         with self.drafter.as_if_serving(), without_experts_load(self):
             speculator = self.speculator
@@ -170,7 +171,8 @@ class TreeModelRunner(GPUModelRunner):
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
             text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
             texts = [text_of(request.prefill_token_ids, request) for request in new]
-            self.drafter.begin(indices, texts)
+            classes = [class_of(request.sampling_params) for request in new]
+            self.drafter.begin(indices, texts, classes)
             for index, request, text in zip(indices, new, texts, strict=True):
                 if hinted := hinted_text(request.sampling_params, text):
                     self.drafter.take_in(hinted, index)

@@ -27,7 +27,7 @@ from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
-from vllm_recycle.integration.options import TokenRecyclingOptions, chooses_sizes
+from vllm_recycle.integration.options import TokenRecyclingOptions, settings_of
 from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill
@@ -114,10 +114,15 @@ class TokenRecyclingV2Drafter(V2Drafter):
             end.zero_()
             length.zero_()
 
-    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+    def begin(
+        self,
+        req_state_indices: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        classes: Sequence[int],
+    ) -> None:
         matrix = self.state.matrix
-        for req_state_idx in req_state_indices:
-            matrix.begin(req_state_idx)
+        for req_state_idx, of_class in zip(req_state_indices, classes, strict=True):
+            matrix.begin(req_state_idx, of_class)
         self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
         if self.seeds:
             pairs = [*zip(req_state_indices, texts, strict=True)]
@@ -233,7 +238,7 @@ class TokenRecyclingSpeculator(V2Speculator):
 
     def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
         self.drafter, self.may_speculate = drafter, may_speculate
-        self.reports = chooses_sizes(drafter.vllm_config)
+        self.reports = settings_of(drafter.vllm_config).chooses_sizes
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         pass

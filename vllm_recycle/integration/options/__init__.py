@@ -1,13 +1,14 @@
 """What a user may write in `--speculative-config` for our methods, and what it means.
 
-Options travel to every process of an engine in `additional_config`, as plain values: `put` writes
-them there, `options_of`, `chooses_sizes` and `table_of` read them.
+Options travel to every process of an engine in `additional_config`, as plain values: `Settings.put`
+writes them there, and `settings_of` reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_recycle.integration.draft_limits import Schedule
@@ -20,7 +21,6 @@ from vllm_recycle.integration.options.trunk import TrunkOptions
 
 METHODS = (TOKEN_RECYCLING, OUROBOROS)
 KEY = "vllm_recycle"  # in `additional_config`
-CHOOSES_SIZES, TABLE_OF_SIZES = "chooses_sizes", "table_of_sizes"
 
 
 def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]:
@@ -30,40 +30,35 @@ def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]
     return OuroborosOptions if values.get("preset") == PAPER else TrunkOptions
 
 
-def put(
-    additional_config: dict[str, Any],
-    options: MethodOptions,
-    *,
-    chooses_sizes: bool,
-    table: Schedule,
-) -> dict[str, Any]:
-    """A copy of vLLM's additional configuration with options of ours.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What an engine of ours runs with.
 
-    `chooses_sizes` says whether the sizes of drafts are chosen step by step, `table` what they are
-    where they are not.
+    Attributes:
+        options: what the user wrote, and defaults.
+        chooses_sizes: whether the sizes of drafts are chosen step by step (Model Runner V2).
+        table: sizes by the number of requests, as vLLM takes them, where they are not chosen.
     """
-    values = {"method": options.method, **dataclasses.asdict(options)}
-    values |= {CHOOSES_SIZES: chooses_sizes, TABLE_OF_SIZES: table}
-    return {**additional_config, KEY: values}
+
+    options: MethodOptions
+    chooses_sizes: bool
+    table: Schedule
+
+    def put(self, additional_config: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of vLLM's additional configuration with these, as plain values."""
+        values = {"method": self.options.method, **dataclasses.asdict(self.options)}
+        rest = {"chooses_sizes": self.chooses_sizes, "table": self.table}
+        return {**additional_config, KEY: {"options": values, **rest}}
 
 
-def options_of(vllm_config: Any) -> MethodOptions:
-    """The options of an engine."""
-    values = {**vllm_config.additional_config[KEY]}
-    del values[CHOOSES_SIZES], values[TABLE_OF_SIZES]
-    return options_class(values.pop("method"), values)(**values)
-
-
-def chooses_sizes(vllm_config: Any) -> bool:
-    """Whether the sizes of an engine's drafts are chosen step by step."""
-    return vllm_config.additional_config[KEY][CHOOSES_SIZES]
-
-
-def table_of(vllm_config: Any) -> Schedule:
-    """The sizes of an engine's drafts by the number of requests, as vLLM takes them."""
-    return vllm_config.additional_config[KEY][TABLE_OF_SIZES]
+def settings_of(vllm_config: Any) -> Settings:
+    """The settings of an engine."""
+    values = vllm_config.additional_config[KEY]
+    options = {**values["options"]}
+    of_class = options_class(options.pop("method"), options)
+    return Settings(**values | {"options": of_class(**options)})
 
 
 def put_table_back(vllm_config: Any) -> None:
     """Give vLLM the sizes again, which it takes away whenever it completes a configuration."""
-    setattr(vllm_config.speculative_config, TABLE, table_of(vllm_config))
+    setattr(vllm_config.speculative_config, TABLE, settings_of(vllm_config).table)

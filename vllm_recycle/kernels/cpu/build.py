@@ -1,7 +1,11 @@
-"""Compiling the C++ kernels at first use, for the machine's own instruction set.
+"""The C++ kernels: those in the package, or else compiled at first use for the machine's own CPU.
 
-vLLM's default compile mode needs the same compiler. What is compiled is kept in a cache directory,
-with its digest behind it. Without either an engine starts all the same.
+A wheel for x86 has them for three instruction sets. What is compiled is kept in a cache directory,
+with its digest behind it; vLLM's default compile mode needs the same compiler.
+
+    python -m vllm_recycle.kernels.cpu.build
+
+compiles those that a wheel has.
 """
 
 from __future__ import annotations
@@ -31,7 +35,19 @@ SOURCES, HEADERS = (tuple(sorted(FOLDER.glob(f"*.{kind}"))) for kind in ("cpp", 
 # Not -ffast-math, which would change the floating-point mode of the whole process.
 # On x86 lanes.h says what is rounded once.
 CONTRACT = "-ffp-contract=" + ("off" if platform.machine() == "x86_64" else "fast")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-strict-aliasing", CONTRACT)
+NATIVE = ("-march=native",)
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-strict-aliasing", CONTRACT)
+# What a wheel for x86 has, the first that a CPU can run: the flags in /proc/cpuinfo that it needs,
+# and those of the compiler. vLLM's own builds need the same.
+AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+VARIANTS = {
+    "amx": (
+        (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
+    "avx512": (AVX512, ("-march=x86-64-v4",)),
+    "avx2": (("avx2", "fma", "bmi2", "f16c"), ("-march=x86-64-v3",)),
+}
 
 # Arguments of each function: p pointer, i int64, f float.
 SIGNATURES = {
@@ -53,8 +69,8 @@ class Built:
     """What a search for the kernels found.
 
     Attributes:
-        library: the kernels; None where this machine cannot compile them.
-        path: of the file that they are kept in; None where they are not.
+        library: the kernels; None where there are none, and this machine cannot compile them.
+        path: of the file that they are in; None where they are not kept.
         problems: what went wrong on the way.
     """
 
@@ -65,15 +81,11 @@ class Built:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where this machine cannot compile them. One warning says why."""
+    """The kernels; None where this machine cannot compile them. One warning says why."""
     built = find_or_build()
     problems = "; ".join(built.problems)
     if built.library is None:
-        logger.warning(
-            "%s: vllm_recycle drafts in Python, which takes longer than it saves; install the "
-            "package g++",
-            problems,
-        )
+        logger.warning("%s: vllm_recycle decodes without drafts; install the package g++", problems)
         return None
     if problems:
         logger.warning("%s", problems)
@@ -86,8 +98,13 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def find_or_build() -> Built:
-    """The kernels from the cache, or compiled by the first compiler that can."""
+    """The kernels from the package or the cache, or compiled by the first compiler that can."""
     built = Built()
+    if shipped := find_shipped():
+        try:
+            return Built(ctypes.CDLL(str(shipped)), shipped)
+        except OSError as error:
+            built.problems.append(f"{shipped} cannot be loaded ({error})")
     for command in compilers(built.problems):
         try:
             _load(command, built)
@@ -100,6 +117,34 @@ def find_or_build() -> Built:
         built.problems.append(f"{shlex.join(command)} cannot compile the kernels ({line})")
     built.problems = built.problems or ["no C++ compiler found"]
     return built
+
+
+def find_shipped() -> Path | None:
+    """The kernels in the package for this CPU, made of these very sources."""
+    with contextlib.suppress(OSError):
+        flags = set(_cpu_flags().split())
+        for name, (needed, _) in VARIANTS.items():
+            if flags.issuperset(needed) and (path := _shipped_path(name)).is_file():
+                return path
+    return None
+
+
+def _shipped_path(name: str) -> Path:
+    return FOLDER / "shipped" / f"{name}-{_digest(_sources())}.so"
+
+
+def _sources() -> list[str]:
+    return [path.read_text() for path in (*SOURCES, *HEADERS)]
+
+
+def _digest(identity: object) -> str:
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+
+def _cpu_flags() -> str:
+    """What the CPU can do, as the system says it; raises OSError where it does not."""
+    lines = CPU_INFO.read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def compilers(problems: list[str]) -> list[list[str]]:
@@ -131,8 +176,7 @@ def _load(command: list[str], built: Built) -> None:
     # Nobody else's, and gone as soon as it is loaded, if not kept.
     with tempfile.TemporaryDirectory(prefix="vllm_recycle-") as folder:
         compiled = Path(folder) / "cpu_native.so"
-        arguments = [*FLAGS, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(compiled)]
-        subprocess.run([*command, *arguments], capture_output=True, errors="replace", check=True)
+        compile_to(compiled, [*command, *NATIVE])
         try:
             path = _path(command)
             _keep(compiled, path)
@@ -145,20 +189,23 @@ def _load(command: list[str], built: Built) -> None:
             )
 
 
+def compile_to(path: Path, command: list[str]) -> None:
+    """Compile the kernels; raises CalledProcessError."""
+    arguments = [*FLAGS, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(path)]
+    subprocess.run([*command, *arguments], capture_output=True, errors="replace", check=True)
+
+
 def _path(command: list[str]) -> Path:
     """Where the kernels are kept, for each source, compiler, flags, C library and CPU.
 
     Raises OSError where it cannot be known.
     """
-    lines = CPU_INFO.read_text().splitlines()
-    cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    identity = repr((texts, command, FLAGS, platform.machine(), platform.libc_ver(), cpu))
+    cpu, libc = _cpu_flags(), platform.libc_ver()
+    digest = _digest((_sources(), command, FLAGS, platform.machine(), libc, cpu))
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # a user without a home
         raise FileNotFoundError(error) from error
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return root / "vllm_recycle" / f"cpu_native-{digest}.so"
 
 
@@ -177,3 +224,16 @@ def _is_whole(path: Path) -> bool:
         return True
     logger.warning("%s is damaged, and is compiled anew", path)
     return False
+
+
+def main() -> None:
+    """Compile all variants into the package, for `make wheel`."""
+    command, *_ = compilers([])
+    shutil.rmtree(FOLDER / "shipped", ignore_errors=True)
+    (FOLDER / "shipped").mkdir()
+    for name, (_, flags) in VARIANTS.items():
+        compile_to(_shipped_path(name), [*command, *flags])
+
+
+if __name__ == "__main__":
+    main()

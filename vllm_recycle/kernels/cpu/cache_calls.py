@@ -1,22 +1,58 @@
-"""Calling the C++ kernels of the KV cache, or the torch functions where these cannot serve."""
+"""Calling the C++ kernels that read and write vLLM's KV cache: tree attention, and moving slots.
+
+vLLM's own attention on CPU takes no mask and returns no log-sum-exp, so rows of a tree cannot go
+through it. The keys and values of the trees' rows are in the cache behind the context, or, where
+they have no slots there, those of the forward itself (`own`). A layer that shares another layer's
+cache has none of its own.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from vllm_recycle.kernels.cpu import kv_cache as torch_kv_cache
-from vllm_recycle.kernels.cpu import tree_attention as torch_attention
-from vllm_recycle.kernels.cpu.build import load_library
+from vllm_recycle.core.tree import Trees
+from vllm_recycle.kernels.cpu.kv_cache import ISAS, slot_elements
 from vllm_recycle.kernels.cpu.pointers import DTYPES, MADE, library, pointer, pointers, rows_pointer
-from vllm_recycle.kernels.cpu.tree_attention import TreeQueries
 
 LANES = 16
 NO_WINDOW = 2**62  # more tokens than a text has
+
+
+@dataclass(frozen=True, eq=False)
+class TreeQueries:
+    """The rows of a step that are trees; what all layers of a step share.
+
+    Attributes:
+        trees: of the requests; each has a prefix of its rows.
+        first: int64 [batch], the flat row of each tree's root.
+        num_rows: int64 [batch], rows of each tree, the root included.
+        num_context: int64 [batch], tokens before the root.
+        block_table: int32 [batch, n], the blocks of each request, enough for context and rows; for
+            the context, and anything behind it, where the rows' keys and values are given.
+        block_size: tokens a block.
+        are_cached: whether the rows' keys and values are in the cache.
+
+    """
+
+    trees: Trees
+    first: torch.Tensor
+    num_rows: torch.Tensor
+    num_context: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    are_cached: bool = True
+
+    def select(self, chosen: torch.Tensor) -> TreeQueries:
+        """Only the requests where `chosen`, bool [batch], is true."""
+        names = ("first", "num_rows", "num_context", "block_table")
+        rows = {name: getattr(self, name)[chosen] for name in names}
+        return replace(self, trees=self.trees.select(chosen), **rows)
 
 
 class _Queries(ctypes.Structure):
@@ -51,17 +87,22 @@ def _queries(queries: TreeQueries) -> Any:
 def move_slots(
     kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor, *, isa: str
 ) -> None:
-    """See `vllm_recycle.kernels.cpu.kv_cache.move_slots`."""
-    found, (first, *_) = load_library(), kv_caches
-    if found is None or first.element_size() not in (2, 4):
-        torch_kv_cache.move_slots(kv_caches, source, target, isa=isa)
-        return
-    read, write = (
-        torch_kv_cache.slot_elements(slots, shape=first.shape, isa=isa)
-        for slots in (source, target)
-    )
+    """Copy the keys and values of the source slots to the target slots, in every layer.
+
+    All sources are read before a target is written, so the two may overlap.
+
+    Args:
+        kv_caches: layers of one shape, contiguous, of elements of 2 or 4 bytes; layers that share
+            memory given once.
+        source: int64 [n].
+        target: int64 [n], without repetitions.
+        isa: one of `ISAS`.
+
+    """
+    first = kv_caches[0]
+    read, write = (slot_elements(slots, shape=first.shape, isa=isa) for slots in (source, target))
     caches = [kv_cache.data_ptr() for kv_cache in kv_caches]
-    found.move_slots(
+    library().move_slots(
         (c_void_p * len(caches))(*caches),
         len(caches),
         first.element_size(),
@@ -71,14 +112,14 @@ def move_slots(
     )
 
 
-def has_tree_attention(dtype: torch.dtype, head_size: int, isa: str) -> bool:
-    """Whether C++ attends from trees: not in float16, nor with head sizes that are no multiple of
-    16, nor in the AMX layout where the compiler or the system has no AMX, nor without a compiler.
-    """
-    found = load_library()
-    if found is None or dtype not in DTYPES or head_size % LANES:
-        return False
-    return isa != "amx" or bool(found.reads_amx_layout())
+def unsupported_attention(dtype: torch.dtype, head_size: int, isa: str) -> dict[str, bool]:
+    """What `tree_attention` does not have, and whether a layer has it."""
+    without_amx = isa == "amx" and not library().reads_amx_layout()
+    return {
+        str(dtype).removeprefix("torch."): dtype not in DTYPES,
+        f"heads of {head_size} numbers, no multiple of {LANES},": bool(head_size % LANES),
+        f"the KV cache layout {isa!r}": isa not in ISAS or without_amx,
+    }
 
 
 def tree_attention(
@@ -93,31 +134,31 @@ def tree_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See `vllm_recycle.kernels.cpu.tree_attention.tree_attention`.
-
-    That function serves where this one cannot (`has_tree_attention`).
+    """Attend from every tree row to its context and its ancestors; their KV is written already.
 
     On x86 a row has, bit for bit, what vLLM's kernel gives the decode row of its path: all is
     rounded in vLLM's order, and ancestors count where they are in a chain. In the AMX layout, whose
     products add values in pairs of slots, this is so for cached chains from the root on. Not where
     vLLM cuts a text, and its own rows part: over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and by half
     the L2 cache (some 8000 tokens at 512 KiB).
+
+    Args:
+        query: [tokens, heads, head_size], see `unsupported_attention`.
+        kv_cache: [blocks, kv_heads, block_size, 2 * head_size].
+        output: [tokens, heads, head_size], written at the rows of the trees.
+        trees: the rows and their mask.
+        scale: of the scores.
+        isa: layout of the cache.
+        own: keys and values of the forward's rows, each [tokens, kv_heads, head_size], of any token
+            stride. Where given, the trees' rows have theirs from here, and nothing behind the
+            context is read from the cache.
+        window: of the layer, how many positions up to its own a row sees; None for all.
+        sinks: floating point [heads], a score, scaled already, that each head's softmax has beside
+            those of the keys, and that no value belongs to; None for none.
+
     """
     _, heads, head_size = query.shape
     dtype = query.dtype
-    if not has_tree_attention(dtype, head_size, isa):
-        torch_attention.tree_attention(
-            query,
-            kv_cache,
-            output,
-            trees=trees,
-            scale=scale,
-            isa=isa,
-            own=own,
-            window=window,
-            sinks=sinks,
-        )
-        return
     of_query, of_output = query.stride(), output.stride()
     assert kv_cache.dtype == output.dtype == dtype
     assert kv_cache.is_contiguous()

@@ -37,6 +37,7 @@ class _Matrix(ctypes.Structure):
     _fields_ = (
         ("table", c_void_p),
         ("salts", c_void_p),
+        ("classes", c_void_p),
         *((name, c_int64) for name in NUMBERS),
         ("num_contexts", c_int64),
         ("lengths", c_int64 * MAX_CONTEXT),
@@ -48,7 +49,8 @@ def _matrix(matrix: AdjacencyMatrix) -> Any:
     if (known := MADE.get(matrix)) is None:
         layout, table = matrix.layout, pointer(matrix.table, torch.int32)
         numbers = (*(getattr(layout, name) for name in NUMBERS), len(layout.contexts))
-        known = ctypes.byref(_Matrix(table, pointer(matrix.salts), *numbers, layout.contexts))
+        salts, classes = pointer(matrix.salts), pointer(matrix.classes)
+        known = ctypes.byref(_Matrix(table, salts, classes, *numbers, layout.contexts))
         MADE[matrix] = known
     return known
 

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t STEADINESSES = 4;
 constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
+constexpr int64_t NUM_CLASSES = 2;           // of requests, see adjacency.py
 constexpr int64_t MAX_REACH = 16;
 constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
 constexpr int64_t NO_PLACE = -1, ALL_RANKS = INT64_MAX;
@@ -24,11 +25,12 @@ constexpr uint64_t MIX = 0x9E3779B97F4A7C15u, FINISH = 0xD6E8FEB86659FD93u;
 // The table and its layout, see MatrixLayout; as calls.py fills it in.
 struct Matrix {
   int32_t* table;
-  const int64_t* salts;  // by req_state_idx
+  const int64_t *salts, *classes;  // by req_state_idx
   int64_t vocab, k, slots, has_own, has_shared, parts, num_contexts;
   int64_t lengths[MAX_REACH];  // of contexts, ascending from 1
 
   int64_t reach() const { return lengths[num_contexts - 1]; }
+  int64_t num_ranks() const { return num_contexts * 2 * k; }  // that are counted of a class
   int32_t* entry(int64_t address) const { return table + address * (k + 2); }
   bool is_token(int64_t token) const { return uint64_t(token) < uint64_t(vocab); }
 };
@@ -248,16 +250,17 @@ struct Source {
   Trunks trunks;
   Grammars grammars;
   int64_t batch;
-  std::vector<double> rates;  // of each successor by its rank, STEADINESSES of each
+  std::vector<double> rates;  // by class, successors by their ranks, and steadiness
 
   // The entry to draft from, the surer one; its `entry` is null where nothing is known.
   Address find(const Context& context, int64_t b) const {
     const auto [shared, own] = find_longest(matrix, context, matrix.salts[idx_mapping[b]]).of;
     if (!own.entry) return shared;
-    return shared.entry && *rates_of(shared) > *rates_of(own) ? shared : own;
+    return shared.entry && *rates_of(shared, b) > *rates_of(own, b) ? shared : own;
   }
-  const double* rates_of(const Address& found) const {
-    const int64_t first = (found.index * 2 + found.own) * matrix.k;
+  const double* rates_of(const Address& found, int64_t b) const {
+    const int64_t of_class = matrix.classes[idx_mapping[b]] * matrix.num_ranks();
+    const int64_t first = of_class + (found.index * 2 + found.own) * matrix.k;
     return rates.data() + first * STEADINESSES + (found.entry[0] & 3);
   }
 };
@@ -286,7 +289,7 @@ void find_following(const Source& source, const Context& context, int64_t b, int
                     std::vector<Follower>& following) {
   const Trunks& trunks = source.trunks;
   const Address found = source.find(context, b);
-  const double* rate = found.entry ? source.rates_of(found) : nullptr;
+  const double* rate = found.entry ? source.rates_of(found, b) : nullptr;
   following.clear();
   double left = 1.0, others = 0.0, share = 1.0;
   if (0 <= place && place < trunks.gamma) {
@@ -438,7 +441,7 @@ void fill(const Source& source, const int64_t* parents, const int64_t* ranks,
       if (!above.is_found) above.found = source.find(above.context, b), above.is_found = true;
       if (!above.found.entry || above.found.entry[1 + rank] < 0) continue;
       const int64_t token = offer.token_ids[node] = above.found.entry[1 + rank];
-      const double worth = above.worth * source.rates_of(above.found)[rank * STEADINESSES];
+      const double worth = above.worth * source.rates_of(above.found, b)[rank * STEADINESSES];
       offer.worths[node] = worth;
       rows[row] = {above.context.below(token), {}, worth, true, false};
     }
@@ -530,7 +533,7 @@ int64_t draft(const Matrix* matrix, const double* counts, const Texts* texts, co
                          texts->max_depths,
                          {texts->trunk_ids, texts->chances, texts->gamma, texts->choices},
                          {texts->follows, texts->ask}, texts->batch,
-                         find_rates(counts, matrix->num_contexts * 2 * matrix->k)};
+                         find_rates(counts, NUM_CLASSES * matrix->num_ranks())};
   std::vector<Offer> offers;
   auto offer = [&](int64_t nodes, int64_t ranks, const Price& price) {
     Offer& made = offers.emplace_back(source.batch, std::min(nodes, max_nodes), &price == chains);
@@ -561,13 +564,15 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
            int64_t path_length, int64_t batch) {
   const Matrix& matrix = *of;
   const Ends ends = {text_ids, is_token, stride, last};
-  std::vector<double> increments(counts ? matrix.num_contexts * 2 * matrix.k * CELLS * 2 : 0);
+  const int64_t num_cells = matrix.num_ranks() * CELLS * 2;  // of a class
+  std::vector<double> increments(counts ? NUM_CLASSES * num_cells : 0);
   std::vector<Context> contexts;
   std::vector<uint8_t> visited;
   std::vector<Write> writes;
   for (int64_t b = 0; b < batch; b++) {
     const int64_t first = cu_num_logits[b], rows = cu_num_logits[b + 1] - first;
     const int64_t salt = matrix.salts[idx_mapping[b]];
+    double* of_class = increments.data() + matrix.classes[idx_mapping[b]] * num_cells;
     if (!rows) continue;
     contexts.assign(rows, no_context());  // where a node was not filled
     visited.assign(rows, 0);
@@ -583,7 +588,7 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
     for (; num_visits < path_length && visits[num_visits] >= 0; num_visits++) {
       const int64_t row = visits[num_visits];
       visited[row] = 1;
-      if (counts) count(matrix, increments.data(), contexts[row], salt, emitted[num_visits]);
+      if (counts) count(matrix, of_class, contexts[row], salt, emitted[num_visits]);
     }
     auto write = [&](int64_t row) {
       each_address(matrix, contexts[row], salt, [&](const Address& address) {

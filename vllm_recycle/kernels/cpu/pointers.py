@@ -17,9 +17,13 @@ MADE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def library() -> ctypes.CDLL:
-    """The compiled kernels, for whom there are some."""
-    found = load_library()
-    assert found is not None, "no C++ compiler"
+    """The kernels.
+
+    Raises RuntimeError where there are none: an engine is configured for drafts on a machine that
+    has them, and a worker of it may be on another one.
+    """
+    if (found := load_library()) is None:
+        raise RuntimeError("a worker has no C++ kernels: install the package g++ on its machine")
     return found
 
 

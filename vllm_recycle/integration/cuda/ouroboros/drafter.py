@@ -13,7 +13,7 @@ from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.draft_limits import largest_drafting_batch
-from vllm_recycle.integration.options import table_of
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -33,7 +33,7 @@ class OuroborosV2Drafter(V2Drafter):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.max_drafting = largest_drafting_batch(table_of(vllm_config), max_num_reqs)
+        self.max_drafting = largest_drafting_batch(settings_of(vllm_config).table, max_num_reqs)
         self.proposer: OuroborosProposer = make_proposer(
             vllm_config, operations, device, stops_early=False
         )
@@ -43,7 +43,12 @@ class OuroborosV2Drafter(V2Drafter):
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return OuroborosSpeculator(self, may_speculate)
 
-    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+    def begin(
+        self,
+        req_state_indices: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        classes: Sequence[int],
+    ) -> None:
         lengths = [*map(len, texts)]
         all_token_ids = self.req_states.all_token_ids.gpu
         for chosen in groups_of(lengths, MOST_TOKENS):

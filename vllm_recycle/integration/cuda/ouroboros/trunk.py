@@ -65,8 +65,13 @@ class TrunkV2Drafter(TokenRecyclingV2Drafter):
         super().reset()
         self.choices.clear()
 
-    def begin(self, req_state_indices: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        super().begin(req_state_indices, texts)
+    def begin(
+        self,
+        req_state_indices: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        classes: Sequence[int],
+    ) -> None:
+        super().begin(req_state_indices, texts, classes)
         begun = async_tensor_h2d([*req_state_indices], device=self.device)
         self.trunks.token_ids[begun] = NO_TOKEN
 

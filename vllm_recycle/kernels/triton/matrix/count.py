@@ -26,9 +26,9 @@ class DeviceCounts:
     """An acceptance table on the device, and what learning needs beside it.
 
     Attributes:
-        counts: float64 [contexts, 2, k, 5, 2], those of an `AcceptanceTable`, not a copy.
-        rates: float32 [contexts, 2, k, 4], its rates, as they are after each step.
-        increments: int32 [contexts, 2, k, 4, 2], of the step; zero between steps.
+        counts: float64 [classes, contexts, 2, k, 5, 2], those of an `AcceptanceTable`, not a copy.
+        rates: float32 [classes, contexts, 2, k, 4], its rates, as they are after each step.
+        increments: int32 [classes, contexts, 2, k, 4, 2], of the step; zero between steps.
 
     """
 
@@ -62,7 +62,7 @@ def count_visits(
     """Count at some places of one request's path: all ranks of what drafts may come from.
 
     Args:
-        increments: int32 [contexts, 2, k, 4, 2].
+        increments: int32 [contexts, 2, k, 4, 2], of the class of the request.
         text: int64 [PATH + REACH], to work in.
         tail: int32 [CONTEXT_LANES], of the request.
         path: int64 [PATH], the rows that it visited, padded with -1.
@@ -114,12 +114,12 @@ def fold_counts(
     rates: tl.tensor,
     increments: tl.tensor,
     first: tl.tensor,
-    RANKS: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Take in what was counted of `LANES` ranks, and leave their rates."""
     rank = first + tl.arange(0, LANES)
-    real = rank < RANKS
+    real = rank < ALL_RANKS
     steadiness = tl.arange(0, _STEADINESSES)[None, :]
     each = rank[:, None] * _STEADINESSES + steadiness
     mask = real[:, None] & (steadiness >= 0)

@@ -32,7 +32,7 @@ def fill(
         drafts: int64 [batch, nodes], written: of each node, -1 where there is none.
         worths: float32 [batch, nodes], written: of each node, 0 where there is none.
         matrix: what is drafted from.
-        rates: float32 [contexts, 2, k, 4], each from 0 to 1.
+        rates: float32 [classes, contexts, 2, k, 4], each from 0 to 1.
         idx_mapping: integer [batch].
         texts: by `req_state_idx`.
         tree: the template, its tables on the device of the others.
@@ -69,6 +69,7 @@ def _fill_kernel(
     rates: tl.tensor,
     idx_mapping: tl.tensor,
     salts: tl.tensor,
+    classes: tl.tensor,
     all_token_ids: tl.tensor,
     all_token_ids_stride: int,
     lengths: tl.tensor,
@@ -86,6 +87,7 @@ def _fill_kernel(
     index = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping + index).to(tl.int64)
     salt = tl.load(salts + request)
+    rates += tl.load(classes + request) * (LAYOUT.RANKS * 4)
     row = tl.arange(0, LANES)
     inside = row <= NODES
     parent = tl.load(parents + row, mask=inside, other=0).to(tl.int32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_recycle.core import adjacency
-from vllm_recycle.core.adjacency import AdjacencyMatrix, MatrixLayout
+from vllm_recycle.core.adjacency import NUM_CLASSES, AdjacencyMatrix, MatrixLayout
 
 _MIX = tl.constexpr(adjacency._MIX)
 _FINISH = tl.constexpr(adjacency._FINISH)
@@ -34,11 +34,13 @@ class Layout(NamedTuple):
     PARTS: int
     REACH: int
     CONTEXT_LANES: int  # a power of two, at least REACH
+    RANKS: int  # that are counted of a class
 
     @classmethod
     @cache  # Each launch asks for it.
     def of(cls, layout: MatrixLayout) -> Layout:
-        return cls._make((*astuple(layout), layout.reach, triton.next_power_of_2(layout.reach)))
+        lanes, ranks = triton.next_power_of_2(layout.reach), len(layout.contexts) * 2 * layout.k
+        return cls._make((*astuple(layout), layout.reach, lanes, ranks))
 
 
 class Texts(NamedTuple):
@@ -64,8 +66,8 @@ def inputs_of(
 ) -> tuple[torch.Tensor | int, ...]:
     """What the kernels that draft read, checked; see `grow` and `fill`."""
     layout = matrix.layout
-    assert rates.shape == (len(layout.contexts), 2, layout.k, 4)
-    tables = (matrix.table, rates, idx_mapping, matrix.salts)
+    assert rates.shape == (NUM_CLASSES, len(layout.contexts), 2, layout.k, 4)
+    tables = (matrix.table, rates, idx_mapping, matrix.salts, matrix.classes)
     for tensor in (drafts, worths, *tables):
         assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
@@ -225,7 +227,7 @@ def find_entry(
 
     Args:
         table, context, salt, real: see `find_longest`.
-        rates: float32 [contexts, 2, k, 4].
+        rates: float32 [contexts, 2, k, 4], of the class of the sequence.
 
     Returns:
         Address and cell, as `find_longest` has them.

@@ -38,7 +38,7 @@ def grow(
         drafts: int64 [batch, nodes], written: of each node, padded with -1.
         worths: float32 [batch, nodes], written: of each node, 0 where there is none.
         matrix: what is drafted from.
-        rates: float32 [contexts, 2, k, 4], each from 0 to 1.
+        rates: float32 [classes, contexts, 2, k, 4], each from 0 to 1.
         idx_mapping: integer [batch].
         texts: by `req_state_idx`.
         trees: written where the requests' are; has the most nodes and levels of a tree.
@@ -103,6 +103,7 @@ def _grow_kernel(
     rates: tl.tensor,
     idx_mapping: tl.tensor,
     salts: tl.tensor,
+    classes: tl.tensor,
     all_token_ids: tl.tensor,
     all_token_ids_stride: int,
     lengths: tl.tensor,
@@ -133,6 +134,7 @@ def _grow_kernel(
     index = tl.program_id(0).to(tl.int64)
     request = tl.load(idx_mapping + index).to(tl.int64)
     salt = tl.load(salts + request)
+    rates += tl.load(classes + request) * (LAYOUT.RANKS * 4)
     WIDTH: tl.constexpr = EXPANDED * CHILDREN  # of a level
     token_of = scratch + index * SIZE  # by candidate
     row_of = token_of + LEVELS * WIDTH  # by candidate, where it is chosen

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
+from vllm_recycle.core.adjacency import MAX_STEADINESS, NUM_CLASSES, AdjacencyMatrix
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts, count_visits, fold_counts
 from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, is_written, read_tail
@@ -75,6 +75,7 @@ def learn(
         counts.increments if counts is not None else None,
         table,
         *shared,
+        matrix.classes,
         learns,
         texts.token_ids,
         texts.token_ids.stride(0),
@@ -93,7 +94,7 @@ def learn(
     )
     width = triton.next_power_of_2(layout.width)
     block = max(1, ELEMENTS // width)
-    ranks = kinds * layout.k
+    ranks = NUM_CLASSES * kinds * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
     # A kind of entry is a length of context and whether it is an own one; first the shared one.
     written = len(layout.contexts) * (layout.has_own + layout.has_shared)
@@ -117,7 +118,7 @@ def learn(
         WRITTEN=written,
         FIRST_KIND=0 if layout.has_shared else 1,
         KIND_STEP=2 * len(layout.contexts) // written,
-        RANKS=ranks,
+        ALL_RANKS=ranks,
         FOLD_BLOCKS=fold_blocks,
         LANES=LANES,
         num_warps=1,
@@ -136,6 +137,7 @@ def _mark_step_kernel(
     idx_mapping: tl.tensor,
     salts: tl.tensor,
     cu_num_logits: tl.tensor,
+    classes: tl.tensor,
     learns: tl.tensor,
     all_token_ids: tl.tensor,
     all_token_ids_stride: int,
@@ -184,8 +186,9 @@ def _mark_step_kernel(
             LAYOUT,
         )
     elif increments is not None:
+        of_class = tl.load(classes + request) * (LAYOUT.RANKS * 8)
         count_visits(
-            increments,
+            increments + of_class,
             text + index * (PATH + LAYOUT.REACH),
             tail,
             path,
@@ -223,7 +226,7 @@ def _write_step_kernel(
     WRITTEN: tl.constexpr,
     FIRST_KIND: tl.constexpr,
     KIND_STEP: tl.constexpr,
-    RANKS: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
     FOLD_BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
@@ -266,4 +269,4 @@ def _write_step_kernel(
             mask=last[:, None] & (column < 2 + K),
         )
     elif counts is not None:
-        fold_counts(counts, rates, increments, program * LANES, RANKS, LANES)
+        fold_counts(counts, rates, increments, program * LANES, ALL_RANKS, LANES)
