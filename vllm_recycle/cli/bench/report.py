@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -29,35 +30,6 @@ THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "LD_PRELOAD",
 )
-DEFINITIONS = {
-    "tokens_per_s": "emitted tokens / wall time of a pass over the prompts, prompt steps and the "
-    "rendering of turns behind the first included; "
-    "median over the repeats, as every figure here unless it says otherwise",
-    "speedup": "tokens_per_s / tokens_per_s of the method none in the same repeat and at the same "
-    "concurrency; the median of these ratios",
-    "mean_accepted_tokens": "1 + accepted draft tokens / steps, tokens a target call, as the "
-    "papers count: the free token of a step is in, and so are tokens behind an end of text or "
-    "--max-tokens; a step is one request in one engine step, without the step that ends its prompt",
-    "mean_accepted_tokens_first_pass": "the same in the first pass of the process over the prompts "
-    "(first_pass.concurrency in flight), which nothing precedes and which is not timed",
-    "step_ms": "median time from one result to the next, of engine steps that hold no prompt",
-    "rows_per_step": "1 + draft tokens verified / steps, as vLLM counts them: rows of the target's "
-    "forward for a request",
-    "categories": "the same for the prompts of a category, over all repeats together; a prompt has "
-    "an equal share of the time of each engine step that it is in flight in, so that at more than "
-    "one in flight all categories are slowed by each other; runs: prompts, in all repeats",
-    "draft_forwards_per_round": "forwards of the draft model / drafts made, counted once for each "
-    "request that takes part; vLLM's draft_model drafts each of its tokens by one forward",
-    "fresh_prompts": "whether each pass has prompts of its own, so that nothing has seen them",
-    "others_cpu_share": "of all CPUs during each timed pass, used by processes that are not the "
-    "engine's; where it is not near 0, the figures are disturbed",
-    "threads": "variables of vLLM's threads, as given; by default it leaves a core of a CPU to its "
-    "front end",
-    "temperature": "0 is greedy; else each prompt has a seed of its own, the same for all methods",
-    "outputs_equal": "all token ids equal those of none at the same concurrency, in every pass; "
-    "certain only in float32, elsewhere near-ties fall either way",
-    "equal_share": "the share of prompts whose token ids, of all turns, are equal",
-}
 
 
 def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
@@ -187,7 +159,7 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "definitions": DEFINITIONS,
+        "definitions": json.loads((Path(__file__).parent / "definitions.json").read_text("utf-8")),
     }
 
 
