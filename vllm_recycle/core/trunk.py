@@ -8,6 +8,7 @@ matrix knows beside and below them (`grow`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -117,9 +118,8 @@ def draft_trunks(
         best = chosen[:, :, 0].tolist()
         chance = acceptance.chances(Trunks(chosen, probable)).chances[:, :, 0].tolist()
         for index, (b, tried) in enumerate(zip(active, guesses, strict=True)):
-            right = 0
-            while right < len(tried) and tried[right] == best[index][right]:
-                right += 1
+            pairs = zip(tried, best[index], strict=False)
+            right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             place = slice(lengths[b], lengths[b] + right + 1)
             token_ids[b, place] = chosen[index, : right + 1]
             chances[b, place] = probable[index, : right + 1]

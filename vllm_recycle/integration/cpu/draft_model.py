@@ -284,14 +284,34 @@ class Round:
         )
         step.place([positions], input_ids.numpy())
         positions.clamp_(max=drafter.max_model_len - 1)
-        is_head = offset < num_heads[owner]
+        places = np.where(offset < num_heads[owner], position, -1)
+        common = self._metadata(idx_mapping, starts, places)
+        hidden = drafter.run(len(owner), common, step)
+        self.num_cached[idx_mapping] += num_heads
+        taken_in = np.minimum(self.num_cached, self.computed)[idx_mapping]
+        drafter.num_cached[idx_mapping] = taken_in
+        drafter.blocks.mark(idx_mapping, taken_in)
+        return hidden[logit_rows]
+
+    def _metadata(
+        self, idx_mapping: np.ndarray, starts: np.ndarray, places: np.ndarray
+    ) -> CommonAttentionMetadata:
+        """vLLM's metadata of a forward.
+
+        Args:
+            idx_mapping: int64 [batch].
+            starts: int64 [batch + 1], the first row of each request.
+            places: int64 [rows], in the text, of the rows that have a KV slot; -1 of the others.
+
+        """
+        lengths, size = np.diff(starts), self.drafter.block_size
+        owner = np.repeat(np.arange(len(lengths)), lengths)
         block_table = self.block_table[torch.from_numpy(self.index[idx_mapping])]
-        size = drafter.block_size
-        block = (position // size).clip(max=block_table.shape[1] - 1)
-        slots = block_table.numpy()[owner, block] * size + position % size
+        block = (places // size).clip(max=block_table.shape[1] - 1)
+        slots = block_table.numpy()[owner, block] * size + places % size
         query_start_loc = torch.from_numpy(starts).to(torch.int32)
         seq_lens = self.num_cached[idx_mapping] + lengths
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=query_start_loc,
             seq_lens=torch.from_numpy(seq_lens).to(torch.int32),
@@ -300,11 +320,5 @@ class Round:
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
             block_table_tensor=block_table,
-            slot_mapping=torch.from_numpy(np.where(is_head, slots, PADDING_SLOT_ID)),
+            slot_mapping=torch.from_numpy(np.where(places < 0, PADDING_SLOT_ID, slots)),
         )
-        hidden = drafter.run(len(owner), common, step)
-        self.num_cached[idx_mapping] += num_heads
-        taken_in = np.minimum(self.num_cached, self.computed)[idx_mapping]
-        drafter.num_cached[idx_mapping] = taken_in
-        drafter.blocks.mark(idx_mapping, taken_in)
-        return hidden[logit_rows]

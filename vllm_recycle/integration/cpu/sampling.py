@@ -82,14 +82,11 @@ def walk_by_depth(
         while True:
             row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
             visiting = (row >= 0).tolist()
+            drawing = {i: g for i, g in sampling_metadata.generators.items() if visiting[i]}
             output = sampler(
                 logits=logits[step.cu_num_logits[:-1] + row.clamp(min=0)],
                 sampling_metadata=replace(
-                    sampling_metadata,
-                    spec_token_ids=None,
-                    generators={
-                        i: g for i, g in sampling_metadata.generators.items() if visiting[i]
-                    },
+                    sampling_metadata, spec_token_ids=None, generators=drawing
                 ),
             )
             sampled = output.sampled_token_ids.flatten().long()
@@ -110,8 +107,11 @@ def walk_by_depth(
     visited = torch.stack(path, dim=1)
     num_visited = (visited >= 0).sum(dim=1, dtype=torch.int32)
     result = WalkResult(visited, torch.stack(tokens, dim=1), num_visited)
-    if logprobs[0] is None:
-        return result, None
+    return result, None if logprobs[0] is None else _stacked(logprobs)
+
+
+def _stacked(logprobs: Sequence[LogprobsTensors]) -> LogprobsTensors:
+    """Those of [batch * path] rows, of those of [batch] rows for each place of the path."""
     fields = ("logprob_token_ids", "logprobs", "selected_token_ranks")
     stacked = (torch.stack([getattr(at, name) for at in logprobs], dim=1) for name in fields)
-    return result, LogprobsTensors(*(rows.flatten(0, 1) for rows in stacked))
+    return LogprobsTensors(*(rows.flatten(0, 1) for rows in stacked))

@@ -122,6 +122,15 @@ def unsupported_attention(dtype: torch.dtype, head_size: int, isa: str) -> dict[
     }
 
 
+def _rows(tensor: torch.Tensor | None, query: torch.Tensor) -> tuple[int | None, int]:
+    """For C++: rows like those of the queries, and the stride from one to the next."""
+    if tensor is None:
+        return None, 0
+    assert tensor.dtype == query.dtype
+    assert tensor.stride()[1:] == (query.shape[2], 1)
+    return tensor.data_ptr(), tensor.stride(0)
+
+
 def tree_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -158,28 +167,17 @@ def tree_attention(
 
     """
     _, heads, head_size = query.shape
-    dtype = query.dtype
-    of_query, of_output = query.stride(), output.stride()
-    assert kv_cache.dtype == output.dtype == dtype
-    assert kv_cache.is_contiguous()
-    assert of_query[1:] == of_output[1:] == (head_size, 1)
-    assert sinks is None or len(sinks) == heads
     _, kv_heads, block_size, _ = kv_cache.shape
-    given: tuple[int | None, ...] = (None, 0, None, 0)
-    if own is not None:
-        for side in own:
-            assert side.dtype == dtype
-            assert side.stride()[1:] == (head_size, 1)
-        given = tuple(of for side in own for of in (side.data_ptr(), side.stride(0)))
-    sinks = None if sinks is None else sinks.float()
+    dtype, sinks = query.dtype, None if sinks is None else sinks.float()
+    assert sinks is None or len(sinks) == heads
+    keys, values = own or (None, None)
     library().tree_attention(
         _queries(trees),
-        query.data_ptr(),
-        of_query[0],
-        output.data_ptr(),
-        of_output[0],
-        kv_cache.data_ptr(),
-        *given,
+        *_rows(query, query),
+        *_rows(output, query),
+        pointer(kv_cache, dtype),
+        *_rows(keys, query),
+        *_rows(values, query),
         pointer(sinks, torch.float32),
         heads,
         kv_heads,
