@@ -1,7 +1,9 @@
-"""The counts that new engines start from, made of a matrix file that an engine has written.
+"""The counts that new engines start from, made of matrix files that engines have written.
 
-    python examples/benchmarks/acceptance_rates.py MATRIX.safetensors \
+    python examples/benchmarks/acceptance_rates.py GREEDY.safetensors SAMPLED.safetensors \
         vllm_recycle/core/acceptance.json --source "model, prompts"
+
+Those of greedy requests are from the first file, those of requests that sample from the second.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ast
 import json
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
 
@@ -18,13 +21,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("matrix_file")
+    parser.add_argument("matrix_files", nargs=2, metavar="FILE")
     parser.add_argument("output", type=Path)
     parser.add_argument("--source", required=True, help="what the counts were taken of")
     args = parser.parse_args()
-    with safe_open(args.matrix_file, "pt") as file:
-        counts = file.get_tensor("acceptance")
-        contexts = ast.literal_eval(file.metadata()["contexts"])
+    of_classes = []
+    for of_class, path in enumerate(args.matrix_files):
+        with safe_open(path, "pt") as file:
+            of_classes.append(file.get_tensor("acceptance")[of_class])
+            contexts = ast.literal_eval(file.metadata()["contexts"])
+    counts = torch.stack(of_classes)
     by_length = counts.round(decimals=2).transpose(0, 1).tolist()
     pairs = zip(contexts, by_length, strict=True)
     lines = ",\n".join(f'  "{length}": {json.dumps(of)}' for length, of in pairs)
