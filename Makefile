@@ -138,10 +138,11 @@ format-check: setup
 types: setup
 	$(BIN)/mypy
 
-# The kernels lie in the package as long as the wheel is made: a checkout compiles its own.
+# The kernels lie in the package as long as the wheel is made: a checkout compiles its own. What an
+# earlier wheel had must not get into this one, nor this one's into what pip makes of the checkout.
 wheel: setup
-	rm -rf build dist  # what an earlier wheel had must not get into this one
-	$(BIN)/python -m vllm_recycle.kernels.cpu.build
+	rm -rf build dist
+	trap 'rm -rf build vllm_recycle/kernels/cpu/shipped' EXIT; \
+	$(BIN)/python -m vllm_recycle.kernels.cpu.build && \
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=--build-option=--plat-name=$(WHEEL_TAG) .
-	rm -r vllm_recycle/kernels/cpu/shipped

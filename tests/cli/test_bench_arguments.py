@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from commands import DRAFT_MODEL, bench, refused
+from commands import DRAFT_MODEL, MODEL, bench, refused
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,12 @@ def test_bad_prompt_files_are_refused_in_one_line(lines, message, tmp_path, caps
     if lines is not None:
         path.write_text(lines)
     assert message in refused(bench("--methods=none", prompts=path), capsys)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"vocab_size": 4095}')
+    line = refused(bench(f"--draft-model={tmp_path}"), capsys)
+    assert f"{tmp_path}: a vocabulary of 4095, expected the 4096 of --model {MODEL}" in line
 
 
 def test_a_missing_optional_package_is_named_with_its_command(monkeypatch, capsys):

@@ -46,6 +46,25 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_kernels_of_the_wheel_have_the_bits_of_vllms(installed, tmp_path):
+    tests = ROOT / "tests" / "kernels" / "cpu" / "test_bits.py"
+    code = (
+        "import sys, pytest; from vllm_recycle.kernels.cpu import build;"
+        f"assert build.find_or_build().path.is_relative_to({str(installed)!r});"
+        f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(tests)!r}]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, " passed" in result.stdout) == (0, True), result.stdout[-2000:]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

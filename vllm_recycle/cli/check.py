@@ -6,8 +6,9 @@
 
 It makes the configuration that `vllm serve` would make, with `vllm_recycle.integration.config`, and
 reports what that refuses. It loads no weights, and does not look at what only a running engine
-knows, such as the memory that is left. With `--build` it compiles the kernels that an engine on CPU
-compiles at its first start, where the package has none for the CPU.
+knows, such as the memory that is left. On CPU it compiles the kernels that an engine compiles at its
+first start, where the package has none for the CPU; with `--build` it does no more, and says where
+they lie.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Say what is supported and what is there.
 
-    The status is 1 where an engine would not start, or kernels to build are not kept.
+    The status is 1 where an engine would not start, or not draft, or kernels to build are not kept.
     """
     if args.model is None and not args.build:
         raise UsageError("expected a MODEL, or --build")

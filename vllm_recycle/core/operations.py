@@ -26,8 +26,6 @@ from vllm_recycle.core.verification import WalkResult
 class PhraseOperations(Protocol):
     """What Ouroboros calls; see `verification`, `phrase_pool` and `harvest`."""
 
-    name: str
-
     def walk(
         self,
         sampled: torch.Tensor,

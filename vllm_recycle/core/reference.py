@@ -1,4 +1,4 @@
-"""The `Operations` in plain torch: what is correct, and what runs where nothing is faster."""
+"""The `Operations` in plain torch: what is correct."""
 
 from __future__ import annotations
 
@@ -10,5 +10,3 @@ from vllm_recycle.core.learn import top_k as top_k
 from vllm_recycle.core.phrase_pool import insert_phrases as insert_phrases
 from vllm_recycle.core.phrase_pool import newest_phrases as newest_phrases
 from vllm_recycle.core.verification import walk as walk
-
-name = "torch"

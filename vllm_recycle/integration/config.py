@@ -78,8 +78,10 @@ def rewrite(engine_args: Any) -> Any | None:
     _check_places(engine_args)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
-    if not platform.has_kernels():
-        rewritten.speculative_config = None  # a warning says so
+    if not platform.has_kernels():  # a warning says so
+        if engine_args.nnodes > 1:
+            raise RuntimeError(f"{method}: no C++ kernels on this node: install the package g++")
+        rewritten.speculative_config = None
         return rewritten
     rewritten.worker_cls = platform.worker
     # A table or a price of the user's wins over what is chosen step by step, which goes by the

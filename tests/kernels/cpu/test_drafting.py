@@ -23,13 +23,10 @@ from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.kernels.cpu import build, calls
+from vllm_recycle.kernels.cpu import calls
 
 VOCABS, LENGTHS = [3, 5, 40], [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 4, 16)]
 
-pytestmark = pytest.mark.skipif(
-    build.load_library() is None, reason="no C++ compiler on this machine"
-)
 
 MANY = settings(max_examples=60, deadline=None)
 

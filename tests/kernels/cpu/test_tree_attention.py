@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_layouts import LAYOUTS, STALE, every_layout, skip_reason
+from cache_layouts import KV_HEADS, LAYOUTS, STALE, every_layout, skip_reason
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trees
@@ -48,7 +48,8 @@ def test_any_trees_equal_a_softmax_over_context_and_ancestors(tree, data, own):
         sizes = data.draw(st.integers(0, tree.num_nodes)), data.draw(st.integers(0, 70))
         sequences.append(Sequence(*sizes, first, blocks))
         first = rows_of(sequences[-1]).stop
-    step = Step.make(layout, sequences, own=own)
+    heads = KV_HEADS * data.draw(st.integers(1, 4))
+    step = Step.make(layout, sequences, own=own, heads=heads)
     window = data.draw(st.none() | st.integers(1, 100))
     output = step.attend(step.tree_rows(tree, sequences), window=window)
     assert is_within_tolerance(output, step.reference(tree, sequences, window=window))

@@ -55,7 +55,14 @@ class Step:
     own: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def make(cls, layout: Layout, sequences: list[Sequence] = STEP, *, own: bool = False) -> Step:
+    def make(
+        cls,
+        layout: Layout,
+        sequences: list[Sequence] = STEP,
+        *,
+        own: bool = False,
+        heads: int = HEADS,
+    ) -> Step:
         """With `own` the cache holds the contexts alone, and NaN, and no block is behind them."""
         torch.manual_seed(0)
         # Two more behind the last tree.
@@ -84,7 +91,7 @@ class Step:
             write(kv_cache, keys[:cached], values[:cached], slots, layout.isa)
             own_keys[rows_of(sequence)] = keys[sequence.num_context :]
             own_values[rows_of(sequence)] = values[sequence.num_context :]
-        query = torch.randn(num_rows, HEADS, layout.head_size).to(layout.dtype)
+        query = torch.randn(num_rows, heads, layout.head_size).to(layout.dtype)
         given = (own_keys, own_values) if own else None
         return cls(layout, query, kv_cache, dense, block_table, given)
 
@@ -138,7 +145,7 @@ class Step:
         """
         output = torch.full_like(self.query, UNTOUCHED, dtype=torch.float64)
         for sequence, (keys, values) in zip(sequences, self.dense, strict=True):
-            group = HEADS // KV_HEADS
+            group = self.query.shape[1] // KV_HEADS
             keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
             for row in range(sequence.num_nodes + 1):
                 path = [row]

@@ -61,6 +61,7 @@ def read_workload(args: argparse.Namespace) -> dict[str, Any]:
     _check_model(args.model, "--model")
     if args.draft_model is not None:
         _check_model(args.draft_model, "--draft-model")
+        _check_vocabularies(args.model, args.draft_model)
     prompts = read_prompts(args.prompts, chat=args.chat)
     engine_args = json_object(args.engine_args, "--engine-args")
     if args.chat and not has_chat_template(args.model, engine_args):
@@ -138,3 +139,21 @@ def _check_model(model: str, option: str) -> None:
     check_folder(model, option)
     if Path(model).exists() and not (Path(model) / "config.json").is_file():
         raise UsageError(f"{option}: no config.json in {model}, expected a model directory")
+
+
+def _check_vocabularies(model: str, draft_model: str) -> None:
+    """Compare the two where both models are directories; vLLM checks others."""
+    expected, got = _vocab_size(model), _vocab_size(draft_model)
+    if expected and got and got != expected:
+        raise UsageError(
+            f"--draft-model {draft_model}: a vocabulary of {got}, expected the {expected} of "
+            f"--model {model}"
+        )
+
+
+def _vocab_size(model: str) -> int | None:
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    config = json_object(path.read_text(encoding="utf-8"), str(path))
+    return config.get("text_config", config).get("vocab_size")

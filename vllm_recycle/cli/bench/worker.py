@@ -73,6 +73,10 @@ class Worker:
 
         self.llm = LLM(**engine)
         self.engine = self.llm.llm_engine
+        if engine.get("speculative_config") and not self.engine.vllm_config.speculative_config:
+            raise RuntimeError(
+                "no C++ kernels, so that nothing is drafted: install the package g++"
+            )
         self.prompts, self.chat = prompts, chat
         # In advance, so that what is too long is refused before anything is measured.
         self.first_turns = [self._render([_said(p["turns"][0])], i) for i, p in enumerate(prompts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -24,6 +25,8 @@ def unsupported_by_trees(vllm_config: Any, name: str, model: Any) -> dict[str, b
         model: vLLM's `ModelConfig`.
 
     """
+    if platform.machine() != "x86_64":
+        return {f"a {name} on {platform.machine()}": True}
     head_size = model.get_head_size()
     isa = _get_attn_isa(model.dtype, vllm_config.cache_config.block_size, head_size)
     features = unsupported_attention(model.dtype, head_size, isa)

@@ -137,7 +137,7 @@ class TokenRecyclingV1Drafter(V1Drafter):
             what = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"
         return (
             f"token_recycling: {what}, a row's cost {cost}, {self.state.describe()}, "
-            f"{num_bytes:,} bytes, kernels in {proposer.operations.name}"
+            f"{num_bytes:,} bytes"
         )
 
 

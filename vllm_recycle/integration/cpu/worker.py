@@ -16,6 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
 from vllm_recycle.integration.cpu.recurrent import hide_drafts
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.refusals import refuse
 from vllm_recycle.integration.worker import TreeWorker
 from vllm_recycle.kernels.cpu.cache_calls import unsupported_attention
@@ -49,9 +50,9 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         super().initialize_from_config(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for name, layer in layers.items() if self.verifies_trees else ():
-            dtype = self.model_config.dtype
-            features = unsupported_attention(dtype, layer.head_size, layer.isa)
-            refuse(f"layer {name}", features)
+            features = unsupported_attention(self.model_config.dtype, layer.head_size, layer.isa)
+            method = settings_of(self.vllm_config).options.method
+            refuse(method, {f"layer {name} with {what}": has for what, has in features.items()})
 
 
 def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:

@@ -201,7 +201,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
         name = "dynamic trees" if self.template is None else f"tree {self.template.name}"
         return (
             f"token_recycling: {name} of at most {trees.num_nodes} nodes and {trees.depth} levels, "
-            f"{self.state.describe()}, {num_bytes:,} bytes, kernels in triton"
+            f"{self.state.describe()}, {num_bytes:,} bytes"
         )
 
 

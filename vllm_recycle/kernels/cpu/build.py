@@ -38,15 +38,17 @@ CONTRACT = "-ffp-contract=" + ("off" if platform.machine() == "x86_64" else "fas
 NATIVE = ("-march=native",)
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-strict-aliasing", CONTRACT)
 # What a wheel for x86 has, the first that a CPU can run: the flags in /proc/cpuinfo that it needs,
-# and those of the compiler. vLLM's own builds need the same.
-AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+# and those of the compiler. vLLM chooses among its own three by AVX-512 and its bfloat16 alone, and
+# so must we: outputs are rounded by what a CPU has of these. AMX is looked for when it is used.
+AVX2 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 VARIANTS = {
-    "amx": (
-        (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512bf16": (
+        (*AVX512, "avx512_bf16"),
         ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ),
     "avx512": (AVX512, ("-march=x86-64-v4",)),
-    "avx2": (("avx2", "fma", "bmi2", "f16c"), ("-march=x86-64-v3",)),
+    "avx2": (AVX2, ("-march=x86-64-v3",)),
 }
 
 # Arguments of each function: p pointer, i int64, f float.
@@ -120,7 +122,7 @@ def find_or_build() -> Built:
 
 
 def find_shipped() -> Path | None:
-    """The kernels in the package for this CPU, made of these very sources."""
+    """The kernels in the package for this CPU, made of these very sources with these flags."""
     with contextlib.suppress(OSError):
         flags = set(_cpu_flags().split())
         for name, (needed, _) in VARIANTS.items():
@@ -130,7 +132,7 @@ def find_shipped() -> Path | None:
 
 
 def _shipped_path(name: str) -> Path:
-    return FOLDER / "shipped" / f"{name}-{_digest(_sources())}.so"
+    return FOLDER / "shipped" / f"{name}-{_digest((_sources(), FLAGS, VARIANTS[name]))}.so"
 
 
 def _sources() -> list[str]:
@@ -227,12 +229,18 @@ def _is_whole(path: Path) -> bool:
 
 
 def main() -> None:
-    """Compile all variants into the package, for `make wheel`."""
-    command, *_ = compilers([])
+    """Compile all variants into the package, for `make wheel`; for x86 alone."""
+    problems: list[str] = []
+    found = compilers(problems)
+    if platform.machine() != "x86_64" or not found:
+        raise SystemExit("; ".join(problems) or "expected x86-64, and the package g++")
     shutil.rmtree(FOLDER / "shipped", ignore_errors=True)
     (FOLDER / "shipped").mkdir()
     for name, (_, flags) in VARIANTS.items():
-        compile_to(_shipped_path(name), [*command, *flags])
+        try:
+            compile_to(_shipped_path(name), [*found[0], *flags])
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(error.stderr) from error
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def unsupported_attention(dtype: torch.dtype, head_size: int, isa: str) -> dict[
     without_amx = isa == "amx" and not library().reads_amx_layout()
     return {
         str(dtype).removeprefix("torch."): dtype not in DTYPES,
-        f"heads of {head_size} numbers, no multiple of {LANES},": bool(head_size % LANES),
+        f"heads of {head_size} numbers (no multiple of {LANES})": bool(head_size % LANES),
         f"the KV cache layout {isa!r}": isa not in ISAS or without_amx,
     }
 

@@ -25,8 +25,6 @@ from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.cpu.pointers import DTYPES, MADE, library, pointer, pointers, rows_pointer
 
-name = "c++"
-
 # Numbers of a `MatrixLayout`, as `Matrix` in matrix.cpp has them.
 NUMBERS = ("vocab_size", "k", "slots", "has_own", "has_shared", "parts")
 

@@ -572,7 +572,6 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
   for (int64_t b = 0; b < batch; b++) {
     const int64_t first = cu_num_logits[b], rows = cu_num_logits[b + 1] - first;
     const int64_t salt = matrix.salts[idx_mapping[b]];
-    double* of_class = increments.data() + matrix.classes[idx_mapping[b]] * num_cells;
     if (!rows) continue;
     contexts.assign(rows, no_context());  // where a node was not filled
     visited.assign(rows, 0);
@@ -588,7 +587,9 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
     for (; num_visits < path_length && visits[num_visits] >= 0; num_visits++) {
       const int64_t row = visits[num_visits];
       visited[row] = 1;
-      if (counts) count(matrix, of_class, contexts[row], salt, emitted[num_visits]);
+      if (!counts) continue;
+      double* of_class = increments.data() + matrix.classes[idx_mapping[b]] * num_cells;
+      count(matrix, of_class, contexts[row], salt, emitted[num_visits]);
     }
     auto write = [&](int64_t row) {
       each_address(matrix, contexts[row], salt, [&](const Address& address) {

@@ -53,8 +53,9 @@ def learn(
     """
     table, layout, walked = matrix.table, matrix.layout, step.walked
     batch, path = walked.path.shape
-    tensors = (table, stamps, matrix.salts, step.parents, step.row_token_ids, step.successors)
-    for tensor in (*tensors, step.cu_num_logits, walked.path, walked.token_ids):
+    tensors = (table, stamps, matrix.salts, matrix.classes, step.parents, step.row_token_ids)
+    of_step = (step.successors, step.cu_num_logits, walked.path, walked.token_ids)
+    for tensor in (*tensors, *of_step):
         assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
     shared = (step.idx_mapping.contiguous(), matrix.salts, step.cu_num_logits)

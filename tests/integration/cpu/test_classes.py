@@ -1,0 +1,22 @@
+"""Acceptance is counted apart for greedy requests and for those that sample, in one batch."""
+
+from __future__ import annotations
+
+import pytest
+from engines import GROWN, engine, generate, read_prompts, runner
+from vllm import SamplingParams
+
+from vllm_recycle.core.adjacency import GREEDY, SAMPLED
+
+PROMPTS = read_prompts(2)
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 1.0), (0.0, 0.9)], ids=str)
+def test_the_class_of_a_request_is_that_of_its_temperature(temperatures):
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=12) for t in temperatures]
+    with engine(GROWN) as llm:
+        counts = runner(llm).drafter.state.acceptance.counts
+        before = counts.clone()
+        generate(llm, PROMPTS, params)
+        changed = {of_class for of_class in (GREEDY, SAMPLED) if (counts != before)[of_class].any()}
+    assert changed == {SAMPLED if temperature else GREEDY for temperature in temperatures}
