@@ -6,9 +6,8 @@
 
 It makes the configuration that `vllm serve` would make, with `vllm_recycle.integration.config`, and
 reports what that refuses. It loads no weights, and does not look at what only a running engine
-knows, such as the memory that is left. On CPU it compiles the kernels that an engine compiles at its
-first start, where the package has none for the CPU; with `--build` it does no more, and says where
-they lie.
+knows, such as the memory that is left. On CPU it compiles the kernels that an engine compiles at
+its first start, where the package has none for the CPU; with `--build` it says where they lie.
 """
 
 from __future__ import annotations

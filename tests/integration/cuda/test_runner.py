@@ -29,6 +29,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.integration.cuda import sampling
 
+CLASSES = ("greedy", "sampled")  # in the order of the counts
+
 pytestmark = pytest.mark.slow
 
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
@@ -142,6 +144,12 @@ def test_drafts_are_accepted_where_a_grammar_is_followed(result, run):
     assert result[run]["accepted tokens that follow a grammar"] > 0
 
 
+def test_greedy_and_sampled_requests_are_counted_apart(result):
+    greedy, sampled = (result["seen"][f"counts of {name} requests"] for name in CLASSES)
+    assert greedy > 0
+    assert sampled > 0
+
+
 def test_masks_take_the_memory_of_the_rows_that_a_step_may_have(result):
     tokens = LLM_ARGUMENTS["max_num_batched_tokens"]
     assert result["seen"]["rows of masks"] == LLM_ARGUMENTS["max_num_seqs"] + tokens // 2
@@ -222,7 +230,11 @@ def serve(
     with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS | arguments) as llm:
         assert type(runner(llm)) is TreeV2Runner
         watch(llm, seen, waits)
+        counts = runner(llm).drafter.counts.counts
+        before = counts.clone()
         outputs = generate(llm, batches)
+        for of_class, changed in zip(CLASSES, counts != before, strict=True):
+            seen[f"counts of {of_class} requests"] = int(changed.sum())
         for name in ("drafts", "draft_tokens", "accepted_tokens"):
             seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
         [statistics] = llm.collective_rpc("draft_statistics")

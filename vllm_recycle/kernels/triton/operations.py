@@ -6,6 +6,4 @@ from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
 from vllm_recycle.kernels.triton.ouroboros.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.kernels.triton.walk import walk
 
-name = "triton"
-
-__all__ = ["harvest", "insert_phrases", "name", "newest_phrases", "walk"]
+__all__ = ["harvest", "insert_phrases", "newest_phrases", "walk"]
