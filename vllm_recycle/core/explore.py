@@ -25,9 +25,9 @@ LOOK_AT_NEW_EVERY = 3
 # Steps of a look at plain steps, whose median is believed; and the most steps of any look where
 # steps are decided ahead: a draft model has to catch up with texts before its first round.
 PLAIN_STEPS, MOST_LOOKING = 3, 32
-# Plain steps are looked at if so many steps in a row deviate by so much (logarithm) to one side.
-# The next such look needs twice as many.
-SURPRISES, SURPRISE = 3, 0.2
+# Plain steps are looked at if so many steps in a row deviate by so much (logarithm) to one side, and
+# there was no plain step for so many. The next such look needs twice as many surprises.
+SURPRISES, SURPRISE, RECENT = 3, 0.2, 8
 # A round of a draft model is tried after so many steps without one, times the plain steps that its
 # reading takes. None is tried that reads for longer than MOST_READING plain steps.
 LOOK_AT_ROUNDS_EVERY, MOST_READING = 32, 32
@@ -132,7 +132,8 @@ class Explorer:
             if self._num_steps >= end + PLAIN_STEPS:  # its steps are not served as it asked
                 self._look = None
         is_new = (cell, PLAIN) not in self._last
-        if is_new or len(self._surprises) >= self._most_surprises:
+        is_surprised = len(self._surprises) >= self._most_surprises
+        if is_new or (is_surprised and self._last[cell, PLAIN] <= self._num_steps - RECENT):
             self._most_surprises = SURPRISES if is_new else 2 * self._most_surprises
             return self._begin(cell, PLAIN, 1.0)
         every = LOOK_AT_NEW_EVERY if self._new_kinds else LOOK_EVERY
