@@ -25,8 +25,8 @@ LOOK_AT_NEW_EVERY = 3
 # Steps of a look at plain steps, whose median is believed; and the most steps of any look where
 # steps are decided ahead: a draft model has to catch up with texts before its first round.
 PLAIN_STEPS, MOST_LOOKING = 3, 32
-# Plain steps are looked at if so many steps in a row deviate by so much (logarithm) to one side, and
-# there was no plain step for so many. The next such look needs twice as many surprises.
+# Plain steps are looked at if so many steps in a row deviate by so much (logarithm) to one side,
+# and there was no plain step for so many. The next such look needs twice as many surprises.
 SURPRISES, SURPRISE, RECENT = 3, 0.2, 8
 # A round of a draft model is tried after so many steps without one, times the plain steps that its
 # reading takes. None is tried that reads for longer than MOST_READING plain steps.
