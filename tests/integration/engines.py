@@ -20,6 +20,8 @@ GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80", "row_cost": 0}
 # Trees along the draft model's trunk.
 TRUNK = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft"), "row_cost": 0}
+# Trees along the chain of vLLM's own draft model.
+HOSTED = {**GROWN, "trunk": {"method": "draft_model", "model": TRUNK["model"]}}
 # As published, also with few rows, for tests that make many steps.
 PUBLISHED = {"method": "ouroboros", "model": TRUNK["model"], "preset": "paper"}
 OUROBOROS = {**PUBLISHED, "gamma": 2, "window": 2, "guesses": 2, "phrase_length": 4}

@@ -67,7 +67,7 @@ def test_a_hint_makes_it_fewer_steps_and_leaves_the_output_as_it_is(scope, expec
         steps, counts = watch_steps(llm), {}
         for name, hints in [*hints_of(llm, expected).items(), ("none again", [])]:
             if scope != "isolated":
-                runner(llm).drafter.reset()
+                runner(llm).tree_drafter.reset()
             steps.clear()
             assert generate(llm, PROMPTS, hinted(hints)) == expected
             counts[name] = sum(len(step.num_scheduled_tokens) for step in steps)
@@ -80,7 +80,7 @@ def test_a_hint_makes_it_fewer_steps_and_leaves_the_output_as_it_is(scope, expec
 @pytest.mark.parametrize("name", SCARCE)
 def test_a_hint_is_taken_in_whenever_its_request_begins(name, expected):
     with engine(GROWN, **SCARCE[name]) as llm:
-        drafter, texts, hints = runner(llm).drafter, [], hints_of(llm, expected)["ids"]
+        drafter, texts, hints = runner(llm).tree_drafter, [], hints_of(llm, expected)["ids"]
         begin, take_in = drafter.begin, drafter.take_in
         drafter.begin = lambda *args: texts.append(args[1].tolist()) or begin(*args)
         drafter.take_in = lambda *args: texts.append(args[0]) or take_in(*args)
@@ -113,7 +113,7 @@ def test_a_prediction_of_openai_is_a_hint(expected):
 
 def test_texts_are_learnt_for_all():
     with engine(GROWN) as llm:
-        steps, drafter = watch_steps(llm), runner(llm).drafter
+        steps, drafter = watch_steps(llm), runner(llm).tree_drafter
         greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         ((answer,),) = generate(llm, PROMPTS[:1], greedy)
         cold = len(steps)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engines import (
     GROWN,
+    HOSTED,
     OUROBOROS,
     PAPER,
     SMALL_BUDGET,
@@ -54,6 +55,7 @@ def expected() -> list[list[tuple[int, ...]]]:
         pytest.param(PAPER, id="paper-80"),
         pytest.param(OUROBOROS, id="ouroboros"),
         pytest.param({**TRUNK, "row_cost": None}, id="trunk"),
+        pytest.param({**HOSTED, "row_cost": None}, id="vLLM's trunk"),
     ],
 )
 def test_output_equals_vllm(expected, method):
@@ -100,6 +102,8 @@ def test_output_equals_vllm(expected, method):
         ),
         pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, id="ouroboros, small budget"),
         pytest.param({**TRUNK, "gamma": 7}, SMALL_BUDGET, id="trunk, small budget"),
+        pytest.param(HOSTED, SMALL_BUDGET, id="vLLM's trunk, small budget"),
+        pytest.param({**HOSTED, "scope": "isolated"}, {}, id="vLLM's trunk, isolated"),
         pytest.param(
             {**TRUNK, "scope": "isolated"}, {}, id="trunk, isolated", marks=pytest.mark.slow
         ),
@@ -117,6 +121,7 @@ all_methods = pytest.mark.parametrize(
         pytest.param(GROWN, id="grown"),
         pytest.param(SMALL_OUROBOROS, id="ouroboros"),
         pytest.param(TRUNK, id="trunk"),
+        pytest.param(HOSTED, id="vLLM's trunk"),
     ],
 )
 
@@ -170,7 +175,7 @@ def test_output_equals_vllm_whatever_is_drafted():
         expected = generate(llm, prompts, tokens)
     crowded = {"enable_prefix_caching": True, "num_gpu_blocks_override": 24}
     with engine(GROWN, **settings, **crowded) as llm:
-        proposer, sizes = runner(llm).drafter.proposer, set()
+        proposer, sizes = runner(llm).tree_drafter.proposer, set()
         operations = proposer.operations
 
         def draft(matrix: Any, counts: torch.Tensor, texts: Any, **options: Any) -> Drafts:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import (
     GROWN,
+    HOSTED,
     SMALL_OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
@@ -19,7 +20,7 @@ from engines import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-METHODS = {"grown": GROWN, "ouroboros": SMALL_OUROBOROS}
+METHODS = {"grown": GROWN, "ouroboros": SMALL_OUROBOROS, "vLLM's trunk": HOSTED}
 PROMPTS = read_prompts(18, max_words=40)
 # Logits of tree rows and of single rows differ in the last bits of float32 (other GEMM shapes).
 LOGPROB_TOLERANCE = 2e-4

@@ -249,7 +249,7 @@ def test_what_is_no_token_is_not_learnt_from(tmp_path):
     with engine(GROWN, model=copied(tmp_path / "model"), enable_prompt_embeds=True) as llm:
         table = torch.zeros(12, runner(llm).model_config.get_hidden_size())
         generate(llm, [{"prompt_embeds": table}], mixed_params(1, max_tokens=1))
-        assert runner(llm).drafter.state.matrix.num_written == 0
+        assert runner(llm).tree_drafter.state.matrix.num_written == 0
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="make vision")
@@ -263,7 +263,10 @@ def test_what_is_an_image_matters_and_is_not_learnt_from(make, tmp_path):
             prompt["multi_modal_data"] = {"image": Image.new("RGB", (SIDE, SIDE))}
         dark = generate(llm, prompts, params)
         assert [a == b for a, b in zip(seen, dark, strict=True)] == [True, False] * (COUNT // 2)
-        matrix, shown = runner(llm).drafter.state.matrix, llm.model_config.hf_config.image_token_id
+        matrix, shown = (
+            runner(llm).tree_drafter.state.matrix,
+            llm.model_config.hf_config.image_token_id,
+        )
         assert matrix.num_written > 0
         assert not matrix.known_entries([shown], 0)
 

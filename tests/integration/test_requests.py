@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import (
     GROWN,
+    HOSTED,
     PAPER,
     SMALL_OUROBOROS,
     TOKEN_RECYCLING,
@@ -38,7 +39,7 @@ def draft_tokens(llm) -> int:
 
 def learnt(llm) -> list[torch.Tensor]:
     """What requests share of it."""
-    state = runner(llm).drafter.state
+    state = runner(llm).tree_drafter.state
     return [state.matrix.shared_entries(), state.acceptance.counts.clone()]
 
 
@@ -229,15 +230,15 @@ def statistics(llm) -> dict[str, float]:
 
 def test_start_up_line_says_what_is_on():
     with engine({**PAPER, "scope": "shared"}) as llm:
-        line = runner(llm).drafter.describe()
+        line = runner(llm).tree_drafter.describe()
     for part in ("paper-80", "80 nodes", "depth 6", "k 8", "scope shared", "bytes"):
         assert part in line
 
 
 def test_start_up_lines_of_grown_trees():
     with engine({**TOKEN_RECYCLING, "contexts": [1, 2]}, max_num_seqs=5) as llm:
-        lines = runner(llm).drafter.describe() + runner(llm).price_rows()
-        curve = runner(llm).drafter.curve
+        lines = runner(llm).tree_drafter.describe() + runner(llm).price_rows()
+        curve = runner(llm).tree_drafter.curve
     for part in ("dynamic", "80 nodes", "cost measured", "contexts [1, 2]", "sequence", "bytes"):
         assert part in lines
     assert "a step by its rows, in ms, of 1 request behind 256 tokens: trees 1: " in lines
@@ -266,7 +267,7 @@ def test_prices_follow_served_steps(monkeypatch):
     # Behind each other, and in many steps: none is like another.
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=100, ignore_eos=True)
     with engine(TOKEN_RECYCLING) as llm:
-        drafter = runner(llm).drafter
+        drafter = runner(llm).tree_drafter
         before = costs(drafter.curve)
         for prompt in read_prompts(5):
             generate(llm, [prompt], params)
@@ -286,7 +287,7 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
     with engine(method, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
         generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
         assert len(llm.get_tokenizer()(prompt).input_ids) > 2 * 32
-        state = runner(llm).drafter.state
+        state = runner(llm).tree_drafter.state
         assert state.matrix.num_written == len(state.matrix.layout.contexts)
 
 
@@ -311,8 +312,8 @@ def test_a_server_can_start_warm(tmp_path, method):
 
 @pytest.mark.parametrize(
     "method",
-    [GROWN, GROWN | {"tree": "chain"}, TRUNK, SMALL_OUROBOROS],
-    ids=["grown", "chains", "trunk", "published"],
+    [GROWN, GROWN | {"tree": "chain"}, TRUNK, SMALL_OUROBOROS, HOSTED],
+    ids=["grown", "chains", "trunk", "published", "vLLM's trunk"],
 )
 def test_the_next_turn_finds_as_many_cached_tokens_as_without_drafts(method):
     """All blocks that a turn has filled, its last one too."""

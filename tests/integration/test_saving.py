@@ -40,7 +40,7 @@ def saving(kind: str, path: Path, every: float) -> dict:
 
 
 def learnt_by(llm) -> str:
-    state = runner(llm).drafter.state
+    state = runner(llm).tree_drafter.state
     if isinstance(state, TokenRecyclingState):
         return digest(state.matrix.shared_entries())
     return digest(state.phrases)

@@ -49,6 +49,9 @@ def test_a_preset_stands_for_the_keys_that_are_not_given():
     assert (list(other.contexts), other.row_cost) == ([1], 0)
 
 
+NGRAM = {"method": "ngram"}
+
+
 def test_other_methods_are_left_alone():
     config = {"method": "ngram", "num_speculative_tokens": 3}
     made = EngineArgs(TARGET, dtype="float32", speculative_config=config).create_engine_config()
@@ -108,6 +111,21 @@ def test_engine_arguments_can_be_used_twice():
         ({"matrix_file": "\ud800"}, "expected a path that UTF-8 can express"),
         ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
         ({"tree": 7}, "tree is 7, expected a name or a path"),
+        ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
+        ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
+        ({"trunk": {"method": "oak"}}, "oak"),  # in vLLM's own words
+        (
+            {"trunk": {"method": "ouroboros"}},
+            "method of trunk is 'ouroboros', expected a method of",
+        ),
+        (
+            {"trunk": NGRAM | {"num_speculative_tokens": 0}},
+            "of trunk is 0, expected an integer 1 to",
+        ),
+        ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
+        ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
+        ({"trunk": {"method": "suffix"}, "scope": "isolated"}, "'suffix' with scope 'isolated'"),
+        ({"trunk": NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is 0, expected"),
     ],
 )
 def test_bad_options(options, message):

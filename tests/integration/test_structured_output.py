@@ -13,6 +13,7 @@ import pytest
 import torch
 from engines import (
     GROWN,
+    HOSTED,
     PAPER,
     SMALL_OUROBOROS,
     TRUNK,
@@ -74,6 +75,7 @@ CASES = {
     "a template": ("xgrammar", PAPER),
     "ouroboros": ("xgrammar", SMALL_OUROBOROS),
     "ouroboros along a trunk": ("xgrammar", TRUNK),
+    "along vLLM's trunk": ("xgrammar", HOSTED),
     "trees of which outlines comes back from few tokens": ("outlines", {**GROWN, "max_nodes": 3}),
 }
 # Of which the prompt has nothing, and no request before.
@@ -182,7 +184,7 @@ def test_what_a_grammar_expects_takes_no_steps_of_its_own(served, way):
     try:
         for grows_with_it in (False, True):
             runner(llm).grows = grows_with_it
-            runner(llm).drafter.reset()
+            runner(llm).tree_drafter.reset()
             steps.clear()
             outputs.append(generate(llm, PLAIN[:1], params))
             counts.append(sum(len(step.num_scheduled_tokens) for step in steps))

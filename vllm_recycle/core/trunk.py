@@ -154,10 +154,12 @@ class ChoiceAcceptance:
     Attributes:
         counts: float64 [CHOICES, PARTS, 2], of each choice by the probability that the model gave
             it, how often it was right, and how often it was seen.
+        has_probabilities: whether these are known; else choices are told apart by their places.
 
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.has_probabilities = True
         self.counts = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64, device=device)
         self._choices = torch.arange(CHOICES, device=device)
 
@@ -168,7 +170,7 @@ class ChoiceAcceptance:
     def chances(self, trunks: Trunks) -> Trunks:
         """Chances in the place of probabilities, which are believed where little was seen."""
         probabilities = trunks.chances
-        right, seen = self.counts[self._choices, _parts(probabilities)].unbind(-1)
+        right, seen = self.counts[self._choices, self._parts(probabilities)].unbind(-1)
         chances = (right + PRIOR_WEIGHT * probabilities) / (seen + PRIOR_WEIGHT)
         return trunks._replace(chances=chances.to(probabilities.dtype))
 
@@ -183,14 +185,16 @@ class ChoiceAcceptance:
         was_visited &= follows != NO_TOKEN
         seen = was_visited[:, :, None] & (trunks.token_ids != NO_TOKEN)
         right = seen & (trunks.token_ids == follows[:, :, None])
-        cells = self._choices * PARTS + _parts(trunks.chances)
+        cells = self._choices * PARTS + self._parts(trunks.chances)
         of_step = torch.zeros_like(self.counts).view(-1, 2)
         both = torch.stack((right, seen), dim=-1).double()
         of_step.index_add_(0, cells.flatten(), both.flatten(0, -2))
         self.counts += of_step.view_as(self.counts)
         self.counts *= torch.where(self.counts[..., 1:] > MOST_SEEN, 0.5, 1.0)
 
-
-def _parts(probabilities: torch.Tensor) -> torch.Tensor:
-    # Rounds that warm up have read what was never written.
-    return (probabilities * PARTS).nan_to_num().long().clamp(min=0, max=PARTS - 1)
+    def _parts(self, probabilities: torch.Tensor) -> torch.Tensor:
+        if not self.has_probabilities:
+            place = torch.arange(probabilities.shape[1], device=probabilities.device)
+            return place.clamp(max=PARTS - 1)[:, None].expand(probabilities.shape)
+        # Rounds that warm up have read what was never written.
+        return (probabilities * PARTS).nan_to_num().long().clamp(min=0, max=PARTS - 1)

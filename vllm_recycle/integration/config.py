@@ -22,6 +22,7 @@ from vllm_recycle.integration import draft_limits, refusals, versions
 from vllm_recycle.integration.options import (
     METHODS,
     DraftModelOptions,
+    HostedTrunkOptions,
     Settings,
     TokenRecyclingOptions,
     options_class,
@@ -70,6 +71,8 @@ def rewrite(engine_args: Any) -> Any | None:
         "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
     }
     refusals.refuse(method, early)
+    if platform.on_v2 and given.get("trunk") is not None:
+        raise NotImplementedError(f"{method}: a trunk is given, expected none on a GPU")
     given_table = given.pop(TABLE, None)
     options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
     table = check_table(given_table, options.num_nodes) or options.schedule(
@@ -91,8 +94,9 @@ def rewrite(engine_args: Any) -> Any | None:
     chooses_sizes = is_measured and platform.on_v2 and not given_table
     settings = Settings(options=options, chooses_sizes=chooses_sizes, table=table)
     rewritten.additional_config = settings.put(engine_args.additional_config or {})
+    has_host = isinstance(options, HostedTrunkOptions)  # the user says which
     rewritten.speculative_config = {
-        **platform.hosts[method],
+        **({} if has_host else platform.hosts[method]),
         **options.host_config(),
         "num_speculative_tokens": options.num_nodes,
     }
@@ -179,7 +183,7 @@ def finish(vllm_config: Any) -> None:
     options = settings_of(vllm_config).options
     platform = get_platform(options.method)
     host, got = platform.hosts[options.method]["method"], vllm_config.speculative_config.method
-    if got != host:
+    if got != host and not isinstance(options, HostedTrunkOptions):
         raise ValueError(
             f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
             f"takes for one of its method {got!r}, expected an ordinary language model"
@@ -187,7 +191,8 @@ def finish(vllm_config: Any) -> None:
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
-    if type(options) is TokenRecyclingOptions and options.is_dynamic:
+    if not isinstance(options, DraftModelOptions) and options.is_dynamic:
+        assert isinstance(options, TokenRecyclingOptions)
         options = _choose_chains(vllm_config, options, platform)
     if isinstance(options, TokenRecyclingOptions) and not options.has_trees:
         reason = _why_alike(vllm_config, platform)

@@ -24,6 +24,7 @@ from vllm_recycle.integration.draft_sizes import DraftSizes
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import (
     DraftModelOptions,
+    HostedTrunkOptions,
     OuroborosOptions,
     put_table_back,
     settings_of,
@@ -69,8 +70,10 @@ class TreeScheduler(Scheduler):
             self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
+        # What a draft model writes ahead of the text: vLLM takes it for the whole tree.
+        if isinstance(options, HostedTrunkOptions):
+            self.num_lookahead_tokens = min(vllm_config.num_lookahead_tokens, options.trunk_length)
         if isinstance(options, DraftModelOptions):
-            # What the draft model writes ahead of the text: vLLM takes it for the whole tree.
             self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
             # In steps whose drafts nobody could use the draft model reads what it has not read.
             self.can_skip_drafts = False

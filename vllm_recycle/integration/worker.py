@@ -42,7 +42,7 @@ class TreeWorker(Worker):
 
     @property
     def drafter(self) -> Drafter:
-        return self.model_runner.drafter
+        return self.model_runner.tree_drafter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if not self.verifies_trees:

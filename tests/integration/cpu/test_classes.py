@@ -15,7 +15,7 @@ PROMPTS = read_prompts(2)
 def test_the_class_of_a_request_is_that_of_its_temperature(temperatures):
     params = [SamplingParams(temperature=t, seed=1, max_tokens=12) for t in temperatures]
     with engine(GROWN) as llm:
-        counts = runner(llm).drafter.state.acceptance.counts
+        counts = runner(llm).tree_drafter.state.acceptance.counts
         before = counts.clone()
         generate(llm, PROMPTS, params)
         changed = {of_class for of_class in (GREEDY, SAMPLED) if (counts != before)[of_class].any()}

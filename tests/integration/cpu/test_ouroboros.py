@@ -90,7 +90,7 @@ def run_engine(
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     rounds = []
     with engine({**OUROBOROS, **SIZES, **options, "row_cost": 0}) as llm:
-        drafter = runner(llm).drafter
+        drafter = runner(llm).tree_drafter
         proposer, draft = drafter.proposer, drafter.draft
 
         def recorded(*args: Any) -> Drafts:
@@ -155,7 +155,7 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
 
 def test_start_up_says_what_a_forward_of_the_draft_model_takes():
     with engine({**TRUNK, "row_cost": None}) as llm:
-        line, drafter = runner(llm).price_rows(), runner(llm).drafter
+        line, drafter = runner(llm).price_rows(), runner(llm).tree_drafter
         said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
         found = re.search(said, line)
         cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
@@ -177,7 +177,7 @@ def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
     (prompt,) = read_prompts(1)
     # Blocks that are not there yet do not make an answer shorter.
     with engine({**TRUNK, "row_cost": None}, block_size=32) as llm:
-        length, gamma = len(llm.get_tokenizer().encode(prompt)), runner(llm).drafter.gamma
+        length, gamma = len(llm.get_tokenizer().encode(prompt)), runner(llm).tree_drafter.gamma
         assert len(generate(llm, [prompt], params)[0][0]) == 40
         generate(llm, [prompt], params)  # vLLM says with the next step who ended
     # The steps before had no drafts, as each at a load that is new.
@@ -225,7 +225,7 @@ class TestDraftCache:
 
     def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
         """Between the cache and a fresh computation, over the tokens of a request's text."""
-        drafter = runner(llm).drafter
+        drafter = runner(llm).tree_drafter
         known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
         text = list(request.all_token_ids)[:known]
         if not text:

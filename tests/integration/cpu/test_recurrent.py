@@ -61,7 +61,7 @@ def test_a_row_has_a_price(tmp_path):
     with engine(model=model) as llm:
         expected = generate(llm, PROMPTS, TOKENS)
     with engine(TOKEN_RECYCLING, model=model) as llm:
-        assert runner(llm).drafter.statistics()["row_cost"] > 0
+        assert runner(llm).tree_drafter.statistics()["row_cost"] > 0
         assert generate(llm, PROMPTS, TOKENS) == expected
 
 

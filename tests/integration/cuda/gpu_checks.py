@@ -82,7 +82,7 @@ class Row:
 def watch_rows(llm: Any, rows: list[Row], *, most: int, first_step: int = 4) -> None:
     """Keep rows of trees from now on, of all depths, the deepest of a tree first."""
     model_runner, steps = runner(llm), 0
-    observe, states = model_runner.drafter.observe, model_runner.req_states
+    observe, states = model_runner.tree_drafter.observe, model_runner.req_states
 
     def watched(batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         nonlocal steps
@@ -95,7 +95,7 @@ def watch_rows(llm: Any, rows: list[Row], *, most: int, first_step: int = 4) -> 
         """Three of a step: of the tree of the first request, the deepest, and two between."""
         start, end = batch.cu_num_logits_np[:2].tolist()
         state = int(batch.idx_mapping_np[0])
-        parents = model_runner.drafter.trees.parents[state].tolist()
+        parents = model_runner.tree_drafter.trees.parents[state].tolist()
         text = states.all_token_ids.gpu[state, : int(states.total_len.gpu[state])].tolist()
         paths: list[list[int]] = [[]]
         for row in range(1, end - start):
@@ -113,7 +113,7 @@ def watch_rows(llm: Any, rows: list[Row], *, most: int, first_step: int = 4) -> 
             for row in {real[-1]: 0, real[len(real) // 2]: 0, real[len(real) // 4]: 0}
         ]
 
-    model_runner.drafter.observe = watched
+    model_runner.tree_drafter.observe = watched
 
 
 @dataclass(frozen=True)

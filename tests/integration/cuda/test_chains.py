@@ -91,7 +91,7 @@ def serve(method: dict[str, Any], batches: Any, **arguments: Any) -> dict[str, A
 
 def entries_of_holes(llm: Any) -> list[int]:
     """How many entries are written of embeddings, of an image between tokens, and of tokens."""
-    drafter = runner(llm).drafter
+    drafter = runner(llm).tree_drafter
     matrix = drafter.state.matrix
 
     def written(act: Any) -> int:

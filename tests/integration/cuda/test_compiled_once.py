@@ -92,7 +92,7 @@ def serve(llm: Any, rounds: list[tuple[int, int]]) -> list[int]:
         served.add_request(name, prompt, SamplingParams(**params | {"max_tokens": 90}))
 
     runner(llm).prepare_attn = watched
-    most = runner(llm).drafter.trees.num_nodes
+    most = runner(llm).tree_drafter.trees.num_nodes
     for nodes, burst in rounds:
         scheduler.dynamic_sd_lookup = [min(nodes, most)] * (1 + ARGUMENTS["max_num_seqs"])
         names = [f"{nodes} {index}" for index in range(1 + burst)]

@@ -66,7 +66,7 @@ def serve_crowded() -> dict[str, Any]:
     with engine(**arguments) as llm:
         plain = served(llm, CROWDED)["tokens"]
     with engine(GROWN, **arguments) as llm:
-        drafter, taken_in = runner(llm).drafter, []
+        drafter, taken_in = runner(llm).tree_drafter, []
         take_in = drafter.take_in
         drafter.take_in = lambda *args: (taken_in.append(args), take_in(*args))
         found = served(llm, with_hints(CROWDED, plain[1:] + plain[:1]))
@@ -88,7 +88,7 @@ def main(_: Path) -> dict[str, Any]:
             result[kind] = served(llm, requests)
     with engine(GROWN, **LLM_ARGUMENTS) as llm:
         result["shared, cold"] = served(llm, REQUESTS)
-        runner(llm).drafter.reset()
+        runner(llm).tree_drafter.reset()
         texts = [
             token_ids[slice(*at)] + answer for (at, _), answer in zip(REQUESTS, plain, strict=True)
         ]

@@ -200,7 +200,7 @@ def capture_rounds(watch: Watch) -> None:
     runner, speculator = watch.runner, watch.speculator
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
     speculator.capture()
-    runner.drafter.reset()
+    runner.tree_drafter.reset()
     replay = speculator.graphs.replay
 
     def replayed(batch: int) -> bool:
@@ -208,7 +208,7 @@ def capture_rounds(watch: Watch) -> None:
             return replay(batch)
 
     speculator.graphs.replay = replayed
-    runner.drafter.observe = watch.counted("observe", runner.drafter.observe)
+    runner.tree_drafter.observe = watch.counted("observe", runner.tree_drafter.observe)
     watch.propose = watch.counted("propose", watch.propose)
 
 
@@ -227,7 +227,7 @@ def serve(name: str) -> dict[str, Any]:
             watch.seen[counted.replace("_", " ")] = counter(llm, f"spec_decode_num_{counted}")
         watch.seen["preemptions"] = counter(llm, "num_preemptions")
         watch.seen["moved rows"] = watch.moved.total()
-        choices = getattr(watch.runner.drafter, "choices", watch.choices).counts.tolist()
+        choices = getattr(watch.runner.tree_drafter, "choices", watch.choices).counts.tolist()
         layers_with_trees = [len(layers.kv_caches) for layers in watch.runner.paged_layers.values()]
     return {
         "token ids": found,

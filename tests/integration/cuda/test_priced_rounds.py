@@ -70,7 +70,7 @@ def main(_: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"plain": plain}
     with engine(TRUNK, **arguments) as llm:
         sizes, waits = core(llm).scheduler.sizes, Waits()
-        drafter, speculator = runner(llm).drafter, runner(llm).speculator
+        drafter, speculator = runner(llm).tree_drafter, runner(llm).speculator
         waits.watch(speculator, "propose")
         result["rounds timed for"] = measured = speculator.times.drafting[TRUNKS]
         result["alone timed for"] = speculator.times.drafting[TREES]

@@ -73,7 +73,7 @@ def serve(method: dict[str, Any] | None, *batches: list) -> dict[str, Any]:
             "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens"),
         }
         if method is not None:
-            tensors = list(runner(llm).drafter.state.tensors.values())
+            tensors = list(runner(llm).tree_drafter.state.tensors.values())
             digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
             result["known"] = {"entries": int((tensors[0] >= 0).sum()), "digest": digest}
             result["KV heads"] = runner(llm).paged_layers[0].kv_caches[0].shape[1]

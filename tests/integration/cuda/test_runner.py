@@ -197,7 +197,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
 
     waits.watch(model_runner, "prepare_attn", "add_requests")
     waits.watch(model_runner.speculator, "propose")
-    waits.watch(model_runner.drafter, "observe", "accept")
+    waits.watch(model_runner.tree_drafter, "observe", "accept")
     prepare_attn = model_runner.prepare_attn
 
     def watched_prepare_attn(input_batch: Any) -> Any:
@@ -208,7 +208,7 @@ def watch(llm: Any, seen: Counter, waits: Waits) -> None:
 
     scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
     model_runner.prepare_attn = watched_prepare_attn
-    watch_learning(model_runner.drafter, seen)
+    watch_learning(model_runner.tree_drafter, seen)
 
 
 def watch_scores(seen: Counter) -> None:
@@ -230,7 +230,7 @@ def serve(
     with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS | arguments) as llm:
         assert type(runner(llm)) is TreeV2Runner
         watch(llm, seen, waits)
-        counts = runner(llm).drafter.counts.counts
+        counts = runner(llm).tree_drafter.counts.counts
         before = counts.clone()
         outputs = generate(llm, batches)
         for of_class, changed in zip(CLASSES, counts != before, strict=True):

@@ -68,7 +68,7 @@ def main(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, batch in (("first", FIRST), ("second", SECOND)):
         with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS) as llm:
-            matrix = runner(llm).drafter.state.matrix
+            matrix = runner(llm).tree_drafter.state.matrix
             found = {"rows behind warm-up": taught.pop(), "rows at the start": matrix.num_written}
             found["known at the start"] = digest(matrix.shared_entries())
             found["token ids"] = tokens_of(llm, batch)

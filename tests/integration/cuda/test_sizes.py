@@ -95,7 +95,7 @@ def watch_timing() -> dict[str, Any]:
     def watched_find(
         model_runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Any]
     ) -> GraphTimes:
-        seen["entries"] = model_runner.drafter.state.matrix.num_written
+        seen["entries"] = model_runner.tree_drafter.state.matrix.num_written
         seen["load of experts counts"] = not model_runner.eplb.suppressed
         return find(model_runner, {batch: watched(run) for batch, run in drafting.items()}, alone)
 
@@ -121,7 +121,7 @@ def main(_: Path) -> dict[str, Any]:
         result: dict[str, Any] = {"plain": tokens_of(llm, BATCH)}
     result["timed"] = watch_timing()
     with engine(GROWN, **LLM_ARGUMENTS) as llm:
-        result["left"] = left_by(runner(llm).drafter)
+        result["left"] = left_by(runner(llm).tree_drafter)
         scheduler, speculator, waits = core(llm).scheduler, runner(llm).speculator, Waits()
         sizes: list[int] = []
         reports: list[int] = []

@@ -137,7 +137,7 @@ def sleep_as_on_a_gpu() -> None:
 
 def known(llm: Any) -> str:
     """What a drafter knows, in short."""
-    tensors = runner(llm).drafter.state.tensors.values()
+    tensors = runner(llm).tree_drafter.state.tensors.values()
     return sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 

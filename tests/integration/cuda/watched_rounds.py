@@ -50,7 +50,7 @@ class Watch:
         self.held_steps = self.num_steps = 0
         self.launches = defaultdict(list)
         self.moved = watch_moves()
-        self.waits.watch(self.runner.drafter, "observe")
+        self.waits.watch(self.runner.tree_drafter, "observe")
         self.waits.watch(self.runner, "add_requests")
 
     def counted(self, name: str, function: Any) -> Any:
@@ -104,7 +104,7 @@ class Watch:
         for place, state in enumerate(input_batch.idx_mapping_np):
             number = input_batch.req_ids[place].split("-")[0]
             self.states[number] = int(state)
-            if isinstance(self.runner.drafter, TrunkV2Drafter):
+            if isinstance(self.runner.tree_drafter, TrunkV2Drafter):
                 has_round = self.check_trunk(number, state, drafts[place])
             else:
                 has_round = bool(drafts[place, 0] >= 0)
@@ -115,7 +115,7 @@ class Watch:
     @torch.no_grad()
     def check_trunk(self, number: str, state: int, draft: torch.Tensor) -> bool:
         """Whether the request has a trunk; it against the draft model, computed anew."""
-        drafter, length = self.runner.drafter, int(self.runner.req_states.total_len.gpu[state])
+        drafter, length = self.runner.tree_drafter, int(self.runner.req_states.total_len.gpu[state])
         found = Trunks(drafter.trunks.token_ids[state], drafter.probabilities[state])
         has_trunk = self.drafts_now and bool(found.token_ids[0, 0] >= 0)
         if not has_trunk:

@@ -53,9 +53,6 @@ class DraftModel(DraftModelProposer):
         lookahead: TreeTemplate,
     ) -> None:
         super().__init__(vllm_config, device, runner)
-        # This drafts after vLLM's bookkeeping, when the tokens of the step are on the host. vLLM's
-        # own proposer was made before this one, and refuses the flag.
-        self.speculative_config.disable_padded_drafter_batch = True
         self.lookahead = lookahead
         self.num_cached = np.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=np.int64)
 

@@ -40,7 +40,7 @@ class LastDrafts(NamedTuple):
 
 
 class Placeholder:
-    """What vLLM's runner makes for `custom_class`, until ours puts a drafter in its place."""
+    """What vLLM's runner makes for `custom_class`, beside which ours has its drafter."""
 
     def __init__(self, vllm_config: Any) -> None:
         pass
@@ -48,6 +48,9 @@ class Placeholder:
     def propose(self) -> None:
         """Without it vLLM takes this for no drafter."""
         raise RuntimeError("expected a model runner of vllm_recycle")
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Nothing; vLLM asks it of every drafter."""
 
 
 class V1Drafter(Drafter):
@@ -73,9 +76,6 @@ class V1Drafter(Drafter):
         self.curve = MeasuredCurve.linear(row_cost, self.max_rows, kinds)
         self.chooser: Chooser | None = None
         self.last = LastDrafts()
-
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """Nothing; vLLM asks it of every drafter."""
 
     @property
     def attention_layers(self) -> Set[str]:

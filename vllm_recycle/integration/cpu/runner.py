@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +20,16 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.req_states import ReqStateIndices
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.cpu.accepted_step import AcceptedSteps
 from vllm_recycle.integration.cpu.backend import hand_over
-from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.drafters import DRAFTERS
 from vllm_recycle.integration.cpu.grammar_ahead import GrammarsAhead
 from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
@@ -42,16 +41,13 @@ from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.requests import class_of, hinted_text, may_speculate, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.integration.step_note import note_of
-from vllm_recycle.kernels.cpu.cache_calls import move_slots
 
 
-class TreeCPUModelRunner(CPUModelRunner):
+class TreeCPUModelRunner(AcceptedSteps):
     """vLLM's CPU model runner, verifying trees instead of chains.
 
     Attributes:
-        drafter: what drafts.
         idx_mapping: int64 [batch], of the step.
-        step: where its rows and trees lie.
         roots: the ends of its texts, up to each root; of no token where nothing is sampled.
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
@@ -60,9 +56,7 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     """
 
-    drafter: V1Drafter
     idx_mapping: torch.Tensor
-    step: StepLayout
     roots: Ends
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
@@ -76,7 +70,12 @@ class TreeCPUModelRunner(CPUModelRunner):
         steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
         self.max_num_tokens = min(steps)
         options = settings_of(vllm_config).options
-        self.drafter = DRAFTERS[type(options)](vllm_config, device, self)
+        self.tree_drafter = DRAFTERS[type(options)](vllm_config, device, self)
+        if isinstance(self.tree_drafter, SpecDecodeBaseProposer):
+            self.drafter = self.tree_drafter
+        # Drafts are made after vLLM's bookkeeping, when the tokens of the step are on the host.
+        # vLLM's proposers were made before, and refuse the flag.
+        self.speculative_config.disable_padded_drafter_batch = True
         self.grammars = GrammarsAhead(vllm_config, waits=options.isolates)
         self.grows = options.grows
         self.req_state_indices = ReqStateIndices(vllm_config.scheduler_config.max_num_seqs)
@@ -110,10 +109,11 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_metadata_builders(*args, **kwargs)
-        # A step of the target attends in none of a draft model's layers.
-        for groups in self.attn_groups:
+        # A step of the target attends in none of a draft model's layers, and ours makes no metadata
+        # by these builders.
+        for groups in self.attn_groups if self.drafter is self.tree_drafter else ():
             for group in groups:
-                if self.drafter.attention_layers >= set(group.layer_names):
+                if self.tree_drafter.attention_layers >= set(group.layer_names):
                     group.get_metadata_builder().is_idle = True
         layers = self.compilation_config.static_forward_context
         self.recurrent_groups = [
@@ -144,7 +144,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         # streamed comes as a new one again and again.
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
         if freed:
-            self.drafter.release(freed)
+            self.tree_drafter.release(freed)
         self.grammars.end([*scheduler_output.finished_req_ids, *new])
         result = super()._update_states(scheduler_output)
         for request_id in [*new, *sorted(resumed)]:
@@ -157,13 +157,13 @@ class TreeCPUModelRunner(CPUModelRunner):
             )
             req_state_idx = self.req_state_indices.assign(request_id)
             params = request.sampling_params
-            self.drafter.begin(req_state_idx, torch.tensor(known), class_of(params))
-            self.drafter.num_undrafted += not may_speculate(params)
+            self.tree_drafter.begin(req_state_idx, torch.tensor(known), class_of(params))
+            self.tree_drafter.num_undrafted += not may_speculate(params)
             if self.grows:
                 self.grammars.begin(request_id, params)
             if hinted := hinted_text(params, known):
-                self.drafter.take_in(hinted, req_state_idx)
-        self.drafter.follow(scheduler_output, self.req_state_indices)
+                self.tree_drafter.take_in(hinted, req_state_idx)
+        self.tree_drafter.follow(scheduler_output, self.req_state_indices)
         return result
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        logits_indices, _, _ = prepared
+        self.logits_indices, _, _ = prepared
         num_reqs = self.input_batch.num_reqs
         batch, names = self.input_batch, self.input_batch.req_ids
         starts = self.query_start_loc.np[: num_reqs + 1].tolist()
@@ -189,7 +189,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             trees=Trees.from_drafts(drafts),
             num_nodes=[*map(len, drafts)],
             last_token_row=[end - 1 for end in starts[1:]],
-            row_token_ids=input_ids[logits_indices.numpy()],
+            row_token_ids=input_ids[self.logits_indices.numpy()],
         )
         computed = batch.num_computed_tokens_cpu[:num_reqs].tolist()
         rows = zip(computed, self.step.first_token_row, starts[:-1], strict=True)
@@ -210,7 +210,7 @@ class TreeCPUModelRunner(CPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         if (state := self.execute_model_state) is not None:
             # Here the logits are raw; the grammar and the sampler change them in place.
-            best = self.drafter.observe(self.idx_mapping, self.step, state.logits)
+            best = self.tree_drafter.observe(self.idx_mapping, self.step, state.logits)
             self.argmax = None if grammar_output is not None else best
             if grammar_output is not None:
                 self._mask(state.logits, grammar_output)
@@ -235,7 +235,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             sampled = self.argmax
             if sampled is None:
                 sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
-            result = self.drafter.proposer.operations.walk(
+            result = self.tree_drafter.proposer.operations.walk(
                 sampled, step.drafts, step.cu_num_logits, trees=step.trees
             )
             logprobs = None
@@ -251,47 +251,11 @@ class TreeCPUModelRunner(CPUModelRunner):
                     for request_id in self.input_batch.req_ids
                 ],
             )
-        self.drafter.accept(self.idx_mapping, step, result, self.roots)
+        self.tree_drafter.accept(self.idx_mapping, step, result, self.roots)
         self._compact_kv_cache(result.path)
         for group in self.recurrent_groups:
             group.go_back(result.lengths)
         return SamplerOutput(result.token_ids.to(torch.int32), logprobs)
-
-    def _compact_kv_cache(self, path: torch.Tensor) -> None:
-        """Move the KV of the accepted path to the first slots of the step, in every layer.
-
-        Args:
-            path: int64 [batch, path], the accepted rows of each tree, padded with -1.
-
-        """
-        if self.step.trees.are_chains:
-            return
-        if not (moves := self.step.moves(path)):
-            return
-        source, target = torch.tensor(moves).unbind(1)
-        tables = self.input_batch.block_table.block_tables
-        for caches_of_group, table in zip(self.moved_caches, tables, strict=True):
-            slots = table.slot_mapping.gpu
-            read, write = slots[source].long(), slots[target].long()
-            for caches, isa in caches_of_group:
-                move_slots(caches, read, write, isa=isa)
-
-    @cached_property
-    def moved_caches(self) -> list[list[tuple[list[torch.Tensor], str]]]:
-        """By KV cache group the caches that have the target's keys and values, and their layout."""
-        layers = self.compilation_config.static_forward_context
-        others = self.drafter.attention_layers  # a draft model's, which did not see the trees
-
-        def of_group(group: Any) -> tuple[list[torch.Tensor], str]:
-            found = [layers[name] for name in group.layer_names if name not in others]
-            # Layers may share a cache: move it once.
-            caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in found}
-            return [*caches.values()], found[0].isa
-
-        return [
-            [of_group(group) for group in groups if {*group.layer_names} - others]
-            for groups in self.attn_groups
-        ]
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw
@@ -308,8 +272,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
-        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any
     ) -> list[list[int]]:
+        self.behind = scheduler_output, sampled_token_ids, *args
         batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
@@ -319,7 +284,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         tokens = sum(max(1, len(token_ids)) for token_ids in sampled_token_ids)
         is_alone = scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids)
         seconds = time.perf_counter() - self.began if is_alone else None
-        self.drafter.serve(self.step, sum(before) / len(before), tokens=tokens, seconds=seconds)
+        context = sum(before) / len(before)
+        self.tree_drafter.serve(self.step, context, tokens=tokens, seconds=seconds)
         computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
             request, goes_on = self.requests[name], bool(sampled_token_ids[index])
@@ -336,8 +302,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         )
         grammars = [ahead.get(name) for name in batch.req_ids]
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
-        drafts, self.draft_parents, *_ = self.drafter.draft(texts, num_nodes, batch.block_table)
-        return drafts
+        drafts = self.tree_drafter.draft(texts, num_nodes, batch.block_table)
+        self.draft_parents = drafts.parents
+        return drafts.token_ids
 
     def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
         drafts = super().take_draft_token_ids()
@@ -347,4 +314,4 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def price_rows(self) -> str | None:
         """See `V1Drafter.price`."""
-        return self.drafter.price(self)
+        return self.tree_drafter.price(self)

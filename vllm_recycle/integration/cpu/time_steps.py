@@ -41,12 +41,12 @@ def find_curve(runner: Any) -> tuple[MeasuredCurve | None, str]:
         was found.
 
     """
-    max_rows = runner.drafter.max_rows
+    max_rows = runner.tree_drafter.max_rows
     # Of one request.
     most = min(
         max_rows,
         runner.max_num_tokens,
-        1 + runner.drafter.options.num_nodes,
+        1 + runner.tree_drafter.options.num_nodes,
         runner.max_model_len - 1,
     )
     if most < 2:
@@ -68,7 +68,7 @@ def find_curve(runner: Any) -> tuple[MeasuredCurve | None, str]:
 def _measure(runner: Any, most: int) -> dict[str, Points]:
     """Time steps with drafts of several sizes, at several loads."""
     longest = runner.max_model_len - most
-    points: dict[str, Points] = {kind: {} for kind in runner.drafter.options.kinds}
+    points: dict[str, Points] = {kind: {} for kind in runner.tree_drafter.options.kinds}
     with _spread_blocks(runner):
         # No step has more requests: the largest one is timed in the place of larger loads.
         most_reqs = runner.max_num_reqs
@@ -173,6 +173,6 @@ def _time_step(runner: Any, requests: int, rows: int, context: int, kind: str) -
         runner.uniform_decode_query_len = query_len
     with logits_of_an_adapter(runner, requests, rows):
         logits = runner.model.compute_logits(hidden[:num_rows])
-    runner.drafter.observe(torch.arange(requests), step, logits)
+    runner.tree_drafter.observe(torch.arange(requests), step, logits)
     logits.argmax(dim=-1)
     return time.perf_counter() - started

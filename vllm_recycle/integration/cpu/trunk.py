@@ -10,19 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.rounds import Rounds, StepAlone
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance, draft_trunks
-from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.core.trunk import draft_trunks
+from vllm_recycle.integration.cpu.along_trunks import AlongTrunks
 from vllm_recycle.integration.cpu.draft_model import DraftModel, Round
-from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
-from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import TrunkOptions, settings_of
 from vllm_recycle.integration.ouroboros import describe_draft_model
@@ -31,17 +28,12 @@ from vllm_recycle.integration.ouroboros import describe_draft_model
 FORWARD_ROWS, READING_ROWS = 4, 256
 
 
-class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
+class TrunkV1Drafter(DraftModel, AlongTrunks):
     """Grows trees along what vLLM's draft model drafts, where its round is worth its time.
 
     Attributes:
-        choices: what the choices of the draft model are worth.
-        trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
-        rounds: what rounds take and give.
         lengths: int64 [2, max_num_reqs], tokens of each text when it began, and now.
-        num_rounds: drafts along a trunk so far, counted once for each request.
         num_forwards: draft forwards so far.
-        added: seconds of a step, for the forwards that were made for it.
 
     """
 
@@ -51,34 +43,20 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         gamma, max_num_reqs = options.gamma, vllm_config.scheduler_config.max_num_seqs
         chain = TreeTemplate(tuple((row, 0) for row in range(gamma)), f"chain of {gamma}")
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=chain)
-        TokenRecyclingV1Drafter.__init__(self, vllm_config, device, runner)
-        self.gamma, self.choices = gamma, ChoiceAcceptance()
-        self.rounds = Rounds({1: 0.0}, 0.0)
-        shape = max_num_reqs, gamma, CHOICES
-        self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
+        AlongTrunks.__init__(self, vllm_config, device, runner, length=gamma)
+        self.gamma = gamma
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
-        self.num_rounds = self.num_forwards = 0
-        self.added = 0.0
+        self.num_forwards = 0
 
     def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
         super().begin(req_state_idx, token_ids, of_class)
         self.lengths[:, req_state_idx] = len(token_ids)
-        self.trunks.token_ids[req_state_idx] = NO_TOKEN
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         super().release(req_state_indices)
         for began, ended in self.lengths[:, req_state_indices].T.tolist():
             if ended > began:
                 self.rounds.ended(ended - began)
-
-    def accept(
-        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
-    ) -> None:
-        super().accept(idx_mapping, step, walked, ends)
-        if not self.isolates:  # else nobody's counts reach another
-            drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
-            self.choices.count(drafted, walked.token_ids)
-        self.trunks.token_ids[idx_mapping] = NO_TOKEN
 
     def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         started, self.added = time.perf_counter(), 0.0
@@ -89,23 +67,19 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
         to_read = (drafting.behind - self.gamma - 1).clip(min=0)
         alone: StepAlone | None = None
         if self.options.row_cost is None and not self.isolates and depths.any():
-            alone, seconds = self._step_alone(texts, num_nodes)
+            alone, seconds = self.step_alone(texts, num_nodes)
             depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
-            seconds += alone.unit * self.rounds.cost(alone, np.where(depths, to_read, 0), depths)
-            if self.chooser is not None and seconds > self.chooser.account.most * alone.unit:
-                depths *= 0
+            depths *= self.affords(alone, seconds, np.where(depths, to_read, 0), depths)
         if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
             return super()._draft(texts, num_nodes, block_tables)
         least_chance = self.rounds.least_chance(alone, num_drafting) if alone else 0.0
         drafted_for = replace(texts, max_depths=depths.tolist())
         trunks = self._draft_trunks(drafted_for, drafting, least_chance)
-        for kept, values in zip(self.trunks, trunks, strict=True):
-            kept[texts.idx_mapping] = values
         self.round_seconds = time.perf_counter() - started
         if alone:
             self.added = drafting.num_forwards * self.rounds.seconds(num_drafting)
-        texts = replace(texts, trunks=self.choices.chances(trunks))
+        texts = self.along(texts, trunks)
         drafts = super()._draft(texts, num_nodes, block_tables)
         if alone and drafts.rate:
             reads = to_read[depths > 0].any()
@@ -137,19 +111,6 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             least_chance=least_chance,
         )
 
-    def _step_alone(self, texts: TextEnds, num_nodes: int) -> tuple[StepAlone, float]:
-        """What a step would be whose drafts have no trunk, and the seconds that it would take."""
-        num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
-        load, most = Load(num_reqs, context), min(num_nodes, self.proposer.num_nodes)
-        drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=most)
-        plain, rows = self.curve.plain(load), num_reqs + sum(map(len, drafts.token_ids))
-        seconds = float(self.seconds(drafts.kind or self.curve.kinds[0], load)[rows])
-        return StepAlone(num_reqs, plain, drafts.rate * plain), seconds
-
-    def seconds(self, kind: str, load: Load) -> torch.Tensor:
-        seconds = super().seconds(kind, load)
-        return seconds + self.added if self.added else seconds
-
     @torch.inference_mode()
     def judge(self) -> str:
         batches = sorted({load.requests for load in self.curve.loads})
@@ -172,13 +133,8 @@ class TrunkV1Drafter(DraftModel, TokenRecyclingV1Drafter):
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
-    def reset(self) -> None:
-        super().reset()
-        self.choices.clear()
-
     def describe(self) -> str:
         return f"{describe_draft_model(self.vllm_config, self.gamma)}; {super().describe()}"
 
     def statistics(self) -> dict[str, float]:
-        counted = {"rounds": self.num_rounds, "forwards": self.num_forwards}
-        return super().statistics() | counted
+        return super().statistics() | {"forwards": self.num_forwards}

@@ -68,9 +68,9 @@ class TreeModelRunner(GPUModelRunner):
         options = self.settings.options
         self.verifies_trees = options.has_trees
         self.has_states = has_states(vllm_config.model_config)
-        self.drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
-        self.speculator = self.drafter.make_speculator(self.may_speculate)
-        self.draft_tokens_handler = TreeDraftTokensHandler(device, self.drafter.trees)
+        self.tree_drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
+        self.speculator = self.tree_drafter.make_speculator(self.may_speculate)
+        self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
         self.tree_indices = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # Nodes that trees may have by the number of requests, and most rows of all of a step.
@@ -84,7 +84,7 @@ class TreeModelRunner(GPUModelRunner):
         share = self.settings.options.budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         self.grammar_rows = GrammarRows(self.structured_outputs_worker, num_rows)
-        see_paths(self.sampler, self.drafter.trees)
+        see_paths(self.sampler, self.tree_drafter.trees)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
@@ -101,7 +101,7 @@ class TreeModelRunner(GPUModelRunner):
             replace_full_graphs(self.cudagraph_manager, shapes)
         for groups in self.attn_groups:
             for group in groups:
-                group.get_metadata_builder().take_trees(self.drafter.trees, self.tree_indices)
+                group.get_metadata_builder().take_trees(self.tree_drafter.trees, self.tree_indices)
         if not is_profiling:
             layers = self.compilation_config.static_forward_context
             # A draft model's layers see no trees of the target's.
@@ -117,7 +117,7 @@ class TreeModelRunner(GPUModelRunner):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile what is served and vLLM's warm-up has not run."""
-        self.drafter.warm_up()
+        self.tree_drafter.warm_up()
         for run in self.speculator.drafting_runs().values():
             run()
         if self.verifies_trees:
@@ -133,14 +133,14 @@ class TreeModelRunner(GPUModelRunner):
                 shape = (impl.num_heads, kv_cache.shape, kv_cache.stride())
                 kinds[shape, impl.window, impl.sinks is None] = (layers[name], table)
         for layer, table in kinds.values():
-            warm_up_tiles(layer, table, self.drafter.trees, self.tree_indices)
+            warm_up_tiles(layer, table, self.tree_drafter.trees, self.tree_indices)
 
     @torch.inference_mode()
     def price_rows(self) -> str | None:
         """Measure what steps cost, where the scheduler is to know; returns what was found."""
         if not self.settings.chooses_sizes:
             return None
-        with self.drafter.as_if_serving(), without_experts_load(self):
+        with self.tree_drafter.as_if_serving(), without_experts_load(self):
             speculator = self.speculator
             times = find_graph_times(self, speculator.drafting_runs(), speculator.alone_runs())
         self.speculator.take_report()  # steps that warmed up have left one
@@ -172,16 +172,16 @@ class TreeModelRunner(GPUModelRunner):
             text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
             texts = [text_of(request.prefill_token_ids, request) for request in new]
             classes = [class_of(request.sampling_params) for request in new]
-            self.drafter.begin(indices, texts, classes)
+            self.tree_drafter.begin(indices, texts, classes)
             for index, request, text in zip(indices, new, texts, strict=True):
                 if hinted := hinted_text(request.sampling_params, text):
-                    self.drafter.take_in(hinted, index)
+                    self.tree_drafter.take_in(hinted, index)
             drafting = [
                 may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
                 for request in new
             ]
             self.may_speculate[indices] = drafting
-            self.drafter.num_undrafted += drafting.count(False)
+            self.tree_drafter.num_undrafted += drafting.count(False)
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
@@ -191,7 +191,7 @@ class TreeModelRunner(GPUModelRunner):
         req_state_idx = self.req_states.req_id_to_index.get(req_id)
         removed = super()._remove_request(req_id)
         if removed:
-            self.drafter.release(req_state_idx)
+            self.tree_drafter.release(req_state_idx)
         return removed
 
     # Before the forward: positions, and what attention needs to know.
@@ -215,7 +215,7 @@ class TreeModelRunner(GPUModelRunner):
             input_batch.positions,
             input_batch.logits_indices,
             input_batch.expanded_local_pos,
-            trees=self.drafter.trees,
+            trees=self.tree_drafter.trees,
             idx_mapping=input_batch.idx_mapping,
             expanded_idx_mapping=input_batch.expanded_idx_mapping,
             tree_indices=self.tree_indices,
@@ -249,16 +249,16 @@ class TreeModelRunner(GPUModelRunner):
         """In the place of vLLM's: its sampler for the rows, and the walk."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         # Here the logits are raw; the grammar changes them in place.
-        self.drafter.observe(input_batch, self.row_token_ids, logits)
+        self.tree_drafter.observe(input_batch, self.row_token_ids, logits)
         if grammar_output is not None:
             self.grammar_rows.mask(logits, input_batch, grammar_output)
         path = None
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)
         else:
-            best = self.drafter.best if grammar_output is None else None
+            best = self.tree_drafter.best if grammar_output is None else None
             output, path = self._sample_trees(logits, input_batch, best)
-        self.drafter.accept(input_batch, self.row_token_ids, output, path)
+        self.tree_drafter.accept(input_batch, self.row_token_ids, output, path)
         return output, output.num_sampled, output.num_rejected
 
     def _sample_trees(
@@ -272,7 +272,7 @@ class TreeModelRunner(GPUModelRunner):
             sampled,
             self.req_states.draft_tokens,
             cu_num_logits,
-            trees=self.drafter.trees,
+            trees=self.tree_drafter.trees,
             idx_mapping=input_batch.idx_mapping,
         )
         for group, layers in self.paged_layers.items():

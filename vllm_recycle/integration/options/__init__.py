@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import TABLE, MethodOptions
+from vllm_recycle.integration.options.hosted import HostedTrunkOptions
 from vllm_recycle.integration.options.ouroboros import OUROBOROS, OuroborosOptions
 from vllm_recycle.integration.options.ouroboros import PAPER as PAPER
 from vllm_recycle.integration.options.ouroboros import DraftModelOptions as DraftModelOptions
@@ -26,7 +27,7 @@ KEY = "vllm_recycle"  # in `additional_config`
 def options_class(method: str, values: Mapping[str, Any]) -> type[MethodOptions]:
     """What the options of a method are, by what is given of them."""
     if method == TOKEN_RECYCLING:
-        return TokenRecyclingOptions
+        return HostedTrunkOptions if values.get("trunk") is not None else TokenRecyclingOptions
     return OuroborosOptions if values.get("preset") == PAPER else TrunkOptions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from vllm_recycle.core.adjacency import check_contexts, check_scope
 from vllm_recycle.core.curve import CHAINS, TREES
@@ -53,7 +53,10 @@ class TokenRecyclingOptions(MethodOptions):
 
     method = TOKEN_RECYCLING
     state_key = "matrix_file"
-    other_keys = ("num_speculative_tokens",)
+    other_keys: ClassVar[tuple[str, ...]] = (
+        "num_speculative_tokens",
+        "trunk",
+    )  # see `HostedTrunkOptions`
 
     preset: str | None = None
     k: int = 8
@@ -67,7 +70,7 @@ class TokenRecyclingOptions(MethodOptions):
 
     @classmethod
     def _own(cls, given: dict[str, Any]) -> dict[str, Any]:
-        names = ("max_nodes", *cls.other_keys)
+        names = ("max_nodes", "num_speculative_tokens")
         limits = {key: given[key] for key in names if key in given}
         for key, limit in limits.items():
             expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")

@@ -21,6 +21,7 @@ class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
     """Those of Token Recycling, whose trees grow along the trunk of a draft model."""
 
     state_key = "matrix_file"
+    other_keys = ("num_speculative_tokens",)
 
     gamma: int = 4
 

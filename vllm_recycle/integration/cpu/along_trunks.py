@@ -1,0 +1,87 @@
+"""Token Recycling along trunks, whatever drafts these, on the V1 runner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.curve import Load
+from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.rounds import Rounds, StepAlone
+from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
+from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
+
+
+class AlongTrunks(TokenRecyclingV1Drafter):
+    """Grows trees along trunks, which a subclass drafts.
+
+    Args:
+        vllm_config, device, runner: as vLLM gives them.
+        length: the most tokens of a trunk.
+
+    Attributes:
+        choices: what the choices of a trunk are worth.
+        trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
+        rounds: what rounds take and give.
+        num_rounds: drafts along a trunk so far, counted once for each request.
+        added: seconds of a step, for the round that was made for it.
+
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any, *, length: int) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.choices = ChoiceAcceptance()
+        self.rounds = Rounds({1: 0.0}, 0.0)
+        shape = vllm_config.scheduler_config.max_num_seqs, length, CHOICES
+        self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
+        self.num_rounds, self.added = 0, 0.0
+
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
+        super().begin(req_state_idx, token_ids, of_class)
+        self.trunks.token_ids[req_state_idx] = NO_TOKEN
+
+    def accept(
+        self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
+    ) -> None:
+        super().accept(idx_mapping, step, walked, ends)
+        if not self.isolates:  # else nobody's counts reach another
+            drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
+            self.choices.count(drafted, walked.token_ids)
+        self.trunks.token_ids[idx_mapping] = NO_TOKEN
+
+    def along(self, texts: TextEnds, trunks: Trunks) -> TextEnds:
+        """Texts with these trunks, of which each has probabilities in the place of chances."""
+        for kept, values in zip(self.trunks, trunks, strict=True):
+            kept[texts.idx_mapping] = values
+        return replace(texts, trunks=self.choices.chances(trunks))
+
+    def step_alone(self, texts: TextEnds, num_nodes: int) -> tuple[StepAlone, float]:
+        """What a step would be whose drafts have no trunk, and the seconds that it would take."""
+        num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
+        load, most = Load(num_reqs, context), min(num_nodes, self.proposer.num_nodes)
+        drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=most)
+        plain, rows = self.curve.plain(load), num_reqs + sum(map(len, drafts.token_ids))
+        seconds = float(self.seconds(drafts.kind or self.curve.kinds[0], load)[rows])
+        return StepAlone(num_reqs, plain, drafts.rate * plain), seconds
+
+    def affords(self, step: StepAlone, seconds: float, to_read: np.ndarray, depths: Any) -> bool:
+        """Whether a step of so many seconds may have a round besides."""
+        seconds += step.unit * self.rounds.cost(step, to_read, depths)
+        return self.chooser is None or seconds <= self.chooser.account.most * step.unit
+
+    def seconds(self, kind: str, load: Load) -> torch.Tensor:
+        seconds = super().seconds(kind, load)
+        return seconds + self.added if self.added else seconds
+
+    def reset(self) -> None:
+        super().reset()
+        self.choices.clear()
+
+    def statistics(self) -> dict[str, float]:
+        return super().statistics() | {"rounds": self.num_rounds}

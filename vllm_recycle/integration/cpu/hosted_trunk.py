@@ -1,0 +1,162 @@
+"""Token Recycling along the chains of a proposer of vLLM's, on the V1 runner.
+
+vLLM's proposer drafts behind a step as if a chain had been verified: heads read the target's hidden
+states, token ids and positions at the accepted rows, which after a walk are brought to the places
+that a chain's rows have. Its chain is the trunk of the trees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+from vllm_recycle.core.curve import Load
+from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.rounds import Rounds
+from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.integration.cpu.along_trunks import AlongTrunks
+from vllm_recycle.integration.cpu.time_steps import ROUNDS
+from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+
+
+class HostedProposer:
+    """vLLM's proposer of a runner, and the probabilities of what it chooses.
+
+    Args:
+        runner: which has it, and calls it.
+        length: the most tokens of a chain.
+
+    Attributes:
+        is_model: whether it is a model, whose chains take time.
+        has_probabilities: whether those of its choices are known.
+
+    """
+
+    def __init__(self, runner: Any, length: int) -> None:
+        self.runner, self.proposer = runner, runner.drafter
+        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.is_model = isinstance(self.proposer, SpecDecodeBaseProposer)
+        # A model with token ids of its own chooses by these.
+        self.has_probabilities = self.is_model and not self.proposer.use_heterogeneous_vocab
+        if self.has_probabilities:
+            self.proposer._greedy_sample = self._choose
+        self.proposer.num_speculative_tokens = length  # not those of a tree
+        if self.is_model:
+            self._propose = self.proposer.propose
+            self.proposer.propose = self._propose_apart
+
+    @property
+    def attention_layers(self) -> Set[str]:
+        return self.proposer._draft_attn_layer_names if self.is_model else frozenset()
+
+    def draft(self, length: int) -> Trunks:
+        """Trunks of so many tokens behind the step of the runner, or of fewer.
+
+        To be called once behind each step: with 0, a model reads the step alone.
+
+        Returns:
+            Trunks with probabilities in the place of chances; a half where none is known.
+
+        """
+        self._found.clear()
+        chains = self.runner.draft_chains(length)
+        batch = len(chains)
+        if self._found:
+            # One forward may choose the tokens of all places, request by request.
+            parts = [torch.stack(values, dim=1) for values in zip(*self._found, strict=True)]
+            token_ids, probabilities = (part.view(batch, length, CHOICES) for part in parts)
+            return Trunks(token_ids, probabilities)
+        token_ids = torch.full((batch, length, CHOICES), NO_TOKEN)
+        for index, chain in enumerate(chains):
+            token_ids[index, : len(chain), 0] = torch.as_tensor(chain[:length]).long()
+        return Trunks(token_ids, (token_ids != NO_TOKEN).double() / 2)
+
+    def _choose(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The best token of each row, int64 [rows]; the best ones are kept."""
+        logits = self.proposer.model.compute_logits(hidden_states).float()
+        best = logits.topk(CHOICES)
+        probable = (best.values - logits.logsumexp(dim=1, keepdim=True)).exp().double()
+        self._found.append((best.indices, probable))
+        return best.indices[:, 0].contiguous()
+
+    def _propose_apart(self, *args: Any, common_attn_metadata: Any, **kwargs: Any) -> torch.Tensor:
+        # vLLM counts in place, and may have the lengths and their upper bound in one tensor, which
+        # it then counts twice. Remove `clone` when it does not.
+        common = common_attn_metadata.replace(
+            seq_lens=common_attn_metadata.seq_lens.clone(),
+            seq_lens_cpu_upper_bound=common_attn_metadata.seq_lens_cpu_upper_bound.clone(),
+        )
+        return self._propose(*args, common_attn_metadata=common, **kwargs)
+
+
+class HostedTrunkV1Drafter(AlongTrunks):
+    """Drafts trees along what vLLM's proposer drafts."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        options = settings_of(vllm_config).options
+        assert isinstance(options, HostedTrunkOptions)
+        self.trunk, self.length = options.trunk, options.trunk_length
+        super().__init__(vllm_config, device, runner, length=self.length)
+        self.source = HostedProposer(runner, self.length)
+        self.choices.has_probabilities = self.source.has_probabilities
+
+    @property
+    def attention_layers(self) -> Set[str]:
+        return self.source.attention_layers
+
+    def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+        started, self.added = time.perf_counter(), 0.0
+        left = np.array(texts.max_depths) * (self.arm is None)  # a look is at what steps take
+        wants, alone = left > 0, None
+        if self.source.is_model and self.chooser is not None and wants.any():
+            alone, seconds = self.step_alone(texts, num_nodes)
+            wants = self.rounds.choose(alone, np.zeros_like(left), left)
+            wants &= self.affords(alone, seconds, np.zeros_like(left), wants)
+        num_drafting = int(wants.sum())
+        # A model reads each step, whether it drafts or not; others look at each.
+        drafted = self.source.draft(self.length if num_drafting or not self.source.is_model else 0)
+        if not num_drafting:
+            return super()._draft(texts, num_nodes, block_tables)
+        self.round_seconds = time.perf_counter() - started
+        self.num_rounds += num_drafting
+        drafted.token_ids[torch.from_numpy(~wants)] = NO_TOKEN
+        texts = self.along(texts, drafted)
+        if alone:
+            self.added = self.rounds.seconds(num_drafting)
+        drafts = super()._draft(texts, num_nodes, block_tables)
+        if alone and drafts.rate:
+            took = from_first_rank(self.round_seconds)
+            self.rounds.gave(alone, num_drafting, rate=drafts.rate * alone.unit, seconds=took)
+        return drafts
+
+    @torch.inference_mode()
+    def judge(self) -> str:
+        if not self.source.is_model:
+            return ""
+        batches = sorted({load.requests for load in self.curve.loads})
+        rounds = from_first_rank({num_reqs: self._seconds_of(num_reqs) for num_reqs in batches})
+        self.rounds = Rounds(rounds, 0.0)
+        costs = {n: seconds / self.curve.plain(Load(n)) for n, seconds in rounds.items()}
+        shown = ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items())
+        return f"; a trunk takes, in parts of a step, {shown} requests"
+
+    def _seconds_of(self, num_reqs: int) -> float:
+        """The shortest time of a round."""
+        seconds = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            self.source.proposer.dummy_run(num_reqs, use_cudagraphs=False)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    def describe(self) -> str:
+        trunks = f"trunks of at most {self.length} tokens by vLLM's {self.trunk['method']}"
+        return f"{trunks}; {super().describe()}"
