@@ -231,7 +231,7 @@ def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
         expected = generate(llm, prompts, params)
     with engine({**TOKEN_RECYCLING, "row_cost": 0.01}) as llm:
         ours = runner(llm)
-        ours.drafter.curve = MeasuredCurve.linear(0.01, ours.drafter.max_rows, [CHAINS])
+        ours.tree_drafter.curve = MeasuredCurve.linear(0.01, ours.tree_drafter.max_rows, [CHAINS])
         compact, are_chains = ours._compact_kv_cache, []
 
         def watched(path: torch.Tensor) -> None:

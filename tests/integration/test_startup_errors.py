@@ -122,6 +122,14 @@ def test_engine_arguments_can_be_used_twice():
             {"trunk": NGRAM | {"num_speculative_tokens": 0}},
             "of trunk is 0, expected an integer 1 to",
         ),
+        (
+            {"trunk": {"method": "dflash"}},
+            "method of trunk is 'dflash', expected a method of vLLM's",
+        ),
+        (
+            {"trunk": NGRAM | {"draft_sample_method": "probabilistic"}},
+            "draft_sample_method of trunk is 'probabilistic', expected none or 'greedy'",
+        ),
         ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
         ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
         ({"trunk": {"method": "suffix"}, "scope": "isolated"}, "'suffix' with scope 'isolated'"),

@@ -82,7 +82,7 @@ class TextEnds:
         idx_mapping: int64 [batch].
         ends: of the texts.
         max_depths: of each the most levels of its tree below the root.
-        trunks: of a draft model; None where there is none.
+        trunks: None where there are none.
         grammars: of each text the one that it follows, or None; None where no text has one.
 
     """

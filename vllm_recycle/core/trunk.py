@@ -154,7 +154,7 @@ class ChoiceAcceptance:
     Attributes:
         counts: float64 [CHOICES, PARTS, 2], of each choice by the probability that the model gave
             it, how often it was right, and how often it was seen.
-        has_probabilities: whether these are known; else choices are told apart by their places.
+        has_probabilities: whether choices have probabilities; else their places tell them apart.
 
     """
 

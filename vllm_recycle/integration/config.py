@@ -1,9 +1,9 @@
 """From `{"method": "token_recycling", ...}` to a configuration that vLLM accepts.
 
 A method of vLLM hosts ours: for Token Recycling one that has no draft model and no lookahead slots,
-and that the model runner of the platform knows; for Ouroboros vLLM's own `draft_model`. What our
-runners need beside it travels in `additional_config` (`options`). `refusals` says what our methods
-do not support.
+and that the model runner of the platform knows, or that of its trunk; for Ouroboros vLLM's own
+`draft_model`. What our runners need beside it travels in `additional_config` (`options`).
+`refusals` says what our methods do not support.
 """
 
 from __future__ import annotations

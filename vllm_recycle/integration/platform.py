@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_recycle.integration.options import OUROBOROS, TOKEN_RECYCLING
 
-# vLLM's V1 runner makes one of these for `custom_class`; ours puts its drafter in the place of it.
+# vLLM's V1 runner makes one of these for `custom_class`; ours has its drafter beside it.
 PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 
 

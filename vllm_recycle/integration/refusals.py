@@ -66,6 +66,8 @@ def check(
     _check_sizes(vllm_config, options)
     if isinstance(options, DraftModelOptions):
         check_draft_model(vllm_config, options, platform)
+    elif vllm_config.speculative_config.method == "draft_model":  # of a trunk
+        check_context(vllm_config)
     on_v2 = platform.on_v2
     features = unsupported(vllm_config, on_v2=on_v2)
     if options.has_trees:
@@ -213,12 +215,7 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Pl
             f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
             f"{target.tensor_parallel_size}"
         )
-    max_model_len = vllm_config.model_config.max_model_len
-    if draft.max_model_len < max_model_len:
-        raise ValueError(
-            f"--max-model-len: got {max_model_len}, expected at most the "
-            f"{draft.max_model_len} tokens of the draft model {options.model}"
-        )
+    check_context(vllm_config)
     rows = options.draft_rows
     if platform.on_v2:
         rows = _draft_rows_on_v2(vllm_config, options)
@@ -229,13 +226,25 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Pl
         )
 
 
+def check_context(vllm_config: Any) -> None:
+    """Refuse a draft model with a shorter context than the target's."""
+    draft = vllm_config.speculative_config.draft_model_config
+    max_model_len = vllm_config.model_config.max_model_len
+    if draft.max_model_len < max_model_len:
+        raise ValueError(
+            f"--max-model-len: got {max_model_len}, expected at most the "
+            f"{draft.max_model_len} tokens of the draft model {draft.model}"
+        )
+
+
 def other_token_ids(vllm_config: Any) -> str | None:
     """What is to be said of a draft model that has other token ids; None where they are the same.
 
     Such drafts are right by chance alone. Nothing is said where a model has no tokenizer.
     """
     model, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
-    if draft is None or model.skip_tokenizer_init:
+    is_mapped = vllm_config.speculative_config.use_heterogeneous_vocab
+    if draft is None or model.skip_tokenizer_init or is_mapped:
         return None
     try:
         ids = cached_tokenizer_from_config(model).get_vocab()

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import heads
 import pytest
 import torch
-from engines import TARGET, TRUNK, counter, engine, generate, mixed_params, read_prompts, runner
+from engines import (
+    HOSTED,
+    TARGET,
+    TRUNK,
+    counter,
+    engine,
+    generate,
+    mixed_params,
+    read_prompts,
+    runner,
+)
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -68,51 +79,96 @@ def watched_chains(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chains]:
         yield chains
 
 
+@dataclass
+class Seen:
+    """What a run saw: chains behind texts, and those behind a step whose rows were moved."""
+
+    chains: Chains = field(default_factory=dict)
+    moved: list[tuple[int, ...]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def watch(llm: Any, seen: Seen) -> None:
+    """See what becomes of chains: trunks, and paths of trees."""
+    ours = runner(llm)
+    draft_chains, along, draft = ours.draft_chains, ours.tree_drafter.along, ours.tree_drafter.draft
+    last: dict[str, Any] = {}
+
+    def watched_chains(length: int) -> Any:
+        known = set(seen.chains)
+        last["chains"] = draft_chains(length)
+        if ours.moved is not None:
+            seen.moved += [text for text in seen.chains if text not in known]
+        return last["chains"]
+
+    def watched_along(texts: Any, trunks: Any) -> Any:
+        last["trunks"] = trunks.token_ids[:, :, 0].tolist()
+        for trunk, chain in zip(last["trunks"], last["chains"], strict=True):
+            tokens = [token for token in trunk if token >= 0]
+            seen.counts["wrong trunks"] += tokens not in ([], [*map(int, chain)][: len(trunk)])
+        return along(texts, trunks)
+
+    def watched_draft(*args: Any) -> Any:
+        last["trunks"] = []
+        drafts = draft(*args)
+        for index, trunk in enumerate(last["trunks"]):
+            nodes = zip(drafts.parents[index], drafts.token_ids[index], strict=True)
+            seen.counts["trunks in trees"] += (0, trunk[0]) in set(nodes)
+        return drafts
+
+    ours.draft_chains, ours.tree_drafter.along = watched_chains, watched_along
+    ours.tree_drafter.draft = watched_draft
+
+
 def run(
     model: str, method: dict[str, Any] | None, monkeypatch: Any, params: Any = MIXED, **flags: Any
-) -> tuple[list[Any], Chains, dict[str, int]]:
-    """Tokens of two passes, the chains behind each text, and counts."""
-    counts: Counter[str] = Counter()
+) -> tuple[list[Any], Seen]:
+    """Tokens of two passes, and what was seen."""
     with (
         watched_chains(monkeypatch) as chains,
         engine(method, model=model, **ARGUMENTS | flags) as llm,
     ):
-        compact = runner(llm)._compact_kv_cache if method else None
-
-        def watched(path: torch.Tensor) -> None:
-            compact(path)
-            counts["moved"] += runner(llm).moved is not None
-
+        seen = Seen(chains)
         if method:
-            runner(llm)._compact_kv_cache = watched
+            watch(llm, seen)
         tokens = [generate(llm, PROMPTS, params) for _ in range(2)]
         if method:
-            counts["accepted"] = counter(llm, "spec_decode_num_accepted_tokens")
-            counts["rounds"] = runner(llm).tree_drafter.num_rounds
-    return tokens, chains, counts
+            seen.counts["accepted"] = counter(llm, "spec_decode_num_accepted_tokens")
+            seen.counts["rounds"] = runner(llm).tree_drafter.num_rounds
+    return tokens, seen
 
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("cost", [{"row_cost": 0}, {}], ids=["whole", "priced"])
 def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, monkeypatch):
     model, trunk = sources[name]
-    plain, _, _ = run(model, None, monkeypatch)
+    plain, _ = run(model, None, monkeypatch)
     method = {"method": "token_recycling", "trunk": trunk, "max_nodes": 12, **cost}
-    tokens, _, counts = run(model, method, monkeypatch)
+    tokens, seen = run(model, method, monkeypatch)
     assert tokens == plain
-    assert counts["accepted"] > 0
+    assert seen.counts["accepted"] > 0
+    assert seen.counts["rounds"] > (40 if cost else 0)
+    assert seen.counts["wrong trunks"] == 0
     if not cost:
         return
-    assert counts["rounds"] > 40
-    greedy, chains, counts = run(model, method, monkeypatch, ALL_GREEDY, **IN_CHUNKS)
+    greedy, seen = run(model, method, monkeypatch, ALL_GREEDY, **IN_CHUNKS)
     assert greedy == run(model, None, monkeypatch, ALL_GREEDY, **IN_CHUNKS)[0]
-    assert counts["moved"] >= 4
+    assert seen.counts["trunks in trees"] > 0
+    assert seen.moved
     if name == "suffix":  # which drafts from all that it has seen
         return
-    assert len(chains) > 10
     # Behind the same texts, as prompts without the token that the target says next.
-    texts = [*chains][:60]
+    texts = list(dict.fromkeys([*seen.moved, *seen.chains]))[:60]
     with watched_chains(monkeypatch) as expected, engine(trunk, model=model, **ARGUMENTS) as llm:
         prompts = [{"prompt_token_ids": [*text[:-1]]} for text in texts]
         generate(llm, prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert [chains[text] for text in texts] == [expected.get(text) for text in texts]
+    assert [seen.chains[text] for text in texts] == [expected.get(text) for text in texts]
+
+
+def test_a_trunk_is_no_longer_than_a_draft():
+    method = {**HOSTED, "trunk": {"method": "ngram", "num_speculative_tokens": 9}, "max_nodes": 3}
+    with engine(None) as llm:
+        expected = generate(llm, PROMPTS, MIXED)
+    with engine(method) as llm:
+        assert runner(llm).tree_drafter.length == 3
+        assert generate(llm, PROMPTS, MIXED) == expected

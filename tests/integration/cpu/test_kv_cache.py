@@ -8,7 +8,7 @@ from cache_layouts import gather_keys_values
 from engines import PAPER, core, engine, read_prompts, runner
 from vllm import SamplingParams
 
-from vllm_recycle.integration.cpu import runner as runner_module
+from vllm_recycle.integration.cpu import accepted_step
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 
 NUM_TOKENS = 60
@@ -58,8 +58,8 @@ def test_a_wrong_move_is_caught(prompt, expected, monkeypatch):
             kv_caches, source.roll(1) if len(source) > 1 else source + 1, target, isa=isa
         )
 
-    real_move_slots = runner_module.move_slots
-    monkeypatch.setattr(runner_module, "move_slots", move_slots_wrongly)
+    real_move_slots = accepted_step.move_slots
+    monkeypatch.setattr(accepted_step, "move_slots", move_slots_wrongly)
     got = run(PAPER, prompt)
     shared = min(got.shape[3], expected.shape[3])
     assert (got[..., :shared, :] - expected[..., :shared, :]).abs().max() > 10 * TOLERANCE
@@ -78,7 +78,7 @@ def test_every_moved_slot_equals_its_source_bit_for_bit(prompt, monkeypatch):
             assert (cache.view(-1)[slot_elements(target, shape=shape, isa=isa)] == values).all()
         moved.append(len(source))
 
-    real_move_slots = runner_module.move_slots
-    monkeypatch.setattr(runner_module, "move_slots", checked)
+    real_move_slots = accepted_step.move_slots
+    monkeypatch.setattr(accepted_step, "move_slots", checked)
     run(PAPER, prompt)
     assert sum(moved) > 10

@@ -22,9 +22,9 @@ class AcceptedSteps(CPUModelRunner):
 
     Attributes:
         tree_drafter: what drafts trees; `drafter` is vLLM's name for its proposer.
-        step: that was computed.
+        step: the rows and trees that were computed.
         logits_indices: int64 [logit rows], the rows of the step that have logits.
-        behind: what vLLM's runner gives its proposer behind the step.
+        proposing: what vLLM's runner gives its proposer behind the step, while drafts are made.
         moved: rows of the step that were accepted, and where those of a chain would be, int64 [n]
             each; None where they are there.
 
@@ -33,7 +33,7 @@ class AcceptedSteps(CPUModelRunner):
     tree_drafter: V1Drafter
     step: StepLayout
     logits_indices: torch.Tensor
-    behind: tuple[Any, ...]
+    proposing: tuple[Any, ...]
     moved: tuple[torch.Tensor, torch.Tensor] | None
 
     def _compact_kv_cache(self, path: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ class AcceptedSteps(CPUModelRunner):
             Tokens by request of the batch, int64 [num_reqs, length], or a list of lists.
 
         """
-        scheduler_output, sampled_token_ids, sampling, hidden, at_rows, aux, *rest = self.behind
+        scheduler_output, sampled_token_ids, sampling, hidden, at_rows, aux, *rest = self.proposing
         if self.moved is not None:
             source, target = self.moved
             rows = (self.input_ids.gpu, self.positions, hidden, *(aux or ()))

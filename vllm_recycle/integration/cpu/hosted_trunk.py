@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.spec_decode.medusa import MedusaProposer
+from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
@@ -25,6 +30,15 @@ from vllm_recycle.integration.cpu.along_trunks import AlongTrunks
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+
+# Those that draft place by place from what `AcceptedSteps` prepares.
+PROPOSERS = (
+    EagleProposer,  # and MTP
+    DraftModelProposer,
+    MedusaProposer,
+    NgramProposer,
+    SuffixDecodingProposer,
+)
 
 
 class HostedProposer:
@@ -42,6 +56,11 @@ class HostedProposer:
 
     def __init__(self, runner: Any, length: int) -> None:
         self.runner, self.proposer = runner, runner.drafter
+        if type(self.proposer) not in PROPOSERS:
+            raise NotImplementedError(
+                f"token_recycling does not support a trunk by {type(self.proposer).__name__}; "
+                "change it, or leave it out"
+            )
         self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_model = isinstance(self.proposer, SpecDecodeBaseProposer)
         # A model with token ids of its own chooses by these.
@@ -51,7 +70,7 @@ class HostedProposer:
         self.proposer.num_speculative_tokens = length  # not those of a tree
         if self.is_model:
             self._propose = self.proposer.propose
-            self.proposer.propose = self._propose_apart
+            self.proposer.propose = self._propose_with_own_lengths
 
     @property
     def attention_layers(self) -> Set[str]:
@@ -87,7 +106,9 @@ class HostedProposer:
         self._found.append((best.indices, probable))
         return best.indices[:, 0].contiguous()
 
-    def _propose_apart(self, *args: Any, common_attn_metadata: Any, **kwargs: Any) -> torch.Tensor:
+    def _propose_with_own_lengths(
+        self, *args: Any, common_attn_metadata: Any, **kwargs: Any
+    ) -> torch.Tensor:
         # vLLM counts in place, and may have the lengths and their upper bound in one tensor, which
         # it then counts twice. Remove `clone` when it does not.
         common = common_attn_metadata.replace(
@@ -103,9 +124,10 @@ class HostedTrunkV1Drafter(AlongTrunks):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         options = settings_of(vllm_config).options
         assert isinstance(options, HostedTrunkOptions)
-        self.trunk, self.length = options.trunk, options.trunk_length
+        self.length = options.trunk_length
         super().__init__(vllm_config, device, runner, length=self.length)
         self.source = HostedProposer(runner, self.length)
+        self.reading = 0.0  # seconds in which a model reads a step
         self.choices.has_probabilities = self.source.has_probabilities
 
     @property
@@ -125,7 +147,7 @@ class HostedTrunkV1Drafter(AlongTrunks):
         drafted = self.source.draft(self.length if num_drafting or not self.source.is_model else 0)
         if not num_drafting:
             return super()._draft(texts, num_nodes, block_tables)
-        self.round_seconds = time.perf_counter() - started
+        self.round_seconds = max(0.0, time.perf_counter() - started - self.reading)
         self.num_rounds += num_drafting
         drafted.token_ids[torch.from_numpy(~wants)] = NO_TOKEN
         texts = self.along(texts, drafted)
@@ -137,26 +159,37 @@ class HostedTrunkV1Drafter(AlongTrunks):
             self.rounds.gave(alone, num_drafting, rate=drafts.rate * alone.unit, seconds=took)
         return drafts
 
+    def price(self, runner: Any) -> str | None:
+        if self.source.is_model and self.source.proposer.supports_mm_inputs:
+            raise NotImplementedError(
+                "token_recycling does not support a trunk by a head that reads images; leave it out"
+            )
+        return super().price(runner)
+
     @torch.inference_mode()
     def judge(self) -> str:
         if not self.source.is_model:
             return ""
         batches = sorted({load.requests for load in self.curve.loads})
-        rounds = from_first_rank({num_reqs: self._seconds_of(num_reqs) for num_reqs in batches})
+        forwards = from_first_rank({num_reqs: self._seconds_of(num_reqs) for num_reqs in batches})
+        self.reading = min(forwards.values())
+        # The first forward reads the step, whether more of them follow or not.
+        rounds = {n: self.length * seconds - self.reading for n, seconds in forwards.items()}
         self.rounds = Rounds(rounds, 0.0)
         costs = {n: seconds / self.curve.plain(Load(n)) for n, seconds in rounds.items()}
         shown = ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items())
         return f"; a trunk takes, in parts of a step, {shown} requests"
 
     def _seconds_of(self, num_reqs: int) -> float:
-        """The shortest time of a round."""
-        seconds = []
+        """The shortest time of a forward that chooses."""
+        proposer, seconds = self.source.proposer, []
         for _ in range(ROUNDS):
             started = time.perf_counter()
-            self.source.proposer.dummy_run(num_reqs, use_cudagraphs=False)
+            proposer.dummy_run(num_reqs, use_cudagraphs=False, is_graph_capturing=True)
+            proposer.model.compute_logits(proposer.hidden_states[:num_reqs])
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
     def describe(self) -> str:
-        trunks = f"trunks of at most {self.length} tokens by vLLM's {self.trunk['method']}"
-        return f"{trunks}; {super().describe()}"
+        method = self.vllm_config.speculative_config.method
+        return f"trunks of at most {self.length} tokens by vLLM's {method}; {super().describe()}"

@@ -109,9 +109,8 @@ class TreeCPUModelRunner(AcceptedSteps):
 
     def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_metadata_builders(*args, **kwargs)
-        # A step of the target attends in none of a draft model's layers, and ours makes no metadata
-        # by these builders.
-        for groups in self.attn_groups if self.drafter is self.tree_drafter else ():
+        # A step of the target attends in none of a draft model's layers.
+        for groups in self.attn_groups:
             for group in groups:
                 if self.tree_drafter.attention_layers >= set(group.layer_names):
                     group.get_metadata_builder().is_idle = True
@@ -274,7 +273,7 @@ class TreeCPUModelRunner(AcceptedSteps):
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any
     ) -> list[list[int]]:
-        self.behind = scheduler_output, sampled_token_ids, *args
+        self.proposing = scheduler_output, sampled_token_ids, *args
         batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
@@ -303,6 +302,7 @@ class TreeCPUModelRunner(AcceptedSteps):
         grammars = [ahead.get(name) for name in batch.req_ids]
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
         drafts = self.tree_drafter.draft(texts, num_nodes, batch.block_table)
+        self.proposing = ()  # hidden states are not kept
         self.draft_parents = drafts.parents
         return drafts.token_ids
 

@@ -65,11 +65,21 @@ def find_curve(runner: Any) -> tuple[MeasuredCurve | None, str]:
     )
 
 
+@contextmanager
+def _without_drafter(runner: Any) -> Iterator[None]:
+    """vLLM's steps that warm up run its proposer too."""
+    runner.drafter.dummy_run = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del runner.drafter.dummy_run
+
+
 def _measure(runner: Any, most: int) -> dict[str, Points]:
     """Time steps with drafts of several sizes, at several loads."""
     longest = runner.max_model_len - most
     points: dict[str, Points] = {kind: {} for kind in runner.tree_drafter.options.kinds}
-    with _spread_blocks(runner):
+    with _spread_blocks(runner), _without_drafter(runner):
         # No step has more requests: the largest one is timed in the place of larger loads.
         most_reqs = runner.max_num_reqs
         loads = [(min(n, most_reqs), min(c, longest)) for n, c in LOADS if n == 1 or most_reqs > 1]
