@@ -125,8 +125,8 @@ class TreeWorker(Worker):
         """What vLLM's own metrics have no place for; for `collective_rpc`.
 
         Returns:
-            `rounds`, drafts that a draft model made since the start, and `forwards`, draft
-            forwards, both counted once for each request that took part; 0 without a draft model.
+            `rounds`, drafts along a trunk or by Ouroboros since the start, and `forwards`, those of
+            Ouroboros' draft model, both counted once for each request that took part; else 0.
             `table_fill`, the part of the matrix or pool that is written. `undrafted_requests`, how
             often a request began that gets no drafts by its sampling parameters: an opt-out, with
             trees on a GPU a thinking budget too. Where rows are priced one by one, `row_cost`: what
