@@ -13,12 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
-from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-from vllm.v1.spec_decode.medusa import MedusaProposer
-from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
@@ -31,14 +26,9 @@ from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
 
-# Those that draft place by place from what `AcceptedSteps` prepares.
-PROPOSERS = (
-    EagleProposer,  # and MTP
-    DraftModelProposer,
-    MedusaProposer,
-    NgramProposer,
-    SuffixDecodingProposer,
-)
+# vLLM's proposers that draft place by place from what `AcceptedSteps` prepares; not all versions have
+# all of them. EAGLE's is that of MTP too.
+PROPOSERS = ("Eagle", "DraftModel", "Medusa", "Ngram", "SuffixDecoding")
 
 
 class HostedProposer:
@@ -56,10 +46,10 @@ class HostedProposer:
 
     def __init__(self, runner: Any, length: int) -> None:
         self.runner, self.proposer = runner, runner.drafter
-        if type(self.proposer) not in PROPOSERS:
+        name = type(self.proposer).__name__
+        if name.removesuffix("Proposer") not in PROPOSERS:
             raise NotImplementedError(
-                f"token_recycling does not support a trunk by {type(self.proposer).__name__}; "
-                "change it, or leave it out"
+                f"token_recycling does not support a trunk by {name}; change it, or leave it out"
             )
         self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_model = isinstance(self.proposer, SpecDecodeBaseProposer)
