@@ -26,8 +26,8 @@ from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
 
-# vLLM's proposers that draft place by place from what `AcceptedSteps` prepares; not all versions have
-# all of them. EAGLE's is that of MTP too.
+# vLLM's proposers that draft place by place from what `AcceptedSteps` prepares; not all versions
+# have all of them. EAGLE's is that of MTP too.
 PROPOSERS = ("Eagle", "DraftModel", "Medusa", "Ngram", "SuffixDecoding")
 
 
