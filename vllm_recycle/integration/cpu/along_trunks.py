@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,18 @@ from vllm_recycle.core.rounds import Rounds, StepAlone
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
+
+
+def shortest(run: Callable[[], object]) -> float:
+    """The shortest of a few times of a run, in seconds."""
+    seconds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 class AlongTrunks(TokenRecyclingV1Drafter):
@@ -74,6 +87,12 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         """Whether a step of so many seconds may have a round besides."""
         seconds += step.unit * self.rounds.cost(step, to_read, depths)
         return self.chooser is None or seconds <= self.chooser.account.most * step.unit
+
+    def shown(self) -> str:
+        """What rounds take, or their forwards, at the loads of the curve."""
+        batches = sorted({load.requests for load in self.curve.loads})
+        costs = {n: self.rounds.seconds(n) / self.curve.plain(Load(n)) for n in batches}
+        return ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items()) + " requests"
 
     def seconds(self, kind: str, load: Load) -> torch.Tensor:
         seconds = super().seconds(kind, load)

@@ -15,14 +15,12 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.rounds import Rounds
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cpu.along_trunks import AlongTrunks
-from vllm_recycle.integration.cpu.time_steps import ROUNDS
+from vllm_recycle.integration.cpu.along_trunks import AlongTrunks, shortest
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
 
@@ -166,19 +164,17 @@ class HostedTrunkV1Drafter(AlongTrunks):
         # The first forward reads the step, whether more of them follow or not.
         rounds = {n: self.length * seconds - self.reading for n, seconds in forwards.items()}
         self.rounds = Rounds(rounds, 0.0)
-        costs = {n: seconds / self.curve.plain(Load(n)) for n, seconds in rounds.items()}
-        shown = ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items())
-        return f"; a trunk takes, in parts of a step, {shown} requests"
+        return f"; a trunk takes, in parts of a step, {self.shown()}"
 
     def _seconds_of(self, num_reqs: int) -> float:
         """The shortest time of a forward that chooses."""
-        proposer, seconds = self.source.proposer, []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
+        proposer = self.source.proposer
+
+        def run() -> None:
             proposer.dummy_run(num_reqs, use_cudagraphs=False, is_graph_capturing=True)
             proposer.model.compute_logits(proposer.hidden_states[:num_reqs])
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
+
+        return shortest(run)
 
     def describe(self) -> str:
         method = self.vllm_config.speculative_config.method

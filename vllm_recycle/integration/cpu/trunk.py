@@ -17,9 +17,8 @@ from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.rounds import Rounds, StepAlone
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.trunk import draft_trunks
-from vllm_recycle.integration.cpu.along_trunks import AlongTrunks
+from vllm_recycle.integration.cpu.along_trunks import AlongTrunks, shortest
 from vllm_recycle.integration.cpu.draft_model import DraftModel, Round
-from vllm_recycle.integration.cpu.time_steps import ROUNDS
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import TrunkOptions, settings_of
 from vllm_recycle.integration.ouroboros import describe_draft_model
@@ -118,20 +117,17 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         rows = min(READING_ROWS, self.max_num_tokens)
         reading = self._seconds_of(rows, chooses=False) / rows
         self.rounds = Rounds(*from_first_rank((forwards, reading)))
-        costs = {n: self.rounds.seconds(n) / self.curve.plain(Load(n)) for n in batches}
-        shown = ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items())
-        return f"; a forward of the draft model takes, in parts of a step, {shown} requests"
+        return f"; a forward of the draft model takes, in parts of a step, {self.shown()}"
 
     def _seconds_of(self, num_rows: int, *, chooses: bool = True) -> float:
         """The shortest time of a draft forward of so many rows, or of as many as one may have."""
-        seconds = []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
+
+        def run() -> None:
             hidden = self.run(min(num_rows, self.max_num_tokens))
             if chooses:
                 self.model.compute_logits(hidden)
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
+
+        return shortest(run)
 
     def describe(self) -> str:
         return f"{describe_draft_model(self.vllm_config, self.gamma)}; {super().describe()}"
