@@ -82,7 +82,7 @@ def test_served_steps_correct_their_load_and_kind_alone():
 
 def test_without_drafts_all_kinds_are_one():
     of = curve(POINTS, 72)
-    serve(of, 0.02)
+    of.set_plain(Load(1, 256), 0.02)
     for kind in KINDS:
         # What is not known is corrected as the next size that is.
         assert by_rows(of, 1, 256, kind)[1:10:8] == pytest.approx([0.02, 0.04], rel=0.01)

@@ -6,7 +6,6 @@ A curve is filled at start-up, by timed steps (`MeasuredCurve`) or by replayed C
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,6 +20,10 @@ TREES, CHAINS, TRUNKS = "trees", "chains", "trees along trunks"
 NUM_PLACES = 7
 # The part of its error that a step corrects, and the largest error that is believed (logarithms).
 GAIN, MOST = 1 / 8, 0.25
+# How a step with drafts corrects other rows of drafts: by a part of its correction, since most of
+# an error is the machine's; and by a part of the way to its own, so that what once was slow is
+# tried again.
+SHARED, ALIGNED = 1 / 2, 1 / 512
 # Entries of the cache of `at`.
 MOST_KNOWN = 4096
 # The most that a shorter time is believed at once (logarithm).
@@ -50,7 +53,7 @@ class Curve(ABC):
     Attributes:
         kinds: of drafts that were measured.
         logs: by kind and cell of loads, and then place: how much longer steps take than was
-            measured, as a natural logarithm; NaN where none was served.
+            measured, as a natural logarithm; none where no step was served.
 
     """
 
@@ -91,7 +94,7 @@ class Curve(ABC):
         if logs is None:
             return seconds
         places = np.log2(np.maximum(rows / load.requests, 1.0))
-        return seconds * np.exp(np.interp(places, range(NUM_PLACES), _filled(logs)))
+        return seconds * np.exp(np.interp(places, range(NUM_PLACES), logs))
 
     def serve(
         self, kind: str | None, load: Load, rows: int, seconds: float, *, at_once: bool = False
@@ -121,39 +124,45 @@ class Curve(ABC):
     def _correct(
         self, kind: str | None, load: Load, rows: int, seconds: float, at_once: bool
     ) -> None:
-        place, cell = _place(rows / load.requests), self.cell(load)
+        cell, drafts = self.cell(load), rows > load.requests
+        place = min(math.log2(rows / load.requests), NUM_PLACES - 1)
         first, part = int(place), place % 1
         weights = {first: 1.0 - part, first + 1: part} if part else {first: 1.0}
         square = sum(weight * weight for weight in weights.values())
         kinds = self.kinds if kind is None else (kind,)
-        for of in kinds if rows > load.requests else kinds[:1]:
+        for of in kinds if drafts else kinds[:1]:
             [measured] = self.measured(of, load, np.array([rows])).tolist()
             if not math.isfinite(measured):
                 continue
             logs = self._logs_of(of, cell)
-            known = _filled(logs)
-            error = math.log(seconds / measured) - sum(w * known[at] for at, w in weights.items())
+            own = sum(weight * logs[at] for at, weight in weights.items())
+            error = math.log(seconds / measured) - own
             if at_once:
                 step = max(-MOST_AT_ONCE, min(MOST / 2, error))
             else:
                 step = GAIN * max(-MOST, min(MOST, error))
-            for at, weight in weights.items():
-                # Place 0 is that of plain steps: drafts do not move it.
-                if (at > 0) == (rows > load.requests):
-                    logs[at] = known[at] + step * weight / square
-        if rows == load.requests:  # without drafts all kinds are one
+            if not drafts:
+                logs[0] += step
+                continue
+            for at in range(1, NUM_PLACES):  # place 0 is that of plain steps
+                if at in weights:
+                    logs[at] += step * weights[at] / square
+                else:
+                    logs[at] += SHARED * step + ALIGNED * (own - logs[at])
+        if not drafts:  # then all kinds are one
             for of in self.kinds:
                 self._logs_of(of, cell)[0] = self._logs_of(kinds[0], cell)[0]
 
-    def _logs_of(self, kind: str, cell: Hashable) -> list[float]:
-        return self.logs.setdefault((kind, cell), [math.nan] * NUM_PLACES)
+    def _logs_of(self, kind: str, cell: Hashable, log: float = 0.0) -> list[float]:
+        return self.logs.setdefault((kind, cell), [log] * NUM_PLACES)
 
     def set_plain(self, load: Load, seconds: float) -> None:
-        """Believe that a step without drafts takes so long."""
+        """Believe that a step without drafts takes so long; at first, drafts by as much longer."""
         self.take_in()
         [measured] = self.measured(self.kinds[0], load, np.array([load.requests])).tolist()
         for kind in self.kinds:
-            self._logs_of(kind, self.cell(load))[0] = math.log(seconds / measured)
+            log = math.log(seconds / measured)
+            self._logs_of(kind, self.cell(load), log)[0] = log
 
     def known(self) -> dict[str, float]:
         """How much longer steps take than was measured, by kind, load and rows per request."""
@@ -161,7 +170,6 @@ class Curve(ABC):
             f"seconds_by_measured: {kind}, {self.describe(cell)}, {2**place} rows": math.exp(log)
             for (kind, cell), logs in self.logs.items()
             for place, log in enumerate(logs)
-            if not math.isnan(log)
         }
 
     @abstractmethod
@@ -257,23 +265,3 @@ def _rising(values: np.ndarray) -> np.ndarray:
         while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
     return np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
-
-
-def _place(rows: float) -> float:
-    """Between which corrections so many rows per request lie."""
-    return min(math.log2(max(rows, 1.0)), NUM_PLACES - 1)
-
-
-def _filled(logs: list[float]) -> list[float]:
-    """Corrections with those that are not known on lines between the others; 0 without others."""
-    known = [place for place, log in enumerate(logs) if not math.isnan(log)]
-    if not known:
-        return [0.0] * NUM_PLACES
-    filled = logs.copy()
-    filled[: known[0]] = [logs[known[0]]] * known[0]
-    filled[known[-1] :] = [logs[known[-1]]] * (NUM_PLACES - known[-1])
-    for first, last in itertools.pairwise(known):
-        slope = (logs[last] - logs[first]) / (last - first)
-        for place in range(first + 1, last):
-            filled[place] = logs[first] + slope * (place - first)
-    return filled
