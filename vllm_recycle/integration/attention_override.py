@@ -14,21 +14,40 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+# Backends that are replaced now, and what was in their place before, if anything.
+_replaced: list[tuple[AttentionBackendEnum, str | None]] = []
+
 
 @contextmanager
 def override_backend(backend: AttentionBackendEnum, replacement: type) -> Iterator[None]:
     """Layers that are created meanwhile and ask for `backend` get `replacement`."""
-    before = backend.get_path() if backend.is_overridden() else None
-    register_backend(backend, f"{replacement.__module__}.{replacement.__qualname__}")
-    # The look-up is cached, so a change is not seen before the cache is cleared.
-    _cached_get_attn_backend.cache_clear()
+    _replaced.append((backend, backend.get_path() if backend.is_overridden() else None))
+    _register(backend, f"{replacement.__module__}.{replacement.__qualname__}")
     try:
         yield
     finally:
-        backend.clear_override()
-        if before is not None:
-            register_backend(backend, before)
-        _cached_get_attn_backend.cache_clear()
+        _register(*_replaced.pop())
+
+
+@contextmanager
+def original_backend() -> Iterator[None]:
+    """Layers that are created meanwhile, inside `override_backend`, get what it has replaced."""
+    backend, before = _replaced[-1]
+    replacement = backend.get_path()
+    _register(backend, before)
+    try:
+        yield
+    finally:
+        _register(backend, replacement)
+
+
+def _register(backend: AttentionBackendEnum, path: str | None) -> None:
+    """Put a class in the place of a backend, or none."""
+    backend.clear_override()
+    if path is not None:
+        register_backend(backend, path)
+    # The look-up is cached, so a change is not seen before the cache is cleared.
+    _cached_get_attn_backend.cache_clear()
 
 
 def refuse_layer(impl: Any, **features: bool) -> None:

@@ -71,8 +71,6 @@ def rewrite(engine_args: Any) -> Any | None:
         "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
     }
     refusals.refuse(method, early)
-    if platform.on_v2 and given.get("trunk") is not None:
-        raise NotImplementedError(f"{method}: a trunk is given, expected none on a GPU")
     given_table = given.pop(TABLE, None)
     options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
     table = check_table(given_table, options.num_nodes) or options.schedule(

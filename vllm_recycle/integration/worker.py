@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
-from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
 from vllm_recycle.integration.requests import to_token_ids
 from vllm_recycle.integration.saved_state import StateSaver
 
@@ -50,9 +50,11 @@ class TreeWorker(Worker):
             return
         with override_backend(self.replaced_backend, self.tree_backend):
             super().load_model(*args, **kwargs)
+        has_host = isinstance(settings_of(self.vllm_config).options, HostedTrunkOptions)
         # Kinds of layers that vLLM serves by a backend derived from ours see other tokens.
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if layer.attn_backend is not self.tree_backend:
+            sees_no_trees = getattr(layer, "is_draft_layer", False) and has_host
+            if layer.attn_backend is not self.tree_backend and not sees_no_trees:
                 raise NotImplementedError(
                     f"layer {name}: attention is {layer.attn_backend.__name__}, expected "
                     f"{self.tree_backend.__name__}; leave out --speculative-config"

@@ -21,6 +21,7 @@ from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.core.verification import WalkResult
+from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.attention.tiles import choose_tile
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -76,6 +77,8 @@ def cases() -> Iterator[Case]:
     yield Case("ban", ban)
     yield Case("place", place)
     yield Case("compact", compact)
+    for dtype, width in ((torch.int32, ()), (torch.int64, ()), (torch.bfloat16, (4096,))):
+        yield Case(f"move-{str(dtype).removeprefix('torch.')}", partial(move, dtype, *width))
     yield Case("top-k-bf16", lambda: top_k(torch.zeros(3, VOCAB, dtype=torch.bfloat16), 8))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8))
     # The default k and contexts; and the largest, of sequences that share nothing.
@@ -224,6 +227,13 @@ def compact() -> None:
     rows = BATCH * TREE_ROWS
     path = int64(BATCH, 9)
     compact_path(PagedLayers.make(caches), int64(rows), int64(rows), int32(BATCH + 1), path)
+
+
+def move(dtype: torch.dtype, *width: int) -> None:
+    """Token ids, positions, and hidden states of Llama-3-8B."""
+    rows = BATCH * TREE_ROWS
+    moved = torch.zeros(rows, *width, dtype=dtype)
+    move_rows(moved, int64(rows), int32(BATCH + 1), int64(BATCH, 9))
 
 
 def learn_step(matrix: AdjacencyMatrix) -> None:

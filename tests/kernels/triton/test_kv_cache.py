@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_recycle.kernels.triton import kv_cache
+from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,10 +55,12 @@ class Step:
         slots, rows, starts, path = (torch.tensor(values, device=DEVICE) for values in lists)
         return [slots, rows, starts.to(starts_type), path]
 
-    def moves(self) -> list[tuple[int, int]]:
-        """Slots to read and to write."""
+    def moves(self, places: list[int] | None = None) -> list[tuple[int, int]]:
+        """Slots to read and to write; or the places of logit rows."""
+        if places is None:
+            places = [self.slot_mapping[row] for row in self.logits_indices]
         return [
-            tuple(self.slot_mapping[self.logits_indices[start + row]] for row in (source, target))
+            (places[start + source], places[start + target])
             for start, rows in zip(self.cu_num_logits[:-1], self.path, strict=True)
             for target, source in enumerate(rows)
             if source > target
@@ -140,6 +143,22 @@ def test_a_path_of_the_first_rows_moves_nothing(compact_path):
     before = kv_cache.clone()
     compact_path(PagedLayers.make([kv_cache]), *step.tensors())
     assert kv_cache.equal(before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    step=steps(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.int32, torch.int64]),
+    width=st.sampled_from([None, 1, 10, 300]),
+)
+def test_rows_of_a_step_are_moved_as_a_plain_loop_moves_them(step, dtype, width):
+    shape = (len(step.slot_mapping), *([] if width is None else [width]))
+    rows = torch.randint(0, 10**6, shape, device=DEVICE).to(dtype)
+    expected = rows.clone()
+    for source, target in step.moves(step.logits_indices):
+        expected[target] = rows[source]
+    move_rows(rows, *step.tensors()[1:])
+    assert rows.equal(expected)
 
 
 @either

@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_recycle.integration.cuda.backend import warm_up_tiles
+from vllm_recycle.integration.cuda.backend import TreeMetadataBuilder, warm_up_tiles
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.drafters import DRAFTERS
@@ -99,9 +99,11 @@ class TreeModelRunner(GPUModelRunner):
             chooses = self.settings.chooses_sizes
             shapes = plan_full_graphs(self.sizes_of_batch, sizes, among_others=chooses)
             replace_full_graphs(self.cudagraph_manager, shapes)
-        for groups in self.attn_groups:
-            for group in groups:
-                group.get_metadata_builder().take_trees(self.tree_drafter.trees, self.tree_indices)
+        builders = (one.get_metadata_builder() for groups in self.attn_groups for one in groups)
+        # A head's layers have vLLM's attention.
+        self.tree_builders = [one for one in builders if isinstance(one, TreeMetadataBuilder)]
+        for builder in self.tree_builders:
+            builder.take_trees(self.tree_drafter.trees, self.tree_indices)
         if not is_profiling:
             layers = self.compilation_config.static_forward_context
             # A draft model's layers see no trees of the target's.
@@ -228,9 +230,8 @@ class TreeModelRunner(GPUModelRunner):
                 if input_batch.has_prefill
                 else input_batch.num_reqs_after_padding
             )
-            for groups in self.attn_groups:
-                for group in groups:
-                    group.get_metadata_builder().num_trees = num_trees
+            for builder in self.tree_builders:
+                builder.num_trees = num_trees
         return block_tables, self.slot_mappings
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -267,7 +267,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         A request in the middle of its prompt gets drafts too, which are never scheduled.
         """
         drafts_trees = num_speculative_tokens != 0 or self._looks(input_batch)
-        self.prepare(input_batch, drafts=drafts_trees, **kwargs)
+        self.prepare(input_batch, *args, drafts=drafts_trees, **kwargs)
         if not drafts_trees:
             shape = (input_batch.num_reqs, self.drafter.trees.num_nodes)
             return self.drafter.roots.new_empty(shape)  # vLLM puts -1 behind the size
@@ -276,7 +276,7 @@ class TokenRecyclingSpeculator(V2Speculator):
             self._report(input_batch, num_speculative_tokens)
         return drafts
 
-    def prepare(self, input_batch: Any, *, drafts: bool, **kwargs: Any) -> None:
+    def prepare(self, input_batch: Any, *args: Any, drafts: bool, **kwargs: Any) -> None:
         """Take in a step, before trees grow behind it, or none; the others are vLLM's."""
 
     def _looks(self, input_batch: Any) -> bool:

@@ -7,7 +7,7 @@ all of a step for which the scheduler says that a round does not pay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,64 +16,30 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core.curve import TRUNKS
 from vllm_recycle.core.grow import Trunks
-from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
-from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.integration.cuda.along_trunks import AlongTrunks
 from vllm_recycle.integration.cuda.drafter import V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
 from vllm_recycle.integration.cuda.ouroboros.rounds import LARGEST_BATCH, Round
-from vllm_recycle.integration.cuda.token_recycling import (
-    TokenRecyclingSpeculator,
-    TokenRecyclingV2Drafter,
-)
+from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
 from vllm_recycle.integration.draft_limits import MAX_DRAFT_ROWS_ON_GPU
-from vllm_recycle.integration.options import TrunkOptions
-from vllm_recycle.integration.options.trunk import head_length
+from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options.trunk import TrunkOptions, head_length
 from vllm_recycle.integration.ouroboros import describe_draft_model
 from vllm_recycle.integration.step_note import note_of
 
 
-class TrunkV2Drafter(TokenRecyclingV2Drafter):
-    """Grows trees along what vLLM's draft model drafts.
-
-    Attributes:
-        choices: what the choices of the draft model are worth.
-        trunks: of each request the last one, by `req_state_idx`.
-        probabilities: float32 [max_num_reqs, gamma, CHOICES], that the model gave its choices.
-        lengths: int64 [max_num_reqs], of the text that each was drafted behind.
-
-    """
+class TrunkV2Drafter(AlongTrunks):
+    """Grows trees along what vLLM's draft model drafts."""
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        super().__init__(vllm_config, device, req_states)
-        options, max_num_reqs = self.options, vllm_config.scheduler_config.max_num_seqs
+        options = settings_of(vllm_config).options
         assert isinstance(options, TrunkOptions)
-        # A longer trunk has no place in a tree, nor in a draft forward.
-        self.gamma = min(options.gamma, self.trees.depth)
-        self.choices = ChoiceAcceptance(device)
-        shape = max_num_reqs, self.gamma, CHOICES
-        self.probabilities = torch.zeros(shape, device=device)
-        token_ids = torch.full(shape, NO_TOKEN, device=device)
-        self.trunks: Trunks = Trunks(token_ids, torch.zeros_like(self.probabilities))
-        self.lengths = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.places = torch.arange(self.gamma, device=device)
+        super().__init__(vllm_config, device, req_states, length=options.gamma)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return TrunkSpeculator(self, may_speculate)
-
-    def reset(self) -> None:
-        super().reset()
-        self.choices.clear()
-
-    def begin(
-        self,
-        req_state_indices: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        classes: Sequence[int],
-    ) -> None:
-        super().begin(req_state_indices, texts, classes)
-        begun = async_tensor_h2d([*req_state_indices], device=self.device)
-        self.trunks.token_ids[begun] = NO_TOKEN
 
     def draft_trunks(self, idx_mapping: torch.Tensor, last: torch.Tensor, model: Round) -> None:
         """Draft behind some texts, and count what followed the trunks before.
@@ -84,33 +50,20 @@ class TrunkV2Drafter(TokenRecyclingV2Drafter):
             model: the draft model.
 
         """
-        if not self.options.isolates:  # else nobody's counts reach another
-            self._count(idx_mapping)
-        self.lengths[idx_mapping] = self.texts.lengths[idx_mapping].long()
+        self.count_trunks(idx_mapping)
         newest, none = last[:, None], last[:, None][:, :0]
         steps = []
-        for _ in range(self.gamma):
+        for _ in range(self.length):
             steps.append(model.choose(idx_mapping, newest, none, CHOICES))
             newest = steps[-1][0][:, 0, :1]
         drafted = Trunks(*(torch.cat(values, dim=1) for values in zip(*steps, strict=True)))
-        self.trunks.token_ids[idx_mapping] = drafted.token_ids
-        self.probabilities[idx_mapping] = drafted.chances
-        self.trunks.chances[idx_mapping] = self.choices.chances(drafted).chances
-
-    def _count(self, idx_mapping: torch.Tensor) -> None:
-        texts, lengths = self.texts
-        place = self.lengths[idx_mapping][:, None] + self.places
-        is_text = place < lengths[idx_mapping][:, None]
-        follows = texts[idx_mapping[:, None], place.clamp(max=texts.shape[1] - 1)].long()
-        before = (self.trunks.token_ids[idx_mapping], self.probabilities[idx_mapping])
-        self.choices.count(Trunks(*before), follows.where(is_text, NO_TOKEN))
+        self.take_trunks(idx_mapping, drafted)
 
     def describe(self) -> str:
-        return f"{describe_draft_model(self.vllm_config, self.gamma)}; {super().describe()}"
+        return f"{describe_draft_model(self.vllm_config, self.length)}; {super().describe()}"
 
     def statistics(self) -> dict[str, float]:
-        counted = {"rounds": self.num_rounds, "forwards": self.num_rounds * self.gamma}
-        return super().statistics() | counted
+        return super().statistics() | {"forwards": self.num_rounds * self.length}
 
 
 class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
@@ -153,7 +106,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         self.kind = note_of(scheduler_output).kind
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
-        self.drafter.trunks.token_ids[0] = NO_TOKEN
+        self.drafter.leave_out(self.drafter.roots[0])
         return TokenRecyclingSpeculator.drafting_runs(self)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
@@ -166,7 +119,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         # Of more requests as many have a trunk.
         return runs | {most: runs[max(runs)]}
 
-    def prepare(self, input_batch: Any, *, drafts: bool, **kwargs: Any) -> None:
+    def prepare(self, input_batch: Any, *args: Any, drafts: bool, **kwargs: Any) -> None:
         chosen = self.ready(input_batch, drafts=drafts and self.kind == TRUNKS, **kwargs)
         if not drafts or kwargs.get("dummy_run"):
             return
@@ -174,12 +127,12 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         may_draft = self._counted(input_batch).sum()
         self.is_settled = self.kind != TRUNKS or len(chosen) == min(may_draft, self.max_drafting)
         if not len(chosen):
-            self.drafter.trunks.token_ids[idx_mapping] = NO_TOKEN
+            self.drafter.leave_out(idx_mapping)
             return
         if len(chosen) < num_reqs:
             left_out = np.delete(np.arange(num_reqs), chosen)
             both = async_tensor_h2d(np.concatenate((chosen, left_out)), device=self.device)
-            self.drafter.trunks.token_ids[idx_mapping[both[len(chosen) :]]] = NO_TOKEN
+            self.drafter.leave_out(idx_mapping[both[len(chosen) :]])
             idx_mapping = idx_mapping[both[: len(chosen)]]
         self.draft(idx_mapping)
 

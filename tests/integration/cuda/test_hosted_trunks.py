@@ -1,0 +1,194 @@
+"""Trees along what vLLM's heads draft, on Model Runner V2: outputs and trunks are vLLM's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import heads
+import pytest
+import torch
+from engines import TARGET, core, counter, engine, runner
+from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of, with_sizes
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+    TargetDependentARSpeculator,
+)
+
+from vllm_recycle.core.curve import TREES, TRUNKS
+from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
+from vllm_recycle.integration.cuda import hosted_trunk
+
+pytestmark = pytest.mark.slow
+
+LENGTH, NODES = 3, 12
+SOURCES = ("eagle", "eagle3", "mtp")
+ARGUMENTS = {name: value for name, value in LLM_ARGUMENTS.items() if name != "model"}
+ARGUMENTS |= {"max_model_len": 160, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 30}
+OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
+# Which tokens of TEXT are the prompt, and the sampling parameters.
+BATCHES = {
+    # The third prompt comes in chunks, beside the others' drafts.
+    "three": [((0, 40), {**GREEDY, "max_tokens": 16}), ((3, 30), SEEDED), ((5, 100), GREEDY)],
+    # All of the first prompt but its last token comes from the prefix cache.
+    "again": [((0, 40), {**GREEDY, "max_tokens": 16}), ((10, 60), OPTED_OUT)],
+}
+Chains = dict[str, list[int]]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+class TestEverySource:
+    def test_tokens_equal_those_without_speculation(self, result, name):
+        plain = result["plain with mtp" if name == "mtp" else "plain"]
+        assert result[name]["token ids"] == plain
+
+    def test_trunks_are_vllms_own_chains_behind_the_same_text(self, result, name):
+        found = result[name]
+        assert len(found["trunks"]) > 20
+        assert found["trunks"] == found["chains of vLLM"]
+
+    def test_trunks_are_in_trees_whose_rows_are_moved(self, result, name):
+        seen = result[name]["seen"]
+        assert min(seen["trunks in trees"], seen["accepted"]) > 10
+        assert seen["moved rows"] > 0
+        assert seen["other trunks"] == 0
+
+    def test_drafting_waits_for_no_device(self, result, name):
+        assert result[name]["waits"] == []
+
+
+def test_a_head_drafts_where_that_is_worth_its_time(result):
+    priced = result["priced"]
+    assert priced["token ids"] == [result["plain"]["three"]] * 2
+    assert priced["rounds"]["free"] > 10
+    # Those that the last steps before had asked for, and one to see what it would give.
+    assert priced["rounds"]["dear"] <= 9
+    assert 0 < priced["alone timed"] < priced["rounds timed"]
+
+
+def text_of(req_states: Any, index: int) -> str:
+    tokens = req_states.all_token_ids.gpu[index, : req_states.total_len.gpu[index]]
+    return ",".join(map(str, tokens.tolist()))
+
+
+class WatchedChains:
+    """What vLLM's speculators draft behind each text, from now on."""
+
+    def __init__(self) -> None:
+        self.chains: Chains = {}
+        self.req_states: Any = None
+        propose = TargetDependentARSpeculator.propose
+
+        def watched(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+            drafts = propose(speculator, *args, **kwargs)
+            is_round = kwargs.get("num_speculative_tokens") != 0 and not kwargs.get("dummy_run")
+            if is_round and self.req_states is not None:
+                batch, num_sampled = args[0], args[5]
+                for place, index in enumerate(batch.idx_mapping.tolist()):
+                    if num_sampled[place] > 0:
+                        text = text_of(self.req_states, index)
+                        self.chains[text] = drafts[place].tolist()
+            return drafts
+
+        TargetDependentARSpeculator.propose = watched
+
+    def watch(self, llm: Any) -> Chains:
+        """Forget what was seen, and watch this engine."""
+        self.req_states, self.chains = runner(llm).req_states, {}
+        return self.chains
+
+
+def watch_trees(llm: Any, chains: Chains) -> Counter[str]:
+    """See what becomes of chains."""
+    seen: Counter[str] = Counter()
+    drafter, req_states = runner(llm).tree_drafter, runner(llm).req_states
+    propose, move = drafter.propose, hosted_trunk.move_rows
+
+    def watched_propose(idx_mapping: torch.Tensor) -> torch.Tensor:
+        drafts = propose(idx_mapping)
+        for place, index in enumerate(idx_mapping.tolist()):
+            trunk = drafter.trunks.token_ids[index, :, 0].tolist()
+            if trunk[0] < 0:
+                continue
+            parents = drafter.trees.parents[index, 1:].tolist()
+            nodes = zip(parents, drafts[place].tolist(), strict=True)
+            seen["trunks in trees"] += (0, trunk[0]) in set(nodes)
+            seen["other trunks"] += trunk != chains.get(text_of(req_states, index))
+        return drafts
+
+    def watched_move(rows: Any, indices: Any, starts: Any, path: Any) -> None:
+        seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
+        move(rows, indices, starts, path)
+
+    drafter.propose, hosted_trunk.move_rows = watched_propose, watched_move
+    return seen
+
+
+def serve(model: str, trunk: dict[str, Any], watched: WatchedChains) -> dict[str, Any]:
+    """In the process with the engines: one with trees, and vLLM's own behind the same texts."""
+    method = {"method": "token_recycling", "trunk": trunk, "max_nodes": NODES, "context_mib": 1}
+    sizes, waits = [(1, 4, NODES)], Waits()
+    with engine(with_sizes(method, sizes), model=model, **ARGUMENTS) as llm:
+        chains = watched.watch(llm)
+        seen = watch_trees(llm, chains)
+        token_ids = {name: tokens_of(llm, batch) for name, batch in BATCHES.items()}
+        seen["accepted"] = counter(llm, "spec_decode_num_accepted_tokens")
+    with engine(with_sizes(method, sizes), model=model, **ARGUMENTS) as llm:
+        watched.req_states = None
+        waits.watch(runner(llm).speculator, "propose")
+        tokens_of(llm, BATCHES["three"])
+    texts = list(chains)[:40]
+    with engine(trunk, model=model, **ARGUMENTS) as llm:
+        expected = watched.watch(llm)
+        prompts = [{"prompt_token_ids": [*map(int, text.split(","))][:-1]} for text in texts]
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+    both = [text for text in texts if text in expected]
+    return {
+        "token ids": token_ids,
+        "trunks": [chains[text] for text in both],
+        "chains of vLLM": [expected[text] for text in both],
+        "seen": seen,
+        "waits": waits.seen,
+    }
+
+
+def serve_priced(trunk: dict[str, Any]) -> dict[str, Any]:
+    """In the process with the engines: one that is told what a round takes."""
+    method = {"method": "token_recycling", "trunk": trunk, "max_nodes": NODES, "context_mib": 1}
+    token_ids, rounds = [], {}
+    with engine(method, model=TARGET, **ARGUMENTS) as llm:
+        sizes, drafter = core(llm).scheduler.sizes, runner(llm).tree_drafter
+        timed = runner(llm).speculator.times.drafting
+        for name, seconds in {"free": 0.0, "dear": 1e9}.items():
+            # The target's steps have no graphs here, and are taken to last a minute.
+            graphs = {GraphShape(64, 64, 64): (60.0, 0.0)}
+            sizes.take_times(GraphTimes(graphs, {TRUNKS: {1: seconds}, TREES: {1: 0.0}}))
+            before = drafter.num_rounds
+            token_ids.append(tokens_of(llm, BATCHES["three"]))
+            rounds[name] = drafter.num_rounds - before
+    times = {"alone timed": timed[TREES], "rounds timed": timed[TRUNKS]}
+    return {
+        "token ids": token_ids,
+        "rounds": rounds,
+        **{name: of_batches[max(of_batches)] for name, of_batches in times.items()},
+    }
+
+
+def main(folder: Path) -> dict[str, Any]:
+    """In the process with the engines: two without speculation, and those with it."""
+    length, mtp = {"num_speculative_tokens": LENGTH}, heads.with_mtp(folder / "mtp")
+    sources = {
+        "eagle": (TARGET, {"method": "eagle", "model": heads.eagle(folder / "eagle"), **length}),
+        "eagle3": (TARGET, {"method": "eagle3", "model": heads.eagle3(folder / "e3"), **length}),
+        "mtp": (mtp, {"method": "mtp", **length}),
+    }
+    result: dict[str, Any] = {}
+    for name, model in (("plain", TARGET), ("plain with mtp", mtp)):
+        with engine(model=model, **ARGUMENTS) as llm:
+            result[name] = {batch: tokens_of(llm, BATCHES[batch]) for batch in BATCHES}
+    watched = WatchedChains()
+    result |= {name: serve(*sources[name], watched) for name in SOURCES}
+    watched.req_states = None
+    return result | {"priced": serve_priced(sources["eagle"][1])}

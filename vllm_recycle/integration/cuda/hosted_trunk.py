@@ -1,0 +1,202 @@
+"""Token Recycling along the chains of a speculator of vLLM's, on Model Runner V2.
+
+vLLM's speculator drafts behind a step as if a chain had been verified: heads read the target's
+hidden states, token ids and positions at the accepted rows, which after a walk are brought to the
+rows that a chain has. Its chain is the trunk of the trees. Its layers keep vLLM's attention, and
+write their KV to the slots of a chain, so nothing moves in their cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode import init_speculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+    TargetDependentARSpeculator,
+)
+
+from vllm_recycle.core.curve import TRUNKS
+from vllm_recycle.core.grow import Trunks
+from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.integration.attention_override import original_backend
+from vllm_recycle.integration.cuda.along_trunks import AlongTrunks
+from vllm_recycle.integration.cuda.drafter import V2Speculator
+from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
+from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+from vllm_recycle.integration.options.base import TABLE
+from vllm_recycle.integration.step_note import note_of
+from vllm_recycle.kernels.triton.accepted_rows import move_rows
+from vllm_recycle.kernels.triton.top_k import top_k
+
+
+class HostedTrunkV2Drafter(AlongTrunks):
+    """Grows trees along what vLLM's speculator drafts.
+
+    Attributes:
+        path: int64 [num_reqs, path], the visited rows of the step; None where no request had a
+            tree.
+
+    """
+
+    path: torch.Tensor | None = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        options = settings_of(vllm_config).options
+        assert isinstance(options, HostedTrunkOptions)
+        super().__init__(vllm_config, device, req_states, length=options.trunk_length)
+
+    def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
+        config = copy.copy(self.vllm_config)
+        config.speculative_config = spec = copy.copy(config.speculative_config)
+        spec.num_speculative_tokens = self.length  # not those of a tree
+        setattr(spec, TABLE, None)
+        speculator = init_speculator(config, self.device, self.req_states)
+        name = type(speculator).__name__
+        if not isinstance(speculator, TargetDependentARSpeculator):
+            raise NotImplementedError(
+                f"token_recycling does not support a trunk by {name}; change it, or leave it out"
+            )
+        # Which class it is only vLLM says.
+        bases = (HostedSpeculator, type(speculator), TokenRecyclingSpeculator)
+        speculator.__class__ = type(f"Hosted{name}", bases, {})
+        speculator.host(self, may_speculate)
+        return speculator
+
+    def accept(
+        self, input_batch: Any, row_token_ids: torch.Tensor, output: Any, path: torch.Tensor | None
+    ) -> None:
+        super().accept(input_batch, row_token_ids, output, path)
+        self.path = path
+
+    def describe(self) -> str:
+        method = self.vllm_config.speculative_config.method
+        return f"trunks of at most {self.length} tokens by vLLM's {method}; {super().describe()}"
+
+
+class HostedSpeculator(V2Speculator):
+    """To be put before a speculator of vLLM's with heads, and `TokenRecyclingSpeculator`.
+
+    Attributes:
+        drafter: what grows trees.
+        token_ids: int64 [length, max_num_reqs, CHOICES], the best tokens at each place of a chain.
+        probabilities: float32, of these.
+
+    """
+
+    drafter: HostedTrunkV2Drafter
+
+    def host(self, drafter: HostedTrunkV2Drafter, may_speculate: np.ndarray) -> None:
+        """Take vLLM's speculator, which was made without us."""
+        TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
+        self.kind = TRUNKS
+        shape = drafter.length, self.max_num_reqs, CHOICES
+        self.token_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.probabilities = torch.zeros(shape, device=self.device)
+
+    def load_draft_model(self, *args: Any) -> torch.nn.Module:
+        with original_backend():
+            return super().load_draft_model(*args)
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The best token of each row, int64 [rows]; the best ones are kept."""
+        logits = self.compute_draft_logits(hidden_states, kwargs.get("spec_step_idx", 0))
+        best = top_k(logits, CHOICES).long()
+        shift = logits.float().logsumexp(dim=1, keepdim=True)
+        probable = (logits.gather(1, best).float() - shift).exp()
+        step, rows = draft_step.view(1), len(best)
+        self.token_ids[:, :rows].index_copy_(0, step, best[None])
+        self.probabilities[:, :rows].index_copy_(0, step, probable[None])
+        return best[:, 0].contiguous()
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        self.kind = note_of(scheduler_output).kind
+
+    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return TokenRecyclingSpeculator.propose(self, *args, **kwargs)
+
+    def prepare(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        *args: Any,
+        drafts: bool,
+        **kwargs: Any,
+    ) -> None:
+        """A head reads each step, and drafts where it is to."""
+        path, self.drafter.path = self.drafter.path, None
+        is_dummy = kwargs.get("dummy_run")
+        if path is not None and not is_dummy:
+            states = aux_hidden_states or [last_hidden_states]
+            for rows in (input_batch.input_ids, input_batch.positions, *states):
+                move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
+        length = self.drafter.length if is_dummy or (drafts and self.kind == TRUNKS) else 0
+        given = (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
+        super().propose(*given, *args, num_speculative_tokens=length, **kwargs)
+        if not is_dummy:
+            self._take_trunks(input_batch, has_trunks=length > 0)
+
+    def _take_trunks(self, input_batch: Any, *, has_trunks: bool) -> None:
+        drafter, idx_mapping = self.drafter, input_batch.idx_mapping
+        drafter.count_trunks(idx_mapping)
+        if not has_trunks:
+            drafter.leave_out(idx_mapping)
+            return
+        counted, batch = self._counted(input_batch), input_batch.num_reqs
+        chosen = (self.token_ids, self.probabilities)
+        drafter.take_trunks(idx_mapping, Trunks(*(of[:, :batch].transpose(0, 1) for of in chosen)))
+        drafter.num_rounds += int(counted.sum())
+        if not counted.all():
+            left_out = async_tensor_h2d(np.flatnonzero(~counted), device=self.device)
+            drafter.leave_out(idx_mapping[left_out])
+
+    # What drafting takes.
+
+    def alone_runs(self) -> dict[int, Callable[[], Any]]:
+        return self._runs(0)
+
+    def drafting_runs(self) -> dict[int, Callable[[], Any]]:
+        return self._runs(self.drafter.length)
+
+    def _runs(self, length: int) -> dict[int, Callable[[], Any]]:
+        self.drafter.leave_out(self.drafter.roots[0])
+        [(most, grow)] = TokenRecyclingSpeculator.drafting_runs(self).items()
+        most = min(most, self.max_num_tokens)
+
+        def both(batch: int) -> None:
+            self._run_dummy(batch, length)
+            grow()
+
+        return {batch: partial(both, batch) for batch in sorted({1, most})}
+
+    def _run_dummy(self, batch: int, length: int) -> None:
+        """A round of so many tokens behind a step of so many rows, all of them roots."""
+        of = InputBatch.make_dummy(batch, batch, self.target_input_buffers)
+        counts = torch.ones(batch, dtype=torch.int32, device=self.device)
+        hidden = self.hidden_states[:batch].clone()
+        of_requests = torch.zeros(1, self.max_num_reqs, dtype=torch.int64, device=self.device)
+        super().propose(
+            of, None, None, hidden, None, counts, torch.zeros_like(counts),
+            of_requests[0], of_requests, self.temperature, self.seeds,
+            dummy_run=True, skip_attn_for_dummy_run=True, num_speculative_tokens=length,
+        )  # fmt: skip
