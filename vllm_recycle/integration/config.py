@@ -199,7 +199,7 @@ def finish(vllm_config: Any) -> None:
     put_table_back(vllm_config)
     refusals.check(vllm_config, options, platform)
     model = vllm_config.model_config
-    if isinstance(options, DraftModelOptions) and model.enable_sleep_mode:
+    if isinstance(options, DraftModelOptions | HostedTrunkOptions) and model.enable_sleep_mode:
         # At level 2 nobody would load the draft model's weights again.
         model.sleep_preserve_parameter_names += ["draft.*"]
     if options.has_trees and platform.attention_backend is not None:

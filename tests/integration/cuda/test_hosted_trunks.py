@@ -9,21 +9,19 @@ from typing import Any
 import heads
 import pytest
 import torch
-from engines import TARGET, core, counter, engine, runner
+from engines import OUROBOROS, TARGET, core, counter, engine, runner
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of, with_sizes
 from vllm import SamplingParams
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-    TargetDependentARSpeculator,
-)
 
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda import hosted_trunk
+from vllm_recycle.integration.cuda.hosted_trunk import SPECULATORS
 
 pytestmark = pytest.mark.slow
 
 LENGTH, NODES = 3, 12
-SOURCES = ("eagle", "eagle3", "mtp")
+SOURCES = ("eagle", "eagle3", "mtp", "draft_model", "ngram_gpu")
 ARGUMENTS = {name: value for name, value in LLM_ARGUMENTS.items() if name != "model"}
 ARGUMENTS |= {"max_model_len": 160, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 30}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
@@ -50,8 +48,10 @@ class TestEverySource:
 
     def test_trunks_are_in_trees_whose_rows_are_moved(self, result, name):
         seen = result[name]["seen"]
-        assert min(seen["trunks in trees"], seen["accepted"]) > 10
-        assert seen["moved rows"] > 0
+        is_model = name != "ngram_gpu"  # the text has few matches
+        assert seen["trunks in trees"] > (10 if is_model else 0)
+        assert seen["accepted"] > 10
+        assert (seen["moved rows"] > 0) == is_model
         assert seen["other trunks"] == 0
 
     def test_drafting_waits_for_no_device(self, result, name):
@@ -78,7 +78,11 @@ class WatchedChains:
     def __init__(self) -> None:
         self.chains: Chains = {}
         self.req_states: Any = None
-        propose = TargetDependentARSpeculator.propose
+        for of_class in SPECULATORS:
+            self._watch_class(of_class)
+
+    def _watch_class(self, of_class: Any) -> None:
+        propose = of_class.propose
 
         def watched(speculator: Any, *args: Any, **kwargs: Any) -> Any:
             drafts = propose(speculator, *args, **kwargs)
@@ -91,7 +95,7 @@ class WatchedChains:
                         self.chains[text] = drafts[place].tolist()
             return drafts
 
-        TargetDependentARSpeculator.propose = watched
+        of_class.propose = watched
 
     def watch(self, llm: Any) -> Chains:
         """Forget what was seen, and watch this engine."""
@@ -183,6 +187,8 @@ def main(folder: Path) -> dict[str, Any]:
         "eagle": (TARGET, {"method": "eagle", "model": heads.eagle(folder / "eagle"), **length}),
         "eagle3": (TARGET, {"method": "eagle3", "model": heads.eagle3(folder / "e3"), **length}),
         "mtp": (mtp, {"method": "mtp", **length}),
+        "draft_model": (TARGET, {"method": "draft_model", "model": OUROBOROS["model"], **length}),
+        "ngram_gpu": (TARGET, {"method": "ngram_gpu", "prompt_lookup_max": 3, **length}),
     }
     result: dict[str, Any] = {}
     for name, model in (("plain", TARGET), ("plain with mtp", mtp)):

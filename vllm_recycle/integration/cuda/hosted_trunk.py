@@ -18,13 +18,16 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import init_speculator
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-    TargetDependentARSpeculator,
-)
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_recycle.core.curve import TRUNKS
+from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.attention_override import original_backend
 from vllm_recycle.integration.cuda.along_trunks import AlongTrunks
 from vllm_recycle.integration.cuda.drafter import V2Speculator
@@ -34,6 +37,9 @@ from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.top_k import top_k
+
+# vLLM's speculators that draft place by place. EAGLE's is that of EAGLE-3 too.
+SPECULATORS = (EagleSpeculator, MTPSpeculator, StandaloneARSpeculator, NgramGPUSpeculator)
 
 
 class HostedTrunkV2Drafter(AlongTrunks):
@@ -59,7 +65,7 @@ class HostedTrunkV2Drafter(AlongTrunks):
         setattr(spec, TABLE, None)
         speculator = init_speculator(config, self.device, self.req_states)
         name = type(speculator).__name__
-        if not isinstance(speculator, TargetDependentARSpeculator):
+        if type(speculator) not in SPECULATORS:
             raise NotImplementedError(
                 f"token_recycling does not support a trunk by {name}; change it, or leave it out"
             )
@@ -81,10 +87,11 @@ class HostedTrunkV2Drafter(AlongTrunks):
 
 
 class HostedSpeculator(V2Speculator):
-    """To be put before a speculator of vLLM's with heads, and `TokenRecyclingSpeculator`.
+    """To be put before a speculator of vLLM's, and `TokenRecyclingSpeculator` behind it.
 
     Attributes:
         drafter: what grows trees.
+        is_model: whether a model drafts, whose chains take time, and have probabilities.
         token_ids: int64 [length, max_num_reqs, CHOICES], the best tokens at each place of a chain.
         probabilities: float32, of these.
 
@@ -95,10 +102,12 @@ class HostedSpeculator(V2Speculator):
     def host(self, drafter: HostedTrunkV2Drafter, may_speculate: np.ndarray) -> None:
         """Take vLLM's speculator, which was made without us."""
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
-        self.kind = TRUNKS
+        self.is_model = isinstance(self, DraftModelSpeculator)
+        drafter.choices.has_probabilities = self.is_model
+        self.kind = TRUNKS if self.is_model else TREES
         shape = drafter.length, self.max_num_reqs, CHOICES
-        self.token_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        self.probabilities = torch.zeros(shape, device=self.device)
+        self.token_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
+        self.probabilities = torch.full(shape, 0.5, device=self.device)
 
     def load_draft_model(self, *args: Any) -> torch.nn.Module:
         with original_backend():
@@ -127,7 +136,8 @@ class HostedSpeculator(V2Speculator):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.kind = note_of(scheduler_output).kind
+        if self.is_model:
+            self.kind = note_of(scheduler_output).kind
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return TokenRecyclingSpeculator.propose(self, *args, **kwargs)
@@ -143,18 +153,25 @@ class HostedSpeculator(V2Speculator):
         drafts: bool,
         **kwargs: Any,
     ) -> None:
-        """A head reads each step, and drafts where it is to."""
+        """A model reads each step, and drafts where it is to; others draft for each."""
         path, self.drafter.path = self.drafter.path, None
         is_dummy = kwargs.get("dummy_run")
-        if path is not None and not is_dummy:
+        if path is not None and self.is_model and not is_dummy:
             states = aux_hidden_states or [last_hidden_states]
             for rows in (input_batch.input_ids, input_batch.positions, *states):
                 move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
-        length = self.drafter.length if is_dummy or (drafts and self.kind == TRUNKS) else 0
+        has_trunks = drafts and not (self.is_model and self.kind == TREES)
+        length = self.drafter.length if is_dummy or has_trunks else 0
         given = (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
-        super().propose(*given, *args, num_speculative_tokens=length, **kwargs)
-        if not is_dummy:
-            self._take_trunks(input_batch, has_trunks=length > 0)
+        chains = super().propose(*given, *args, num_speculative_tokens=length, **kwargs)
+        if is_dummy:
+            return
+        if not self.is_model:
+            # Where vLLM finds nothing it repeats the last token.
+            last = self.req_states.last_sampled_tokens.view(-1)[input_batch.idx_mapping]
+            is_found = (chains != last[:, None]).any(dim=1, keepdim=True)
+            self.token_ids[:, : len(chains), 0] = chains.where(is_found, NO_TOKEN).T
+        self._take_trunks(input_batch, has_trunks=length > 0)
 
     def _take_trunks(self, input_batch: Any, *, has_trunks: bool) -> None:
         drafter, idx_mapping = self.drafter, input_batch.idx_mapping
@@ -173,27 +190,31 @@ class HostedSpeculator(V2Speculator):
     # What drafting takes.
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
-        return self._runs(0)
+        return self._runs(0) if self.is_model else {}
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
         return self._runs(self.drafter.length)
 
     def _runs(self, length: int) -> dict[int, Callable[[], Any]]:
         self.drafter.leave_out(self.drafter.roots[0])
-        [(most, grow)] = TokenRecyclingSpeculator.drafting_runs(self).items()
-        most = min(most, self.max_num_tokens)
+        runs = TokenRecyclingSpeculator.drafting_runs(self)
+        if not self.is_model:
+            return runs
+        [(most, grow)] = runs.items()
 
         def both(batch: int) -> None:
             self._run_dummy(batch, length)
             grow()
 
-        return {batch: partial(both, batch) for batch in sorted({1, most})}
+        return {
+            batch: partial(both, batch) for batch in sorted({1, min(most, self.max_num_tokens)})
+        }
 
     def _run_dummy(self, batch: int, length: int) -> None:
         """A round of so many tokens behind a step of so many rows, all of them roots."""
         of = InputBatch.make_dummy(batch, batch, self.target_input_buffers)
         counts = torch.ones(batch, dtype=torch.int32, device=self.device)
-        hidden = self.hidden_states[:batch].clone()
+        hidden = torch.zeros(batch, self.hidden_size, dtype=self.dtype, device=self.device)
         of_requests = torch.zeros(1, self.max_num_reqs, dtype=torch.int64, device=self.device)
         super().propose(
             of, None, None, hidden, None, counts, torch.zeros_like(counts),

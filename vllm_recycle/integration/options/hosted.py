@@ -14,11 +14,11 @@ from vllm_recycle.integration.options.token_recycling import DYNAMIC, TokenRecyc
 
 LENGTH = "num_speculative_tokens"
 # Tokens of a trunk where the user says nothing: a method that costs nothing may draft longer ones.
-DEFAULT_LENGTH, DEFAULT_LENGTHS = 4, {"ngram": 5, "suffix": 16}
-# What has no place in a trunk: methods of ours, those that draft nothing, or on a GPU alone, and
-# those that draft all places at once.
+DEFAULT_LENGTH, DEFAULT_LENGTHS = 4, {"ngram": 5, "ngram_gpu": 5, "suffix": 16}
+# What has no place in a trunk: methods of ours, those that draft nothing, and those that draft all
+# places at once.
 NO_TRUNKS = (
-    *("token_recycling", "ouroboros", "custom_class", "extract_hidden_states", "ngram_gpu"),
+    *("token_recycling", "ouroboros", "custom_class", "extract_hidden_states"),
     *("dflash", "dspark"),
 )
 # Keys of a trunk that have one value.
