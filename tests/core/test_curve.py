@@ -76,16 +76,39 @@ def test_served_steps_correct_their_load_and_kind_alone():
     before = curve(POINTS, 72)
     assert by_rows(of, 1, 256, TREES) == pytest.approx(by_rows(before, 1, 256, TREES), rel=0.01)
     assert by_rows(of, 8, 512, CHAINS) == by_rows(before, 8, 512, CHAINS)
-    where = "seconds_by_measured: chains, 1 requests, 256 tokens, 1 rows"
-    assert of.known()[where] == pytest.approx(1.0, rel=0.01)
+    where = "seconds_by_measured: chains, 1 requests, 256 tokens, 8 rows"
+    assert of.known()[where] == pytest.approx(0.04 / by_rows(before, 1, 256)[8], rel=0.01)
 
 
 def test_without_drafts_all_kinds_are_one():
     of = curve(POINTS, 72)
+    serve(of, 0.02)
+    for kind in KINDS:
+        assert by_rows(of, 1, 256, kind)[1] == pytest.approx(0.02, rel=0.01)
+
+
+def test_what_plain_steps_take_at_first_lengthens_drafts_too():
+    of = curve(POINTS, 72)
     of.set_plain(Load(1, 256), 0.02)
     for kind in KINDS:
-        # What is not known is corrected as the next size that is.
-        assert by_rows(of, 1, 256, kind)[1:10:8] == pytest.approx([0.02, 0.04], rel=0.01)
+        assert by_rows(of, 1, 256, kind)[1:10:8] == pytest.approx([0.02, 0.04])
+    of.set_plain(Load(1, 256), 0.01)
+    assert by_rows(of, 1, 256)[1:10:8] == pytest.approx([0.01, 0.04])
+
+
+def test_other_rows_share_a_correction_and_forget_that_they_were_slow():
+    of, before = curve(POINTS, 72), by_rows(curve(POINTS, 72), 1, 256)
+    # While the machine is slow, many rows are served; then few, as ever.
+    for rows, factor, steps in ((16, 1.25, 6), (4, 1.0, 6), (4, 1.0, 60)):
+        for _ in range(steps * TAKE_IN_EVERY):
+            of.serve(TREES, Load(1, 256), rows, factor * before[rows])
+        now = by_rows(of, 1, 256)
+        found = [now[count] / before[count] for count in (4, 16)]
+        if rows == 16:
+            assert found == pytest.approx([1.12, 1.25], abs=0.02)
+        else:
+            assert found[0] == pytest.approx(1.0, abs=0.01)
+            assert 1.0 < found[1] < (1.25 if steps == 6 else 1.03)
 
 
 def test_a_stall_moves_little_and_a_shorter_time_may_be_believed_at_once():
@@ -108,4 +131,9 @@ def test_drafts_of_a_few_requests_do_not_move_the_time_of_plain_steps():
     for _ in range(6 * TAKE_IN_EVERY):
         of.serve(TREES, load, 12, 0.2)
     assert of.plain(load) == plain
-    assert of.at(TREES, load, (16,))[0] > 2 * curve(POINTS, 72).at(TREES, load, (16,))[0]
+    # Nor those of batches that all draft by more than their own.
+    few, all_of = (of.at(TREES, load, (rows,))[0] for rows in (16, 64))
+    few /= curve(POINTS, 72).at(TREES, load, (16,))[0]
+    all_of /= curve(POINTS, 72).at(TREES, load, (64,))[0]
+    assert few > all_of
+    assert few > 2

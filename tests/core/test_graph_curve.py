@@ -53,6 +53,12 @@ def test_drafting_takes_what_the_next_larger_round_took():
     assert at(of, 1, 2, kind=TRUNKS) == 1.5
 
 
+def test_a_head_that_reads_each_step_lengthens_plain_ones():
+    times = GraphTimes({GraphShape(99, 99, 99): (1.0, 0.0)}, {TREES: {8: 0.5}}, {1: 0.1, 8: 0.2})
+    assert [at(GraphCurve(times), 0, n) for n in (1, 2)] == [1.1, 1.2]
+    assert at(GraphCurve(times), 1, 2) == 1.5
+
+
 def test_served_steps_correct_graphs():
     of, load = curve({(1, 1, 1): (5.0, 0.0), (8, 1, 8): (6.0, 0.0)}), Load(1)
     for _ in range(96):

@@ -21,8 +21,8 @@ NUM_PLACES = 7
 # The part of its error that a step corrects, and the largest error that is believed (logarithms).
 GAIN, MOST = 1 / 8, 0.25
 # How a step with drafts corrects other rows of drafts: by a part of its correction, since most of
-# an error is the machine's; and by a part of the way to its own, so that what once was slow is
-# tried again.
+# an error is the machine's; and towards the correction of its own rows by a part of the difference,
+# so that rows which once were slow are tried again.
 SHARED, ALIGNED = 1 / 2, 1 / 512
 # Entries of the cache of `at`.
 MOST_KNOWN = 4096
@@ -53,7 +53,7 @@ class Curve(ABC):
     Attributes:
         kinds: of drafts that were measured.
         logs: by kind and cell of loads, and then place: how much longer steps take than was
-            measured, as a natural logarithm; none where no step was served.
+            measured, as a natural logarithm. Cells where no step was served have none.
 
     """
 
@@ -144,11 +144,12 @@ class Curve(ABC):
             if not drafts:
                 logs[0] += step
                 continue
-            for at in range(1, NUM_PLACES):  # place 0 is that of plain steps
+            of_drafts = 1.0 - weights.get(0, 0.0)  # place 0 is that of plain steps
+            for at in range(1, NUM_PLACES):
                 if at in weights:
                     logs[at] += step * weights[at] / square
                 else:
-                    logs[at] += SHARED * step + ALIGNED * (own - logs[at])
+                    logs[at] += of_drafts * (SHARED * step + ALIGNED * (own - logs[at]))
         if not drafts:  # then all kinds are one
             for of in self.kinds:
                 self._logs_of(of, cell)[0] = self._logs_of(kinds[0], cell)[0]
@@ -170,6 +171,7 @@ class Curve(ABC):
             f"seconds_by_measured: {kind}, {self.describe(cell)}, {2**place} rows": math.exp(log)
             for (kind, cell), logs in self.logs.items()
             for place, log in enumerate(logs)
+            if log
         }
 
     @abstractmethod

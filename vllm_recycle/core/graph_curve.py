@@ -62,11 +62,13 @@ class GraphTimes:
         graphs: by graph, the seconds of its step behind no context, and the seconds more for each
             token of context that its requests have.
         drafting: by kind of drafts, seconds to draft by the most requests that this is for.
+        plain: seconds of what runs behind a step that drafts nothing, as those of `drafting`.
 
     """
 
     graphs: Mapping[GraphShape, tuple[float, float]] = field(default_factory=dict)
     drafting: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    plain: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def preference(self) -> list[GraphShape]:
@@ -108,7 +110,7 @@ class GraphCurve(Curve):
             return math.inf
         seconds, per_token = self.times.graphs[graph]
         seconds += per_token * load.context
-        return seconds + _at(self.times.drafting[kind], drafting) if nodes else seconds
+        return seconds + _at(self.times.drafting[kind] if nodes else self.times.plain, drafting)
 
     def describe(self, cell: Hashable) -> str:
         assert isinstance(cell, int)

@@ -226,6 +226,8 @@ def _choose_chains(
     reason = next((feature for feature, present in reasons.items() if present), None)
     if reason is None:
         return options
+    if platform.on_v2 and isinstance(options, HostedTrunkOptions):
+        refusals.refuse(options.method, {f"a trunk on a GPU with {reason}": True})
     logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
     model = vllm_config.model_config
     longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1

@@ -67,6 +67,11 @@ def check(
     if isinstance(options, DraftModelOptions):
         check_draft_model(vllm_config, options, platform)
     elif vllm_config.speculative_config.method == "draft_model":  # of a trunk
+        if platform.on_v2:  # vLLM's has no graphs, and drafts in every step
+            raise NotImplementedError(
+                f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
+                f"or the method {OUROBOROS!r} with this model"
+            )
         check_context(vllm_config)
     on_v2 = platform.on_v2
     features = unsupported(vllm_config, on_v2=on_v2)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import heads
 import pytest
 from compiler_process import printed_by
-from engines import core, engine, runner
+from engines import TARGET, core, engine, runner
 from recorded_launches import Recorder
 from test_ouroboros import METHOD as OUROBOROS
 from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TEXT
@@ -51,7 +52,10 @@ ENGINES = {
         "_mark_prompt_kernel",
     ),
     "ouroboros": (OUROBOROS, "_begin_round_kernel"),
+    # The head's own kernels are vLLM's; its trunk is chosen and moved by ours.
+    "eagle": (GROWN | {"max_nodes": 7, "trunk": {"method": "eagle"}}, "_move_rows_kernel"),
 }
+SMALL = ("ouroboros", "eagle")  # rounds of few requests have all shapes
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -144,13 +148,15 @@ def main(folder: Path) -> dict[str, Any]:
     result = {}
     for name, (method, _) in ENGINES.items():
         warm.clear()
-        # Rounds of few requests have all shapes.
-        few = LLM_ARGUMENTS if name == "ouroboros" else {}
+        few = LLM_ARGUMENTS if name in SMALL else {}
+        if name == "eagle":
+            trunk = {"method": "eagle", "model": heads.eagle(folder / name)}
+            method, few = method | {"trunk": trunk}, {**few, "model": TARGET}
         with engine(method, **ARGUMENTS | few) as llm:
             assert warm
             heights.clear()
             prompts = serve(llm, ROUNDS if name == "grown" else ROUNDS[1:2])
-            if name != "ouroboros":
+            if name not in SMALL:
                 llm.collective_rpc("learn_texts", args=([TEXT],))
         result[name] = {
             "compiled while serving": sorted(compiled.seen.keys() - warm),

@@ -68,6 +68,13 @@ def test_trees_along_a_trunk_have_as_many_nodes_as_others():
     assert made.additional_config["vllm_recycle"]["options"]["gamma"] == 4
 
 
+def test_a_trunk_hosts_the_method_with_as_many_nodes():
+    trunk = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
+    made = rewrite({"trunk": trunk})
+    assert made.speculative_config["method"] == "eagle3"
+    assert made.speculative_config["num_speculative_tokens"] == 63
+
+
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, PUBLISHED])
 def test_rows_have_no_price_of_the_user_s(method):
     with pytest.raises(NotImplementedError, match="expected none on a GPU"):

@@ -92,12 +92,13 @@ def watch_timing() -> dict[str, Any]:
     seen: dict[str, Any] = {"nodes": []}
     find = v2_runner.find_graph_times
 
-    def watched_find(
-        model_runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Any]
-    ) -> GraphTimes:
+    def watched_find(model_runner: Any) -> GraphTimes:
         seen["entries"] = model_runner.tree_drafter.state.matrix.num_written
         seen["load of experts counts"] = not model_runner.eplb.suppressed
-        return find(model_runner, {batch: watched(run) for batch, run in drafting.items()}, alone)
+        speculator = model_runner.speculator
+        runs = {batch: watched(run) for batch, run in speculator.drafting_runs().items()}
+        speculator.drafting_runs = lambda: runs
+        return find(model_runner)
 
     def watched(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
         return lambda: seen["nodes"].append(int((run() >= 0).sum()))

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 METHODS = {
     "trees": {**GROWN, "row_cost": None},
-    "trunk": {**GROWN, "row_cost": None, "trunk": {"method": "draft_model", "model": MODEL}},
     "ouroboros": {**OUROBOROS, "model": MODEL, "max_forwards": FORWARDS, **SIZES},
 }
 BATCH = [((0, 40), GREEDY), ((3, 40), SEEDED)]

@@ -59,6 +59,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 10, "ignore_eos": True, "logprobs": 1}
 # What waits for the device, as CUDA's synchronisation debug mode would say.
 SYNCHRONISING = (
+    "item",
     "_local_scalar_dense",
     "nonzero",
     "masked_select",

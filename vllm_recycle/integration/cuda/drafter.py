@@ -44,6 +44,10 @@ class V2Speculator(BaseSpeculator):
         """The same without a round of the draft model, where there is one."""
         return {}
 
+    def plain_runs(self) -> dict[int, Callable[[], Any]]:
+        """What runs where nothing is drafted, if anything."""
+        return {}
+
 
 class V2Drafter(Drafter):
     """What the V2 runner asks for; nothing of it waits for the device.

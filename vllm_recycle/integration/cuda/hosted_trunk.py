@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import init_speculator
@@ -22,7 +23,6 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
@@ -39,7 +39,7 @@ from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.top_k import top_k
 
 # vLLM's speculators that draft place by place. EAGLE's is that of EAGLE-3 too.
-SPECULATORS = (EagleSpeculator, MTPSpeculator, StandaloneARSpeculator, NgramGPUSpeculator)
+SPECULATORS = (EagleSpeculator, MTPSpeculator, NgramGPUSpeculator)
 
 
 class HostedTrunkV2Drafter(AlongTrunks):
@@ -56,6 +56,7 @@ class HostedTrunkV2Drafter(AlongTrunks):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         options = settings_of(vllm_config).options
         assert isinstance(options, HostedTrunkOptions)
+        self.scans_texts = options.trunk["method"] == "ngram_gpu"
         super().__init__(vllm_config, device, req_states, length=options.trunk_length)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
@@ -69,7 +70,7 @@ class HostedTrunkV2Drafter(AlongTrunks):
             raise NotImplementedError(
                 f"token_recycling does not support a trunk by {name}; change it, or leave it out"
             )
-        # Which class it is only vLLM says.
+        # Only vLLM knows which class it is, so ours is put before it now.
         bases = (HostedSpeculator, type(speculator), TokenRecyclingSpeculator)
         speculator.__class__ = type(f"Hosted{name}", bases, {})
         speculator.host(self, may_speculate)
@@ -87,20 +88,21 @@ class HostedTrunkV2Drafter(AlongTrunks):
 
 
 class HostedSpeculator(V2Speculator):
-    """To be put before a speculator of vLLM's, and `TokenRecyclingSpeculator` behind it.
+    """A mixin; the bases are this, a speculator of vLLM's, and `TokenRecyclingSpeculator`.
 
     Attributes:
         drafter: what grows trees.
         is_model: whether a model drafts, whose chains take time, and have probabilities.
         token_ids: int64 [length, max_num_reqs, CHOICES], the best tokens at each place of a chain.
         probabilities: float32, of these.
+        has_trunks: whether requests may have trunks from the last step.
 
     """
 
     drafter: HostedTrunkV2Drafter
 
     def host(self, drafter: HostedTrunkV2Drafter, may_speculate: np.ndarray) -> None:
-        """Take vLLM's speculator, which was made without us."""
+        """Complete what vLLM has made."""
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
         self.is_model = isinstance(self, DraftModelSpeculator)
         drafter.choices.has_probabilities = self.is_model
@@ -108,10 +110,22 @@ class HostedSpeculator(V2Speculator):
         shape = drafter.length, self.max_num_reqs, CHOICES
         self.token_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
         self.probabilities = torch.full(shape, 0.5, device=self.device)
+        self.has_trunks = False
+        self.req_states = drafter.req_states
 
     def load_draft_model(self, *args: Any) -> torch.nn.Module:
         with original_backend():
             return super().load_draft_model(*args)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        if self.is_model:
+            # vLLM's full graphs of a head's prefill are for chains of one length, and for as many
+            # requests as the target's graph has, which trees are not padded to.
+            mixed = cudagraph_mode.mixed_mode()
+            mode = mixed if mixed == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
+            of_class, rows = type(self.decode_cudagraph_manager), self.drafter.length + 1
+            self.prefill_cudagraph_manager = of_class(self.vllm_config, self.device, mode, rows)
 
     def sample_draft(
         self,
@@ -121,11 +135,11 @@ class HostedSpeculator(V2Speculator):
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         draft_step: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
     ) -> torch.Tensor:
         """The best token of each row, int64 [rows]; the best ones are kept."""
-        logits = self.compute_draft_logits(hidden_states, kwargs.get("spec_step_idx", 0))
+        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
         best = top_k(logits, CHOICES).long()
         shift = logits.float().logsumexp(dim=1, keepdim=True)
         probable = (logits.gather(1, best).float() - shift).exp()
@@ -135,7 +149,6 @@ class HostedSpeculator(V2Speculator):
         return best[:, 0].contiguous()
 
     def update_requests(self, scheduler_output: Any) -> None:
-        super().update_requests(scheduler_output)
         if self.is_model:
             self.kind = note_of(scheduler_output).kind
 
@@ -153,31 +166,36 @@ class HostedSpeculator(V2Speculator):
         drafts: bool,
         **kwargs: Any,
     ) -> None:
-        """A model reads each step, and drafts where it is to; others draft for each."""
+        """Draft trunks, if the step is to have some; a model reads each step, even without."""
         path, self.drafter.path = self.drafter.path, None
         is_dummy = kwargs.get("dummy_run")
-        if path is not None and self.is_model and not is_dummy:
-            states = aux_hidden_states or [last_hidden_states]
-            for rows in (input_batch.input_ids, input_batch.positions, *states):
-                move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
         has_trunks = drafts and not (self.is_model and self.kind == TREES)
-        length = self.drafter.length if is_dummy or has_trunks else 0
-        given = (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
-        chains = super().propose(*given, *args, num_speculative_tokens=length, **kwargs)
+        chains = None
+        if self.is_model or has_trunks:
+            if path is not None and self.is_model and not is_dummy:
+                states = aux_hidden_states or [last_hidden_states]
+                for rows in (input_batch.input_ids, input_batch.positions, *states):
+                    move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
+            length = self.drafter.length if is_dummy or has_trunks else 0
+            of_step = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
+            given = {"num_speculative_tokens": length, **kwargs}
+            chains = super().propose(input_batch, *of_step, *args, **given)
         if is_dummy:
             return
-        if not self.is_model:
-            # Where vLLM finds nothing it repeats the last token.
+        if not self.is_model and chains is not None:
+            # vLLM fills up a chain with the last token, or all of it where it finds nothing.
             last = self.req_states.last_sampled_tokens.view(-1)[input_batch.idx_mapping]
-            is_found = (chains != last[:, None]).any(dim=1, keepdim=True)
-            self.token_ids[:, : len(chains), 0] = chains.where(is_found, NO_TOKEN).T
-        self._take_trunks(input_batch, has_trunks=length > 0)
+            is_filled = (chains == last[:, None]).flip(1).cumprod(dim=1).flip(1) > 0
+            self.token_ids[:, : len(chains), 0] = chains.where(~is_filled, NO_TOKEN).T
+        self._take_trunks(input_batch, has_trunks=has_trunks)
 
     def _take_trunks(self, input_batch: Any, *, has_trunks: bool) -> None:
         drafter, idx_mapping = self.drafter, input_batch.idx_mapping
-        drafter.count_trunks(idx_mapping)
-        if not has_trunks:
+        had_trunks, self.has_trunks = self.has_trunks, has_trunks
+        if had_trunks:
+            drafter.count_trunks(idx_mapping)
             drafter.leave_out(idx_mapping)
+        if not has_trunks:
             return
         counted, batch = self._counted(input_batch), input_batch.num_reqs
         chosen = (self.token_ids, self.probabilities)
@@ -189,35 +207,44 @@ class HostedSpeculator(V2Speculator):
 
     # What drafting takes.
 
+    def plain_runs(self) -> dict[int, Callable[[], Any]]:
+        if not self.is_model:
+            return {}
+        return {batch: partial(self._run_dummy, batch, batch, 0) for batch in self._batches()}
+
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
         return self._runs(0) if self.is_model else {}
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
         return self._runs(self.drafter.length)
 
+    def _batches(self) -> list[int]:
+        return sorted({1, min(self.max_num_reqs, self.max_num_tokens)})
+
     def _runs(self, length: int) -> dict[int, Callable[[], Any]]:
+        """A round of so many tokens behind the most rows that a step may have, and trees."""
         self.drafter.leave_out(self.drafter.roots[0])
         runs = TokenRecyclingSpeculator.drafting_runs(self)
         if not self.is_model:
             return runs
-        [(most, grow)] = runs.items()
+        [grow] = runs.values()
 
         def both(batch: int) -> None:
-            self._run_dummy(batch, length)
+            rows = min(batch * (1 + self.drafter.trees.num_nodes), self.max_num_tokens)
+            self._run_dummy(batch, rows, length)
             grow()
 
-        return {
-            batch: partial(both, batch) for batch in sorted({1, min(most, self.max_num_tokens)})
-        }
+        return {batch: partial(both, batch) for batch in self._batches()}
 
-    def _run_dummy(self, batch: int, length: int) -> None:
-        """A round of so many tokens behind a step of so many rows, all of them roots."""
-        of = InputBatch.make_dummy(batch, batch, self.target_input_buffers)
+    def _run_dummy(self, batch: int, rows: int, length: int) -> None:
+        dummy, states = (
+            InputBatch.make_dummy(batch, rows, self.target_input_buffers),
+            self.req_states,
+        )
         counts = torch.ones(batch, dtype=torch.int32, device=self.device)
-        hidden = torch.zeros(batch, self.hidden_size, dtype=self.dtype, device=self.device)
-        of_requests = torch.zeros(1, self.max_num_reqs, dtype=torch.int64, device=self.device)
+        hidden = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
         super().propose(
-            of, None, None, hidden, None, counts, torch.zeros_like(counts),
-            of_requests[0], of_requests, self.temperature, self.seeds,
+            dummy, None, None, hidden, None, counts, torch.zeros_like(counts),
+            states.last_sampled_tokens, states.next_prefill_tokens, self.temperature, self.seeds,
             dummy_run=True, skip_attn_for_dummy_run=True, num_speculative_tokens=length,
         )  # fmt: skip

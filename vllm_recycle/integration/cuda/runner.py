@@ -143,8 +143,7 @@ class TreeModelRunner(GPUModelRunner):
         if not self.settings.chooses_sizes:
             return None
         with self.tree_drafter.as_if_serving(), without_experts_load(self):
-            speculator = self.speculator
-            times = find_graph_times(self, speculator.drafting_runs(), speculator.alone_runs())
+            times = find_graph_times(self)
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
         if times.graphs:

@@ -24,23 +24,20 @@ QUEUING_CYCLES = 20_000_000
 CONTEXT = 2048
 
 
-def find_graph_times(
-    runner: Any, drafting: dict[int, Callable[[], Any]], alone: dict[int, Callable[[], Any]]
-) -> GraphTimes:
+def find_graph_times(runner: Any) -> GraphTimes:
     """The times of steps, as the first rank has measured them.
 
     Args:
         runner: a `TreeModelRunner` with its graphs, and without requests.
-        drafting: what drafts, by how many requests that is for at most.
-        alone: what does so without a round of the draft model, where there is one.
 
     """
-    timed = [
+    of = runner.speculator
+    drafting, alone, plain = (
         {batch: _drafting_seconds(run, runner.device) for batch, run in runs.items()}
-        for runs in (drafting, alone)
-    ]
-    kinds = dict(zip((TRUNKS, TREES) if alone else (TREES,), timed, strict=False))
-    return from_first_rank(GraphTimes(time_graphs(runner), kinds))
+        for runs in (of.drafting_runs(), of.alone_runs(), of.plain_runs())
+    )
+    kinds = {TRUNKS: drafting, TREES: alone} if alone else {TREES: drafting}
+    return from_first_rank(GraphTimes(time_graphs(runner), kinds, plain))
 
 
 def describe_times(times: GraphTimes) -> str:

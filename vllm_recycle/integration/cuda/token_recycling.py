@@ -50,12 +50,14 @@ class TokenRecyclingV2Drafter(V2Drafter):
         roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
         successors: int32 [logit rows, k], of the step.
         worths: float32 [batch, nodes], of the trees that were drafted last.
+        scans_texts: whether whole texts are searched in each step.
         trunks: of a draft model, by `req_state_idx`; None where there is none.
 
     """
 
     state: TokenRecyclingState
     trunks: Trunks | None = None
+    scans_texts = False
     successors: torch.Tensor
     worths: torch.Tensor
 
@@ -78,14 +80,15 @@ class TokenRecyclingV2Drafter(V2Drafter):
         self.stamps = torch.zeros(len(table), dtype=torch.int32, device=device)
         self.is_blind = np.zeros(max_num_reqs, dtype=bool)
         self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
-        # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes per
-        # token of `max_model_len` and request. We copy each prompt once, and then read the ends.
-        req_states.all_token_ids = StagedWriteTensor(
-            (max_num_reqs, vllm_config.model_config.max_model_len),
-            dtype=torch.int32,
-            device=device,
-            uva_instead_of_gpu=True,
-        )
+        if not self.scans_texts:
+            # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes per
+            # token of `max_model_len` and request. We copy each prompt once, and read the ends.
+            req_states.all_token_ids = StagedWriteTensor(
+                (max_num_reqs, vllm_config.model_config.max_model_len),
+                dtype=torch.int32,
+                device=device,
+                uva_instead_of_gpu=True,
+            )
         self.texts = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
