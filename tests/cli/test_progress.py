@@ -10,17 +10,17 @@ from vllm_recycle.cli.bench import progress
 
 def test_a_part_that_takes_long_is_told_again(monkeypatch, capfd):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
-    with progress.Progress(3, unit="passes", done=1) as parts:
+    with progress.Progress(3, unit="passes") as parts:
         parts.begin("load")
         parts.finish()
         parts.begin("measure")
         time.sleep(0.35)
     time.sleep(0.2)
     first, second, *others = capfd.readouterr().err.splitlines()
-    assert first == "[1/3 passes, 0:00] load"
-    assert second == "[2/3 passes, 0:00] measure"
+    assert first == "[0/3 passes, 0:00] load"
+    assert second == "[1/3 passes, 0:00] measure"
     assert others
     for line in others:
-        assert re.fullmatch(r"\[2/3 passes, 0:\d\d\] still at measure, \d+ s", line)
+        assert re.fullmatch(r"\[1/3 passes, 0:\d\d\] still at measure, \d+ s", line)
     time.sleep(0.3)
     assert not capfd.readouterr().err  # it is over

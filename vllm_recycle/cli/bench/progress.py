@@ -12,11 +12,11 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """Counts the parts of a run, `done` of them by an earlier run; writes to stderr."""
+    """Counts the parts of a run; writes to stderr."""
 
-    def __init__(self, total: int, *, unit: str, done: int = 0) -> None:
-        self._bar = tqdm(total=total, initial=done, disable=None, unit=unit, leave=False)
-        self._total, self._done, self._unit = total, done, unit
+    def __init__(self, total: int, *, unit: str) -> None:
+        self._bar = tqdm(total=total, disable=None, unit=unit, leave=False)
+        self._total, self._done, self._unit = total, 0, unit
         self._what = ""
         self._start = self._since = time.monotonic()
         self._ended = threading.Event()
