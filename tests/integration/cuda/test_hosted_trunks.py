@@ -9,7 +9,7 @@ from typing import Any
 import heads
 import pytest
 import torch
-from engines import TARGET, core, counter, engine, runner
+from engines import OUROBOROS, TARGET, core, counter, engine, runner
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of, with_sizes
 from vllm import SamplingParams
 
@@ -68,6 +68,13 @@ def test_a_head_drafts_where_that_is_worth_its_time(result):
     # Those that the last steps before had asked for, and one to see what it would give.
     assert priced["rounds"]["dear"] <= 9
     assert 0 < priced["alone timed"] < priced["rounds timed"]
+
+
+def test_what_a_trunk_does_not_go_with_is_refused(result):
+    draft_model, fp8 = result["refused"]
+    assert "'draft_model' on a GPU" in draft_model
+    assert "'ouroboros'" in draft_model
+    assert "a trunk on a GPU with --kv-cache-dtype fp8" in fp8
 
 
 def text_of(req_states: Any, index: int) -> str:
@@ -190,6 +197,14 @@ def serve_priced(trunk: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def refused(trunk: dict[str, Any], **flags: Any) -> str:
+    """In the process with the engines: why there is none."""
+    method = {"method": "token_recycling", "trunk": trunk}
+    with pytest.raises(NotImplementedError) as error, engine(method, model=TARGET, **flags):
+        pass
+    return str(error.value)
+
+
 def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines: two without speculation, and those with it."""
     length, mtp = {"num_speculative_tokens": LENGTH}, heads.with_mtp(folder / "mtp")
@@ -206,4 +221,8 @@ def main(folder: Path) -> dict[str, Any]:
     watched = WatchedChains()
     result |= {name: serve(*sources[name], watched) for name in SOURCES}
     watched.req_states = None
-    return result | {"priced": serve_priced(sources["eagle"][1])}
+    refusals = [
+        refused({"method": "draft_model", "model": OUROBOROS["model"]}),
+        refused(sources["eagle"][1], kv_cache_dtype="fp8"),
+    ]
+    return result | {"priced": serve_priced(sources["eagle"][1]), "refused": refusals}
