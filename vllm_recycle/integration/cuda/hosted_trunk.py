@@ -194,8 +194,8 @@ class HostedSpeculator(V2Speculator):
         had_trunks, self.has_trunks = self.has_trunks, has_trunks
         if had_trunks:
             drafter.count_trunks(idx_mapping)
-            drafter.leave_out(idx_mapping)
         if not has_trunks:
+            drafter.leave_out(idx_mapping)
             return
         counted, batch = self._counted(input_batch), input_batch.num_reqs
         chosen = (self.token_ids, self.probabilities)
