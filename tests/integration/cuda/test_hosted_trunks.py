@@ -50,7 +50,7 @@ class TestEverySource:
     def test_trunks_are_in_trees_whose_rows_are_moved(self, result, name):
         seen = result[name]["seen"]
         assert seen["accepted"] > 10
-        assert seen["moved rows"] > 0 or name == "ngram_gpu"
+        assert name == "ngram_gpu" or seen["moved rows"] > 0
         # For n-grams the text has few matches.
         assert seen["trunks in trees"] > (0 if name == "ngram_gpu" else 10)
         assert seen["other trunks"] == 0
