@@ -161,8 +161,8 @@ class Curve(ABC):
         """Believe that a step without drafts takes so long; at first, drafts by as much longer."""
         self.take_in()
         [measured] = self.measured(self.kinds[0], load, np.array([load.requests])).tolist()
+        log = math.log(seconds / measured)
         for kind in self.kinds:
-            log = math.log(seconds / measured)
             self._logs_of(kind, self.cell(load), log)[0] = log
 
     def known(self) -> dict[str, float]:

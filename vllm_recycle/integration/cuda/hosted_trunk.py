@@ -237,10 +237,8 @@ class HostedSpeculator(V2Speculator):
         return {batch: partial(both, batch) for batch in self._batches()}
 
     def _run_dummy(self, batch: int, rows: int, length: int) -> None:
-        dummy, states = (
-            InputBatch.make_dummy(batch, rows, self.target_input_buffers),
-            self.req_states,
-        )
+        states = self.req_states
+        dummy = InputBatch.make_dummy(batch, rows, self.target_input_buffers)
         counts = torch.ones(batch, dtype=torch.int32, device=self.device)
         hidden = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
         super().propose(
