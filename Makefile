@@ -10,13 +10,17 @@
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make test-triton   Triton's tests with another one than is locked; TRITON=3.8.0
-#   make test-next     the test suite on vLLM's next version, its Python over today's binaries
-#   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, without a GPU (8 GB of disk)
+#   make test-versions   engines' tests on the other supported vLLMs; VERSIONS="0.31.0" narrows it
+#   make test VLLM=0.31.0   the test suite on one of them; test-slow too
+#   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, no GPU (8 GB of disk)
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
+#   make reach         examples/reach.md: which models have trees or chains, with which vLLM
+#   make docs          build/site, the pages as a site
 #   make newest-vllm   vLLM's newest CPU wheel, unpacked in newest/: patches/compatibility.py newest/vllm
 #   make lint          ruff's rules; format-check: its formatting; format: rewrite
 #   make types         mypy
 #   make wheel         dist/, a wheel of this package with kernels for x86-64
+#   make release       that wheel and the source distribution, checked; TAG=v0.2.0 must be the version
 #   make help          this list
 #
 # Needs Python 3.11, make and g++ (vLLM compiles with it at run time). Every target sets up first.
@@ -31,20 +35,21 @@ LOCK := .ci/cpu/requirements.lock
 SUFFIX_LOCK := .ci/cpu/suffix.lock
 RAY_LOCK := .ci/cpu/ray.lock
 VISION_LOCK := .ci/cpu/vision.lock
-NEXT_LOCK := .ci/cpu/next.lock
-NEXT := .venv/next
 TRITON ?= 3.8.0
-VLLM ?= 0.33.0
-CUDA := .venv/cuda-$(VLLM)
+VLLM ?=
+VERSIONS ?= $(patsubst .ci/cpu/vllm-%.lock,%,$(wildcard .ci/cpu/vllm-*.lock))
+OTHER := $(VLLM:%=.venv/vllm-%)
+CUDA := .venv/cuda-$(or $(VLLM),0.33.0)
 WHEEL_TAG ?= manylinux_2_28_x86_64
 ALIAS := .ci/cpu/vllm-alias
 STAMP := .venv/.installed
+OUR_VERSION = $(BIN)/python -c 'import vllm_recycle; print("v" + vllm_recycle.__version__)'
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps
 # Not on PyPI in its CPU build: where pip's own indexes lack it, PyTorch's index has it.
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray vision test test-slow test-triton test-next test-cuda-wheel soak newest-vllm lint format format-check types wheel help
+.PHONY: setup demo model pair suffix ray vision test test-slow test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release help
 
 setup: $(STAMP)
 
@@ -82,12 +87,12 @@ vision: setup
 	$(PIP_INSTALL) --upgrade --target .venv/vision --requirement $(VISION_LOCK)
 
 # A file's tests share engines and what those have said, so a file stays with one process.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(OTHER:%=PYTHONPATH=$(CURDIR)/%) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup
+test: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: setup
+test-slow: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 # In folders that come before the locked packages.
@@ -95,21 +100,29 @@ test-triton: setup
 	$(PIP_INSTALL) --upgrade --target .venv/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=$(CURDIR)/.venv/triton-$(TRITON) $(PYTEST) $(or $(PYTEST_ARGS),tests/kernels/triton tests/integration/cuda/test_compiled_once.py)
 
-$(NEXT)/.installed: $(STAMP) $(NEXT_LOCK)
-	$(BIN)/python -m pip download --quiet --no-deps --dest $(NEXT) $(shell grep '^vllm==' $(NEXT_LOCK))
-	$(BIN)/python tests/next_vllm.py $(NEXT)/vllm-*.whl $(NEXT)
-	rm $(NEXT)/vllm-*.whl
-	$(PIP_INSTALL) --upgrade --target $(NEXT) $(filter-out vllm==%,$(shell grep '==' $(NEXT_LOCK)))
+# A folder that comes before the locked packages. All versions run with the locked PyTorch.
+.venv/vllm-%/.installed: .ci/cpu/vllm-%.lock $(STAMP)
+	rm -rf $(@D)
+	$(PIP_INSTALL) --target $(@D) $(filter-out vllm==%,$(shell grep '==' $<))
+	if grep -q '^vllm==' $<; then \
+		$(BIN)/python -m pip download --quiet --no-deps --dest $(@D) vllm==$* && \
+		$(BIN)/python tests/vllm_over_binaries.py $(@D)/vllm-*.whl $(@D) && rm $(@D)/vllm-*.whl; \
+	fi
 	touch $@
 
-test-next: $(NEXT)/.installed
-	PYTHONPATH=$(CURDIR)/$(NEXT) $(PYTEST) $(PYTEST_ARGS)
+ENGINE_TESTS := test_lossless_greedy.py test_lossless_sampling.py test_structured_output.py \
+	test_schedule.py test_requests.py test_startup_errors.py cuda
+
+test-versions:
+	for version in $(VERSIONS); do \
+		$(MAKE) test VLLM=$$version PYTEST_ARGS="$(or $(PYTEST_ARGS),$(ENGINE_TESTS:%=tests/integration/%))" || exit; \
+	done
 
 # With the PyTorch that the wheel requires, in its build for CUDA.
 $(CUDA)/.installed: $(STAMP)
-	$(BIN)/python -m pip download --quiet --no-deps --dest $(CUDA) vllm==$(VLLM)
-	$(BIN)/python -m zipfile --extract $(CUDA)/vllm-$(VLLM)-*.whl $(CUDA)/vllm
-	rm $(CUDA)/vllm-$(VLLM)-*.whl
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(CUDA) vllm==$(CUDA:.venv/cuda-%=%)
+	$(BIN)/python -m zipfile --extract $(CUDA)/vllm-*.whl $(CUDA)/vllm
+	rm $(CUDA)/vllm-*.whl
 	$(BIN)/python -m pip install --quiet --target $(CUDA)/torch \
 		"$$(sed -n 's/^Requires-Dist: \(torch==[0-9.]*\).*/\1/p' $(CUDA)/vllm/*.dist-info/METADATA),$(subst torch==,!=,$(TORCH))"
 	touch $@
@@ -118,6 +131,19 @@ test-cuda-wheel: $(CUDA)/.installed
 	$(BIN)/python tests/cuda_wheel/stub_driver.py $(CUDA) $(CUDA)/vllm
 	PYTHONPATH=$(CURDIR)/$(CUDA)/torch:$(CURDIR)/$(CUDA)/vllm \
 		$(BIN)/python tests/cuda_wheel/check.py $(CUDA)
+
+reach: vision $(VERSIONS:%=.venv/vllm-%/.installed)
+	mkdir -p build
+	$(BIN)/python tests/integration/reach_table.py > build/reach.md
+	mv build/reach.md examples/reach.md
+
+# The pages as they are, with the files that they link to.
+docs: setup
+	$(PIP_INSTALL) --upgrade --target .venv/docs --requirement .ci/docs/requirements.lock
+	rm -rf build/docs
+	mkdir -p build/docs
+	git ls-files '*.md' '*.patch' 'examples/*.py' | xargs cp --parents --target-directory build/docs
+	PYTHONPATH=.venv/docs $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/docs/mkdocs.yml
 
 soak: setup
 	$(BIN)/python tests/soak/run.py $(SOAK_ARGS)
@@ -146,3 +172,10 @@ wheel: setup
 	$(BIN)/python -m vllm_recycle.kernels.cpu.build && \
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=--build-option=--plat-name=$(WHEEL_TAG) .
+
+# What .github/workflows/release.yml publishes.
+release: wheel
+	test "$(or $(TAG),$$($(OUR_VERSION)))" = "$$($(OUR_VERSION))"
+	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
+	$(BIN)/python -m pip install --quiet --upgrade --target .venv/twine twine
+	PYTHONPATH=.venv/twine $(BIN)/python -m twine check --strict dist/*

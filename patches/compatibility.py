@@ -4,9 +4,9 @@
     python patches/compatibility.py NEXT/vllm     and what that folder has of them
 
 Names are those that are imported, with what is read of modules and classes; functions that are
-replaced (`_replace`); and methods of vLLM's classes that subclasses of ours override or call. What
-other objects have is not seen. Sources are parsed and nothing is imported, so that an unpacked
-wheel will do, of whatever platform.
+replaced (`replace_function`); and methods of vLLM's classes that subclasses of ours override or
+call. What other objects have is not seen. Sources are parsed and nothing is imported, so that an
+unpacked wheel will do, of whatever platform.
 
 The result is a table in Markdown; with a folder it has the names that differ. The status is 1 where
 a name is missing, or its parameters are others: a function's, those that make a class, or its
@@ -163,7 +163,7 @@ def uses(sources: Sources, module: Module) -> Iterator[tuple[str, str]]:
             owner = sources.find(name.rpartition(".")[0])
             if owner and isinstance(owner.node, ast.Module | ast.ClassDef):
                 yield name, "read"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_replace":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "replace_function":
             owner_node, name_node, _ = node.args
             if isinstance(name_node, ast.Constant):
                 yield f"{module.full_name(owner_node)}.{name_node.value}", "replaced"

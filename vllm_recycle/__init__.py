@@ -6,4 +6,4 @@ entry point `vllm.general_plugins` (see `vllm_recycle.integration.plugin`).
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

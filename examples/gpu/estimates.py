@@ -2,10 +2,10 @@
 
     python examples/gpu/estimates.py
 
-prints two tables: of steps, which `examples/benchmarks/README.md` has, and of what programs of
-attention that find nothing to do cost. Graphs, tiles and splits are those that the package chooses,
-programs and bytes are counted; what each takes was estimated from the compiled kernels, to 30 %.
-`estimates.json` has the ratios, for `verdict.py`.
+prints three tables: of steps, of steps along a trunk of an EAGLE-3 head, and of what programs of
+attention that find nothing to do cost. `examples/benchmarks/README.md` has the first two. Graphs,
+tiles and splits are those that the package chooses, programs and bytes are counted; what each takes
+was estimated from the compiled kernels, to 30 %. `estimates.json` has the ratios, for `verdict.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ LAUNCHES_US = {
 }
 LOGITS = {"index", "_group_maxima_kernel", "_top_k_kernel"}
 LOGITS_ROW_US, GAPS_US = 0.33, 25.0  # with vLLM's own launches for drafts
+# An EAGLE-3 head, whose trunk has four tokens: a layer that reads an embedding and a hidden state,
+# its own vocabulary, and once a step a layer that joins three hidden states.
+HIDDEN, INNER, HEAD_VOCAB, TRUNK = 4096, 14336, 32_000, 4
+LAYER = 2 * HIDDEN * (HIDDEN + 2 * KV_HEADS * HEAD_SIZE) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+HEAD_BYTES, JOIN_BYTES = 2 * (LAYER + HIDDEN * HEAD_VOCAB), 2 * 3 * HIDDEN * HIDDEN
+# Launches beside its forwards, as `v2_launches.json` counts them for a trunk of two tokens.
+HEAD_LAUNCHES, HEAD_LAUNCH_US = 57, (2.0, 5.0)
 MARKS = {1: 1.11, 8: 1.18, 64: 1.12}  # of a plain step, by requests
 # Rows of each request, at 2,048 tokens unless told.
 STEPS = [(64,), (32,), (16,) * 8, (4,) * 64, (2,) * 64]
@@ -149,6 +156,20 @@ def ratios(rows: tuple[int, ...], context: int = CONTEXT) -> tuple[float, float]
     return at_least[1] / at_least[0], at_most[1] / at_most[0]
 
 
+def trunk_us(batch: int, context: int, bound: int) -> float:
+    """A trunk for each request: the head's forwards, and what is launched beside them."""
+    attention = FLASH_US + _reading_us(batch, context)
+    forward = HEAD_BYTES / BYTES_A_US + ROW_US[bound] / LAYERS * batch + attention
+    forward += (OTHERS_US + OTHERS_ROW_US * batch) / LAYERS
+    return TRUNK * forward + JOIN_BYTES / BYTES_A_US + HEAD_LAUNCHES * HEAD_LAUNCH_US[bound]
+
+
+def ratio_along(rows: tuple[int, ...], context: int, bound: int) -> float:
+    """Of the step with trees along trunks to the plain one."""
+    plain, trees = _sums(parts_us(rows, context, bound))
+    return (trees + trunk_us(len(rows), context, bound)) / plain
+
+
 def _sums(parts: dict[str, tuple[float, float]]) -> tuple[float, float]:
     plain, trees = (sum(us) for us in zip(*parts.values(), strict=True))
     return plain, trees
@@ -168,6 +189,25 @@ def step_table() -> Iterator[str]:
             _range(*ratios(rows, context)) if _fits(rows, context) else "no room" for rows in STEPS
         )
         yield _line(f"ratio at {context:,} tokens", *found)
+
+
+def trunk_table() -> Iterator[str]:
+    heads = ("a trunk, ms", "ratio with it", "of the head's own chain", "gain needed")
+    yield _line("requests x rows", *heads)
+    yield _line(*["---"] * 5)
+    for rows in ((32,), (32,) * 8, (8,) * 64):
+        chain, batch = (1 + TRUNK,) * len(rows), len(rows)
+        bounds = [
+            (
+                trunk_us(batch, CONTEXT, bound) / 1e3,
+                ratio_along(rows, CONTEXT, bound),
+                ratio_along(chain, CONTEXT, bound),
+            )
+            for bound in (0, 1)
+        ]
+        gain = sorted(along / own for _, along, own in bounds)
+        ranges = (_range(*both) for both in zip(*bounds, strict=True))
+        yield _line(_name(rows), *ranges, _range(*gain))
 
 
 def program_table() -> Iterator[str]:
@@ -209,4 +249,4 @@ def _line(*cells: object) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join((*step_table(), "", *program_table())))
+    print("\n".join((*step_table(), "", *trunk_table(), "", *program_table())))

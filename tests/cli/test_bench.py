@@ -93,6 +93,7 @@ def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
     plan = Plan("m", PROMPTS, (Prompt(("a",)),), dict.fromkeys(names), repeats=3)
     _, ngram = make_report(plan, found)["results"]
     assert ngram["speedup"] == pytest.approx(8 / 5)
+    assert ngram["speedups"] == pytest.approx([2 / 1, 8 / 5, 2 / 3])
 
 
 def test_every_number_of_draft_tokens_is_a_method(monkeypatch, tmp_path):

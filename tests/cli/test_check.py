@@ -39,11 +39,12 @@ def check(capsys, *flags: str, config: dict | None = None, model: str = TARGET) 
     [
         (None, "grown trees, at most 80 nodes", None),
         # An entry is a head, 8 successors and a salt; a MiB has room for 16,384 of them. For each
-        # class of requests and rank of own and shared entries there are five pairs of counts.
+        # class of requests, four with private ones, and rank of own and shared entries there are
+        # five pairs of counts.
         (
             {"method": "token_recycling", "tree": "default", "contexts": [1], "context_mib": 1},
             "tree default, at most 80 nodes",
-            4 * 10 * (VOCAB + 16384) + 2 * 8 * 2 * 8 * 5 * 2,
+            4 * 10 * (VOCAB + 16384) + 4 * 8 * 2 * 8 * 5 * 2,
         ),
         (
             {**OUROBOROS, "guesses": 5, "phrase_length": 4},
@@ -61,6 +62,13 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
     assert num_bytes is None or said["tables"].startswith(f"{num_bytes:,} bytes on each rank")
     assert "refused" not in said
     assert {"g++", "ray", "arctic_inference"} <= said.keys()
+
+
+def test_a_trunk_is_shown(capsys):
+    config = {"method": "token_recycling", "trunk": {"method": "ngram"}}
+    status, said = check(capsys, config=config)
+    assert status == 0, said
+    assert said["drafts"].endswith("trunks of at most 5 tokens by ngram")
 
 
 def test_adapters_and_replicas_are_supported(capsys):

@@ -63,14 +63,6 @@ def test_the_text_of_a_shipped_tree_has_every_node(name, capsys):
     assert sorted(ranks) == sorted(load_tree(name).ranks[1:].tolist())
 
 
-def test_a_file_that_is_no_tree_is_refused(tmp_path, capsys):
-    path = tmp_path / "bad.json"
-    path.write_text("{")
-    line = refused(["tree", "show", str(path)], capsys)
-    assert "not JSON" in line
-    assert str(path) in line
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,6 +13,8 @@ import pytest
 import vllm
 from commands import MODEL, PROMPTS, ROOT
 
+import vllm_recycle
+
 PACKAGE = ROOT / "vllm_recycle"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
@@ -68,7 +70,7 @@ def test_kernels_of_the_wheel_have_the_bits_of_vllms(installed, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--version"], 0, f"vllm-recycle 0.1.0, vllm {vllm.__version__}"),
+        (["--version"], 0, f"vllm-recycle {vllm_recycle.__version__}, vllm {vllm.__version__}"),
         (["check", str(MODEL), "--dtype=float32"], 0, "target with token_recycling"),
         (["check", "--build"], 0, "/vllm_recycle/kernels/cpu/shipped/"),
         (["tree", "show", "paper-80"], 0, "paper-80"),

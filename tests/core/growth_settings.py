@@ -11,8 +11,9 @@ import torch
 from hypothesis import strategies as st
 from recycling_steps import K, ends_of, make_matrix, write_entries
 
-from vllm_recycle.core.adjacency import NUM_CLASSES, SCOPES, AdjacencyMatrix
+from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED, SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Allowed, Growth, TextEnds, Trunks, grow
+from vllm_recycle.core.owners import Owner
 
 TOKENS = 4
 
@@ -78,6 +79,12 @@ def some_trunks(draw, batch: int, *, tokens: int = TOKENS) -> Trunks:
     return Trunks(token_ids, chances)
 
 
+def some_owner(matrix: AdjacencyMatrix) -> st.SearchStrategy[Owner | None]:
+    """Whose a request is; with a salt, so that nothing is shared, one time of three."""
+    owners = [None] if matrix.scope == "isolated" else [None, Owner("a"), Owner("a", "salt")]
+    return st.sampled_from(owners)
+
+
 @st.composite
 def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
     """Rates are eighths, often equal: products of eight are exact in float32."""
@@ -87,12 +94,13 @@ def settings_of_growth(draw, *, contexts=(1, 2)) -> Setting:
         draw(st.sampled_from(SCOPES)), vocab_size=TOKENS, slots=slots, contexts=contexts
     )
     for b in range(3):
-        matrix.begin(b, draw(st.integers(0, NUM_CLASSES - 1)))
+        matrix.begin(b, draw(st.integers(0, NUM_COUNTED - 1)), draw(some_owner(matrix)))
     token = st.integers(0, TOKENS - 1)
     some = st.lists(token, max_size=K, unique=True)
     context = st.lists(token, min_size=2, max_size=matrix.layout.reach)
-    written = st.tuples(st.integers(1, 3), context, some, st.integers(1, 4))
-    for salt, context, successors, times in draw(st.lists(written, max_size=10)):
+    written = st.tuples(st.integers(0, 2), context, some, st.integers(1, 4))
+    for b, context, successors, times in draw(st.lists(written, max_size=10)):
+        salt = int(matrix.salts[b])
         successors = [*successors, *[-1] * K][:K]
         for _ in range(times):
             write_entries(matrix, context, salt, successors, own=True, shared=True)

@@ -8,9 +8,11 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.tree import MAX_NODES, Trees, TreeTemplate
 
 K = 4
+# Each node below one of the eight before it: deep, and wide.
+LARGEST = TreeTemplate(tuple((max(0, node - node * 5 % 8), node % 8) for node in range(MAX_NODES)))
 
 # No deadline: the first example pays for lazy imports, and test machines are shared.
 THOROUGH = settings(max_examples=80, deadline=None)

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from recycling_steps import VOCAB, K, address_of, make_matrix, seen, started, write, write_entries
 from strategies import BRIEF
 
-from vllm_recycle.core import adjacency
+from vllm_recycle.core import adjacency, owners
 from vllm_recycle.core.adjacency import SCOPES, check_contexts, slots_in
+from vllm_recycle.core.learn import seed
+from vllm_recycle.core.owners import MAX_SALT, Owner
 
 CONTEXTS = (1, 2, 4)
 
@@ -90,7 +92,7 @@ def test_what_is_found_is_what_was_written_for_this_very_context(scope, slots, e
 
 
 @BRIEF
-@given(context=contexts, salt=st.integers(1, 2**40), slots=st.sampled_from([1, 2, 64]))
+@given(context=contexts, salt=st.integers(1, MAX_SALT), slots=st.sampled_from([1, 2, 64]))
 def test_the_shared_entries_of_one_token_lie_by_token_and_all_others_behind_them(
     context, salt, slots
 ):
@@ -144,15 +146,6 @@ def test_of_a_shared_and_an_own_entry_the_surer_one_is_found(shared_rate, own_ra
 # Who sees what.
 
 
-@BRIEF
-@given(context=contexts, salts=st.lists(st.integers(1, 99), min_size=2, max_size=2, unique=True))
-def test_own_entries_are_not_found_with_another_salt(context, salts):
-    matrix = make_matrix("isolated", contexts=CONTEXTS, slots=1)
-    write_entries(matrix, context, salts[0], [1] * K, own=True, shared=False)
-    assert matrix.longest_entries(context, salts[0])
-    assert not matrix.longest_entries(context, salts[1])
-
-
 @pytest.mark.parametrize("scope", ["sequence", "isolated"])
 def test_a_request_does_not_find_what_an_ended_one_wrote_in_its_place(scope):
     matrix = started(scope)
@@ -171,27 +164,84 @@ def test_no_two_requests_have_one_salt():
     assert len({0, *salts}) == 7
 
 
-def test_the_longest_context_comes_first_and_the_own_entry_before_the_shared_one():
-    matrix = started()
-    write(matrix, 1, [1], [2] * K)
-    assert seen(matrix, 0, [1, 0]) == [2] * K  # all that is known, and another's
-    write(matrix, 0, [1], [3] * K)
-    write(matrix, 1, [1], [4] * K)
-    assert seen(matrix, 0, [1, 0]) == [3] * K  # its own
-    write(matrix, 1, [1, 0], [5] * K)
-    assert seen(matrix, 0, [1, 0]) == [5] * K  # another's of a longer context
-    write(matrix, 0, [1, 0], [6] * K)
-    write(matrix, 1, [1, 0], [2] * K)
-    assert seen(matrix, 0, [1, 0]) == [6] * K
+# Owners.
+
+ACME, OTHER = Owner("acme"), Owner("other")
 
 
-def test_shared_entries_are_one_for_all():
-    matrix = started("shared")
+def test_requests_of_one_owner_find_what_earlier_ones_wrote_and_nobody_else_does():
+    matrix = make_matrix()
+    matrix.begin(0, owner=ACME)
+    write_entries(matrix, [1, 2], int(matrix.salts[0]), [3] * K, own=True, shared=False)
+    for owner in (None, OTHER, Owner("acme", "salt")):
+        matrix.begin(0, owner=owner)
+        assert seen(matrix, 0, [1, 2]) is None
+    for req_state_idx in (0, 1):
+        matrix.begin(req_state_idx, owner=ACME)
+        assert seen(matrix, req_state_idx, [1, 2]) == [3] * K
+
+
+def test_an_integer_is_another_owner_than_its_digits():
+    matrix = make_matrix()
+    matrix.begin(0, owner=Owner(1))
+    matrix.begin(1, owner=Owner("1"))
+    assert matrix.salts[0] != matrix.salts[1]
+
+
+@pytest.mark.parametrize("scope", ["sequence", "shared"])
+def test_with_a_cache_salt_nothing_is_shared(scope):
+    matrix = make_matrix(scope)
+    matrix.begin(0, owner=Owner("salt", "salt"))
+    matrix.begin(1)
     write(matrix, 0, [1, 2], [3] * K)
-    write(matrix, 1, [1, 2], [4] * K)
-    assert seen(matrix, 0, [1, 2]) == seen(matrix, 1, [1, 2]) == [4] * K
-    assert matrix.num_written == 2
-    assert not (matrix.table[matrix.table[:, 0] >= 0, 0] & 4).any()
+    assert (matrix.shared_entries() == -1).all()
+    assert seen(matrix, 1, [1, 2]) is None
+    write(matrix, 1, [2, 2], [4] * K)
+    assert seen(matrix, 1, [2, 2]) == [4] * K
+    assert seen(matrix, 0, [2, 2]) is None
+    assert seen(matrix, 0, [1, 2]) == ([3] * K if scope == "sequence" else None)
+
+
+def test_what_is_nobodys_is_shared_though_a_private_request_ran_last():
+    matrix = make_matrix()
+    matrix.begin(0, owner=Owner("salt", "salt"))
+    seed(matrix.of_all(), 0, torch.tensor([1, 2, 3]))
+    matrix.begin(1)
+    assert seen(matrix, 1, [1]) == [2, -1, -1]
+
+
+def test_what_is_forgotten_is_gone_for_those_that_run_too():
+    matrix = make_matrix()
+    with_salt = Owner("acme", "salt")
+    for req_state_idx, owner in enumerate((ACME, with_salt, OTHER)):
+        matrix.begin(req_state_idx, owner=owner)
+        write_entries(
+            matrix, [1], int(matrix.salts[req_state_idx]), [3] * K, own=True, shared=False
+        )
+    assert matrix.forget(["nobody"]) == 0
+    assert matrix.num_written == 3
+    assert matrix.forget(["acme"]) == 2
+    assert matrix.num_written == 1
+    assert [seen(matrix, req_state_idx, [1]) for req_state_idx in range(3)] == [None, None, [3] * K]
+    write_entries(matrix, [1], int(matrix.salts[0]), [4] * K, own=True, shared=False)
+    assert seen(matrix, 0, [1]) == [4] * K
+    for owner in (ACME, with_salt):
+        matrix.begin(2, owner=owner)
+        assert seen(matrix, 2, [1]) is None
+
+
+def test_the_owner_that_was_not_seen_for_longest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(owners, "MAX_OWNERS", 2)
+    matrix = make_matrix()
+    salts = []
+    for owner in (ACME, OTHER, ACME, Owner("third"), ACME, OTHER):
+        matrix.begin(0, owner=owner)
+        salts.append(int(matrix.salts[0]))
+    assert salts[0] == salts[2] == salts[4]
+    assert len({*salts}) == 4  # the other one is known no more
+
+
+# Without owners.
 
 
 def test_isolated_requests_neither_write_nor_read_shared_entries():
@@ -259,18 +309,6 @@ def test_steadiness_counts_to_three_and_falls_when_the_first_successor_changes()
         write(matrix, 0, [1], successors)
         steadiness.append(int(matrix.table[1, 0]) & 3)
     assert steadiness == [0, 1, 2, 3, 3, 0, 1]
-
-
-def test_an_entry_of_another_context_in_its_place_is_overwritten_and_not_steady():
-    matrix = started("shared", slots=1)
-    write(matrix, 0, [1, 2], [3] * K)
-    write(matrix, 0, [1, 2], [3] * K)
-    write(matrix, 0, [2, 2], [3] * K)
-    assert int(matrix.table[VOCAB, 0]) & 3 == 0
-    [(_, index, _)] = matrix.longest_entries([2, 2], 1)
-    assert index == 1
-    [(_, index, _)] = matrix.longest_entries([1, 2], 1)
-    assert index == 0  # that of one token is left
 
 
 # Options.

@@ -88,42 +88,24 @@ def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths,
     assert tuple(chosen.tolist()) == tried[rates.index(max(rates))]
 
 
-@pytest.mark.parametrize(("cost", "expected"), [(0.0, 4), (0.2, 2), (0.6, 0)])
-def test_the_dearer_a_row_the_fewer_nodes(cost, expected):
-    worths = torch.tensor([[0.5, 0.4, 0.1, 0.05]])
-    times = linear(cost, 20)
-    assert choose(worths, times).tolist() == [expected]
+LINEAR = linear(0.2, 20)
 
 
-def test_a_hole_is_paid_for_where_a_better_node_lies_behind_it():
-    times = linear(0.2, 20)
-    worths = torch.tensor([[0.5, 0.0, 0.9, 0.0]])
-    assert choose(worths, times).tolist() == [3]
-    worths[0, 2] = 0.3
-    assert choose(worths, times).tolist() == [1]
-    # Nobody computes rows behind the last node that is filled.
-    free = linear(0.0, 20)
-    assert choose(worths, free).tolist() == [3]
-
-
-@pytest.mark.parametrize(("max_rows", "expected"), [(5, [1, 2]), (3, [0, 1]), (1, [0, 0])])
-def test_the_rows_of_a_step_are_shared_out_by_worth(max_rows, expected):
-    worths = torch.tensor([[0.5, 0.25], [0.75, 0.5]])
-    times = linear(0.0, max_rows)
-    assert choose(worths, times).tolist() == expected
-
-
-def test_nodes_below_a_dear_one_are_seen_where_rows_are_free_again():
-    # The second row costs half a step, the ones after it nothing.
-    times = torch.tensor([1, 1, 2, 2, 2, 2], dtype=torch.float64)
-    worths = torch.tensor([[0.75**depth for depth in range(1, 6)]])
-    assert choose(worths, times).tolist() == [4]
-
-
-def test_of_equally_good_numbers_of_nodes_the_least_is_taken():
-    # One row gives a token in 1, three rows 1.75 tokens in 1.75.
-    times = torch.tensor([1, 1, 1.75, 1.75], dtype=torch.float64)
-    assert choose(torch.tensor([[0.5, 0.25]]), times).tolist() == [0]
+@pytest.mark.parametrize(
+    ("worths", "seconds", "expected"),
+    [
+        pytest.param([[0.5, 0.4, 0.1, 0.05]], LINEAR, [2], id="what pays"),
+        pytest.param([[0.5, 0.0, 0.9, 0.0]], LINEAR, [3], id="a better node behind a hole"),
+        pytest.param([[0.5, 0.0, 0.3, 0.0]], LINEAR, [1], id="none that pays for the hole"),
+        # Nobody computes rows behind the last node that is filled.
+        pytest.param([[0.5, 0.0, 0.3, 0.0]], linear(0.0, 20), [3], id="free rows"),
+        pytest.param([[0.5, 0.25], [0.75, 0.5]], linear(0.0, 3), [0, 1], id="room for one"),
+        # One row gives a token in 1, three rows 1.75 tokens in 1.75.
+        pytest.param([[0.5, 0.25]], [1, 1, 1.75, 1.75], [0], id="the least of equally good"),
+    ],
+)
+def test_what_is_chosen_by_hand(worths, seconds, expected):
+    assert choose(torch.tensor(worths), torch.as_tensor(seconds)).tolist() == expected
 
 
 def test_a_few_sizes_that_all_drafts_share_are_the_nodes_of_one():
@@ -141,8 +123,8 @@ def test_a_few_sizes_that_all_drafts_share_are_the_nodes_of_one():
 
 
 def test_drafts_that_are_not_trusted_are_smaller():
-    worths, seconds = torch.tensor([[0.5, 0.4, 0.1, 0.05]]), linear(0.2, 20)
-    sizes = [int(choose(worths, seconds, trust=trust)) for trust in (1.0, 0.5, 0.3)]
+    worths = torch.tensor([[0.5, 0.4, 0.1, 0.05]])
+    sizes = [int(choose(worths, LINEAR, trust=trust)) for trust in (1.0, 0.5, 0.3)]
     assert sizes == [2, 1, 0]
 
 

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import pytest
-import torch
-from growth_settings import (
-    TOKENS,
-    Setting,
-    settings_of_growth,
-    some_grammars,
-    some_trunks,
-)
+from growth_settings import TOKENS, Setting, settings_of_growth, some_grammars, some_trunks
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import K, make_matrix, texts_of_rows, write_entries
+from recycling_steps import K
 from strategies import BRIEF, THOROUGH
 from strategies import trees as templates
 
-from vllm_recycle.core.adjacency import NUM_CLASSES
-from vllm_recycle.core.grow import Growth, fill
-from vllm_recycle.core.tree import Trees
+from vllm_recycle.core.grow import fill
 
 
 def successors_of(setting: Setting, b: int, text: list[int]) -> dict[int, tuple[int, float]]:
@@ -117,14 +107,6 @@ def best_first(setting: Setting, b: int) -> list[Candidate]:
         added.append(above)
 
 
-def nodes_of(growth: Growth, b: int) -> list[tuple[int, int, float]]:
-    """Parent, token and worth of the nodes of a request."""
-    count = int(growth.num_nodes[b])
-    parents = growth.parents[b, 1 : count + 1].tolist()
-    tokens, worths = growth.token_ids[b, :count].tolist(), growth.worths[b, :count].tolist()
-    return list(zip(parents, tokens, worths, strict=True))
-
-
 limits = st.none() | st.integers(1, 5)
 
 
@@ -137,45 +119,14 @@ def test_what_is_grown_is_a_best_first_search(setting, beam, levels, data):
     setting = replace(setting, rates=setting.rates.double(), trunks=trunks, grammars=grammars)
     setting = replace(setting, beam=beam, levels=levels)
     growth = setting.grow()
-    for b in range(len(setting.texts)):
-        expected = [(c.parent, c.text[-1], c.worth) for c in best_first(setting, b)]
-        assert nodes_of(growth, b) == expected
-
-
-@THOROUGH
-@given(setting=settings_of_growth())
-def test_nodes_are_a_tree_within_its_limits_and_worth_what_is_said(setting):
-    growth = setting.grow()
-    trees = Trees.from_parents(growth.parents)
     assert growth.worths.dtype == setting.rates.dtype
-    assert trees.num_nodes == setting.max_nodes
-    for b, count in enumerate(growth.num_nodes.tolist()):
-        parents, tokens = trees.parents[b].tolist(), growth.token_ids[b].tolist()
-        assert all(parent < row for row, parent in enumerate(parents[1 : count + 1], start=1))
-        assert len({*zip(parents[1 : count + 1], tokens, strict=False)}) == count
-        assert tokens[count:] == [-1] * (setting.max_nodes - count)
-        assert not trees.parents[b, count + 1 :].any()
-        assert not growth.worths[b, count:].any()
-        assert (growth.worths[b].diff() <= 0).all()
-        texts, worth = texts_of_rows(setting.texts[b], parents, tokens[:count]), [1.0]
-        for row, token in enumerate(tokens[:count], start=1):
-            known = dict(successors_of(setting, b, texts[parents[row]]).values())
-            worth.append(worth[parents[row]] * known[token])
-        assert growth.worths[b, :count].tolist() == worth[1:]
-        depths = trees.depths[b, : count + 1]
-        assert depths.max() <= min(setting.levels, setting.max_depths[b])
-        inner = {parent: int(depths[parent]) for parent in parents[1 : count + 1]}
-        assert all([*inner.values()].count(level) <= setting.beam for level in range(6))
-
-
-@THOROUGH
-@given(setting=settings_of_growth())
-def test_a_prefix_of_a_grown_tree_is_a_tree(setting):
-    trees = Trees.from_parents(setting.grow().parents)
-    for rows in range(1, trees.num_nodes + 2):
-        alone = Trees.from_parents(trees.parents[:, :rows])
-        assert alone.depths.equal(trees.depths[:, :rows])
-        assert alone.ancestor_mask.equal(trees.ancestor_mask[:, :rows, :rows])
+    for b in range(len(setting.texts)):
+        nodes = best_first(setting, b)
+        padding = setting.max_nodes - len(nodes)
+        assert int(growth.num_nodes[b]) == len(nodes)
+        assert growth.parents[b].tolist() == [0, *(c.parent for c in nodes), *[0] * padding]
+        assert growth.token_ids[b].tolist() == [*(c.text[-1] for c in nodes), *[-1] * padding]
+        assert growth.worths[b].tolist() == [*(c.worth for c in nodes), *[0.0] * padding]
 
 
 @BRIEF
@@ -191,19 +142,6 @@ def test_fewer_nodes_or_worthier_ones_are_a_prefix_of_more(setting, least):
     growth, worthier = setting.grow(), setting.grow(least_worth=least / 8)
     assert worthier.worths.equal(growth.worths.where(growth.worths > least / 8, 0))
     assert worthier.token_ids.equal(growth.token_ids.where(growth.worths > least / 8, -1))
-
-
-@pytest.mark.parametrize(("beam", "levels", "count"), [(1, 3, 3), (2, 3, 4), (2, 1, 2)])
-def test_of_a_level_the_best_nodes_are_expanded(beam, levels, count):
-    matrix = make_matrix("shared", vocab_size=TOKENS, contexts=(1,))
-    for token, successors in ((0, [1, 2, -1]), (1, [3, -1, -1]), (2, [0, -1, -1])):
-        write_entries(matrix, [token], 1, successors, own=False, shared=True)
-    rates = torch.tensor([0.5, 0.25, 0.125])[:, None].expand(NUM_CLASSES, 1, 2, K, 4)
-    growth = Setting(matrix, rates, [[0]], [2], 5, beam, levels).grow()
-    padding = 5 - count
-    assert growth.parents[0].tolist() == [0, 0, 0, 1, 2][: count + 1] + [0] * padding
-    assert growth.token_ids[0].tolist() == [1, 2, 3, 0][:count] + [-1] * padding
-    assert growth.worths[0].tolist() == [0.5, 0.25, 0.25, 0.125][:count] + [0] * padding
 
 
 @THOROUGH
@@ -223,14 +161,3 @@ def test_a_template_has_the_successors_that_its_ranks_say(setting, tree):
         assert growth.token_ids[b].tolist() == [tokens[-1] for tokens, _ in expected]
         assert growth.worths[b].tolist() == [worth for _, worth in expected]
         assert int(growth.num_nodes[b]) == len(rows) - 1
-
-
-def test_a_mask_has_the_ancestors_and_a_depth_counts_them():
-    trees = Trees.from_parents(torch.tensor([[0, 0, 1, 1, 2], [0, 0, 0, 0, 0]]))
-    assert trees.depths.tolist() == [[0, 1, 2, 2, 3], [0, 1, 1, 1, 1]]
-    assert trees.ancestor_mask[0, 4].tolist() == [True, True, True, False, True]
-    assert trees.ancestor_mask[1, 4].tolist() == [True, False, False, False, True]
-    assert (trees.depth, trees.num_nodes) == (3, 4)
-    second = trees.select(torch.tensor([1]))
-    assert second.parents.tolist() == [[0, 0, 0, 0, 0]]
-    assert second.depth >= int(second.depths.max())

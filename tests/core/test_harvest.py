@@ -32,14 +32,6 @@ def test_phrases_are_the_runs_along_which_the_draft_agrees(data, rows):
     assert phrases[0].tolist() == [sampled[i : i + length] for i in range(rows - length + 1)]
 
 
-def test_a_run_behind_a_mistake_is_a_phrase():
-    # The target wants 9 where the draft has 5, and goes on as the draft does from 6.
-    drafts, sampled = torch.tensor([[1, 5, 6, 7, 8]]), torch.tensor([[9, 3, 7, 8, 4]])
-    owners, phrases = phrases_of_trunk(drafts, sampled, torch.tensor([5]), length=3)
-    assert owners.tolist() == [[-1, -1, 6]]
-    assert phrases[0, 2].tolist() == [7, 8, 4]
-
-
 def test_branches_are_corrected_by_what_the_target_said():
     branches = torch.tensor([[[5, 6, 7], [4, 6, 7], [-1, -1, -1]]])
     sampled = torch.tensor([[[6, 7, 2], [8, 9, 2], [0, 0, 0]]])

@@ -76,21 +76,12 @@ def test_a_room_imports_no_room_that_it_should_not(room):
     ("room", "statement", "forbidden"),
     [
         ("core", "from vllm_recycle.kernels import cpu", "kernels.cpu"),
-        ("core", "from vllm_recycle.integration.options import METHODS", "integration"),
-        ("kernels", "from vllm_recycle.kernels.cpu.calls import walk", "kernels.cpu"),
         ("kernels.cpu", "import vllm_recycle.kernels.triton.top_k", "kernels.triton"),
         ("kernels.cpu", "from ..triton import learning", "kernels.triton"),
-        ("kernels.triton", "from vllm_recycle.kernels.cpu import native", "kernels.cpu"),
-        ("kernels.triton", "import vllm_recycle.integration", "integration"),
         ("integration", "from vllm_recycle.integration.cpu.runner import X", "integration.cpu"),
         ("integration", "from . import cuda", "integration.cuda"),
-        ("integration", "from vllm_recycle.kernels import cpu", "kernels.cpu"),
         ("integration", "import vllm_recycle.kernels.triton as kernels", "kernels.triton"),
-        ("integration.cpu", "from vllm_recycle.integration import cuda", "integration.cuda"),
-        ("integration.cpu", "import vllm_recycle.kernels.triton.walk", "kernels.triton"),
         ("integration.cuda", "def f(): from ..cpu import sampling", "integration.cpu"),
-        ("integration.cuda", "import vllm_recycle.kernels.cpu.build", "kernels.cpu"),
-        ("cli", "from vllm_recycle.integration.cpu import worker", "integration.cpu"),
     ],
 )
 def test_an_import_of_a_room_would_be_seen(room, statement, forbidden):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from strategies import BRIEF, THOROUGH, paths_of
 
 from vllm_recycle.core.lookahead import advance_window, lengthened_template, lookahead_template
-from vllm_recycle.core.verification import walk
 
 sizes = st.fixed_dictionaries(
     {
@@ -56,24 +55,6 @@ def test_a_draft_forward_is_a_tree_below_the_last_token(size):
     expected = [[sees(row, other) for other in rows] for row in rows]
     assert tree.ancestor_mask.tolist() == expected
     assert tree.depths.tolist() == [distance(row) for row in rows]
-
-
-@BRIEF
-@given(size=sizes)
-def test_the_window_comes_first_whatever_the_guesses(size):
-    tree = lookahead_template(**size)
-    window = tree.prefix(size["window"] * size["levels"])
-    alone = lookahead_template(**{**size, "guesses": 0})
-    assert window.nodes == alone.nodes
-
-
-def test_the_walk_takes_the_longest_guess_and_its_bonus_token():
-    tree = lookahead_template(window=1, levels=1, guesses=3, length=2)
-    # The draft goes on 5, 6, 7. The first two guesses begin alike.
-    drafts = torch.tensor([[-1, 5, 9, 5, 6, 4, 6]])
-    sampled = torch.tensor([5, 1, 6, 1, 6, 7, 1, 1])
-    result = walk(sampled, drafts, torch.tensor([0, 8]), trees=tree.of_batch(1))
-    assert result.token_ids[0, :3].tolist() == [5, 6, 7]
 
 
 @BRIEF

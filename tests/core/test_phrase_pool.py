@@ -38,56 +38,30 @@ def insert(pool: PhrasePool, batch: list[tuple[int, list[int]]]) -> None:
 
 
 @THOROUGH
-@given(batches=batches)
-def test_a_batch_is_inserted_as_if_one_by_one(batches):
+@given(batches=batches, count=st.integers(1, PER_TOKEN), data=st.data())
+def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches, count, data):
     pool, expected = make_pool(), [[] for _ in range(VOCAB)]
     for batch in batches:
-        insert(pool, batch)
-        for token_id, phrase in batch:
-            insert_by_hand(expected, token_id, phrase)
-        gaps = [[(-1,) * LENGTH] * (PER_TOKEN - len(known)) for known in expected]
-        found = [[tuple(phrase) for phrase in row] for row in pool.phrases.tolist()]
-        assert found == [gap + known for gap, known in zip(gaps, expected, strict=True)]
+        if batch and data.draw(st.booleans()):
+            replaced = [data.draw(phrase) for _ in batch]
+            token_ids, phrases = map(torch.tensor, zip(*batch, strict=True))
+            insert_phrases(pool.table, token_ids, phrases, replaced=torch.tensor(replaced))
+            # They are forgotten before the new ones come.
+            for (token_id, new), old in zip(batch, replaced, strict=True):
+                if token_id >= 0 and min(new) >= 0:
+                    known = expected[token_id]
+                    expected[token_id] = [other for other in known if other != tuple(old)]
+        else:
+            insert(pool, batch)
+        for token_id, new in batch:
+            insert_by_hand(expected, token_id, new)
         assert pool.num_phrases == sum(map(len, expected))
-
-
-@THOROUGH
-@given(batches=batches, count=st.integers(1, PER_TOKEN))
-def test_the_newest_come_first(batches, count):
-    pool, expected = make_pool(), [[] for _ in range(VOCAB)]
-    for batch in batches:
-        insert(pool, batch)
-        for token_id, phrase in batch:
-            insert_by_hand(expected, token_id, phrase)
-    found = newest_phrases(pool.table, torch.arange(VOCAB), count)
-    for token_id, known in enumerate(expected):
-        newest = [list(phrase) for phrase in reversed(known)][:count]
-        missing = [[-1] * LENGTH] * (count - len(newest))
-        assert found[token_id].tolist() == newest + missing
-
-
-@THOROUGH
-@given(first=batches, batch=st.lists(st.tuples(token, phrase, phrase), min_size=1, max_size=8))
-def test_replaced_phrases_are_forgotten_before_the_new_ones_come(first, batch):
-    pool, expected = make_pool(), [[] for _ in range(VOCAB)]
-    for earlier in first:
-        insert(pool, earlier)
-        for token_id, phrase in earlier:
-            insert_by_hand(expected, token_id, phrase)
-    for token_id, phrase, old in batch:
-        if token_id >= 0 and min(phrase) >= 0:
-            expected[token_id] = [known for known in expected[token_id] if known != tuple(old)]
-    for token_id, phrase, _ in batch:
-        insert_by_hand(expected, token_id, phrase)
-    token_ids, phrases, replaced = (torch.tensor(column) for column in zip(*batch, strict=True))
-    insert_phrases(pool.table, token_ids, phrases, replaced=replaced)
-    found = [[tuple(p) for p in row if min(p) >= 0] for row in pool.phrases.tolist()]
-    assert found == expected
-
-
-def test_a_phrase_seen_again_becomes_the_newest():
-    pool = make_pool([(4, [0, 1]), (4, [0, 2]), (4, [0, 1])])
-    assert newest_phrases(pool.table, torch.tensor([4]), 3).tolist() == [[[0, 1], [0, 2], [-1, -1]]]
+    gaps = [(-1,) * LENGTH] * PER_TOKEN
+    found = [[tuple(one) for one in row] for row in pool.phrases.tolist()]
+    assert found == [(gaps + known)[-PER_TOKEN:] for known in expected]
+    newest = newest_phrases(pool.table, torch.arange(VOCAB), count).tolist()
+    found = [[tuple(one) for one in row] for row in newest]
+    assert found == [(known[::-1] + gaps)[:count] for known in expected]
 
 
 def test_clear_forgets_everything():
@@ -95,10 +69,6 @@ def test_clear_forgets_everything():
     assert pool.num_phrases == 1
     pool.clear()
     assert pool.num_phrases == 0
-
-
-def test_bytes_are_those_of_the_tokens_and_one_row_more():
-    assert make_pool().num_bytes == (VOCAB + 1) * PER_TOKEN * LENGTH * 4
 
 
 @pytest.mark.parametrize("name", ["per_token", "length"])
@@ -139,8 +109,3 @@ def test_a_pool_with_gaps_is_refused(tmp_path, row):
     with pytest.raises(ValueError, match="it has phrases with gaps"):
         pool.load(tmp_path / "pool", fingerprint="f")
     assert pool.num_phrases == 1
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"state file .*: no phrase pool"):
-        make_pool().load(tmp_path / "nothing", fingerprint="f")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_ouroboros import Rows, Sequence, SlowOuroboros
 
-MODELS = Path(__file__).parents[2] / "examples/models"
-PROMPTS = [
-    "Question: Tom has 12 apples and eats 3. How many apples are left?\nAnswer:",
-    "def fibonacci(n):\n",
-]
 VOCAB = 7
 
 
@@ -94,74 +88,6 @@ def test_rows_of_a_draft_forward_see_the_text_their_columns_and_their_guess():
     ]
 
 
-def test_the_third_level_sees_the_second_of_its_own_column():
-    draft = Follower()
-    slow = SlowOuroboros(Follower(), draft, **plain(window=2, phrase_length=5))
-    slow.draft_forward([1], [[2, 3], [4, 5], [6, 7]])
-    assert draft.positions == [0, 1, 2, 2, 3, 3, 4]
-    assert picture(draft.mask)[-2:] == ["xx.x.x.", "xxx.x.x"]
-
-
-def test_branches_hang_below_the_trunk():
-    target = Follower()
-    slow = SlowOuroboros(target, Follower(), **plain(gamma=2))
-    slow.pool = {5: [(0, 0, 0), (6, 7, 9)]}
-    slow.generate([1, 2, 3], 1)
-    assert target.token_ids == [1, 2, 3, 4, 5, 6, 7, 9, 0, 0, 0]
-    assert target.positions == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7]
-    assert picture(target.mask)[5:] == [
-        "xxxxxx.....",
-        "xxxxxxx....",
-        "xxxxxxxx...",
-        "xxxxx...x..",
-        "xxxxx...xx.",
-        "xxxxx...xxx",
-    ]
-
-
-def test_the_window_begins_with_random_tokens_of_the_prompt():
-    slow = SlowOuroboros(Follower(), Follower(), **plain(window=4))
-    # The first random numbers are 0.496, 0.768, 0.088 and 0.132.
-    assert slow.begin([5, 6, 7, 8, 9, 1, 2, 3]) == Sequence(
-        [5, 6, 7, 8, 9, 1, 2, 3], [[8, 2, 5, 6]]
-    )
-
-
-def test_a_full_window_becomes_phrases_and_moves():
-    slow = SlowOuroboros(Follower(), Follower(), **plain(window=3))
-    window = [[1, 2, 1]]
-    slow.advance(window, [4, 5, 6], 9)
-    assert window == [[1, 2, 1], [4, 5, 6]]
-    assert slow.pool == {}
-    slow.advance(window, [7, 8, 9], 1)
-    assert window == [[4, 5, 6], [7, 8, 9]]
-    assert slow.pool == {1: [(1, 4, 7), (2, 5, 8)], 2: [(1, 6, 9)]}
-
-
-def test_a_phrase_seen_again_is_the_newest_and_the_oldest_goes():
-    slow = SlowOuroboros(Follower(), Follower(), **plain())
-    for phrase in [(1, 1, 1), (2, 2, 2), (1, 1, 1)]:
-        slow.insert(0, phrase)
-    assert slow.pool == {0: [(2, 2, 2), (1, 1, 1)]}
-    slow.insert(0, (3, 3, 3))
-    assert slow.pool == {0: [(1, 1, 1), (3, 3, 3)]}
-
-
-@pytest.mark.parametrize(
-    ("phrases", "confirmed"),
-    [
-        ([], [3]),
-        ([(4, 5, 6)], [3]),
-        ([(3, 4, 5), (3, 4, 6)], [3, 4, 5, 6]),
-        ([(3, 9, 9), (9, 3, 4)], [3, 4]),
-    ],
-)
-def test_the_longest_guess_is_confirmed_with_its_bonus(phrases, confirmed):
-    slow = SlowOuroboros(Follower(), Follower(), **plain())
-    slow.pool = {2: phrases}
-    assert slow.draft_forward([1, 2], [[0]]) == confirmed
-
-
 def test_rounds_by_hand():
     # The target differs from the draft behind 4 alone.
     slow = SlowOuroboros(Follower({4: 7}), Follower(), **plain())
@@ -205,14 +131,6 @@ def test_branches_are_replaced_by_what_the_target_said(phrases, new_tokens, corr
     assert slow.pool[5] == (corrected if harvest else phrases)
 
 
-def test_branches_below_a_mistake_are_kept():
-    slow = SlowOuroboros(Follower({3: 0}), Follower(), **plain(gamma=2))
-    slow.pool = {5: [(0, 0, 0), (6, 7, 9)]}
-    [result] = slow.generate([1, 2, 3], 1)
-    assert result.new_tokens == [0]
-    assert slow.pool[5] == [(0, 0, 0), (6, 7, 9)]
-
-
 @pytest.mark.parametrize("harvest", [True, False])
 def test_runs_of_an_accepted_trunk_are_phrases(harvest):
     slow = SlowOuroboros(Follower(), Follower(), **plain(gamma=3, harvest_trunk=harvest))
@@ -236,20 +154,6 @@ def test_the_newest_phrases_fill_the_trunk_where_forwards_ran_out(gamma, trunk, 
     [result] = slow.generate([1, 2, 3], 1)
     assert (result.draft_forwards, result.trunk, result.branches) == (1, trunk, branches)
     assert result.new_tokens == [4, 5, 6, 7, 8]
-
-
-def test_a_trunk_without_forwards_is_phrases_alone():
-    slow = SlowOuroboros(Follower(), Follower(), **plain(max_forwards=0))
-    slow.pool = {3: [(4, 5, 6)], 6: [(7, 8, 9)]}
-    [result] = slow.generate([1, 2, 3], 1)
-    assert dataclasses.astuple(result) == (0, [4, 5, 6, 7], [], [4, 5, 6, 7, 8])
-
-
-def test_a_short_trunk_has_no_branches():
-    slow = SlowOuroboros(Follower(), Follower(), **plain(max_forwards=1))
-    [result] = slow.generate([1, 2, 3], 1)
-    assert dataclasses.astuple(result) == (1, [4], [], [4, 5])
-    assert slow.pool == {}
 
 
 @settings(max_examples=40, deadline=None)
@@ -284,39 +188,3 @@ def test_every_round_is_greedy_decoding_whatever_the_sizes(prompts, options):
         kept = max(options["guesses"], options["branches"], 1)
         assert len(phrases) == len(set(phrases)) <= kept
         assert {len(phrase) for phrase in phrases} == {options["phrase_length"] - 1}
-
-
-@pytest.fixture
-def one_thread():
-    """Forwards this small take ten times as long where two threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_the_embedded_pair_decodes_as_the_target_alone():
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # imports for seconds
-
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
-        for name in ("target", "draft")
-    )
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
-    sizes = {"gamma": 5, "window": 6, "guesses": 5, "phrase_length": 5, "branches": 3}
-    slow = SlowOuroboros(target, draft, **sizes)
-    rounds = []
-    for prompt in PROMPTS:
-        token_ids = tokenizer.encode(prompt)
-        found = slow.generate(token_ids, 10)
-        new_tokens = [token for result in found for token in result.new_tokens]
-        text = list(token_ids)
-        for _ in new_tokens:
-            with torch.no_grad():
-                text.append(int(target(torch.tensor([text])).logits[0, -1].argmax()))
-        assert new_tokens == text[len(token_ids) :]
-        rounds += found
-    # What the method is for: forwards that draft several tokens, and rounds that accept several.
-    assert sum(result.draft_forwards for result in rounds) < sizes["gamma"] * len(rounds)
-    assert max(len(result.new_tokens) for result in rounds) > sizes["gamma"] + 1

@@ -13,9 +13,11 @@ from recycling_steps import ends_of
 from strategies import BRIEF
 
 from vllm_recycle.core.acceptance import PRIOR_WEIGHT
+from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.trunk import CHOICES, PARTS, ChoiceAcceptance, draft_trunks
 
+CLASSES = torch.tensor([0, 1, 0, 1, 2, 3])  # of the requests
 VOCAB, REACH = 8, 4
 
 
@@ -50,6 +52,21 @@ def chain(text: list[int], length: int) -> list[int]:
     return text[len(text) - length :]
 
 
+def nothing(ends: TextEnds) -> list[list[int]]:
+    """A guess that says nothing."""
+    return [[] for _ in ends.max_depths]
+
+
+def draft(
+    texts: list[list[int]], depths: list[int], guess=nothing, *, gamma: int, **given
+) -> tuple[Trunks, int]:
+    """The trunks of some texts where nothing was counted, and the forwards that they took."""
+    model, ends = ToyModel(texts), TextEnds(torch.arange(len(texts)), ends_of(texts), depths)
+    acceptance = ChoiceAcceptance(CLASSES)
+    trunks = draft_trunks(ends, model, guess, acceptance, gamma=gamma, reach=REACH, **given)
+    return trunks, model.num_forwards
+
+
 token = st.integers(0, VOCAB - 1)
 
 
@@ -79,9 +96,7 @@ def test_trunks_are_what_the_draft_model_says_alone(texts, gamma, data):
             drafted[b] += count + 1
         return guesses
 
-    model = ToyModel(texts)
-    ends = TextEnds(torch.arange(len(texts)), ends_of(texts), depths)
-    trunks = draft_trunks(ends, model, guess, ChoiceAcceptance(), gamma=gamma, reach=REACH)
+    trunks, _ = draft(texts, depths, guess, gamma=gamma)
     for b, text in enumerate(texts):
         length = min(gamma, depths[b])
         expected = chain(text, length)
@@ -95,16 +110,13 @@ def test_trunks_are_what_the_draft_model_says_alone(texts, gamma, data):
 
 @pytest.mark.parametrize(("count", "forwards"), [(0, 5), (1, 3), (4, 1)])
 def test_what_is_guessed_saves_forwards(count, forwards):
-    text, model = [1, 2, 3], ToyModel([[1, 2, 3]])
-
     def guess(ends: TextEnds) -> list[list[int]]:
         ([tail], [depth]) = ends.ends.tails(3), ends.max_depths
         return [chain(tail[::-1], min(count, depth))]
 
-    ends = TextEnds(torch.tensor([0]), ends_of([text]), [5])
-    trunks = draft_trunks(ends, model, guess, ChoiceAcceptance(), gamma=5, reach=REACH)
-    assert trunks.token_ids[0, :, 0].tolist() == chain(text, 5)
-    assert model.num_forwards == forwards
+    trunks, num_forwards = draft([[1, 2, 3]], [5], guess, gamma=5)
+    assert trunks.token_ids[0, :, 0].tolist() == chain([1, 2, 3], 5)
+    assert num_forwards == forwards
 
 
 def chances(text: list[int], length: int) -> list[float]:
@@ -116,20 +128,13 @@ def chances(text: list[int], length: int) -> list[float]:
     )
 
 
-def nothing(ends: TextEnds) -> list[list[int]]:
-    return [[] for _ in ends.max_depths]
-
-
 @pytest.mark.parametrize("length", range(1, 6))
 def test_a_trunk_ends_where_a_forward_more_does_not_pay(length):
-    text, model = [1, 2, 3], ToyModel([[1, 2, 3]])
-    ends = TextEnds(torch.tensor([0]), ends_of([text]), [5])
+    text = [1, 2, 3]
     least = chances(text, 5)[length - 1] * 1.001  # more than is left of the chance there
-    trunks = draft_trunks(
-        ends, model, nothing, ChoiceAcceptance(), gamma=5, reach=REACH, least_chance=least
-    )
+    trunks, num_forwards = draft([text], [5], gamma=5, least_chance=least)
     assert trunks.token_ids[0, :, 0].tolist() == [*chain(text, length), *[-1] * (5 - length)]
-    assert model.num_forwards == length
+    assert num_forwards == length
 
 
 def test_trunks_that_share_a_forward_pay_equal_parts_of_it():
@@ -141,18 +146,9 @@ def test_trunks_that_share_a_forward_pay_equal_parts_of_it():
     first = [chances(text, 1)[0] for text in texts]
     low, middle, high = sorted(first)
     assert 2 * middle > 3 * low
-    ends = TextEnds(torch.arange(3), ends_of(texts), [2, 2, 2])
 
     def go_on(least: float) -> list[bool]:
-        trunks = draft_trunks(
-            ends,
-            ToyModel(texts),
-            nothing,
-            ChoiceAcceptance(),
-            gamma=2,
-            reach=REACH,
-            least_chance=least,
-        )
+        trunks, _ = draft(texts, [2, 2, 2], gamma=2, least_chance=least)
         return (trunks.token_ids[:, 1, 0] >= 0).tolist()
 
     assert go_on(2.99 * low) == [True] * 3
@@ -172,21 +168,25 @@ def test_choices_are_counted_where_the_trunk_before_them_was_right(data, batch, 
         of_places(st.integers(-1, 2), shape), of_places(st.floats(0, 1), shape).double()
     )
     followed = of_places(st.integers(-1, 2), torch.Size((batch, data.draw(st.integers(1, 6)))))
-    acceptance = ChoiceAcceptance()
-    acceptance.count(trunks, followed)
-    expected = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64)
+    idx_mapping = of_places(st.integers(0, len(CLASSES) - 1), torch.Size((batch,)))
+    acceptance = ChoiceAcceptance(CLASSES)
+    acceptance.count(trunks, idx_mapping, followed)
+    expected = torch.zeros(NUM_CLASSES, CHOICES, PARTS, 2, dtype=torch.float64)
+    of_class = CLASSES[idx_mapping].tolist()
     for b in range(batch):
         for place, token in enumerate(followed[b].tolist()[:gamma]):
-            if token < 0:
+            if token < 0 or of_class[b] >= NUM_COUNTED:
                 break
             for choice, offered in enumerate(trunks.token_ids[b, place].tolist()):
                 if offered >= 0:
                     part = min(PARTS - 1, int(float(trunks.chances[b, place, choice]) * PARTS))
-                    expected[choice, part] += torch.tensor([float(offered == token), 1.0])
+                    cell = expected[of_class[b], choice, part]
+                    cell += torch.tensor([float(offered == token), 1.0])
             if trunks.token_ids[b, place, 0] != token:
                 break
     assert acceptance.counts.equal(expected)
-    chances = acceptance.chances(trunks).chances
-    right, seen = expected[0, min(PARTS - 1, int(float(trunks.chances[0, 0, 0]) * PARTS))].tolist()
+    chances = acceptance.chances(trunks, idx_mapping).chances
+    part = min(PARTS - 1, int(float(trunks.chances[0, 0, 0]) * PARTS))
+    right, seen = expected[of_class[0], 0, part].tolist()
     prior = PRIOR_WEIGHT * float(trunks.chances[0, 0, 0])
     assert float(chances[0, 0, 0]) == pytest.approx((right + prior) / (seen + PRIOR_WEIGHT))

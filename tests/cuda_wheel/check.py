@@ -112,7 +112,7 @@ def check_configurations() -> int:
 def check_attention(capability: tuple[int, int], folder: Path) -> None:
     """Which backend layers get on this kind of GPU."""
     import torch
-    from derived_models import gpt_oss
+    from random_models import gpt_oss
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples/benchmarks"
 @pytest.mark.parametrize(
     ("report", "expected"),
     [
-        ("cpu-copies-avx2.json", ["rename (4)", "all", "1 in flight", "suffix"]),
+        ("cpu-copies.json", ["rename (4)", "all", "1 in flight", "suffix"]),
         ("cpu-json-schema-compiled.json", ["requests in flight", "none", "ngram", "suffix"]),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
+import statistics
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,6 +18,7 @@ from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.options import OuroborosOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
 
 
 def run_example(name, *arguments, cwd, compiled=False):
@@ -55,6 +59,36 @@ def test_a_hint_makes_it_fewer_steps(tmp_path):
     assert right < none
 
 
+@pytest.mark.slow
+def test_what_would_be_gained_is_said_for_every_load(tmp_path):
+    arguments = ["--num-prompts=6", "--max-tokens=16", "--repeats=1", "--concurrency=1,2"]
+    arguments += ["--methods=none,ngram", f"--engine-args={EAGER}", "--dtype=float32"]
+    output = run_example("what_would_i_gain.py", *arguments, cwd=tmp_path)
+    says = r"no method is faster|ngram is \d\.\d\d times as fast as plain vLLM"
+    assert len(re.findall(rf"^[12] in flight: (?:{says})", output, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ([1.4, 1.2, 1.3], "1.30 times as fast as plain vLLM (1.20 to 1.40 over 3 passes)"),
+        ([1.4, 0.9, 1.3], "not in every pass (0.90 to 1.40 over 3 passes). Give more prompts."),
+        ([0.9, 0.8, 0.95], "no method is faster than plain vLLM"),
+    ],
+)
+def test_a_gain_is_one_of_every_pass(speedups, said):
+    verdict = runpy.run_path(str(EXAMPLES / "what_would_i_gain.py"))["verdict"]
+    config = {"method": "suffix"}
+    results = [
+        {"method": name, "concurrency": 4, "speedups": given, "speedup": statistics.median(given)}
+        for name, given in (("none", [1.0] * 3), ("suffix", speedups))
+    ]
+    methods = {"none": None, "suffix": config}
+    found = verdict({"conditions": {"methods": methods}, "results": results}, 4)
+    assert said in found
+    assert (json.dumps(config) in found) == (min(speedups) > 1)
+
+
 def test_a_template_is_measured_best_first(tmp_path):
     arguments = ["--num-prompts=2", "--max-tokens=24", "--dtype=float32", "--max-nodes=12"]
     output = run_example("tune_tree.py", *arguments, cwd=tmp_path)
@@ -85,17 +119,15 @@ def test_the_ablation_switches_one_component_on_or_off_a_line(monkeypatch):
     assert sum(one == "--speculative-config" for one in given) == len(LINES)
 
 
-NAMES = (
-    "offline_batch.py", "custom_tree.py", "server_and_client.py", "ray_batch.py", "ray_serve.py",
-    "tune_tree.py",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_says_how_to_run_it(name):
-    _, docstring, _ = (EXAMPLES / name).read_text().split('"""', 2)
-    assert f"    python examples/{name}\n" in docstring
-
-
 def mean_accepted(output):
     return float(re.search(r"^mean accepted tokens: ([\d.]+) a step$", output, re.MULTILINE)[1])
+
+
+@pytest.mark.slow
+def test_roll_outs_are_sampled_and_trained_on(tmp_path):
+    arguments = ["--prompts=2", "--samples=2", "--epochs=2", "--max-tokens=12"]
+    output = run_example("rollouts.py", *arguments, cwd=tmp_path)
+    says = r"^epoch [01]: reward (\d\.\d\d), (\d+\.\d\d) tokens a call, sampling took"
+    steps = re.findall(says, output, re.MULTILINE)
+    assert len(steps) == 2
+    assert all(float(tokens) >= 1 for _, tokens in steps)

@@ -188,9 +188,13 @@ def test_the_verdict_of_what_was_measured(tmp_path, monkeypatch):
 def test_estimates_are_of_the_graphs_and_launches_that_there_are(monkeypatch):
     estimates = load("estimates", monkeypatch)
     described = (ROOT / "examples" / "benchmarks" / "README.md").read_text()
-    assert "\n".join(estimates.step_table()) in described
+    for table in (estimates.step_table(), estimates.trunk_table()):
+        assert "\n".join(table) in described
     assert len([*estimates.program_table()]) > 10
-    launched = json.loads(LAUNCHES.read_text())["grown"]
+    launches = json.loads(LAUNCHES.read_text())
+    grown, along = (launches[kind]["total"]["drafting"] for kind in ("grown", "head"))
+    assert along - grown == estimates.HEAD_LAUNCHES
+    launched = launches["grown"]
     names = {name for part in ("placing", "sampling", "drafting") for name in launched[part]}
     assert names == {*estimates.LAUNCHES_US, *estimates.LOGITS}
     ratios = {(max(rows), len(rows)): estimates.ratios(rows) for rows in estimates.STEPS}

@@ -16,14 +16,14 @@ from vllm import SamplingParams
 pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FLOAT32 = ["--max-tokens=64", "--dtype=float32"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 pytestmark = pytest.mark.slow
 
 
 def run_example(name: str, *arguments: str, cwd: Path) -> str:
     """What it prints on stdout; it leaves no process."""
-    command = [sys.executable, str(EXAMPLES / name), "--max-tokens=64", "--dtype=float32"]
-    command += ["--state=state", *arguments]
+    command = [sys.executable, str(EXAMPLES / name), "--state=state", *arguments]
     # To files: a pipe is open for as long as a process has it.
     with marked() as environment, (cwd / "out").open("w") as out, (cwd / "log").open("w") as log:
         run = subprocess.run(command, cwd=cwd, env=environment, stdout=out, stderr=log, timeout=500)
@@ -42,7 +42,12 @@ def test_ray_data_writes_what_vllm_says_without_speculation(tmp_path):
     import pandas
 
     output = run_example(
-        "ray_batch.py", "--num-prompts=24", "--replicas=1", "--output=answers", cwd=tmp_path
+        "ray_batch.py",
+        *FLOAT32,
+        "--num-prompts=24",
+        "--replicas=1",
+        "--output=answers",
+        cwd=tmp_path,
     )
     answers = pandas.read_parquet(tmp_path / "answers")
     lines = (EXAMPLES / "prompts" / "gsm8k.jsonl").read_text().splitlines()[:24]
@@ -61,7 +66,7 @@ def test_ray_serve_answers_as_vllm_does_without_speculation(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(EXAMPLES)
     from server_and_client import CHAT_TEMPLATE, CODE, QUESTION
 
-    output = run_example("ray_serve.py", "--max-replicas=1", cwd=tmp_path)
+    output = run_example("ray_serve.py", *FLOAT32, "--max-replicas=1", cwd=tmp_path)
     messages = [{"role": "user", "content": QUESTION}]
     with engine() as llm:
         (completion,) = llm.generate([CODE], GREEDY, use_tqdm=False)
@@ -72,3 +77,11 @@ def test_ray_serve_answers_as_vllm_does_without_speculation(tmp_path, monkeypatc
     assert table["tokens"] > table["target calls"]
     assert table["tokens a call"] > 1
     assert len(list((tmp_path / "state").glob("*.safetensors"))) == 1
+
+
+def test_roll_outs_go_on_with_new_weights_and_are_shared(tmp_path):
+    arguments = ["--prompts=2", "--samples=2", "--epochs=2", "--max-tokens=24", "--workers=2"]
+    output = run_example("ray_rollouts.py", *arguments, cwd=tmp_path)
+    steps = re.findall(r"^epoch [01]: reward .* tokens a call", output, re.MULTILINE)
+    assert len(steps) == 2
+    assert len(list((tmp_path / "state").glob("*.safetensors"))) == 2

@@ -33,12 +33,23 @@ def write_adapter(folder: Path, model: str, *, seed: int, has_head: bool) -> str
 
 
 def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each layer, by its name."""
+    """Outputs and inputs of each layer that has an adapter, by its name."""
+    config = AutoConfig.from_pretrained(model)
+    shapes = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(config.num_hidden_layers)
+        for name, shape in layer_shapes(model).items()
+    }
+    return shapes | ({"lm_head": (config.vocab_size, config.hidden_size)} if has_head else {})
+
+
+def layer_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of a layer of a Llama, by their names."""
     config = AutoConfig.from_pretrained(model)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    of_layer = {
+    return {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
@@ -47,9 +58,3 @@ def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, int]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    shapes = {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(config.num_hidden_layers)
-        for name, shape in of_layer.items()
-    }
-    return shapes | ({"lm_head": (config.vocab_size, hidden)} if has_head else {})

@@ -1,6 +1,7 @@
-"""Models of other architectures, most with the weights of the embedded target.
+"""Small models of other architectures, with the weights of the embedded target.
 
-Their text is natural enough that drafts are accepted, and a layer's kind matters to it.
+Text of the target's weights is natural enough that drafts are accepted, and a layer's kind matters
+to it.
 """
 
 from __future__ import annotations
@@ -15,40 +16,13 @@ from engines import TARGET
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    DeepseekV2Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GptOssConfig,
-    Llama4TextConfig,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
-    WhisperConfig,
     WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
 )
 
 WEIGHTS = "model.safetensors"
 AUDIO = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 512,
-    **dict.fromkeys(("mscale", "mscale_all_dim"), 0.7),
-}
-SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
-NUM_LAYERS = 6
 EXPERTS = 4
 
 
@@ -60,7 +34,7 @@ def write_model(
     source: str = TARGET,
 ) -> str:
     """A model with the tokenizer of another, and its weights where none are given."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", WEIGHTS):
         if name != WEIGHTS or weights is None:
@@ -111,63 +85,6 @@ def mixtral(folder: Path) -> str:
         router = torch.empty(EXPERTS, config_of(TARGET)["hidden_size"])
         weights[f"{moe}.gate.weight"] = router.normal_(generator=generator).bfloat16()
     return write_model(folder, config_of(TARGET) | architecture | sizes, weights=weights)
-
-
-def gemma3(folder: Path, window: int) -> str:
-    """A Gemma 3 of five windowed layers and a full one, with random weights."""
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": NUM_LAYERS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = Gemma3TextConfig(
-        **shape,
-        **heads,
-        **{key: config_of(TARGET)[key] for key in ("vocab_size", "max_position_embeddings")},
-        architectures=["Gemma3ForCausalLM"],
-        sliding_window=window,
-        query_pre_attn_scalar=32,
-        tie_word_embeddings=False,
-    )
-    # Its norms multiply by one more than this.
-    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=0.0))
-
-
-def gemma4(folder: Path) -> str:
-    """A Gemma 4 whose last two layers read the KV cache of the second, with random weights."""
-    vocab_size = config_of(TARGET)["vocab_size"]
-    config = Gemma4TextConfig(
-        architectures=["Gemma4ForCausalLM"],
-        vocab_size=vocab_size,
-        vocab_size_per_layer_input=vocab_size,
-        hidden_size=64,
-        hidden_size_per_layer_input=8,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        layer_types=["full_attention"] * 4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        global_head_dim=32,
-        max_position_embeddings=2048,
-    )
-    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
-
-
-def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:
-    """A GPT-OSS of windowed layers and full ones in turn, with random weights and these sinks."""
-    shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": len(sinks), "num_key_value_heads": 2, "head_dim": 32}
-    config = GptOssConfig(
-        **shape,
-        **heads,
-        architectures=["GptOssForCausalLM"],
-        vocab_size=config_of(TARGET)["vocab_size"],
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        sliding_window=window,
-    )
-    weights = random_weights(config, norms=1.0)
-    of_layers = {name: torch.tensor(sinks) for name in weights if name.endswith(".sinks")}
-    return write_model(folder, config.to_dict(), weights=weights | of_layers)
 
 
 def qwen2_audio(folder: Path, *, hears: bool = False) -> str:
@@ -271,93 +188,3 @@ def random_weights(
         else torch.empty(weight.shape).normal_(std=std, generator=generator)
         for name, weight in shapes.items()
     }
-
-
-def gemma2(folder: Path) -> str:
-    """A Gemma 2, whose attention has a soft cap, with random weights."""
-    config = Gemma2Config(
-        **SMALL,
-        architectures=["Gemma2ForCausalLM"],
-        query_pre_attn_scalar=32,
-        sliding_window=64,
-    )
-    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=0.0))
-
-
-def llama4(folder: Path) -> str:
-    """A Llama 4 of layers with chunked attention and one without, with random weights."""
-    config = Llama4TextConfig(
-        **SMALL | {"num_hidden_layers": 4},
-        architectures=["Llama4ForCausalLM"],
-        intermediate_size_mlp=128,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=1,
-        interleave_moe_layer_step=1,
-        attention_chunk_size=64,
-        no_rope_layers=[1, 1, 0, 1],
-        attn_temperature_tuning=False,
-        use_qk_norm=False,
-    )
-    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
-
-
-def bloom(folder: Path) -> str:
-    """A Bloom, whose positions are slopes (ALiBi), with random weights."""
-    config = BloomConfig(
-        vocab_size=SMALL["vocab_size"],
-        hidden_size=64,
-        n_layer=2,
-        n_head=2,
-        architectures=["BloomForCausalLM"],
-    )
-    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))
-
-
-def whisper(folder: Path) -> str:
-    """A Whisper with random weights."""
-    config = WhisperConfig(
-        vocab_size=SMALL["vocab_size"],
-        num_mel_bins=16,
-        d_model=64,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=100,
-        max_target_positions=448,
-        architectures=["WhisperForConditionalGeneration"],
-        **dict.fromkeys(("decoder_start_token_id", "bos_token_id"), 1),
-        eos_token_id=2,
-        pad_token_id=0,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    weights = random_weights(config, norms=1.0, kind=WhisperForConditionalGeneration)
-    write_model(folder, config.to_dict(), weights=weights)
-    WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
-    change_tokenizer(folder, processor_class="WhisperProcessor")
-    return str(folder)
-
-
-def deepseek(folder: Path, *, rope: dict[str, Any] = YARN) -> str:
-    """A DeepSeek-V2 (MLA) of dense layers, with random weights."""
-    config = DeepseekV2Config(
-        **SMALL | {"num_key_value_heads": 2, "head_dim": None},
-        architectures=["DeepseekV2ForCausalLM"],
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        n_routed_experts=EXPERTS,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=SMALL["num_hidden_layers"],
-        moe_intermediate_size=64,
-        rope_parameters=rope,
-    )
-    return write_model(folder, config.to_dict(), weights=random_weights(config, norms=1.0))

@@ -92,8 +92,9 @@ def spare_later_engines() -> None:
     gc.freeze()
     # What engines leave behind is collected as before.
     gc.freeze = gc.unfreeze = lambda: None
-    register = CpuPlatform.register_triton_kernel_overrides
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(register))
+    # Remove the condition when vLLM 0.30 is dropped.
+    if register := getattr(CpuPlatform, "register_triton_kernel_overrides", None):
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(register))
 
 
 @contextmanager
@@ -118,6 +119,13 @@ def engine(
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def use_two_ranks(monkeypatch: Any) -> None:
+    """Let the next engine have its workers in processes, each bound to a core."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
 
 
 def generate(llm: Any, prompts: list[Any], params: Any) -> list[list[tuple[int, ...]]]:
@@ -152,3 +160,31 @@ def core(llm: Any) -> Any:
 def runner(llm: Any) -> Any:
     """Our model runner."""
     return core(llm).model_executor.driver_worker.worker.model_runner
+
+
+Chains = dict[tuple[int, ...], list[int]]
+
+
+@contextmanager
+def watched_chains(monkeypatch: Any) -> Iterator[Chains]:
+    """What vLLM's proposer drafts behind each text, on the V1 runner."""
+    import torch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    chains: Chains = {}
+    propose = GPUModelRunner.propose_draft_token_ids
+
+    def watched(self: Any, output: Any, sampled: Any, *args: Any) -> Any:
+        drafts = propose(self, output, sampled, *args)
+        batch, rows = self.input_batch, drafts.tolist() if torch.is_tensor(drafts) else drafts
+        for index, chain in enumerate(rows):
+            text = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]].tolist()
+            if torch.is_tensor(sampled):  # before vLLM has taken them in
+                text += [token for token in sampled[index].tolist() if token >= 0]
+            if chain and len(text) > batch.num_prompt_tokens[index]:
+                chains[tuple(text)] = [*map(int, chain)]
+        return drafts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPUModelRunner, "propose_draft_token_ids", watched)
+        yield chains

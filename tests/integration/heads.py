@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from adapters import layer_shapes
+from derived_models import as_qwen2, config_of, write_model
 from engines import TARGET
-from safetensors.torch import load_file, save_file
 
-CONFIG = json.loads((Path(TARGET) / "config.json").read_text())
-HIDDEN, INNER, VOCAB = (CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
-QUERIES = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-KEYS = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+CONFIG = config_of(TARGET)
+HIDDEN, VOCAB = CONFIG["hidden_size"], CONFIG["vocab_size"]
+# Outputs of the projections of attention.
+SIZES = {
+    name: CONFIG[f"num_{of}_heads"] * CONFIG["head_dim"]
+    for name, of in (("q", "attention"), ("k", "key_value"), ("v", "key_value"))
+}
+
+
+def trunks(folder: Path, length: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name a target, and what of vLLM's drafts for it along a head, so many tokens."""
+    tokens = {"num_speculative_tokens": length}
+    return {
+        "eagle": (TARGET, {"method": "eagle", "model": eagle(folder / "eagle"), **tokens}),
+        "eagle3": (TARGET, {"method": "eagle3", "model": eagle3(folder / "e3"), **tokens}),
+        "mtp": (with_mtp(folder / "mtp"), {"method": "mtp", **tokens}),
+    }
 
 
 def eagle(folder: Path) -> str:
@@ -44,20 +56,28 @@ def eagle3(folder: Path) -> str:
     return _write(folder, config, layer | rest)
 
 
+def medusa(folder: Path) -> str:
+    """Medusa heads, one for each of three places."""
+    weights = {f"blocks.{head}.layers.0.weight": _random(HIDDEN, HIDDEN) for head in range(3)}
+    weights |= {f"lm_heads.{head}.weight": _random(VOCAB, HIDDEN) for head in range(3)}
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa"}
+    return _write(folder, config | {"num_hidden_layers": 1, "num_heads": 3}, weights)
+
+
 def with_mtp(folder: Path) -> str:
     """The target as a MiMo model, whose biases are 0, with a layer that predicts the next token."""
-    weights = load_file(f"{TARGET}/model.safetensors")
+    config, weights = as_qwen2(TARGET)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    for index in range(CONFIG["num_hidden_layers"]):
-        weights |= {f"model.layers.{index}.self_attn.{name}": zeros for name, zeros in _biases()}
-    layer = {**_layer(HIDDEN), **{f"self_attn.{name}": zeros for name, zeros in _biases()}}
-    layer["input_proj.weight"] = _random(HIDDEN, 2 * HIDDEN)
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    layer |= {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
+    layer = {
+        **_layer(HIDDEN),
+        **{f"self_attn.{name}_proj.bias": torch.zeros(size) for name, size in SIZES.items()},
+        **{f"{name}.weight": torch.ones(HIDDEN) for name in norms},
+        "input_proj.weight": _random(HIDDEN, 2 * HIDDEN),
+    }
     weights |= {f"model.mtp_layers.0.{name}": value for name, value in layer.items()}
-    config = {
+    config |= {
         "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
         "use_sliding_window": False,
         "tie_word_embeddings": False,
@@ -66,22 +86,14 @@ def with_mtp(folder: Path) -> str:
 
 
 def _layer(inputs: int) -> dict[str, torch.Tensor]:
+    """A layer of the target's kind, whose attention has so many inputs."""
+    shapes = layer_shapes(TARGET)
+    shapes |= {f"self_attn.{name}_proj": (size, inputs) for name, size in SIZES.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
     return {
-        "self_attn.q_proj.weight": _random(QUERIES, inputs),
-        "self_attn.k_proj.weight": _random(KEYS, inputs),
-        "self_attn.v_proj.weight": _random(KEYS, inputs),
-        "self_attn.o_proj.weight": _random(HIDDEN, QUERIES),
-        "mlp.gate_proj.weight": _random(INNER, HIDDEN),
-        "mlp.up_proj.weight": _random(INNER, HIDDEN),
-        "mlp.down_proj.weight": _random(HIDDEN, INNER),
-        "input_layernorm.weight": torch.ones(HIDDEN),
-        "post_attention_layernorm.weight": torch.ones(HIDDEN),
+        **{f"{name}.weight": _random(*shape) for name, shape in shapes.items()},
+        **{f"{name}.weight": torch.ones(HIDDEN) for name in norms},
     }
-
-
-def _biases() -> list[tuple[str, torch.Tensor]]:
-    sizes = {"q": QUERIES, "k": KEYS, "v": KEYS}
-    return [(f"{name}_proj.bias", torch.zeros(size)) for name, size in sizes.items()]
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -90,10 +102,5 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> str:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
     halves = {name: value.bfloat16().contiguous() for name, value in weights.items()}
-    save_file(halves, folder / "model.safetensors")
-    return str(folder)
+    return write_model(folder, CONFIG | config, weights=halves)

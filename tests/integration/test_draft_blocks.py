@@ -56,14 +56,9 @@ def test_what_was_taken_in_is_found_again(blocks):
     mark(blocks, 0, 11)  # the third block is not full
     assert step(blocks, (1, [1, 2, 5], 8)) == [(1, 8, 8)]
     assert step(blocks, (2, [1, 2, 3, 6], 12)) == [(2, 8, 12)]
-
-
-def test_of_a_block_that_is_found_in_part_nothing_is_left(blocks):
-    step(blocks, (0, [1, 2, 3], 0))
-    mark(blocks, 0, 12)
-    # The text goes on, from within the third block.
-    assert step(blocks, (0, [1, 2, 3], 10)) == [(0, 8, 10)]
-    assert np.flatnonzero(blocks.is_marked).tolist() == [1, 2]
+    # A text that goes on from within a block has nothing of it.
+    assert step(blocks, (0, [1, 2], 6)) == [(0, 4, 6)]
+    assert np.flatnonzero(blocks.is_marked).tolist() == [1]
 
 
 def test_behind_a_block_that_is_missing_nothing_counts(blocks):
@@ -92,15 +87,9 @@ def test_a_request_that_is_resumed_begins_anew(blocks):
     mark(blocks, 0, 12)
     # The last of its blocks came to another.
     assert step(blocks, resumed=((0, [1, 2, 5], 8),)) == [(0, 8, 8)]
+    # Blocks that come later are marked too, where they are full.
     step(blocks, given={0: [6]})
+    mark(blocks, 0, 15)
+    assert np.flatnonzero(blocks.is_marked).tolist() == [1, 2, 3, 5]
     mark(blocks, 0, 16)
     assert np.flatnonzero(blocks.is_marked).tolist() == [1, 2, 3, 5, 6]
-
-
-def test_blocks_that_come_later_are_marked_too(blocks):
-    step(blocks, (0, [1], 0))
-    step(blocks, given={0: [2]})
-    mark(blocks, 0, 7)
-    assert np.flatnonzero(blocks.is_marked).tolist() == [1]
-    mark(blocks, 0, 8)
-    assert np.flatnonzero(blocks.is_marked).tolist() == [1, 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import OUROBOROS, TARGET, engine, generate, read_prompts
+from engines import OUROBOROS, TARGET, counter, engine, generate, read_prompts
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
@@ -41,12 +41,10 @@ def test_check_and_start_agree(link, capsys, monkeypatch):
     config = f'{{"method": "ouroboros", "model": "{link}"}}'
     assert main(["check", TARGET, "--dtype", "float32", "--speculative-config", config]) == 0
     assert "with ouroboros" in capsys.readouterr().out
-    params, prompts = SamplingParams(temperature=0, max_tokens=16), read_prompts(2)
     with engine({**OUROBOROS, "model": str(link)}) as llm:
         assert llm.llm_engine.vllm_config.speculative_config.model == str(link)
-        drafted = generate(llm, prompts, params)
-    with engine() as llm:
-        assert drafted == generate(llm, prompts, params)
+        generate(llm, read_prompts(2), SamplingParams(temperature=0, max_tokens=16))
+        assert counter(llm, "spec_decode_num_draft_tokens") > 0
 
 
 def test_a_name_on_the_hub_is_refused_for_its_word():

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import GROWN, PAPER, TRUNK, core, engine, generate, read_prompts, with_hint
+from engines import (
+    GROWN,
+    PAPER,
+    TARGET,
+    TOKEN_RECYCLING,
+    TRUNK,
+    core,
+    engine,
+    generate,
+    read_prompts,
+    runner,
+    with_hint,
+)
+from v2_engines import IS_V2, LLM_ARGUMENTS, TEXT, with_sizes
+from v2_scripts import run_script
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
-NUM_NEIGHBOURS = 3
-PROBE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+from vllm_recycle.core.adjacency import SCOPES
+
+NUM_NEIGHBOURS = 1 if IS_V2 else 3
+PROBE = SamplingParams(temperature=0, max_tokens=12 if IS_V2 else 40, ignore_eos=True)
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,7 @@ class Attack:
         hinted: whether the neighbours have the same prompts, and the ones are told the beginnings
             of their answers.
         regex: that the request follows, and those neighbours that repeat themselves.
+        salted: whether each has a cache salt of its own.
 
     """
 
@@ -43,6 +61,7 @@ class Attack:
     their_tokens: int = 400
     hinted: bool = False
     regex: str | None = None
+    salted: bool = False
 
 
 ATTACKS = {
@@ -69,27 +88,74 @@ ATTACKS = {
     "room in the table": Attack({**GROWN, "context_mib": 1, "k": 64}, their_tokens=1000),
 }
 
-Trace = list[tuple[int, tuple[int, ...]]]
+# On Model Runner V2. Few KV blocks, so that a draft must end with its request's last one. Trees
+# have the same sizes whatever the scope.
+ON_V2 = Attack(
+    with_sizes({**TOKEN_RECYCLING, "max_nodes": 6, "context_mib": 1}, [(1, 4, 6)]),
+    {
+        **LLM_ARGUMENTS,
+        "model": TARGET,
+        "max_model_len": 192,
+        "max_num_batched_tokens": 96,
+        "num_gpu_blocks_override": 8,
+        "enable_prefix_caching": False,
+    },
+    lengths=(40, 40),
+    their_tokens=150,
+)
+ON_V2_SCOPES = ("isolated", "sequence")
+everywhere = pytest.mark.parametrize(
+    "name", [*ATTACKS, pytest.param("Model Runner V2", marks=pytest.mark.slow)]
+)
+
+Trace = list[list[Any]]
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_drafts_say_nothing_of_the_neighbours(name, monkeypatch):
-    traces = attack(ATTACKS[name], {"scope": "isolated"}, monkeypatch)
+@pytest.fixture(scope="module")
+def on_v2(request, tmp_path_factory) -> dict[str, list[Trace]]:
+    return run_script(request.path, tmp_path_factory.mktemp("v2"))
+
+
+def traces_of(name: str, scope: str, request: pytest.FixtureRequest) -> list[Trace]:
+    if name in ATTACKS:
+        return attack(ATTACKS[name], scope)
+    return request.getfixturevalue("on_v2")[scope]
+
+
+@everywhere
+def test_drafts_say_nothing_of_the_neighbours(name, request):
+    traces = traces_of(name, "isolated", request)
     assert any(draft for _, draft in traces[0])
     assert traces[0] == traces[1]
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_without_isolation_they_do(name, monkeypatch):
-    traces = attack(ATTACKS[name], {}, monkeypatch)
+@everywhere
+def test_without_isolation_they_do(name, request):
+    traces = traces_of(name, "sequence", request)
     assert traces[0] != traces[1]
 
 
-def attack(how: Attack, scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
+@pytest.mark.parametrize("salted", [True, False])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_with_cache_salts_they_say_nothing_under_any_scope(scope, salted):
+    # Rows are free, and there is room for all.
+    traces = attack(Attack(GROWN, their_tokens=1000, salted=salted), scope)
+    assert (traces[0] == traces[1]) == (salted or scope == "isolated")
+    assert any(draft for _, draft in traces[0]) != (salted and scope == "shared")
+
+
+def main(_: Path) -> dict[str, list[Trace]]:
+    """In a process with Model Runner V2."""
+    return {scope: attack(ON_V2, scope) for scope in ON_V2_SCOPES}
+
+
+def attack(how: Attack, scope: str) -> list[Trace]:
     """What is drafted beside the ones, and then beside the others."""
-    with engine({**how.method, **scope}, **{"max_num_seqs": 8, **how.settings}) as llm:
+    with engine({**how.method, "scope": scope}, **{"max_num_seqs": 8, **how.settings}) as llm:
         choose, vocab = random.Random(0), len(llm.get_tokenizer())
         phrases = [[choose.randrange(vocab) for _ in range(3)] for _ in range(NUM_NEIGHBOURS)]
+        if IS_V2:  # sizes say nothing there: the neighbour repeats what the request begins with
+            phrases = [llm.get_tokenizer().encode(TEXT)[:20]]
         repeated, mixed = how.lengths
         kinds = [
             [(phrase * repeated)[:repeated] for phrase in phrases],
@@ -105,10 +171,13 @@ def attack(how: Attack, scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
             first = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
             answers = generate(llm, [{"prompt_token_ids": ids} for ids in kinds[0]], first)
             told[0] = [with_hint(endless, [*answer]) for (answer,) in answers]
-        return [
-            trace(llm, [*zip(neighbours, params, strict=True)], probe, how.they_decode, monkeypatch)
-            for neighbours, params in zip(kinds, told, strict=True)
-        ]
+        traces = []
+        for neighbours, params in zip(kinds, told, strict=True):
+            if scope != "isolated":  # else what the request has taught is known the second time
+                runner(llm).tree_drafter.reset()
+            others = [*zip(neighbours, params, strict=True)]
+            traces.append(trace(llm, others, probe, how.they_decode, salted=how.salted))
+        return traces
 
 
 def with_regex(params: SamplingParams, regex: str) -> SamplingParams:
@@ -123,14 +192,18 @@ def trace(
     neighbours: list[tuple[list[int], SamplingParams]],
     probe: SamplingParams,
     they_decode: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    *,
+    salted: bool,
 ) -> Trace:
     """What is drafted for a request in each step, and behind how many tokens of its output.
 
-    The others come before it, and stay until it has ended.
+    The others come before it, and stay until it has ended. The scheduler of Model Runner V2 sees
+    how long drafts are; their tokens are where they are made.
     """
     for number, (token_ids, params) in enumerate(neighbours):
         prompt = TokensPrompt(prompt_token_ids=token_ids)
+        if salted:
+            prompt["cache_salt"] = f"salt-{number}"
         llm.llm_engine.add_request(f"other-{number}", prompt, params)
     decoding: set[str] = set()
     while they_decode and len(decoding) < len(neighbours):
@@ -145,12 +218,26 @@ def trace(
             output = scheduler.requests[name].output_token_ids
             if name.startswith("probe") and output:
                 assert len(step.num_scheduled_tokens) == 1 + len(neighbours)
-                seen.append((len(output), tuple(step.scheduled_spec_decode_tokens.get(name, ()))))
+                seen.append([len(output), [*step.scheduled_spec_decode_tokens.get(name, ())]])
         return step
 
-    with monkeypatch.context() as patch:
+    def watching_propose(batch: Any, *args: Any, **given: Any) -> Any:
+        drafts = propose(batch, *args, **given)
+        for name, draft in zip(batch.req_ids, drafts.tolist(), strict=True):
+            if name.startswith("probe"):
+                seen.append([-1, draft])
+        return drafts
+
+    prompt = read_prompts(1)[0]
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "schedule", watching)
-        llm.llm_engine.add_request("probe", read_prompts(1)[0], probe)
+        if IS_V2:
+            propose = runner(llm).speculator.propose
+            patch.setattr(runner(llm).speculator, "propose", watching_propose)
+            prompt = {"prompt_token_ids": llm.get_tokenizer().encode(TEXT)[:75]}
+        if salted:
+            prompt = {"prompt": prompt, "cache_salt": "salt of the probe"}
+        llm.llm_engine.add_request("probe", prompt, probe)
         while not any(out.request_id == "probe" and out.finished for out in llm.llm_engine.step()):
             pass
     llm.llm_engine.abort_request([f"other-{number}" for number in range(len(neighbours))])

@@ -11,7 +11,6 @@ from engines import (
     HOSTED,
     SMALL_OUROBOROS,
     TARGET,
-    TOKEN_RECYCLING,
     counter,
     engine,
     generate,
@@ -101,19 +100,6 @@ def _assert_same_logprobs(with_us, without_us):
         for token_id, logprob in other.items():
             assert one[token_id].logprob == pytest.approx(logprob.logprob, abs=LOGPROB_TOLERANCE)
             assert one[token_id].rank == logprob.rank
-
-
-def test_seeds_do_not_depend_on_the_tree():
-    params = SamplingParams(**SEEDED)
-    outputs = []
-    for tree in (
-        {"row_cost": 0},
-        {"tree": "default", "max_nodes": 4},
-        {"tree": "paper-80", "scope": "isolated"},
-    ):
-        with engine({**TOKEN_RECYCLING, **tree}) as llm:
-            outputs.append(generate(llm, PROMPTS[:4], params))
-    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,209 +2,138 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import numpy as np
+import mrope_model
 import pytest
 import torch
-from derived_models import (
-    AUDIO,
-    bloom,
-    config_of,
-    deepseek,
-    gemma2,
-    gemma4,
-    llama4,
-    mixtral,
-    qwen2_audio,
-    whisper,
-    write_model,
-)
+from derived_models import with_windows
 from engines import (
     GROWN,
+    PAPER,
+    SMALL_BUDGET,
+    SMALL_OUROBOROS,
     TARGET,
-    THINKING,
     TOKEN_RECYCLING,
+    core,
     counter,
     engine,
     generate,
+    make_config,
     mixed_params,
-    read_prompts,
     runner,
 )
 from PIL import Image
-from reach_table import NGRAM
-from recurrent_models import falcon_h1, granite_hybrid, lfm2, mamba2, qwen3_next
-from vision_models import SHOWN, SIDE, gemma3_vision, qwen2_5_vl
+from random_models import deepseek, gpt_oss, lfm2
+from reach_rows import (
+    COUNT,
+    DEEP,
+    EMBEDDED,
+    ENFORCER,
+    IN_16_BITS,
+    IN_BLOCKS,
+    IN_FLOAT32,
+    KINDS,
+    ROWS,
+    SINKS,
+    WINDOW,
+    WINDOWS,
+    Row,
+    copied,
+    images,
+    texts,
+)
+from vision_models import SIDE, gemma3_vision, qwen2_5_vl
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_recycle.core.curve import CHAINS, MeasuredCurve
 from vllm_recycle.integration import config
+from vllm_recycle.integration.plugin import register
 
-COUNT = 6
-WAVE = np.sin(np.arange(16_000) / 20).astype(np.float32), 16_000
-BEGIN, END, SOUND = AUDIO
-HEARS = partial(qwen2_audio, hears=True)
-
-
-def texts(_: Any) -> list[Any]:
-    return read_prompts(COUNT, max_words=60)
+ALL = KINDS | WINDOWS | DEEP | ROWS
+HAS_AVX512 = torch.cpu._is_avx512_supported()
 
 
-def thoughts(_: Any) -> list[Any]:
-    return [f"{text} Question" for text in texts(_)]
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """The settings of an engine with the model of a row, which is made once."""
+    mrope_model.register()
+    folder = tmp_path_factory.mktemp("rows")
+
+    @cache
+    def make(name: str) -> dict[str, Any]:
+        (folder / name).mkdir()
+        return ALL[name].made(folder / name)
+
+    yield make
+    shutil.rmtree(folder)
 
 
-def images(llm: Any) -> list[Any]:
-    shown = SHOWN[llm.model_config.hf_config.model_type]
-    noise = np.random.default_rng(0).integers(0, 256, (COUNT, SIDE, SIDE, 3), dtype=np.uint8)
-    return [
-        {"prompt": text + shown, "multi_modal_data": {"image": Image.fromarray(noise[i])}}
-        if i % 2
-        else text
-        for i, text in enumerate(read_prompts(COUNT, max_words=60))
-    ]
+@pytest.fixture(scope="module")
+def expected(made) -> Callable[[str], tuple[list[Any], list[Any]]]:
+    """Prompts of a row, and what vLLM alone says."""
+    return cache(lambda name: ask(ALL[name], made(name)))
 
 
-def audio(_: Any) -> list[Any]:
-    return [
-        {"prompt": BEGIN + SOUND + END + text, "multi_modal_data": {"audio": WAVE}}
-        if i % 2
-        else text
-        for i, text in enumerate(read_prompts(COUNT, max_words=60))
-    ]
-
-
-def speech(_: Any) -> list[Any]:
-    return [
-        {
-            "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": WAVE}},
-            "decoder_prompt": {"prompt_token_ids": [1] + [7, 8, 9] * (2 + i)},
-        }
-        for i in range(COUNT)
-    ]
-
-
-def embeddings(llm: Any) -> list[Any]:
-    """Prompts of embeddings and of tokens in turn."""
-    [table] = llm.apply_model(lambda model: model.model.embed_tokens.weight.clone())
-    prompts = read_prompts(COUNT, max_words=60)
-    ids = [llm.get_tokenizer()(prompt).input_ids for prompt in prompts]
-    return [
-        {"prompt_embeds": table[one]} if i % 2 else {"prompt_token_ids": one}
-        for i, one in enumerate(ids)
-    ]
-
-
-def copied(folder: Path) -> str:
-    """The target, for itself: with embeddings vLLM adds a token to a tokenizer that it keeps."""
-    return write_model(folder, config_of(TARGET))
-
-
-# vLLM's other attention for MLA needs AMX, and bfloat16.
-IN_FLOAT32 = {"attention_backend": "CPU_MLA"}
-FOLDER = "the folder of a test"
-KV_CONNECTOR = {
-    "kv_connector": "ExampleConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"shared_storage_path": FOLDER},
-}
-EC_CONNECTOR = {
-    "ec_connector": "ECExampleConnector",
-    "ec_role": "ec_both",
-    "ec_connector_extra_config": {"shared_storage_path": FOLDER},
-}
-ENFORCER = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
-STATES = "a hybrid or Mamba model"
-INPUT = "a multimodal model"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kind of model, or a flag.
-
-    Attributes:
-        make: what makes the model; none for the target.
-        settings: of its engines.
-        prompts: of an engine, those that are asked.
-        params: of all requests.
-        reason: why chains are drafted, as the line at start-up calls it; none for trees.
-    """
-
-    make: Callable[[Path], str] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    prompts: Callable[[Any], list[Any]] = texts
-    params: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-
-    def made(self, folder: Path) -> dict[str, Any]:
-        """The settings of an engine with the model."""
-        model = TARGET if self.make is None else self.make(folder / "model")
-        settings = json.dumps(self.settings).replace(FOLDER, str(folder / "stored"))
-        return {"model": model, **json.loads(settings)}
-
-
-ROWS = {
-    "a thinking budget": Row(None, THINKING, thoughts, {"thinking_token_budget": 7}),
-    "lm-format-enforcer, no grammar": Row(None, ENFORCER),
-    "expert parallelism on one rank": Row(mixtral, {"enable_expert_parallel": True}),
-    "soft cap": Row(gemma2, reason="soft cap"),
-    "chunked attention": Row(llama4, {"block_size": 32}, reason="chunked"),
-    "reference sliding windows, which vLLM leaves out on CPU": Row(
-        None, {"hf_overrides": {"rswa_window": 64}}, reason="reference sliding-window attention"
-    ),
-    "ALiBi": Row(bloom, reason="ALiBi"),
-    "fp8 cache": Row(None, {"kv_cache_dtype": "fp8"}, reason="--kv-cache-dtype fp8"),
-    "fast prefill of a shared KV cache (Gemma 4)": Row(
-        gemma4, {"kv_sharing_fast_prefill": True}, reason="--kv-sharing-fast-prefill"
-    ),
-    "KV connector": Row(None, {"kv_transfer_config": KV_CONNECTOR}, reason="--kv-transfer-config"),
-    "embeddings": Row(
-        copied, {"enable_prompt_embeds": True}, embeddings, reason="--enable-prompt-embeds"
-    ),
-    "audio": Row(HEARS, {}, audio, reason=INPUT),
-    "audio, encoder connector": Row(
-        HEARS, {"ec_transfer_config": EC_CONNECTOR}, audio, reason=INPUT
-    ),
-    "images (Gemma 3)": Row(gemma3_vision, {}, images, reason=INPUT),
-    "images and M-RoPE (Qwen2.5-VL)": Row(qwen2_5_vl, {}, images, reason=INPUT),
-    "MLA": Row(deepseek, IN_FLOAT32, reason="MLA"),
-    "Mamba2": Row(mamba2, reason=STATES),
-    "Mamba2, attention and prefix caching (Granite 4)": Row(
-        granite_hybrid, {"enable_prefix_caching": True}, reason=STATES
-    ),
-    "Mamba2 beside attention (Falcon-H1)": Row(falcon_h1, reason=STATES),
-    "gated delta nets (Qwen3-Next)": Row(qwen3_next, {"dtype": "bfloat16"}, reason=STATES),
-    "encoder-decoder": Row(whisper, {"max_model_len": 128}, speech, reason=INPUT),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS)
-def test_output_equals_vllm(row, tmp_path, monkeypatch):
-    if row == "fp8 cache" and not torch.cpu._is_avx512_supported():
-        pytest.skip("vLLM needs AVX-512 for it")
-    if "images" in row and find_spec("torchvision") is None:
-        pytest.skip("vLLM needs torchvision for it: make vision")
-    row = ROWS[row]
-    settings, params = row.made(tmp_path), mixed_params(COUNT, max_tokens=40, **row.params)
+def ask(row: Row, settings: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     with engine(**settings) as llm:
         prompts = row.prompts(llm)
-        expected = generate(llm, prompts, params)
-    said = []
+        return prompts, generate(llm, prompts, params_of(row, prompts))
+
+
+def params_of(row: Row, prompts: list[Any]) -> list[SamplingParams]:
+    return mixed_params(len(prompts), **{"max_tokens": 40, **row.params})
+
+
+def case(name: str, method: dict[str, Any] = GROWN, note: str = "", **settings: Any) -> Any:
+    marks = [pytest.mark.slow] if name in ROWS else []
+    if name in ("AWQ", "GPTQ", "fp8 cache"):
+        marks.append(pytest.mark.skipif(not HAS_AVX512, reason="vLLM needs AVX-512 for it"))
+    if "images" in name:
+        is_missing = find_spec("torchvision") is None
+        marks.append(pytest.mark.skipif(is_missing, reason="vLLM needs torchvision: make vision"))
+    return pytest.param(name, method, settings, id=f"{name}{note}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "settings"),
+    [
+        *map(case, ALL),
+        case("sinks", PAPER, ", paper-80, prompts in chunks", **SMALL_BUDGET),
+        case("M-RoPE", PAPER, ", paper-80, chunks", max_model_len=256, **SMALL_BUDGET),
+        case("M-RoPE", SMALL_OUROBOROS, ", ouroboros"),
+        case("text part", SMALL_OUROBOROS, ", ouroboros"),
+        case(
+            "text part",
+            note=", no audio",
+            language_model_only=False,
+            limit_mm_per_prompt={"audio": 0},
+        ),
+        case("windows in some layers", PAPER, ", paper-80, prompts in chunks", **SMALL_BUDGET),
+        case("windows in some layers", SMALL_OUROBOROS, ", ouroboros"),
+        case(
+            "windows in some layers",
+            note=", one block table",
+            disable_hybrid_kv_cache_manager=True,
+        ),
+        case("many layers", PAPER, ", paper-80, prompts in chunks", **SMALL_BUDGET),
+    ],
+)
+def test_output_equals_vllm(name, method, settings, made, expected, monkeypatch):
+    row, (prompts, plain) = ALL[name], expected(name)
+    params, said = params_of(row, prompts), []
     monkeypatch.setattr(config.logger, "info", lambda *words: said.append(words[0] % words[1:]))
-    with engine(GROWN, **settings) as llm:
+    with engine(method, **made(name) | settings) as llm:
         reasons = [line for line in said if "drafts chains" in line]
         assert [row.reason in line for line in reasons] == [True] * bool(row.reason)
+        assert runner(llm).uses_mrope == ("M-RoPE" in name)
         # Drafts are right more often where the text came before.
-        assert [generate(llm, prompts, params) for _ in range(2)] == [expected] * 2
+        assert [generate(llm, prompts, params) for _ in range(2)] == [plain] * 2
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         assert has_our_attention(llm) != bool(row.reason)
 
@@ -214,21 +143,68 @@ def has_our_attention(llm: Any) -> bool:
     return any("Tree" in type(getattr(layer, "impl", None)).__name__ for layer in layers)
 
 
-def test_chains_can_be_asked_for_and_are_verified_as_vllm_does():
-    prompts, params = read_prompts(COUNT), mixed_params(COUNT, max_tokens=40)
-    with engine() as llm:
-        expected = generate(llm, prompts, params)
+def test_what_is_other_about_a_model_matters(expected, tmp_path):
+    def said(name: str) -> list[Any]:
+        return expected(name)[1]
+
+    target, in_16_bits = said(EMBEDDED), ask(Row(), {"model": TARGET, **IN_16_BITS})[1]
+    in_4_bits = ("AWQ", "GPTQ") if HAS_AVX512 else ()
+    for kind in ("experts", "M-RoPE", "W8A8", *in_4_bits):
+        assert said(kind) not in (target, in_16_bits)
+    assert said("text part") == target
+    no_sinks = gpt_oss(tmp_path / "model", WINDOW, [-100.0] * len(SINKS))
+    assert said("sinks") != ask(Row(), {"model": no_sinks, **IN_BLOCKS})[1]
+    assert said("windows in some layers") != said("windows out of reach") == target
+    assert all(len(set(token_ids)) > 8 for (token_ids,) in said("many layers"))
+
+
+def passes_blocks_on(scheduler: Any) -> bool:
+    """Whether vLLM took back the first block of a running request."""
+    manager = scheduler.kv_cache_manager
+    blocks = [manager.get_block_ids(request.request_id) for request in scheduler.running]
+    return any(ids and ids[0] == 0 for groups in blocks for ids in groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_blocks"), [("windows in some layers", 24), ("windows in all layers", 12)]
+)
+def test_output_equals_vllm_under_preemption_and_on_prefix_hits(
+    name, num_blocks, made, expected, monkeypatch
+):
+    prompts, plain = expected(name)
+    params = params_of(ALL[name], prompts)
+    crowded = {"enable_prefix_caching": True, "num_gpu_blocks_override": num_blocks}
+    crowded |= {"max_model_len": 192}
+    with engine(GROWN, **made(name) | crowded) as llm:
+        scheduler, passed = core(llm).scheduler, []
+        schedule = scheduler.schedule
+        monkeypatch.setattr(
+            scheduler,
+            "schedule",
+            lambda *args: (schedule(*args), passed.append(passes_blocks_on(scheduler)))[0],
+        )
+        assert generate(llm, prompts * 2, params * 2) == plain * 2
+        for _ in range(2):  # so few leave room for what others may hit
+            assert generate(llm, prompts[:2], params[:2]) == plain[:2]
+        assert any(passed)
+        assert counter(llm, "num_preemptions") > 0
+        assert counter(llm, "prefix_cache_hits") > 0
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+
+
+def test_chains_can_be_asked_for_and_are_verified_as_vllm_does(expected):
+    prompts, plain = expected(EMBEDDED)
+    params = mixed_params(COUNT, max_tokens=40)
     with engine({**GROWN, "tree": "chain", "max_nodes": 8}) as llm:
-        assert generate(llm, prompts, params) == expected
+        assert generate(llm, prompts, params) == plain
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         assert not has_our_attention(llm)
         assert runner(llm).step.trees.are_chains
 
 
-def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
-    prompts, params = read_prompts(COUNT), mixed_params(COUNT, max_tokens=40)
-    with engine() as llm:
-        expected = generate(llm, prompts, params)
+def test_chains_are_drafted_where_trees_never_pay(expected, monkeypatch):
+    prompts, plain = expected(EMBEDDED)
+    params = mixed_params(COUNT, max_tokens=40)
     with engine({**TOKEN_RECYCLING, "row_cost": 0.01}) as llm:
         ours = runner(llm)
         ours.tree_drafter.curve = MeasuredCurve.linear(0.01, ours.tree_drafter.max_rows, [CHAINS])
@@ -239,7 +215,7 @@ def test_chains_are_drafted_where_trees_never_pay(monkeypatch):
             compact(path)
 
         monkeypatch.setattr(ours, "_compact_kv_cache", watched)
-        assert generate(llm, prompts, params) == expected
+        assert generate(llm, prompts, params) == plain
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         assert are_chains
         assert all(are_chains)
@@ -271,7 +247,7 @@ def test_what_is_an_image_matters_and_is_not_learnt_from(make, tmp_path):
         assert not matrix.known_entries([shown], 0)
 
 
-@pytest.mark.parametrize("method", [None, NGRAM, GROWN], ids=["plain", "ngram", "ours"])
+@pytest.mark.parametrize("method", [None, GROWN], ids=["plain", "ours"])
 def test_a_request_for_lm_format_enforcer_meets_the_error_that_it_meets_without_us(method):
     follows = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     # The library looks for what vLLM no longer has; else vLLM would refuse its grammars for drafts.
@@ -279,18 +255,57 @@ def test_a_request_for_lm_format_enforcer_meets_the_error_that_it_meets_without_
         generate(llm, texts(llm), follows)
 
 
-def test_a_model_with_other_states_is_refused(tmp_path):
+# What is refused.
+
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (lfm2, {}, "its states are those of ShortConv, expected"),
+        (
+            partial(deepseek, rope=PLAIN_ROPE),
+            IN_FLOAT32,
+            "rotates its first head alone",
+        ),
+    ],
+)
+def test_models_that_an_engine_finds_not_to_go(make, settings, message, tmp_path):
     with (
-        pytest.raises(NotImplementedError, match="its states are those of ShortConv, expected"),
-        engine(TOKEN_RECYCLING, model=lfm2(tmp_path / "model")),
+        pytest.raises(NotImplementedError, match=message),
+        engine(TOKEN_RECYCLING, model=make(tmp_path / "model"), **settings),
     ):
         pass
 
 
-def test_a_model_whose_heads_vllm_does_not_rotate_is_refused(tmp_path):
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
+@pytest.mark.parametrize(
+    ("windowed", "source", "message"),
+    [
+        ("ss", SMALL_OUROBOROS["model"], f"a sliding window of {WINDOW} tokens"),
+        ("fsfsfs", TARGET, r"in \d KV cache groups, expected one"),
+    ],
+)
+def test_a_draft_model_must_have_full_attention(windowed, source, message, made, tmp_path):
+    draft = with_windows(tmp_path / "draft", WINDOW, windowed, source=source)
     with (
-        pytest.raises(NotImplementedError, match="rotates its first head alone"),
-        engine(TOKEN_RECYCLING, model=deepseek(tmp_path / "model", rope=plain), **IN_FLOAT32),
+        pytest.raises(NotImplementedError, match=message),
+        engine({**SMALL_OUROBOROS, "model": draft}, **made("windows in some layers")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("draft", "flags", "message"),
+    [
+        (None, {}, "model without --language-model-only"),
+        ("text part", {"language_model_only": True}, "a multimodal draft model"),
+        ("M-RoPE", {}, "a draft model with M-RoPE"),
+    ],
+)
+def test_models_that_are_refused_before_an_engine_starts(draft, flags, message, made):
+    register()
+    method = {**SMALL_OUROBOROS, "model": made(draft)["model"]} if draft else PAPER
+    with pytest.raises(NotImplementedError, match=message):
+        make_config(method, model=made(draft or "text part")["model"], **flags)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from engines import GROWN, PAPER, THINKING, core, counter, engine, generate, read_prompts
+from engines import GROWN, THINKING, core, counter, engine, generate, read_prompts
 from vllm import SamplingParams
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
@@ -58,8 +57,7 @@ def test_there_are_no_drafts_before_a_request_has_reasoned(monkeypatch):
     assert (False, True) not in seen
 
 
-@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
-def test_budgets_of_tokens_to_think_with(method):
+def test_budgets_of_tokens_to_think_with():
     prompts = [f"{prompt} Question" for prompt in read_prompts(6, max_words=60)]
 
     def params(budgets: list[int | None]) -> list[SamplingParams]:
@@ -74,6 +72,6 @@ def test_budgets_of_tokens_to_think_with(method):
         free = generate(llm, prompts, params([None] * 6))
         expected = generate(llm, prompts, params(budgets))
     assert [a == b for a, b in zip(free, expected, strict=True)] == [True, *[False] * 5]
-    with engine(method, **THINKING) as llm:
+    with engine(GROWN, **THINKING) as llm:
         assert generate(llm, prompts, params(budgets)) == expected
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from engines import make_config
-from recurrent_models import granite_hybrid
+from random_models import granite_hybrid
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import platform, refusals

@@ -97,18 +97,41 @@ def test_nothing_is_written_before_the_end_where_it_is_not_asked_for(tmp_path):
 
 def test_a_replica_starts_from_the_newest_file_that_can_be_read(tmp_path):
     method, last = saving("matrix", tmp_path, 300), None
+
+    def known_by(llm) -> list[str]:
+        return [learnt_by(llm), digest(runner(llm).tree_drafter.state.acceptance.counts)]
+
     for prompts in (PROMPTS[:1], PROMPTS[1:]):
         with engine(method) as llm:
-            assert last is None or learnt_by(llm) == last
+            assert last is None or known_by(llm) == last
             generate(llm, prompts, GREEDY)
-            assert learnt_by(llm) != last
-            last = learnt_by(llm)
+            assert known_by(llm) != last
+            last = known_by(llm)
         (path,) = tmp_path.iterdir()  # those of engines that ended before are gone
         torn = path.with_stem(f"{path.stem}-torn")
         torn.write_bytes(path.read_bytes()[:-1])
     with engine(method) as llm:
-        assert learnt_by(llm) == last
+        assert known_by(llm) == last
     assert sorted(tmp_path.iterdir()) == sorted([path, torn])  # it has learnt nothing
+
+
+def test_a_replica_reads_what_others_write_meanwhile(plain, tmp_path):
+    first, later = tmp_path / "first", tmp_path / "later"
+    for folder in (first, later):
+        folder.mkdir()
+    with engine(saving("matrix", first, 0)) as llm:
+        assert generate(llm, PROMPTS, GREEDY) == plain
+        cold = counter(llm, "spec_decode_num_drafts")
+    (written,) = first.iterdir()
+    learnt = load_file(written)["adjacency_matrix"]
+    with engine(saving("matrix", later, 0.05)) as llm:
+        matrix = runner(llm).tree_drafter.state.matrix
+        assert matrix.num_written == 0
+        (later / f"{written.stem}-torn.safetensors").write_bytes(written.read_bytes()[:-1])
+        (later / written.name).write_bytes(written.read_bytes())
+        wait_until(lambda: matrix.table.equal(learnt))
+        assert generate(llm, PROMPTS, GREEDY) == plain
+        assert counter(llm, "spec_decode_num_drafts") < 0.7 * cold
 
 
 def test_no_half_of_a_step_is_written(tmp_path):

@@ -213,7 +213,7 @@ def test_a_step_that_does_not_reach_the_end_of_a_text_has_no_draft_of_it(cores, 
     scheduler.update_draft_token_ids(TreeDraftTokenIds(names, [[7, 7]] * 2, [[0, 1]] * 2))
     scheduler.requests["0"].num_computed_tokens -= 16
     monkeypatch.setattr(scheduler.scheduler_config, "long_prefill_token_threshold", 8)
-    monkeypatch.setattr(scheduler, "adaptive_long_prefill_threshold", False)
+    monkeypatch.setattr(scheduler, "adaptive_long_prefill_threshold", False, raising=False)
     step = scheduler.schedule()
     assert step.num_scheduled_tokens == {"0": 8, "1": 3}
     assert step.scheduled_spec_decode_tokens == {"1": [7, 7]}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from engines import OUROBOROS, PUBLISHED, TARGET, TRUNK, make_config
+from engines import OUROBOROS, PUBLISHED, TARGET, TOKEN_RECYCLING, TRUNK, make_config
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
@@ -49,14 +49,39 @@ def test_a_preset_stands_for_the_keys_that_are_not_given():
     assert (list(other.contexts), other.row_cost) == ([1], 0)
 
 
-NGRAM = {"method": "ngram"}
-
-
 def test_other_methods_are_left_alone():
     config = {"method": "ngram", "num_speculative_tokens": 3}
     made = EngineArgs(TARGET, dtype="float32", speculative_config=config).create_engine_config()
     assert made.speculative_config.method == "ngram"
     assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "runner", "method"),
+    [(None, "auto", "token_recycling"), (NGRAM, "auto", "ngram"), (None, "pooling", None)],
+)
+def test_the_environment_turns_a_method_on_where_nothing_is_given(
+    given, runner, method, monkeypatch
+):
+    monkeypatch.setenv("VLLM_RECYCLE", '{"method": "token_recycling", "max_nodes": 7}')
+    arguments = EngineArgs(TARGET, dtype="float32", speculative_config=given, runner=runner)
+    config = arguments.create_engine_config()
+    if method == "token_recycling":
+        assert arguments.speculative_config is None
+        assert settings_of(config).options.num_nodes == 7
+    else:
+        assert (config.speculative_config and config.speculative_config.method) == method
+
+
+@pytest.mark.parametrize("said", ["yes", "[]", '{"method": "ngram"}', '{"max_nodes": 7}'])
+def test_what_the_environment_says_must_be_one_of_ours(said, monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", said)
+    expected = r'VLLM_RECYCLE: got .*, expected an object with a "method" of token_recycling, ouro'
+    with pytest.raises(ValueError, match=expected):
+        EngineArgs(TARGET, dtype="float32").create_engine_config()
 
 
 def test_engine_arguments_can_be_used_twice():
@@ -66,79 +91,98 @@ def test_engine_arguments_can_be_used_twice():
     arguments.create_engine_config()
 
 
+NGRAM = {"method": "ngram"}
+BAD_OPTIONS = [
+    ({"branches": 3}, r"unknown key 'branches', expected any of \['method', 'preset', 'k'"),
+    ({"k": 0}, "k is 0, expected an integer 1 to 64"),
+    ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
+    ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
+    ({"max_nodes": True}, "max_nodes is True, expected an integer"),
+    ({"tree": "paper-80", "max_nodes": 200}, "got 200, expected at most the 80 nodes"),
+    ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 16"),
+    ({"contexts": [1, 17]}, r"got \[1, 17\], expected lengths ascending"),
+    ({"contexts": 4}, "contexts is 4, expected a list"),
+    ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
+    ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
+    ({"preset": "oak"}, r"preset is 'oak', expected one of \['paper'\]"),
+    ({"preset": "paper", "max_nodes": 81}, "got 81, expected at most the 80 nodes of tree 'pa"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
+    ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
+    ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
+    ({"matrix_file": ""}, "matrix_file is '', expected a path"),
+    ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
+    ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
+    ({"matrix_file": "/no/such/"}, "expected a directory that exists, or a file"),
+    ({"save_every": -1}, "save_every is -1, expected a number of seconds, 0 to 1,000,000"),
+    ({"save_every": 60}, "save_every is 60, expected none without a file for what is learnt"),
+    ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
+    ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
+    ({"budget_share": 1e-300}, "budget_share is 1e-300, expected a token or more of --max-num"),
+    ({"row-cost": 0, "row_cost": 0}, "'row-cost' and 'row_cost' are one key"),
+    ({3: 4}, "key 3, expected names"),
+    ({"x" * 10_000: 1}, r"unknown key 'x{199}\.\.\. \(10,002 characters\), expected any"),
+    ({"tree": "y" * 10_000}, r"tree 'y{199}\.\.\. \(10,002 characters\): expected one of"),
+    ({"matrix_file": "z" * 10_000}, r"matrix_file is 'z{199}\.\.\. .*: File name too long"),
+    ({"matrix_file": "m\0"}, r"matrix_file is 'm\\x00', expected a path without NUL"),
+    ({"matrix_file": "\ud800"}, "expected a path that UTF-8 can express"),
+    ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
+    ({"tree": 7}, "tree is 7, expected a name or a path"),
+    ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
+    ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
+    ({"trunk": {"method": "oak"}}, "oak"),  # in vLLM's own words
+    ({"trunk": {"method": "ouroboros"}}, "method of trunk is 'ouroboros', expected a method of"),
+    ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected a method of vLLM's"),
+    ({"trunk": NGRAM | {"num_speculative_tokens": 0}}, "of trunk is 0, expected an integer 1 to"),
+    (
+        {"trunk": NGRAM | {"draft_sample_method": "probabilistic"}},
+        "draft_sample_method of trunk is 'probabilistic', expected none or 'greedy'",
+    ),
+    ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
+    ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
+    ({"trunk": {"method": "suffix"}, "scope": "isolated"}, "'suffix' with scope 'isolated'"),
+    ({"trunk": NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is 0, expected"),
+]
+BAD_OPTIONS_OF_OUROBOROS_AS_PUBLISHED = [
+    ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),
+    ({"model": None}, "'model' is missing"),
+    ({"model": 7}, "model is 7, expected a draft model's name or path"),
+    ({"pool_file": ""}, "pool_file is '', expected a path"),
+    ({"gamma": 0}, "gamma is 0, expected an integer from 1"),
+    ({"window": "20"}, "window is '20', expected an integer from 0"),
+    ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
+    ({"phrase_length": 2}, "phrase_length is 2, expected an integer from 3"),
+    ({"branches": -1}, "branches is -1, expected an integer from 0"),
+    ({"guesses": 90}, r"guesses \* \(phrase_length - 1\) is 274, expected at most 256"),
+    ({"gamma": 250}, r"gamma \+ branches .* is 259, expected at most 256"),
+    ({"gamma": 12, "max_forwards": 13}, "max_forwards is 13, expected an integer 1 to gamma"),
+    ({"harvest_trunk": 1}, "harvest_trunk is 1, expected true or false"),
+    ({"scope": "isolated"}, r"scope is 'isolated', expected one of \['shared', 'request'\]"),
+    ({"scope": "request", "pool_file": "p"}, "pool_file is given with scope 'request'"),
+    ({"pool_file": "/no/such/folder/p"}, "expected a file in a directory that exists"),
+    ({"budget_share": 2}, "budget_share is 2, expected a number above 0, at most 1"),
+]
+BAD_OPTIONS_OF_TREES_ALONG_A_TRUNK = [
+    ({"gamma": 17}, "gamma is 17, expected an integer 1 to 16"),
+    ({"window": 3}, "unknown key 'window', expected any of"),
+    ({"preset": "dynamic"}, r"preset is 'dynamic', expected one of \['paper'\]"),
+    ({"tree": "paper-80"}, "tree is 'paper-80', expected 'dynamic'"),
+    ({"k": 0}, "k is 0, expected an integer 1 to 64"),
+    ({"k": 2}, "k is 2, expected at least the 3 choices of a draft model"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("method", "options", "message"),
     [
-        (
-            {"branches": 3},
-            r"unknown key 'branches', expected any of \['method', 'preset', 'k', 'tree'",
-        ),
-        ({"k": 0}, "k is 0, expected an integer 1 to 64"),
-        ({"k": "8"}, "k is '8', expected an integer"),
-        ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
-        ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
-        ({"max_nodes": True}, "max_nodes is True, expected an integer"),
-        ({"tree": "paper-80", "max_nodes": 200}, "got 200, expected at most the 80 nodes"),
-        ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 16"),
-        ({"contexts": [1, 17]}, r"got \[1, 17\], expected lengths ascending"),
-        ({"contexts": 4}, "contexts is 4, expected a list"),
-        ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
-        ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
-        ({"preset": "oak"}, r"preset is 'oak', expected one of \['paper'\]"),
-        ({"preset": ["paper"]}, r"preset is \['paper'\], expected one of"),
-        ({"preset": "paper", "max_nodes": 81}, "got 81, expected at most the 80 nodes of tree 'pa"),
-        ({"hot_start": True}, "unknown key 'hot_start', expected any of"),
-        ({"step_times_file": "t"}, "unknown key 'step_times_file', expected any of"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
-        ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
-        ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
-        ({"matrix_file": ""}, "matrix_file is '', expected a path"),
-        ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
-        ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
-        ({"matrix_file": "/no/such/"}, "expected a directory that exists, or a file"),
-        ({"save_every": -1}, "save_every is -1, expected a number of seconds, 0 to 1,000,000"),
-        ({"save_every": True}, "save_every is True, expected a number of seconds"),
-        ({"save_every": 60}, "save_every is 60, expected none without a file for what is learnt"),
-        ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
-        ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
-        ({"budget_share": 1e-300}, "budget_share is 1e-300, expected a token or more of --max-num"),
-        ({"row-cost": 0, "row_cost": 0}, "'row-cost' and 'row_cost' are one key"),
-        ({3: 4}, "key 3, expected names"),
-        ({"x" * 10_000: 1}, r"unknown key 'x{199}\.\.\. \(10,002 characters\), expected any"),
-        ({"tree": "y" * 10_000}, r"tree 'y{199}\.\.\. \(10,002 characters\): expected one of"),
-        ({"matrix_file": "z" * 10_000}, r"matrix_file is 'z{199}\.\.\. .*: File name too long"),
-        ({"matrix_file": "m\0"}, r"matrix_file is 'm\\x00', expected a path without NUL"),
-        ({"matrix_file": "\ud800"}, "expected a path that UTF-8 can express"),
-        ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
-        ({"tree": 7}, "tree is 7, expected a name or a path"),
-        ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
-        ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
-        ({"trunk": {"method": "oak"}}, "oak"),  # in vLLM's own words
-        (
-            {"trunk": {"method": "ouroboros"}},
-            "method of trunk is 'ouroboros', expected a method of",
-        ),
-        (
-            {"trunk": NGRAM | {"num_speculative_tokens": 0}},
-            "of trunk is 0, expected an integer 1 to",
-        ),
-        (
-            {"trunk": {"method": "dflash"}},
-            "method of trunk is 'dflash', expected a method of vLLM's",
-        ),
-        (
-            {"trunk": NGRAM | {"draft_sample_method": "probabilistic"}},
-            "draft_sample_method of trunk is 'probabilistic', expected none or 'greedy'",
-        ),
-        ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
-        ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
-        ({"trunk": {"method": "suffix"}, "scope": "isolated"}, "'suffix' with scope 'isolated'"),
-        ({"trunk": NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is 0, expected"),
+        *((TOKEN_RECYCLING, *case) for case in BAD_OPTIONS),
+        *((OUROBOROS, *case) for case in BAD_OPTIONS_OF_OUROBOROS_AS_PUBLISHED),
+        *((TRUNK, *case) for case in BAD_OPTIONS_OF_TREES_ALONG_A_TRUNK),
+        ({"method": "ouroboros"}, {}, "speculative_config of ouroboros: 'model' is missing"),
     ],
 )
-def test_bad_options(options, message):
+def test_bad_options(method, options, message):
     with pytest.raises(ValueError, match=message):
-        make_config(options)
+        make_config(method | options)
 
 
 @pytest.mark.parametrize(
@@ -204,54 +248,6 @@ def test_a_flag_of_vllm_and_its_key():
 def test_bad_tables_of_nodes(table, message):
     with pytest.raises(ValueError, match=f"num_speculative_tokens_per_batch_size.*{message}"):
         make_config({"num_speculative_tokens_per_batch_size": table})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),
-        ({"model": None}, "'model' is missing"),
-        ({"model": 7}, "model is 7, expected a draft model's name or path"),
-        ({"pool_file": ""}, "pool_file is '', expected a path"),
-        ({"gamma": 0}, "gamma is 0, expected an integer from 1"),
-        ({"window": "20"}, "window is '20', expected an integer from 0"),
-        ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
-        ({"phrase_length": 2}, "phrase_length is 2, expected an integer from 3"),
-        ({"branches": -1}, "branches is -1, expected an integer from 0"),
-        ({"guesses": 90}, r"guesses \* \(phrase_length - 1\) is 274, expected at most 256"),
-        ({"gamma": 250}, r"gamma \+ branches .* is 259, expected at most 256"),
-        ({"gamma": 12, "max_forwards": 13}, "max_forwards is 13, expected an integer 1 to gamma"),
-        ({"harvest_trunk": 1}, "harvest_trunk is 1, expected true or false"),
-        ({"scope": "isolated"}, r"scope is 'isolated', expected one of \['shared', 'request'\]"),
-        ({"scope": "request", "pool_file": "p"}, "pool_file is given with scope 'request'"),
-        ({"pool_file": "/no/such/folder/p"}, "expected a file in a directory that exists"),
-        ({"budget_share": 2}, "budget_share is 2, expected a number above 0, at most 1"),
-    ],
-)
-def test_bad_options_of_ouroboros_as_published(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_config({**OUROBOROS, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gamma": 17}, "gamma is 17, expected an integer 1 to 16"),
-        ({"window": 3}, "unknown key 'window', expected any of"),
-        ({"preset": "dynamic"}, r"preset is 'dynamic', expected one of \['paper'\]"),
-        ({"tree": "paper-80"}, "tree is 'paper-80', expected 'dynamic'"),
-        ({"k": 0}, "k is 0, expected an integer 1 to 64"),
-        ({"k": 2}, "k is 2, expected at least the 3 choices of a draft model"),
-    ],
-)
-def test_bad_options_of_trees_along_a_trunk(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_config({**TRUNK, **options})
-
-
-def test_a_draft_model_is_needed():
-    with pytest.raises(ValueError, match="speculative_config of ouroboros: 'model' is missing"):
-        make_config({"method": "ouroboros"})
 
 
 def test_a_draft_forward_must_fit_into_a_step():
@@ -323,14 +319,8 @@ def test_with_lora_steps_are_as_large_as_without(flags, raises, method, monkeypa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            {"max_num_batched_tokens": 8, "max_num_seqs": 16},
-            "or equal to max_num_seqs",
-        ),
-        (
-            {"max_num_batched_tokens": 64, "enable_chunked_prefill": False},
-            "smaller than max_mod",
-        ),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "or equal to max_num_seqs"),
+        ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, "smaller than max_mod"),
     ],
 )
 def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
@@ -368,7 +358,7 @@ def test_a_draft_model_on_fewer_ranks_is_refused_by_name(method):
         make_config(method | ranks, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.35.0rc1+cu130", "dev"])
+@pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "0.35.0rc1+cu130", "dev"])
 def test_a_version_that_is_not_supported_must_be_asked_for(version, monkeypatch):
     monkeypatch.setattr(versions.vllm, "__version__", version)
     message = (
@@ -380,7 +370,7 @@ def test_a_version_that_is_not_supported_must_be_asked_for(version, monkeypatch)
     versions.check_vllm_version()
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc2", "0.33.3.dev7+g12ab.cpu"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.1rc2", "0.33.3.dev7+g12ab.cpu"])
 def test_versions_that_are_supported(version, monkeypatch):
     monkeypatch.setattr(versions.vllm, "__version__", version)
     versions.check_vllm_version()

@@ -37,6 +37,7 @@ from vllm_recycle.integration.cpu.grammar_ahead import (
 )
 from vllm_recycle.integration.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
 from vllm_recycle.integration.scheduler import TreeScheduler
+from vllm_recycle.integration.versions import FEATURES
 
 APPLES = """Tom has 3 apples.
 {"name": "Tom", "apples": 3}
@@ -95,15 +96,20 @@ def requests(backend: str) -> tuple[list[str], list[SamplingParams]]:
 
 
 @cache
-def expected(backend: str) -> list[list[tuple[int, ...]]]:
+def plain(backend: str) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
+    """The answers of vLLM alone to `requests`, and to those that end where no token is left."""
     with engine(structured_outputs_config={"backend": backend}) as llm:
-        return generate(llm, *requests(backend))
+        return generate(llm, *requests(backend)), reach_dead_ends(llm)
+
+
+def expected(backend: str) -> list[list[tuple[int, ...]]]:
+    return plain(backend)[0]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def served(request):
     backend, method = CASES[request.param]
-    expected(backend), dead_ends(backend)
+    plain(backend)  # before an engine with speculation is there
     settings = {"per_request_spec_decode_metrics": "summary"}
     with engine(method, structured_outputs_config={"backend": backend}, **settings) as llm:
         yield SimpleNamespace(llm=llm, backend=backend)
@@ -129,12 +135,6 @@ DEAD_ENDS = [
 ]
 
 
-@cache
-def dead_ends(backend: str) -> list[Any]:
-    with engine(structured_outputs_config={"backend": backend}) as llm:
-        return reach_dead_ends(llm)
-
-
 def reach_dead_ends(llm: Any) -> list[Any]:
     """Tokens and reasons to finish, and those of others beside them."""
     params = [
@@ -148,7 +148,7 @@ def reach_dead_ends(llm: Any) -> list[Any]:
 
 
 def test_a_request_that_no_token_is_left_for_ends_as_in_vllm(served):
-    expected = dead_ends(served.backend)
+    _, expected = plain(served.backend)
     assert sum(reason == "error" for _, reason in expected) >= 4
     for _ in range(2):
         assert reach_dead_ends(served.llm) == expected
@@ -165,11 +165,11 @@ def test_greedy_output_equals_vllm_where_all_is_greedy(served):
     assert got == [expected(served.backend)[i] for i in greedy]
 
 
-@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
-def test_what_a_grammar_forbids_has_no_rows(method, monkeypatch):
-    pruned, num_rows, num_forbidden = watched(method, monkeypatch)
-    monkeypatch.setattr(TreeScheduler, "_prune", keep_all)
-    whole, num_whole_rows, num_whole_forbidden = watched(method, monkeypatch)
+def test_what_a_grammar_forbids_has_no_rows(monkeypatch):
+    pruned, num_rows, num_forbidden = watched(monkeypatch)
+    # Drafts stay as they are.
+    monkeypatch.setattr(TreeScheduler, "_prune", lambda scheduler, request: None)
+    whole, num_whole_rows, num_whole_forbidden = watched(monkeypatch)
     assert pruned == whole == expected("xgrammar")
     assert num_forbidden == 0 < num_whole_forbidden
     assert 0 < num_rows <= num_whole_rows - num_whole_forbidden / 2
@@ -191,17 +191,14 @@ def test_what_a_grammar_expects_takes_no_steps_of_its_own(served, way):
     finally:
         runner(llm).grows = True
     assert outputs[0] == outputs[1]
-    assert counts[1] < 0.7 * counts[0]
+    # Before vLLM 0.32 seeded answers are others, with less in them that a grammar expects.
+    assert counts[1] < (0.7 if FEATURES.bounds_constraints else 0.75) * counts[0]
 
 
-def keep_all(scheduler: TreeScheduler, request: Any) -> None:
-    """The draft stays as it is."""
-
-
-def watched(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, int]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, int]:
     """Tokens, rows of drafts that follow a grammar, and those of them that it forbids."""
     seen = {"rows": 0, "forbidden": 0}
-    with engine(method, structured_outputs_config={"backend": "xgrammar"}) as llm:
+    with engine(GROWN, structured_outputs_config={"backend": "xgrammar"}) as llm:
         scheduler = core(llm).scheduler
         make_masks = scheduler.get_grammar_bitmask
 

@@ -6,7 +6,6 @@ import importlib
 from pathlib import Path
 
 from derived_models import (
-    SMALL,
     add_tokens,
     as_qwen2,
     change_tokenizer,
@@ -16,6 +15,7 @@ from derived_models import (
     write_model,
 )
 from engines import TARGET
+from random_models import SMALL
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,

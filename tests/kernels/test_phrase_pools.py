@@ -20,11 +20,7 @@ VOCAB = 4
 pools = pytest.mark.parametrize(
     ("operations", "device"),
     [
-        pytest.param(
-            calls,
-            CPU,
-            id="c++",
-        ),
+        pytest.param(calls, CPU, id="c++"),
         pytest.param(triton_operations, CUDA, id="triton"),
     ],
 )

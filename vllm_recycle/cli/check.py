@@ -89,6 +89,7 @@ def _make_config(model: str, flags: list[str]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_recycle.integration.options.given import VARIABLE
     from vllm_recycle.integration.requests import is_ours
 
     class Parser(OneLineParser, FlexibleArgumentParser):
@@ -96,7 +97,8 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
     args = make_arg_parser(Parser(prog="vllm-recycle check")).parse_args([model, *flags])
     args.model = args.model_tag
-    if args.speculative_config is None and args.spec_method is None:
+    has_method = args.spec_method is not None or os.environ.get(VARIABLE)
+    if args.speculative_config is None and not has_method:
         args.speculative_config = DEFAULT_CONFIG
     check_folder(args.model, "MODEL")
     if isinstance(args.speculative_config, dict):
@@ -119,7 +121,7 @@ def _describe(config: Any) -> dict[str, str]:
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_recycle.integration.options import settings_of
+    from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
     from vllm_recycle.integration.refusals import other_token_ids
     from vllm_recycle.integration.saved_state import describe_state
 
@@ -127,10 +129,14 @@ def _describe(config: Any) -> dict[str, str]:
     num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
     warning = other_token_ids(config)
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
+    drafts = f"{trees}, at most {options.num_nodes} nodes"
+    if isinstance(options, HostedTrunkOptions):
+        method = config.speculative_config.method
+        drafts += f"; trunks of at most {options.trunk_length} tokens by {method}"
     return {
         "supported": f"{config.model_config.model} with {options.method}",
         "vllm": f"{vllm.__version__} on {current_platform.device_type}",
-        "drafts": f"{trees}, at most {options.num_nodes} nodes",
+        "drafts": drafts,
         "tables": f"{num_bytes:,} bytes on each rank, beside weights and KV cache",
         **({"warning": warning} if warning else {}),
     }

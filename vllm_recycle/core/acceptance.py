@@ -16,7 +16,7 @@ from importlib import resources
 
 import torch
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, NUM_CLASSES, MatrixLayout
+from vllm_recycle.core.adjacency import MAX_STEADINESS, NUM_CLASSES, NUM_COUNTED, MatrixLayout
 
 ANY_STEADINESS = MAX_STEADINESS + 1
 # Where something was seen more often, both its numbers are halved: what is old counts less.
@@ -50,7 +50,11 @@ class AcceptanceTable:
             # A length that was not measured has the counts of the longest one below it.
             known = shipped[max(one for one in shipped if one <= length)]
             ranks = torch.arange(self.layout.k).clamp(max=known.shape[2] - 1)
-            self.counts[:, index] = known[:, :, ranks]
+            self.counts[:, index] = known[:, :, ranks].repeat(NUM_CLASSES // len(known), 1, 1, 1, 1)
+
+    def halve(self) -> None:
+        """Let what was counted weigh half as much beside what will be."""
+        self.counts[:NUM_COUNTED] *= 0.5
 
     def rates(self) -> torch.Tensor:
         """See `rates`."""

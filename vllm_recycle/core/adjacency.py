@@ -15,9 +15,10 @@ Steadiness is how many updates running, up to 3, left the first successor as it 
 
 What a sequence writes for itself (`own`) is hashed with its salt, a number that no other sequence
 has, and carries it, so that no other sequence reads it; 0 is the salt of what is shared. When the
-sequence has ended its entries are overwritten in time. Under `isolated` each running sequence has a
-part of the slots for itself, since what another one overwrites would be seen in the drafts: the
-salt, modulo the number of parts, says which.
+sequence has ended its entries are overwritten in time. Sequences of one owner have one salt, so
+they read what earlier ones of it wrote. A private salt reads and writes nothing that is shared.
+Under `isolated` each running sequence has a part of the slots for itself, since what another one
+overwrites would be seen in the drafts: the salt, modulo the number of parts, says which.
 
 Contexts go back from the newest token: a tail, of as many tokens as the longest context has, has
 the last token of a text first, and -1 before the first one.
@@ -25,13 +26,14 @@ the last token of a text first, and -1 before the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 
+from vllm_recycle.core.owners import MAX_SALT, PRIVATE_SALT, Owner, Owners
 from vllm_recycle.core.state_file import is_int
 
 Scope = Literal["sequence", "shared", "isolated"]
@@ -40,11 +42,11 @@ MAX_STEADINESS = 3
 MAX_CONTEXT = 16
 MIB = 1 << 20
 NEVER_WRITTEN = -1
-MAX_SALT = 2**31 - 1
 # Classes of requests, which accept drafts differently: those that take the most probable token, and
-# those that sample.
+# those that sample. Behind them the same of private salts, of which nothing is counted.
 GREEDY, SAMPLED = 0, 1
-NUM_CLASSES = 2
+NUM_COUNTED = 2
+NUM_CLASSES = 2 * NUM_COUNTED
 # Multipliers of the hash, odd: 2^64 divided by the golden ratio, and by other irrationals.
 _MIX, _FINISH = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _64_BITS = (1 << 64) - 1
@@ -110,7 +112,8 @@ class MatrixLayout:
             if len(context) < length:
                 return
             seen = length
-            for own in range(1 - self.has_shared, 1 + self.has_own):
+            shares = self.has_shared and salt < PRIVATE_SALT
+            for own in range(1 - shares, 1 + self.has_own):
                 if length == 1 and not own:
                     yield index, 0, context[0], context[0] << 3
                     continue
@@ -191,6 +194,7 @@ class AdjacencyMatrix:
         shape = (vocab_size + self.layout.slots, self.layout.width)
         self.table = torch.empty(shape, dtype=torch.int32, device=device)
         self._num_begun = [0] * parts
+        self._owners = Owners()
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.classes = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
@@ -208,14 +212,39 @@ class AdjacencyMatrix:
         """Forget everything."""
         self.table.fill_(NEVER_WRITTEN)
 
-    def begin(self, req_state_idx: int, of_class: int = GREEDY) -> None:
-        """A sequence starts: it sees nothing that an earlier one wrote for itself."""
+    def begin(self, req_state_idx: int, of_class: int = GREEDY, owner: Owner | None = None) -> None:
+        """A sequence starts: it sees nothing that one of another owner wrote for itself.
+
+        Args:
+            req_state_idx: of the sequence.
+            of_class: `GREEDY` or `SAMPLED`.
+            owner: whose it is, under the scope `sequence`; None for nobody else's.
+
+        """
+        is_private = owner is not None and owner.cache_salt is not None
+        salt = self._number(req_state_idx) if owner is None else self._owners.salt_of(owner)
+        self.salts[req_state_idx] = salt
+        self.classes[req_state_idx] = of_class + NUM_COUNTED * is_private
+
+    def forget(self, names: Collection[str | int]) -> int:
+        """Remove the own entries of owners, and return how many there were.
+
+        Those of them that run go on without. What they wrote for all stays.
+        """
+        old = self._owners.forget(names)
+        for salt in old:
+            self.salts[self.salts == salt] = self._owners.new_salt(private=salt >= PRIVATE_SALT)
+        salts = torch.tensor(old, dtype=torch.int32, device=self.table.device)
+        entries = torch.isin(self.table[:, -1], salts)
+        self.table[entries] = NEVER_WRITTEN
+        return int(entries.sum())
+
+    def _number(self, req_state_idx: int) -> int:
+        """A salt that no other sequence has; never 0, which is what is shared."""
         parts = self.layout.parts
         part = req_state_idx % parts
         self._num_begun[part] = self._num_begun[part] % (MAX_SALT // parts) + 1
-        # Never 0, which is what is shared.
-        self.salts[req_state_idx] = self._num_begun[part] * parts + part
-        self.classes[req_state_idx] = of_class
+        return self._num_begun[part] * parts + part
 
     def of_all(self) -> AdjacencyMatrix:
         """The same table for texts that are nobody's: what is seeded into it is shared.
@@ -225,6 +254,7 @@ class AdjacencyMatrix:
         if not self.layout.has_shared:
             raise ValueError(f"scope is {self.scope!r}, expected one with shared entries")
         view = copy(self)
+        view.salts = torch.zeros_like(self.salts)
         view.layout = replace(self.layout, has_own=False)
         return view
 

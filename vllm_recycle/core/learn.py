@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_recycle.core.acceptance import ANY_STEADINESS, MOST_SEEN
-from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
+from vllm_recycle.core.adjacency import NUM_COUNTED, AdjacencyMatrix, Ends
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
 
@@ -78,7 +78,7 @@ def learn(
         contexts = _contexts(tails[b], tokens, parents, layout.reach)
         path = [row for row in step.walked.path[b].tolist() if row >= 0]
         for row, token in zip(path, step.walked.token_ids[b].tolist(), strict=False):
-            if increments is not None:
+            if increments is not None and of_class < NUM_COUNTED:
                 _count(matrix, increments[of_class], contexts[row], salt, token)
         for row in [*(row for row in range(len(tokens)) if row not in path), *path]:
             best = step.successors[first + row].tolist()

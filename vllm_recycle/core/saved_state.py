@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,28 @@ class SavedState(ABC):
 
     def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
         """Read the state from a file; ValueError where it has other facts, shapes or values."""
+        tensors = self.read(path, fingerprint=fingerprint, kind=kind)
+        for name, place in self.places.items():
+            place.copy_(tensors[name])
+
+    def read(
+        self, path: str | Path, *, fingerprint: str, kind: str = KIND
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a file, on the CPU; ValueError where `load` would not read it."""
         with self._opened(path, fingerprint, kind) as file:
             tensors = {name: file.get_tensor(name) for name in self.places}
         try:
             self.validate(tensors)
         except ValueError as error:
             raise ValueError(f"{kind} {path}: {error}") from None
-        for name, place in self.places.items():
-            place.copy_(tensors[name])
+        return tensors
+
+    def merge(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[bool]:
+        """Take in what another engine has learnt, `tensors` of its file; true after each part.
+
+        Nothing where states are not merged.
+        """
+        return iter(())
 
     def facts_of(self, fingerprint: str) -> dict[str, object]:
         """All facts of a file for a model."""

@@ -1,8 +1,9 @@
 """Where a state lives between engines: in a file, or in a folder that replicas share.
 
 A file has one writer at a time, or the last one wins. In a folder each engine writes a file of its
-own, and a new one starts from the newest. A file there is locked for as long as its writer lives;
-those of dead writers go when another has written, which is the newest then.
+own, a new one starts from the newest, and all read what the others write. A file there is locked
+for as long as its writer lives; those of dead writers go when another has written, which is the
+newest then.
 """
 
 from __future__ import annotations
@@ -39,16 +40,29 @@ class StatePlace:
         if self.is_folder:
             self.file /= f"{name}-{secrets.token_hex(8)}{SUFFIX}"
         self._held: BinaryIO | None = None
+        self._read: dict[Path, int] = {}
+
+    def news(self) -> list[Path]:
+        """Files in the folder that others have written since this was asked last."""
+        written = {path: time for path, time in self._written().items() if path != self.file}
+        new = [path for path, time in written.items() if self._read.get(path) != time]
+        self._read = written
+        return new if self.is_folder else []
 
     def candidates(self) -> list[Path]:
         """The files to start from, the newest first."""
         if not self.is_folder:
             return [self._path] if self._path.exists() else []
+        written = self._written()
+        return sorted(written, key=lambda path: written[path], reverse=True)
+
+    def _written(self) -> dict[Path, int]:
+        """All files in the folder, with when they were written."""
         written = {}
         for path in self._path.glob(f"{self._name}-*{SUFFIX}"):
             with contextlib.suppress(OSError):  # its writer is dead, another has written
                 written[path] = path.stat().st_mtime_ns
-        return sorted(written, key=lambda path: written[path], reverse=True)
+        return written
 
     def write(self, save: Callable[[Path], None]) -> Path:
         """Write this engine's file, and remove those in the folder whose writers are dead.

@@ -6,23 +6,33 @@ learns from every row that the target computes (arXiv 2408.08696, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import GREEDY, AdjacencyMatrix, Ends, MatrixLayout
+from vllm_recycle.core.adjacency import (
+    GREEDY,
+    MAX_STEADINESS,
+    NUM_COUNTED,
+    AdjacencyMatrix,
+    Ends,
+    MatrixLayout,
+)
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import TreeTemplate
 
 # Of the state file. The format before it did not count by classes of requests.
 FORMAT = "vllm_recycle.adjacency_matrix/4"
+
+MERGED = 2048  # entries at once, so that a step hardly waits for them
 
 
 class TokenRecyclingState(SavedState):
@@ -37,6 +47,10 @@ class TokenRecyclingState(SavedState):
         return {"adjacency_matrix": self.matrix.table, "acceptance": self.acceptance.counts}
 
     @property
+    def places(self) -> dict[str, torch.Tensor]:
+        return {**self.tensors, "acceptance": self.acceptance.counts[:NUM_COUNTED]}
+
+    @property
     def share_written(self) -> float:
         """The part of the entries that were ever written."""
         return self.matrix.num_written / len(self.matrix.table)
@@ -48,13 +62,23 @@ class TokenRecyclingState(SavedState):
 
     def contents(self) -> dict[str, torch.Tensor]:
         """What sequences share."""
-        return {**self.tensors, "adjacency_matrix": self.matrix.shared_entries()}
+        return {**self.places, "adjacency_matrix": self.matrix.shared_entries()}
 
     def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         check_token_ids(tensors["adjacency_matrix"][:, 1:-1], self.matrix.layout.vocab_size)
         right, seen = tensors["acceptance"].unbind(-1)
         if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
             raise ValueError("it has counts that are none")
+
+    def merge(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[bool]:
+        """Take entries that are not known here, or were found steadier elsewhere; no counts."""
+        parts = (one.split(MERGED) for one in (self.matrix.table, tensors["adjacency_matrix"]))
+        for ours, others in zip(*parts, strict=True):
+            theirs = others.to(ours.device)
+            head, other = ours[:, :1], theirs[:, :1]
+            takes = (other >= 0) & ((head < 0) | (other & MAX_STEADINESS > head & MAX_STEADINESS))
+            ours.copy_(torch.where(takes, theirs, ours))
+            yield True
 
     def describe(self) -> str:
         """What it holds, as part of a start-up line."""
@@ -134,9 +158,15 @@ class TokenRecyclingProposer:
         counts = state.acceptance.counts if self.layout.has_shared else None
         self.operations.learn(state.matrix, counts, ends, step)
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int = GREEDY) -> None:
-        """A request of a class starts with a text, int64 [length]."""
-        self.state.matrix.begin(req_state_idx, of_class)
+    def begin(
+        self,
+        req_state_idx: int,
+        token_ids: torch.Tensor,
+        of_class: int = GREEDY,
+        owner: Owner | None = None,
+    ) -> None:
+        """A request of a class and an owner starts with a text, int64 [length]."""
+        self.state.matrix.begin(req_state_idx, of_class, owner)
         if self.seed_from_prompt:
             self.operations.seed(self.state.matrix, req_state_idx, token_ids)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from vllm_recycle.core.acceptance import MOST_SEEN, PRIOR_WEIGHT
-from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED, Ends
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.verification import NO_TOKEN
 
@@ -116,7 +116,7 @@ def draft_trunks(
         padded = (_padded([new[b] for b in active]), _padded(guesses))
         chosen, probable = model.choose(idx_mapping, *padded, CHOICES)
         best = chosen[:, :, 0].tolist()
-        chance = acceptance.chances(Trunks(chosen, probable)).chances[:, :, 0].tolist()
+        chance = acceptance.chances(Trunks(chosen, probable), idx_mapping).chances[:, :, 0].tolist()
         for index, (b, tried) in enumerate(zip(active, guesses, strict=True)):
             pairs = zip(tried, best[index], strict=False)
             right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -151,31 +151,47 @@ class ChoiceAcceptance:
 
     Nothing of it waits for a device.
 
+    Args:
+        classes: int64 [max_num_reqs], of the requests, see `AdjacencyMatrix`.
+
     Attributes:
-        counts: float64 [CHOICES, PARTS, 2], of each choice by the probability that the model gave
-            it, how often it was right, and how often it was seen.
+        counts: float64 [classes, CHOICES, PARTS, 2], for each choice, by the probability that the
+            model gave it, how often it was right, and how often it was seen.
         has_probabilities: whether choices have probabilities; else their places tell them apart.
 
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.has_probabilities = True
-        self.counts = torch.zeros(CHOICES, PARTS, 2, dtype=torch.float64, device=device)
+    def __init__(self, classes: torch.Tensor) -> None:
+        self.classes, self.has_probabilities = classes, True
+        shape, device = (NUM_CLASSES, CHOICES, PARTS, 2), classes.device
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
         self._choices = torch.arange(CHOICES, device=device)
 
     def clear(self) -> None:
         """Forget everything."""
         self.counts.zero_()
 
-    def chances(self, trunks: Trunks) -> Trunks:
-        """Chances in the place of probabilities, which are believed where little was seen."""
+    def chances(self, trunks: Trunks, idx_mapping: torch.Tensor) -> Trunks:
+        """Chances in the place of probabilities, which are believed where little was seen.
+
+        Args:
+            trunks: with probabilities.
+            idx_mapping: int64 [batch], the `req_state_idx` of each trunk.
+
+        """
         probabilities = trunks.chances
-        right, seen = self.counts[self._choices, self._parts(probabilities)].unbind(-1)
+        right, seen = self.counts.view(-1, 2)[self._cells(probabilities, idx_mapping)].unbind(-1)
         chances = (right + PRIOR_WEIGHT * probabilities) / (seen + PRIOR_WEIGHT)
         return trunks._replace(chances=chances.to(probabilities.dtype))
 
-    def count(self, trunks: Trunks, token_ids: torch.Tensor) -> None:
-        """Take in what followed each text, int64 [batch, n], padded with -1."""
+    def count(self, trunks: Trunks, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Take in what followed each text.
+
+        Args:
+            trunks, idx_mapping: as for `chances`.
+            token_ids: int64 [batch, n], padded with -1.
+
+        """
         gamma = trunks.token_ids.shape[1]
         missing = max(0, gamma - token_ids.shape[1])
         follows = torch.nn.functional.pad(token_ids, (0, missing), value=NO_TOKEN)[:, :gamma]
@@ -183,14 +199,20 @@ class ChoiceAcceptance:
         # All before a place.
         was_visited = torch.nn.functional.pad(was_right[:, :-1], (1, 0), value=True).cumprod(1) > 0
         was_visited &= follows != NO_TOKEN
+        was_visited &= self.classes[idx_mapping.long()][:, None] < NUM_COUNTED
         seen = was_visited[:, :, None] & (trunks.token_ids != NO_TOKEN)
         right = seen & (trunks.token_ids == follows[:, :, None])
-        cells = self._choices * PARTS + self._parts(trunks.chances)
+        cells = self._cells(trunks.chances, idx_mapping)
         of_step = torch.zeros_like(self.counts).view(-1, 2)
         both = torch.stack((right, seen), dim=-1).double()
         of_step.index_add_(0, cells.flatten(), both.flatten(0, -2))
         self.counts += of_step.view_as(self.counts)
         self.counts *= torch.where(self.counts[..., 1:] > MOST_SEEN, 0.5, 1.0)
+
+    def _cells(self, probabilities: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """Where in the counts each choice of some trunks is, int64 [batch, n, CHOICES]."""
+        of_class = self.classes[idx_mapping.long()][:, None, None] * CHOICES
+        return (of_class + self._choices) * PARTS + self._parts(probabilities)
 
     def _parts(self, probabilities: torch.Tensor) -> torch.Tensor:
         if not self.has_probabilities:

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_recycle.core.tree import MAX_CHAIN
-from vllm_recycle.integration import draft_limits, refusals, versions
+from vllm_recycle.integration import draft_limits, refusals, shims
 from vllm_recycle.integration.options import (
     METHODS,
     DraftModelOptions,
@@ -30,9 +30,10 @@ from vllm_recycle.integration.options import (
     settings_of,
 )
 from vllm_recycle.integration.options.base import TABLE
-from vllm_recycle.integration.options.given import check_table, given_keys
+from vllm_recycle.integration.options.given import check_table, given_keys, with_environment
 from vllm_recycle.integration.platform import Platform, get_platform
 from vllm_recycle.integration.saved_state import check_state_file
+from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
 logger = init_logger("vllm.recycle")
 
@@ -58,6 +59,7 @@ def rewrite(engine_args: Any) -> Any | None:
         ValueError: an option of the method, or a flag that it needs for itself.
         NotImplementedError: a platform that the method does not run on.
     """
+    engine_args = with_environment(engine_args, METHODS)
     given = given_keys(engine_args, METHODS)
     if given is None:
         return None
@@ -73,6 +75,7 @@ def rewrite(engine_args: Any) -> Any | None:
     refusals.refuse(method, early)
     given_table = given.pop(TABLE, None)
     options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
+    refusals.refuse(method, refusals.before_a_version(options, on_v2=platform.on_v2))
     table = check_table(given_table, options.num_nodes) or options.schedule(
         on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
     )
@@ -105,7 +108,7 @@ def rewrite(engine_args: Any) -> Any | None:
     if platform.on_v2 and options.has_trees:
         rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
     if rewritten.enable_lora:
-        versions.after_batch_defaults(rewritten, _make_room_with_lora)
+        shims.after_batch_defaults(rewritten, _make_room_with_lora)
     if isinstance(options, DraftModelOptions):
         _keep_method(rewritten, options.model)
     return rewritten
@@ -139,7 +142,7 @@ def _keep_method(engine_args: Any, path: str) -> None:
             f"{word.strip('-')!r}, expected a folder, or a name without {word!r}"
         )
     if word:
-        versions.hide_draft_path(engine_args, path)
+        shims.hide_draft_path(engine_args, path)
 
 
 def _check_places(engine_args: Any) -> None:
@@ -202,6 +205,10 @@ def finish(vllm_config: Any) -> None:
     if isinstance(options, DraftModelOptions | HostedTrunkOptions) and model.enable_sleep_mode:
         # At level 2 nobody would load the draft model's weights again.
         model.sleep_preserve_parameter_names += ["draft.*"]
+    if got == "medusa":  # has a head for each token; vLLM has counted those of a draft
+        assert isinstance(options, HostedTrunkOptions)
+        draft = vllm_config.speculative_config.draft_model_config
+        draft.hf_config.num_lookahead_tokens = options.trunk_length
     if options.has_trees and platform.attention_backend is not None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
@@ -209,7 +216,7 @@ def finish(vllm_config: Any) -> None:
             "%s on CUDA is tested in Triton's interpreter with vllm %s, and has not run on a GPU; "
             "this is vllm %s",
             options.method,
-            versions.SUPPORTED_VLLM,
+            SUPPORTED_VLLM,
             vllm_version,
         )
         _warn_of_missing_graphs(vllm_config)

@@ -132,7 +132,7 @@ class DraftRoom:
         ]
         num_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
         # Streamed prompts that wait for more have blocks too.
-        num_reqs = len(scheduler.running) + len(scheduler.kv_holding_waiting)
+        num_reqs = len(scheduler.running) + len(scheduler.waiting_with_blocks)
         return max(longest) if num_reqs * sum(longest) <= num_blocks else 0
 
 

@@ -6,7 +6,7 @@ Runners (`cpu.runner`, `cuda.runner`) ask a drafter for drafts, and know of no m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -64,6 +64,17 @@ class Drafter(ABC):
         """
         raise ValueError(f"the method {self.options.method} takes in no texts")
 
+    def forget(self, owners: Collection[str | int]) -> int:
+        """Remove the own entries of owners, and return how many there were.
+
+        Raises ValueError where the method has no owners.
+        """
+        raise ValueError(f"the method {self.options.method} has no owners")
+
+    def weights_changed(self) -> None:
+        """The target has other weights from now on: what was counted is worth less."""
+        logger.debug("vllm_recycle: the model has new weights")
+
     def make_saver(self) -> StateSaver | None:
         """What writes the state file from now on; None where there is none."""
         options = self.options
@@ -76,6 +87,8 @@ class Drafter(ABC):
             fingerprint=self.fingerprint,
             kind=options.state_key,
             every=SAVE_EVERY if options.save_every is None else options.save_every,
+            # Tensor-parallel ranks must all do it in the same step.
+            reads_others=self.vllm_config.parallel_config.tensor_parallel_size == 1,
         )
 
     def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:

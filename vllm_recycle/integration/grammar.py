@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.tree import children_of
+from vllm_recycle.integration.versions import FEATURES
 
 ALL_ALLOWED = -1
 
@@ -38,7 +39,20 @@ class GrammarMasks:
 
     def is_constrained(self, request: Any) -> bool:
         """Whether the next token of a request follows its grammar; it may reason first."""
-        return self.manager._get_constraint_bounds(request, ()).constraint_start == 0
+        return self._bounds(request, ())[1] == 0
+
+    def comes_back(self, request: Any) -> bool:
+        """Whether the grammar of a request may go down a branch, and back.
+
+        Outlines of vLLM 0.30 is at its end whenever it is asked twice. Remove when that is dropped.
+        """
+        return not hasattr(request.structured_output_request.grammar, "_prev_finished")
+
+    def _bounds(self, request: Any, token_ids: Sequence[int]) -> tuple[int, int]:
+        """From which of these new tokens on a request's grammar takes them in, and binds them."""
+        if FEATURES.bounds_constraints:
+            return self.manager._get_constraint_bounds(request, token_ids)
+        return (self.manager._get_constraint_start(request, token_ids),) * 2
 
     def start(self, request: Any) -> int | None:
         """How many tokens a request reasoned in, before its grammar began; None till then."""
@@ -48,7 +62,7 @@ class GrammarMasks:
 
     def see_reasoning_end(self, request: Any, token_ids: Sequence[int]) -> None:
         """Note where a request ends to reason, if it does in these new tokens of its output."""
-        start = self.manager._get_constraint_bounds(request, token_ids).grammar_start
+        start, _ = self._bounds(request, token_ids)
         if start <= len(token_ids):
             request.structured_output_request.num_reasoned = request.num_output_tokens + start
 

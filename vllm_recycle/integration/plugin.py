@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_recycle.integration import versions
-from vllm_recycle.integration.options import METHODS
+from vllm_recycle.integration import request_shims, shims, versions
+from vllm_recycle.integration.options import METHODS, has_settings
 
 
 def register() -> None:
-    """Install the shims of `versions`; where that fails, only our methods are refused.
+    """Install our shims; where that fails, only our methods are refused.
 
     It never raises: it runs for all who have the package installed, whatever they use.
     """
     try:
         _install()
     except Exception as error:
-        versions.refuse_methods(list(METHODS), error)
+        shims.refuse_methods(list(METHODS), error)
 
 
 def _install() -> None:
@@ -30,10 +30,11 @@ def _install() -> None:
     versions.check_vllm_version()
     from vllm_recycle.integration import config, requests
 
-    versions.add_method_names(METHODS)
-    versions.wrap_validate_spec_decode(requests.validate_sampling_params)
+    shims.add_method_names(METHODS)
+    shims.host_on_v2(has_settings)
+    shims.wrap_validate_spec_decode(requests.validate_sampling_params)
     # The last, since with it our methods are there.
-    versions.wrap_create_engine_config(config.rewrite, _finish)
+    shims.wrap_create_engine_config(config.rewrite, _finish)
 
 
 def _finish(vllm_config: Any) -> None:
@@ -55,11 +56,12 @@ class Registered:
         from vllm_recycle.integration import request_stats, requests, streaming, tracing
 
         self.traces = traces
-        versions.wrap_process_inputs(requests.read_hint)
-        versions.wrap_request_stats(request_stats)
-        versions.wrap_streams(streaming.Detokenizer, streaming.by_token)
+        request_shims.wrap_process_inputs(requests.read_request)
+        request_shims.wrap_request_stats(request_stats)
+        request_shims.trim_behind_stop_strings()
+        request_shims.wrap_streams(streaming.Detokenizer, streaming.by_token)
         if traces:
-            versions.wrap_do_tracing(tracing.span_attributes)
+            request_shims.wrap_do_tracing(tracing.span_attributes)
 
     def __reduce__(self) -> tuple[Callable[[bool], Registered], tuple[bool]]:
         return _arrive, (self.traces,)

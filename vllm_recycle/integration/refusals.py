@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_recycle.core.tree import MAX_NODES
@@ -17,6 +18,7 @@ from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import (
     OUROBOROS,
     DraftModelOptions,
+    HostedTrunkOptions,
     MethodOptions,
     OuroborosOptions,
     TrunkOptions,
@@ -25,6 +27,7 @@ from vllm_recycle.integration.options import (
 from vllm_recycle.integration.options.base import expect
 from vllm_recycle.integration.options.trunk import head_length
 from vllm_recycle.integration.platform import Platform
+from vllm_recycle.integration.versions import FEATURES
 
 logger = init_logger("vllm.recycle")
 # Model types that have attention sinks.
@@ -33,6 +36,9 @@ WITH_SINKS = ("gpt_oss", "openai_privacy_filter")
 GRANITE = ("granite", "granitemoe", "granitemoeshared")
 # Keys by which configurations of other types say that they have them.
 SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
+
+# What the methods of vLLM that draft by a model have in their names.
+OF_MODELS = ("draft_model", "eagle", "mtp", "medusa")
 
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
@@ -84,6 +90,25 @@ def check(
     refuse(options.method, features)
 
 
+def before_a_version(options: MethodOptions, *, on_v2: bool) -> dict[str, bool]:
+    """What older ones of the supported versions of vLLM lack, and whether the method needs it."""
+    by_model = isinstance(options, HostedTrunkOptions) and any(
+        name in options.trunk["method"] for name in OF_MODELS
+    )
+    return {
+        "a GPU before vLLM 0.31": on_v2 and not FEATURES.v2_runs_trees,
+        "a draft model or a trunk on a GPU before vLLM 0.32": (
+            isinstance(options, DraftModelOptions | HostedTrunkOptions)
+            and on_v2
+            and not FEATURES.v2_hosts
+        ),
+        # vLLM's own drafts by a model fail there at the first request.
+        "a trunk by a model on a CPU before vLLM 0.31": (
+            by_model and not on_v2 and not FEATURES.cpu_runs_heads
+        ),
+    }
+
+
 def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     """What the methods were not built or tested with, and whether the engine has it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -103,7 +128,11 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         # vLLM has neither with speculation on Model Runner V2, and would leave that.
         "--enable-dbo or --ubatch-size": parallel.use_ubatching,
         "--enable-batch-sharded-sampling": bool(parallel.enable_batch_sharded_sampling),
-        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
+        "--enable-return-routed-experts": (
+            vllm_config.aux_output_config.enabled
+            if FEATURES.aux_outputs
+            else model.enable_return_routed_experts
+        ),
         # Seen to be right on a CPU alone.
         "--kv-sharing-fast-prefill on a GPU": cache.kv_sharing_fast_prefill and on_v2,
         "--ec-transfer-config on a GPU": vllm_config.ec_transfer_config is not None and on_v2,
@@ -111,6 +140,8 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         f"--kv-cache-dtype {cache.cache_dtype} on a CPU": (
             cache.cache_dtype not in _cpu_cache_dtypes(model) and not on_v2
         ),
+        # Remove when vLLM 0.31 is dropped; later versions have no such mode.
+        "--mamba-cache-mode all": cache.mamba_cache_mode == "all",
         "--watermark-config": vllm_config.watermark_config is not None,
         "--diffusion-config": vllm_config.diffusion_config is not None,
         "--logits-processors": bool(model.logits_processors),
@@ -139,7 +170,11 @@ def unsupported_by_trees(vllm_config: Any, platform: Platform) -> dict[str, bool
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
         LOCKSTEP: keeps_step(vllm_config),
-        "a multimodal model without --language-model-only": model.supports_multimodal_inputs,
+        "a multimodal model without --language-model-only": (
+            model.supports_multimodal_inputs
+            if FEATURES.multimodal_by_model
+            else MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
+        ),
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
         f"--attention-backend {given and given.name}": given not in (None, attention_backend),
         # Of compute capability 8.x and 12.x. vLLM takes another backend there.

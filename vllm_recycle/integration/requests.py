@@ -1,12 +1,13 @@
 """What a request says about speculation, and whether a draft for it may be verified.
 
 A hint is what its output may say, or be like: the tokens of it enter the adjacency matrix as those
-of the prompt do, as the request's own.
+of the prompt do, as the request's own. Requests of one owner have their own entries together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 from vllm import SamplingParams
@@ -14,13 +15,21 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingType
 
 from vllm_recycle.core.adjacency import GREEDY, MAX_CONTEXT, SAMPLED
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.options import TokenRecyclingOptions, settings_of
+from vllm_recycle.integration.options import (
+    HostedTrunkOptions,
+    OuroborosOptions,
+    TokenRecyclingOptions,
+    settings_of,
+)
 
 OPT_OUT = "speculate"
 HINT = "hint"
+OWNER = "owner"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
+MAX_NAME, MAX_HINTS = 256, 64
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
@@ -46,7 +55,7 @@ def may_speculate(params: Any, *, sees_paths: bool = True) -> bool:
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
-    """Judge a request's parameters where the engine runs one of ours; see `versions`.
+    """Judge a request's parameters where the engine runs one of ours; see `shims`.
 
     Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
     Refused are opt-outs that are neither true nor false.
@@ -69,43 +78,112 @@ def _says(extra_args: dict[Any, Any]) -> Any:
     return True if said is None else said
 
 
-def read_hint(processor: Any, params: Any) -> None:
-    """Put token ids in the place of a hint, where the tokenizer is; see `versions`.
+def read_request(processor: Any, request: Any) -> None:
+    """Check whose a request is, and put token ids in the place of hints; see `request_shims`.
 
-    `processor` is vLLM's `InputProcessor`; `params` are a request's, changed in place. Raises
-    VLLMValidationError for a hint that is none, or that the method has no use for.
+    `processor` is vLLM's `InputProcessor`; the parameters of `request` are changed in place. Raises
+    VLLMValidationError for what is none, or what the method has no use for.
     """
-    extra_args = params.extra_args or {}
-    hints = {key: extra_args.get(key) for key in (HINT, PREDICTION)}
-    hints = {key: value for key, value in hints.items() if value is not None}
-    if not hints or not is_ours(processor.vllm_config.speculative_config):
+    config = processor.vllm_config
+    if not is_ours(config.speculative_config):
         return
+    params, options = request.sampling_params, settings_of(config).options
+    said = params.extra_args or {}
+    hints = {key: said[key] for key in (HINT, PREDICTION) if said.get(key) is not None}
     try:
-        token_ids = _tokens_of_hint(processor, hints)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=next(iter(hints))) from None
+        _check_owner_with(options, said.get(OWNER), request.cache_salt)
+        token_ids = _tokens_of_hints(processor, hints, options) if hints else None
+    except _BadInputError as error:
+        raise VLLMValidationError(str(error), parameter=error.args[0]) from None
     if token_ids is not None:
-        params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
+        params.extra_args = {**said, PREDICTION: None, HINT: token_ids}
 
 
-def _tokens_of_hint(processor: Any, hints: dict[str, Any]) -> list[int] | None:
+def has_owners(options: Any) -> bool:
+    """Whether requests may meet what others wrote, so that it matters whose they are."""
+    return isinstance(options, TokenRecyclingOptions) and not options.isolates
+
+
+def owner_of(request: Any) -> Owner | None:
+    """Whose a request of vLLM's scheduler is.
+
+    What no frontend has checked and is no name counts as none.
+    """
+    name, salt = (request.sampling_params.extra_args or {}).get(OWNER), request.cache_salt
+    if not _is_name(name):
+        name = None
+    if salt is None:
+        return None if name is None else Owner(name)
+    return Owner(digest(salt) if name is None else name, digest(salt))
+
+
+def digest(cache_salt: str) -> str:
+    """What stands for a cache salt, which is a secret and must not get into logs."""
+    return sha256(cache_salt.encode()).hexdigest()
+
+
+def _check_owner_with(options: Any, name: Any, cache_salt: str | None) -> None:
+    """Raise ValueError for an owner or a cache salt that a method cannot do justice to."""
+    if name is not None:
+        check_owner(name)
+        if not has_owners(options) or options.scope == "shared":
+            expected = f"none: the method {options.method} with scope {options.scope!r} has none"
+            raise _BadInputError(OWNER, name, expected)
+    if cache_salt is not None and (reason := _shared_beside(options)):
+        raise _BadInputError("cache_salt", cache_salt, f"none: {reason}")
+
+
+def _shared_beside(options: Any) -> str:
+    """What requests share that knows no cache salts; empty if nothing."""
+    if isinstance(options, HostedTrunkOptions) and options.trunk["method"] == "suffix":
+        return "a trunk by suffix drafts from the outputs of all requests"
+    if isinstance(options, OuroborosOptions) and options.shares_pool:
+        return "all requests share one pool of phrases, unless the scope is 'request'"
+    return ""
+
+
+def _is_name(name: Any) -> bool:
+    if isinstance(name, str):
+        return 0 < len(name) <= MAX_NAME
+    return type(name) is int and abs(name) < 1 << 63
+
+
+def check_owner(name: Any) -> None:
+    """Raise ValueError for what is no name of an owner."""
+    if not _is_name(name):
+        expected = f"an integer of 64 bits, or a text of 1 to {MAX_NAME} characters"
+        raise _BadInputError(OWNER, name, expected)
+
+
+def _tokens_of_hints(processor: Any, hints: dict[str, Any], options: Any) -> list[list[int]] | None:
     """Those of what a request gives by these names; None where it is left unread."""
-    options = settings_of(processor.vllm_config).options
     if not isinstance(options, TokenRecyclingOptions):
         if HINT in hints:  # a prediction is left unread, as vLLM does
             expected = f"none: the method {options.method} as published has no use for it"
-            raise _bad(HINT, hints[HINT], expected)
+            raise _BadInputError(HINT, hints[HINT], expected)
         return None
     if len(hints) > 1:
-        raise _bad(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")
-    ((name, hint),) = hints.items()
-    model_config = processor.model_config
-    vocab_size, most = model_config.get_vocab_size(), model_config.max_model_len
-    content = _content(hint) if name == PREDICTION else hint
-    token_ids = to_token_ids(content, name, processor.tokenizer, vocab_size, most=most)
-    if len(token_ids) > most:
-        raise _bad(name, hint, f"at most the {most} tokens of max_model_len")
-    return token_ids
+        raise _BadInputError(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")
+    ((name, given),) = hints.items()
+    each = [_content(given)] if name == PREDICTION else _each_hint(given)
+    model_config, tokenizer = processor.model_config, processor.tokenizer
+    vocab_size, left = model_config.get_vocab_size(), model_config.max_model_len
+    found = []
+    for hint in each:
+        found.append(to_token_ids(hint, name, tokenizer, vocab_size, most=left))
+        left -= len(found[-1])
+        if left < 0:
+            most = model_config.max_model_len
+            raise _BadInputError(name, given, f"at most the {most} tokens of max_model_len")
+    return found
+
+
+def _each_hint(given: Any) -> list[Any]:
+    """Several hints, or the one that there is."""
+    is_several = isinstance(given, list) and any(isinstance(hint, (str, list)) for hint in given)
+    if is_several and len(given) > MAX_HINTS:
+        raise _BadInputError(HINT, given, f"at most {MAX_HINTS} hints")
+    return given if is_several else [given]
 
 
 def to_token_ids(
@@ -123,13 +201,16 @@ def to_token_ids(
     if is_list and all(0 <= token_id < vocab_size for token_id in given):
         return given
     ids = f"a list of token ids from 0 to {vocab_size - 1}"
-    raise _bad(name, given, f"{'a text or ' if tokenizer is not None else ''}{ids}")
+    raise _BadInputError(name, given, f"{'a text or ' if tokenizer is not None else ''}{ids}")
 
 
 def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:
-    """The hint of a request as it may follow its text; empty where it has none."""
-    hint = (params.extra_args or {}).get(HINT)
-    return [*token_ids[-MAX_CONTEXT:], *hint] if isinstance(hint, list) else []
+    """The hints of a request, each as it may follow its text, with -1 between; empty for none."""
+    hints = (params.extra_args or {}).get(HINT)
+    if not isinstance(hints, list):
+        return []
+    parts = ([*token_ids[-MAX_CONTEXT:], *hint] for hint in hints if isinstance(hint, list))
+    return [token for part in parts for token in (NO_TOKEN, *part)]
 
 
 def with_holes(
@@ -166,8 +247,12 @@ def _content(prediction: Any) -> str:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
     except (TypeError, KeyError):
         expected = "{'type': 'content', 'content': TEXT}, where TEXT may be parts with a 'text'"
-        raise _bad(PREDICTION, prediction, expected) from None
+        raise _BadInputError(PREDICTION, prediction, expected) from None
 
 
-def _bad(name: str, given: Any, expected: str) -> ValueError:
-    return ValueError(f"{name!r} is {shorten(given)}, expected {expected}")
+class _BadInputError(ValueError):
+    """What a request says by a name is not accepted; made of both, and of what is expected."""
+
+    def __str__(self) -> str:
+        name, given, expected = self.args
+        return f"{name!r} is {shorten(given)}, expected {expected}"

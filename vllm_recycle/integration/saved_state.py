@@ -22,6 +22,7 @@ from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.options import MethodOptions, OuroborosOptions, TokenRecyclingOptions
 
 logger = init_logger("vllm.recycle")
+PAUSE = 0.001  # seconds between parts of what others wrote
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -108,7 +109,8 @@ class StateSaver:
     To be made by the thread that makes the steps. Another one writes every so many seconds, if
     there was a step, and writes a copy that it takes between two steps, under a lock that steps
     hold while they run on the host. So a step waits at most for that copy; on a GPU for its launch,
-    as it is made on the stream of the steps into pinned memory.
+    as it is made on the stream of the steps into pinned memory. Before it writes it takes in what
+    others have written to the same folder, in parts under the same lock.
 
     Args:
         state: what is written.
@@ -117,6 +119,7 @@ class StateSaver:
         fingerprint: of the model, which the file has.
         kind: what messages call the file.
         every: seconds between saves, 0 for none but those that are asked for.
+        reads_others: whether to take in what others write.
     """
 
     def __init__(
@@ -128,9 +131,12 @@ class StateSaver:
         fingerprint: str,
         kind: str = KIND,
         every: float,
+        reads_others: bool = True,
     ) -> None:
+        self._reads_others = reads_others
         self._state, self._copy, self._place = state, copy, place
         self._write = partial(copy.save, fingerprint=fingerprint, kind=kind)
+        self._read = partial(copy.read, fingerprint=fingerprint, kind=kind)
         self._stream: torch.cuda.Stream | None = None
         if all(tensor.is_cuda for tensor in state.tensors.values()):
             self._stream = torch.cuda.current_stream()
@@ -190,8 +196,26 @@ class StateSaver:
 
     def _save_every(self, seconds: float) -> None:
         while not self._ended.wait(seconds):
+            if self._reads_others:  # before files of dead writers go
+                self._read_others()
             if self._has_changed:
                 try:
                     self.save()
                 except StateFileError as error:
                     logger.error("%s; next try in %g seconds", error, seconds)
+
+    @torch.inference_mode()
+    def _read_others(self) -> None:
+        """Take in what others have written, in parts between which steps go on."""
+        for path in self._place.news():
+            try:
+                parts = self._state.merge(self._read(path))
+            except ValueError as error:
+                logger.warning("%s; passed over", error)
+                continue
+            is_left = True
+            # Without a pause this thread would have the lock again before a step that waits for it.
+            while is_left and not self._ended.wait(PAUSE):
+                with self._changing, torch.cuda.stream(self._stream):
+                    is_left = next(parts, False)
+            logger.debug("vllm_recycle: took in %s", path)

@@ -8,7 +8,9 @@ list, and so a tree by itself. KV slots, roll-back and preemption are vLLM's.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -29,8 +31,9 @@ from vllm_recycle.integration.options import (
     put_table_back,
     settings_of,
 )
-from vllm_recycle.integration.requests import may_speculate
+from vllm_recycle.integration.requests import has_owners, may_speculate, owner_of
 from vllm_recycle.integration.step_note import StepNote
+from vllm_recycle.integration.versions import FEATURES
 
 
 @dataclass
@@ -53,6 +56,7 @@ class TreeScheduler(Scheduler):
         settings = settings_of(vllm_config)
         options = settings.options
         self.room = DraftRoom(self, options)
+        self.has_owners = has_owners(options)
         self.set_aside: dict[str, list[int]] = {}  # drafts of the step, by request
         self.sees_paths = not (self.use_v2_model_runner and options.has_trees)
         # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
@@ -92,6 +96,11 @@ class TreeScheduler(Scheduler):
         with self.room.kept(map(len, self.set_aside.values())):
             output = super().schedule(*args, **kwargs)
         output.step_note = note = StepNote()
+        if self.has_owners:
+            new = [request.req_id for request in output.scheduled_new_reqs]
+            begin = chain(new, output.scheduled_cached_reqs.resumed_req_ids)
+            owners = {name: owner_of(self.requests[name]) for name in begin}
+            note.owners = {name: owner for name, owner in owners.items() if owner is not None}
         if not self.use_v2_model_runner:  # whose trees are on the device
             note.parents = {
                 name: self.requests[name].draft_parents[: len(draft)]
@@ -101,7 +110,7 @@ class TreeScheduler(Scheduler):
             note.grammar_starts = {
                 name: start for name, start in starts.items() if start is not None
             }
-            note.idle_sessions = [request.request_id for request in self.kv_holding_waiting]
+            note.idle_sessions = [request.request_id for request in self.waiting_with_blocks]
         if self.sizes is not None:
             self.sizes.see_step(output)
             note.kind = self.sizes.kind
@@ -178,15 +187,26 @@ class TreeScheduler(Scheduler):
         self.room.see_prompt(request.num_prompt_tokens)
         super().add_request(request)
 
+    @property
+    def waiting_with_blocks(self) -> Collection[Any]:
+        """The requests that wait and have KV blocks, such as streams between two inputs."""
+        if FEATURES.queues_block_holders:
+            return self.kv_holding_waiting
+        waiting = chain(self.waiting, self.skipped_waiting)
+        return [request for request in waiting if request.num_computed_tokens]
+
     def may_speculate(self, request: Any) -> bool:
         """Whether the draft of a request may be verified.
 
-        It may not while the request reasons ahead of what follows a grammar; nor where a stream
-        may go on behind a stop, which recurrent states cannot go back to.
+        It may not while the request reasons ahead of what follows a grammar, or the grammar
+        cannot come back from a branch; nor where a stream may go on behind a stop, which recurrent
+        states cannot go back to.
         """
         if request.resumable and self.has_mamba_layers:
             return False
-        if request.use_structured_output and not self.masks.is_constrained(request):
+        if request.use_structured_output and not (
+            self.masks.is_constrained(request) and self.masks.comes_back(request)
+        ):
             return False
         return may_speculate(request.sampling_params, sees_paths=self.sees_paths)
 
@@ -266,7 +286,7 @@ class TreeScheduler(Scheduler):
         On Model Runner V2 drafts are not here before their rows are on the device.
         """
         draft = request.spec_token_ids
-        if not (draft and request.use_structured_output and self.masks.is_constrained(request)):
+        if not (draft and request.use_structured_output and self.may_speculate(request)):
             return
         rows = self.masks.allowed_rows(request)
         if self.keeps_places:

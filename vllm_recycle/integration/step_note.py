@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_recycle.core.curve import TRUNKS
+from vllm_recycle.core.owners import Owner
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class StepNote:
             that do (V1 runner).
         idle_sessions: requests with streamed prompts that wait for more input, or for room (V1
             runner). Each comes back as a new request.
+        owners: of requests that start in the step and have one.
         kind: of the drafts that are made in the step (Model Runner V2).
 
     """
@@ -26,6 +28,7 @@ class StepNote:
     parents: Mapping[str, Sequence[int]] = field(default_factory=dict)
     grammar_starts: Mapping[str, int] = field(default_factory=dict)
     idle_sessions: Sequence[str] = ()
+    owners: Mapping[str, Owner] = field(default_factory=dict)
     kind: str = TRUNKS  # if there is a draft model
 
 

@@ -3,7 +3,7 @@
 vLLM's parsers are written for the deltas of plain decoding, and some lose or repeat arguments where
 a delta has several tokens (examples/tool_parsers.md). So a delta remembers the text of each of its
 tokens, as vLLM's detokenizer gave it, and is split before a parser sees it: the chunks that a
-client receives are those of plain decoding. `versions` puts this into the server.
+client receives are those of plain decoding. `request_shims` puts this into the server.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from vllm_recycle.integration.requests import is_ours
+from vllm_recycle.integration.versions import FEATURES
 
 
 class Delta(str):
@@ -48,7 +49,7 @@ class Detokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._detokenizer, name)
 
-    def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
         """As vLLM's, for all tokens of a step: the stop string that was found, if any."""
         for number, token_id in enumerate(new_token_ids, start=1):
             if self._has_last:
@@ -56,6 +57,8 @@ class Detokenizer:
             self._has_last = True
             ends = stop_terminated and number == len(new_token_ids)
             if (stop_string := self._detokenizer.update([token_id], ends)) is not None:
+                if not FEATURES.trims_surplus_tokens:
+                    del new_token_ids[number:]
                 return stop_string
         return None
 

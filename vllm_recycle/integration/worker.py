@@ -18,7 +18,7 @@ from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
-from vllm_recycle.integration.requests import to_token_ids
+from vllm_recycle.integration.requests import check_owner, digest, to_token_ids
 from vllm_recycle.integration.saved_state import StateSaver
 
 logger = init_logger("vllm.recycle")
@@ -27,10 +27,20 @@ logger = init_logger("vllm.recycle")
 class TreeWorker(Worker):
     """What is to be put before the worker of a device, which is one of these in vLLM too."""
 
+    model_runner: Any
     saver: StateSaver | None = None  # of the first rank, once it is warm, with a state file
+    has_new_weights = False  # that no step has run with
     runner_class: ClassVar[type]
     replaced_backend: ClassVar[AttentionBackendEnum]  # vLLM's, which ours takes the place of
     tree_backend: ClassVar[type[AttentionBackend]]
+
+    def init_device(self) -> None:
+        super().init_device()
+        # A worker that names its runner's class in `init_device` has made one of vLLM's. Remove
+        # when vLLM 0.31 is dropped, and CPUWorker calls `_make_model_runner` (patches/0004).
+        if type(self.model_runner) is not self.runner_class:
+            self.model_runner = None  # with what it has on the device
+            self.model_runner = self._make_model_runner()
 
     def _make_model_runner(self) -> Any:
         return self.runner_class(self.vllm_config, self.device)
@@ -45,6 +55,18 @@ class TreeWorker(Worker):
         return self.model_runner.tree_drafter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        self._load_model(*args, **kwargs)
+        # Whoever brings weights from elsewhere calls this in the end, a trainer at once.
+        model = self.get_model()
+        load_weights = model.load_weights
+
+        def noting_load_weights(*args: Any, **kwargs: Any) -> Any:
+            self.weights_changed()
+            return load_weights(*args, **kwargs)
+
+        model.load_weights = noting_load_weights
+
+    def _load_model(self, *args: Any, **kwargs: Any) -> None:
         if not self.verifies_trees:
             super().load_model(*args, **kwargs)
             return
@@ -76,8 +98,26 @@ class TreeWorker(Worker):
         """Compile, capture and warm up as vLLM does."""
         return super().compile_or_warm_up_model()
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.weights_changed()
+        super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.weights_changed()
+        super().update_weights(*args, **kwargs)
+
+    def weights_changed(self) -> None:
+        """Let counts of acceptance weigh half as much from the next step on.
+
+        For `collective_rpc`, where weights were changed otherwise than by vLLM or `load_weights`.
+        """
+        self.has_new_weights = True
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         with self._changing_state():
+            if self.has_new_weights:
+                self.has_new_weights = False
+                self.drafter.weights_changed()
             return super().execute_model(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +162,30 @@ class TreeWorker(Worker):
             for token_ids in read:
                 self.drafter.take_in(token_ids)
         return sum(map(len, read))
+
+    @torch.inference_mode()
+    def forget(self, owners: list[str | int]) -> int:
+        """Remove the own entries of some owners; for `collective_rpc`.
+
+        What they wrote for all, without a cache salt, stays.
+
+        Args:
+            owners: their names, or the cache salts of requests without an owner.
+
+        Returns:
+            How many entries that were. Requests that run go on without them.
+
+        Raises:
+            ValueError: if something is no name, or if the method has no owners.
+
+        """
+        if not isinstance(owners, list):
+            raise ValueError(f"forget: got {shorten(owners)}, expected a list of owners")
+        for name in owners:
+            check_owner(name)
+        digests = {digest(name) for name in owners if isinstance(name, str)}
+        with self._changing_state():
+            return self.drafter.forget({*owners, *digests})
 
     def draft_statistics(self) -> dict[str, float]:
         """What vLLM's own metrics have no place for; for `collective_rpc`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from vllm_recycle.integration.cpu.backend import TreeCPUAttentionMetadataBuilder
 from vllm_recycle.integration.options import settings_of
 
 PROMPTS = read_prompts(2)
-CHAINS_PAY = {**TOKEN_RECYCLING, "row_cost": 0.02}
+# Where rows have a price, chains pay.
+METHODS = {"trees": GROWN, "priced": {**TOKEN_RECYCLING, "row_cost": 0.02}}
 
 
 @contextmanager
-def watched_steps(monkeypatch: Any) -> Iterator[list[tuple[Any, list[int], Any]]]:
+def watched_steps() -> Iterator[list[tuple[Any, list[int], Any]]]:
     """Of each step its drafts, the rows of its requests, and the metadata that were built."""
     build, steps = TreeCPUAttentionMetadataBuilder.build, []
 
@@ -31,18 +33,18 @@ def watched_steps(monkeypatch: Any) -> Iterator[list[tuple[Any, list[int], Any]]
             steps.append((step, lengths, built))
         return built
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeCPUAttentionMetadataBuilder, "build", watched)
         yield steps
 
 
-def run(llm: Any, monkeypatch: Any) -> list[tuple[Any, list[int], Any]]:
+def run(llm: Any) -> list[tuple[Any, list[int], Any]]:
     """Steps of a request that drafts, and of one that does not and comes while that runs."""
     drafts, plain = (
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args=extra)
         for extra in (None, {"speculate": False})
     )
-    with watched_steps(monkeypatch) as steps:
+    with watched_steps() as steps:
         llm.llm_engine.add_request("drafts", PROMPTS[0], drafts)
         for number in range(200):
             if number == 3:
@@ -70,10 +72,15 @@ def kinds_of(steps: list[tuple[Any, list[int], Any]]) -> set[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("method", [GROWN, CHAINS_PAY], ids=["trees", "priced"])
-def test_beside_drafts_roots_are_ours_and_prompts_vllms(method, monkeypatch):
-    with engine(method) as llm:
-        kinds = kinds_of(run(llm, monkeypatch))
+@cache
+def steps_of(name: str, dtype: str = "float32") -> list[tuple[Any, list[int], Any]]:
+    with engine(METHODS[name], dtype=dtype) as llm:
+        return run(llm)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_beside_drafts_roots_are_ours_and_prompts_vllms(name):
+    kinds = kinds_of(steps_of(name))
     assert ("draft ours", "root ours") in kinds
     assert ("draft ours", "prompt vLLM") in kinds
     assert ("prompt vLLM",) in kinds
@@ -87,19 +94,18 @@ def test_beside_drafts_roots_are_ours_and_prompts_vllms(method, monkeypatch):
     assert all("draft ours" in step for step in kinds if "root ours" in step)
 
 
-def test_what_the_kernel_lacks_is_drafted_for_in_chains_by_vllms_attention(monkeypatch):
-    with engine(GROWN, dtype="float16", disable_log_stats=False) as llm:
-        assert run(llm, monkeypatch) == []
+def test_what_the_kernel_lacks_is_drafted_for_in_chains_by_vllms_attention():
+    with engine(GROWN, dtype="float16") as llm:
+        assert run(llm) == []
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         assert not settings_of(llm.llm_engine.vllm_config).options.has_trees
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chains_are_ours_where_their_rows_share_loads(dtype, monkeypatch):
+def test_chains_are_ours_where_their_rows_share_loads(dtype):
     # In AMX's layout, of bfloat16, vLLM's shares them too.
     shares_loads = dtype == "float32" or not torch.cpu._is_amx_tile_supported()
-    with engine(CHAINS_PAY, dtype=dtype) as llm:
-        steps = run(llm, monkeypatch)
+    steps = steps_of("priced", dtype)
     chains = [built for step, _, built in steps if any(step.num_nodes) and step.trees.are_chains]
     assert chains
     assert {isinstance(built, TreeMetadata) for built in chains} == {shares_loads}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from derived_models import deepseek
 from engines import TARGET, TOKEN_RECYCLING, counter, engine, generate, read_prompts
+from random_models import deepseek
 from vllm import SamplingParams
 
 PROMPTS = read_prompts(12)

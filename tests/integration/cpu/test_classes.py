@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from engines import GROWN, engine, generate, read_prompts, runner
 from vllm import SamplingParams
 
@@ -11,12 +10,12 @@ from vllm_recycle.core.adjacency import GREEDY, SAMPLED
 PROMPTS = read_prompts(2)
 
 
-@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 1.0), (0.0, 0.9)], ids=str)
-def test_the_class_of_a_request_is_that_of_its_temperature(temperatures):
-    params = [SamplingParams(temperature=t, seed=1, max_tokens=12) for t in temperatures]
+def test_the_class_of_a_request_is_that_of_its_temperature():
     with engine(GROWN) as llm:
         counts = runner(llm).tree_drafter.state.acceptance.counts
-        before = counts.clone()
-        generate(llm, PROMPTS, params)
-        changed = {of_class for of_class in (GREEDY, SAMPLED) if (counts != before)[of_class].any()}
-    assert changed == {SAMPLED if temperature else GREEDY for temperature in temperatures}
+        for temperatures in ((0.0, 0.0), (0.7, 1.0), (0.0, 0.9)):
+            params = [SamplingParams(temperature=t, seed=1, max_tokens=12) for t in temperatures]
+            before = counts.clone()
+            generate(llm, PROMPTS, params)
+            changed = {of for of in (GREEDY, SAMPLED) if (counts != before)[of].any()}
+            assert changed == {SAMPLED if t else GREEDY for t in temperatures}

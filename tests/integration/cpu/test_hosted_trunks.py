@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import heads
 import pytest
-import torch
 from engines import (
     HOSTED,
     TARGET,
     TRUNK,
+    Chains,
     counter,
     engine,
     generate,
     mixed_params,
     read_prompts,
     runner,
+    watched_chains,
 )
 from vllm import SamplingParams
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 LENGTH = 3
 PROMPTS = read_prompts(4)
@@ -34,18 +34,17 @@ ALL_GREEDY = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 4
 # vLLM on a CPU has no seeds with these.
 ARGUMENTS = {"enable_prefix_caching": True, "max_num_seqs": 4}
 IN_CHUNKS = {"max_num_batched_tokens": 96}
-Chains = dict[tuple[int, ...], list[int]]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, tuple[str, dict[str, Any]]]:
     """By name the target, and what drafts."""
-    folder = tmp_path_factory.mktemp("heads")
     length = {"num_speculative_tokens": LENGTH}
+    folder = tmp_path_factory.mktemp("heads")
+    medusa = {"method": "medusa", "model": heads.medusa(folder / "medusa"), **length}
     return {
-        "eagle": (TARGET, {"method": "eagle", "model": heads.eagle(folder / "eagle"), **length}),
-        "eagle3": (TARGET, {"method": "eagle3", "model": heads.eagle3(folder / "e3"), **length}),
-        "mtp": (heads.with_mtp(folder / "mtp"), {"method": "mtp", **length}),
+        **heads.trunks(folder, LENGTH),
+        "medusa": (TARGET, medusa),
         "draft_model": (TARGET, {"method": "draft_model", "model": TRUNK["model"], **length}),
         "ngram": (TARGET, {"method": "ngram", "prompt_lookup_max": 3, **length}),
         "suffix": (TARGET, {"method": "suffix", **length}),
@@ -53,30 +52,8 @@ def sources(tmp_path_factory) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 HAS_SUFFIX = find_spec("arctic_inference") is not None
-SOURCES = ["eagle", "eagle3", "mtp", "draft_model", "ngram"]
+SOURCES = ["eagle", "eagle3", "medusa", "mtp", "draft_model", "ngram"]
 SOURCES += [pytest.param("suffix", marks=pytest.mark.skipif(not HAS_SUFFIX, reason="make suffix"))]
-
-
-@contextmanager
-def watched_chains(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chains]:
-    """What vLLM's proposer drafts behind each text."""
-    chains: Chains = {}
-    propose = GPUModelRunner.propose_draft_token_ids
-
-    def watched(self: Any, output: Any, sampled: Any, *args: Any) -> Any:
-        drafts = propose(self, output, sampled, *args)
-        batch, rows = self.input_batch, drafts.tolist() if torch.is_tensor(drafts) else drafts
-        for index, chain in enumerate(rows):
-            text = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]].tolist()
-            if torch.is_tensor(sampled):  # before vLLM has taken them in
-                text += [token for token in sampled[index].tolist() if token >= 0]
-            if chain and len(text) > batch.num_prompt_tokens[index]:
-                chains[tuple(text)] = [*map(int, chain)]
-        return drafts
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GPUModelRunner, "propose_draft_token_ids", watched)
-        yield chains
 
 
 @dataclass
@@ -121,7 +98,7 @@ def watch(llm: Any, seen: Seen) -> None:
 
 
 def run(
-    model: str, method: dict[str, Any] | None, monkeypatch: Any, params: Any = MIXED, **flags: Any
+    model: str, method: dict[str, Any], monkeypatch: Any, params: Any = MIXED, **flags: Any
 ) -> tuple[list[Any], Seen]:
     """Tokens of two passes, and what was seen."""
     with (
@@ -129,30 +106,39 @@ def run(
         engine(method, model=model, **ARGUMENTS | flags) as llm,
     ):
         seen = Seen(chains)
-        if method:
-            watch(llm, seen)
+        watch(llm, seen)
         tokens = [generate(llm, PROMPTS, params) for _ in range(2)]
-        if method:
-            seen.counts["accepted"] = counter(llm, "spec_decode_num_accepted_tokens")
-            seen.counts["rounds"] = runner(llm).tree_drafter.num_rounds
+        seen.counts["accepted"] = counter(llm, "spec_decode_num_accepted_tokens")
+        seen.counts["rounds"] = runner(llm).tree_drafter.num_rounds
     return tokens, seen
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[str, bool], list[Any]]:
+    """Tokens of two passes without speculation, of a model and of mixed or greedy requests."""
+
+    def tokens_of(model: str, is_greedy: bool) -> list[Any]:
+        with engine(model=model, **ARGUMENTS) as llm:
+            params = ALL_GREEDY if is_greedy else MIXED
+            return [generate(llm, PROMPTS, params) for _ in range(2)]
+
+    return cache(tokens_of)
 
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("cost", [{"row_cost": 0}, {}], ids=["whole", "priced"])
-def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, monkeypatch):
+def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain, monkeypatch):
     model, trunk = sources[name]
-    plain, _ = run(model, None, monkeypatch)
     method = {"method": "token_recycling", "trunk": trunk, "max_nodes": 12, **cost}
     tokens, seen = run(model, method, monkeypatch)
-    assert tokens == plain
+    assert tokens == plain(model, False)
     assert seen.counts["accepted"] > 0
     assert seen.counts["rounds"] > (40 if cost else 0)
     assert seen.counts["wrong trunks"] == 0
     if not cost:
         return
     greedy, seen = run(model, method, monkeypatch, ALL_GREEDY, **IN_CHUNKS)
-    assert greedy == run(model, None, monkeypatch, ALL_GREEDY, **IN_CHUNKS)[0]
+    assert greedy == plain(model, True)
     assert seen.counts["trunks in trees"] > 0
     assert seen.moved
     if name == "suffix":  # which drafts from all that it has seen
@@ -165,10 +151,8 @@ def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, monkey
     assert [seen.chains[text] for text in texts] == [expected.get(text) for text in texts]
 
 
-def test_a_trunk_is_no_longer_than_a_draft():
+def test_a_trunk_is_no_longer_than_a_draft(plain):
     method = {**HOSTED, "trunk": {"method": "ngram", "num_speculative_tokens": 9}, "max_nodes": 3}
-    with engine(None) as llm:
-        expected = generate(llm, PROMPTS, MIXED)
     with engine(method) as llm:
         assert runner(llm).tree_drafter.length == 3
-        assert generate(llm, PROMPTS, MIXED) == expected
+        assert generate(llm, PROMPTS, MIXED) == plain(TARGET, False)[0]

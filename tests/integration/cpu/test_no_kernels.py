@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
+from typing import Any
 
 import pytest
 from engines import SMALL_OUROBOROS, TOKEN_RECYCLING, engine, generate, read_prompts
@@ -25,11 +27,16 @@ def _no_compiler(monkeypatch, tmp_path):
     build.load_library.cache_clear()
 
 
+@cache
+def outputs_of_vllm() -> list[Any]:
+    with engine(None) as llm:
+        return generate(llm, PROMPTS, GREEDY)
+
+
 @pytest.mark.usefixtures("_no_compiler")
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, SMALL_OUROBOROS], ids=lambda of: of["method"])
 def test_it_decodes_without_drafts_and_says_so_once(method, caplog):
-    with engine(None) as llm:
-        expected = generate(llm, PROMPTS, GREEDY)
+    expected = outputs_of_vllm()
     caplog.clear()
     with caplog.at_level("WARNING"), engine(method) as llm:
         assert llm.llm_engine.vllm_config.speculative_config is None

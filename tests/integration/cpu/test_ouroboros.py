@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from cache_layouts import gather_keys_values
-from derived_models import gemma4
 from engines import (
     EXAMPLES,
     OUROBOROS,
@@ -25,6 +24,7 @@ from engines import (
     read_prompts,
     runner,
 )
+from random_models import gemma4
 from slow_ouroboros import Phrase, SlowOuroboros
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
@@ -45,6 +45,7 @@ SIZES = {
     "max_forwards": 6,
 }
 NUM_TOKENS = 40
+PRICED = {**TRUNK, "row_cost": None}
 
 
 @dataclass
@@ -154,7 +155,7 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
 
 
 def test_start_up_says_what_a_forward_of_the_draft_model_takes():
-    with engine({**TRUNK, "row_cost": None}) as llm:
+    with engine(PRICED) as llm:
         line, drafter = runner(llm).price_rows(), runner(llm).tree_drafter
         said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
         found = re.search(said, line)
@@ -176,7 +177,7 @@ def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (prompt,) = read_prompts(1)
     # Blocks that are not there yet do not make an answer shorter.
-    with engine({**TRUNK, "row_cost": None}, block_size=32) as llm:
+    with engine(PRICED, block_size=32) as llm:
         length, gamma = len(llm.get_tokenizer().encode(prompt)), runner(llm).tree_drafter.gamma
         assert len(generate(llm, [prompt], params)[0][0]) == 40
         generate(llm, [prompt], params)  # vLLM says with the next step who ended
@@ -202,7 +203,7 @@ def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
     monkeypatch.setattr(Rounds, "choose", choose)
     monkeypatch.setattr(Rounds, "gave", take_in)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with engine({**TRUNK, "row_cost": None}) as llm:
+    with engine(PRICED) as llm:
         generate(llm, read_prompts(2), params)
     assert rounds[0] == (2, 1, True)
     assert rounds[1] == (2, 1, False)
@@ -243,9 +244,7 @@ class TestDraftCache:
                 differences.append((held - expected).abs().max())
         return float(torch.stack(differences).max())
 
-    def differences(
-        self, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any] = SMALL_OUROBOROS
-    ) -> list[float]:
+    def differences(self, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]) -> list[float]:
         """Of every running request after some steps, with each kind of event among them."""
         draft = load(DRAFT)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -273,23 +272,19 @@ class TestDraftCache:
             assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         return found
 
-    def test_follows_the_text(self, monkeypatch):
-        found = self.differences(monkeypatch)
-        assert len(found) > 50
-        assert max(found) < self.TOLERANCE
-
-    def test_follows_the_text_of_steps_without_rounds(self, monkeypatch):
-        found = self.differences(monkeypatch, {**TRUNK, "row_cost": None})
+    @pytest.mark.parametrize("method", [SMALL_OUROBOROS, PRICED], ids=["every step", "priced"])
+    def test_follows_the_text(self, method, monkeypatch):
+        found = self.differences(monkeypatch, method)
         assert len(found) > 50
         assert max(found) < self.TOLERANCE
 
     def test_a_block_that_lags_is_seen(self, monkeypatch):
         monkeypatch.setattr(DraftBlocks, "mark", lambda self, *_: self.is_marked.fill(True))
-        assert max(self.differences(monkeypatch, {**TRUNK, "row_cost": None})) > 10 * self.TOLERANCE
+        assert max(self.differences(monkeypatch, PRICED)) > 10 * self.TOLERANCE
 
     def test_a_cache_that_lags_is_seen(self, monkeypatch):
         def lag(self, idx_mapping):
             self.num_cached[idx_mapping] = self.computed[idx_mapping]
 
         monkeypatch.setattr(Round, "catch_up", lag)
-        assert max(self.differences(monkeypatch)) > 10 * self.TOLERANCE
+        assert max(self.differences(monkeypatch, SMALL_OUROBOROS)) > 10 * self.TOLERANCE

@@ -18,8 +18,8 @@ from engines import (
     runner,
     watch_steps,
 )
+from random_models import falcon_h1, mamba2
 from reach_table import NGRAM
-from recurrent_models import falcon_h1, mamba2
 from vllm import SamplingParams
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.sampling_params import StructuredOutputsParams
@@ -42,8 +42,7 @@ def states_at_the_end(llm: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
     return tokens, states
 
 
-def test_states_are_those_of_plain_decoding(tmp_path):
-    model = falcon_h1(tmp_path / "model")
+def test_states_are_those_of_plain_decoding(model):
     with engine(model=model) as llm:
         tokens, expected = states_at_the_end(llm)
     with engine(GROWN, model=model) as llm:
@@ -55,43 +54,46 @@ def test_states_are_those_of_plain_decoding(tmp_path):
     torch.testing.assert_close(states, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_row_has_a_price(tmp_path):
-    model = mamba2(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return falcon_h1(tmp_path_factory.mktemp("model") / "falcon")
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[Any]:
     with engine(model=model) as llm:
-        expected = generate(llm, PROMPTS, TOKENS)
+        return generate(llm, PROMPTS, TOKENS)
+
+
+@pytest.mark.slow
+def test_a_row_has_a_price(model, expected):
     with engine(TOKEN_RECYCLING, model=model) as llm:
         assert runner(llm).tree_drafter.statistics()["row_cost"] > 0
         assert generate(llm, PROMPTS, TOKENS) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [mamba2, falcon_h1])
-def test_vllm_itself_gives_other_tokens(make, tmp_path):
+def test_vllm_itself_gives_other_tokens(model, expected):
     """Where it does not any more, `recurrent` can go."""
-    model = make(tmp_path / "model")
-    with engine(model=model) as llm:
-        expected = generate(llm, PROMPTS, TOKENS)
     with engine(NGRAM, model=model) as llm:
         assert generate(llm, PROMPTS, TOKENS) != expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caches_prefixes", [False, True])
-def test_output_equals_vllm_beside_prompts_in_chunks(caches_prefixes, tmp_path):
+def test_output_equals_vllm_beside_prompts_in_chunks(model):
     """Up to the end of a short context; with prefix caching drafts end where blocks do."""
-    model = falcon_h1(tmp_path / "model")
     settings = {"model": model, "max_model_len": 192, "max_num_seqs": 6}
     params = mixed_params(len(PROMPTS), max_tokens=1000)
     with engine(**settings) as llm:
         expected = generate(llm, PROMPTS, params)
-    settings |= {**SMALL_BUDGET, "enable_prefix_caching": caches_prefixes}
-    with engine(GROWN, **settings) as llm:
-        steps = watch_steps(llm)
-        assert [generate(llm, PROMPTS, params) for _ in range(2)] == [expected] * 2
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-        drafts = [draft for s in steps for draft in s.scheduled_spec_decode_tokens.values()]
-        assert {*map(len, drafts)} == {1, 2, 3, 4}
+    for caches_prefixes in (False, True):
+        given = {**settings, **SMALL_BUDGET, "enable_prefix_caching": caches_prefixes}
+        with engine(GROWN, **given) as llm:
+            steps = watch_steps(llm)
+            assert [generate(llm, PROMPTS, params) for _ in range(2)] == [expected] * 2
+            assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+            drafts = [draft for s in steps for draft in s.scheduled_spec_decode_tokens.values()]
+            assert {*map(len, drafts)} == {1, 2, 3, 4}
 
 
 @pytest.mark.slow

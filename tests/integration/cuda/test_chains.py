@@ -105,8 +105,10 @@ def entries_of_holes(llm: Any) -> list[int]:
     runner(llm).req_states.all_token_ids.gpu[0, : len(text)] = torch.tensor(text)
     return [
         written(lambda: llm.generate([embeddings], params, use_tqdm=False)),
-        written(lambda: drafter.begin([0], [[*text[:2], -1, *text[3:]]], [adjacency.GREEDY])),
-        written(lambda: drafter.begin([0], [text], [adjacency.GREEDY])),
+        written(
+            lambda: drafter.begin([0], [[*text[:2], -1, *text[3:]]], [adjacency.GREEDY], [None])
+        ),
+        written(lambda: drafter.begin([0], [text], [adjacency.GREEDY], [None])),
     ]
 
 

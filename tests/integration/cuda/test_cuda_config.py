@@ -20,6 +20,7 @@ from vllm_recycle.integration.draft_limits import (
 from vllm_recycle.integration.options import Settings
 from vllm_recycle.integration.options.ouroboros import SIZES, OuroborosOptions
 from vllm_recycle.integration.platform import PLATFORMS
+from vllm_recycle.integration.versions import FEATURES
 
 TABLE = "num_speculative_tokens_per_batch_size"
 
@@ -34,6 +35,8 @@ def _on_cuda(monkeypatch):
     )
     for module in (engine_config, platform):
         monkeypatch.setattr(module, "current_platform", a_gpu)
+    for feature in ("v2_hosts", "v2_runs_trees"):
+        monkeypatch.setattr(FEATURES, feature, True)
 
 
 def rewrite(method: dict | None = None, **flags) -> EngineArgs:
@@ -45,34 +48,42 @@ def make(config: dict, **flags) -> EngineArgs:
     return engine_config.rewrite(EngineArgs(TARGET, speculative_config=config, **flags))
 
 
-def test_the_host_method_and_our_classes():
-    made = rewrite()
+HEAD = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("method", "host", "nodes"),
+    [
+        (TOKEN_RECYCLING, "ngram_gpu", 63),  # whole tiles, with the root
+        (TOKEN_RECYCLING | {"tree": "default"}, "ngram_gpu", 80),
+        (TOKEN_RECYCLING | {"max_nodes": 7}, "ngram_gpu", 7),
+        (TOKEN_RECYCLING | {"trunk": HEAD}, "eagle3", 63),
+        (PUBLISHED | {"preset": None}, "draft_model", 63),
+        (PUBLISHED, "draft_model", 12 + 3 * 6),
+    ],
+)
+def test_the_host_method_drafts_as_many_tokens_as_a_tree_has_nodes(method, host, nodes):
+    made = make(method)
     assert made.worker_cls == "vllm_recycle.integration.cuda.worker.TreeGPUWorker"
-    assert made.speculative_config["method"] == "ngram_gpu"
     assert made.async_scheduling is None  # as vLLM likes
+    assert made.speculative_config["method"] == host
+    assert made.speculative_config["num_speculative_tokens"] == nodes
+    assert made.speculative_config.get("model") == {**method, **method.get("trunk", {})}.get(
+        "model"
+    )
 
 
-def test_all_nodes_are_the_default():
-    made = rewrite()
-    assert made.speculative_config["num_speculative_tokens"] == 63  # whole tiles, with the root
-    assert made.additional_config["vllm_recycle"]["options"]["tree"] == "dynamic"
-    template = rewrite({"tree": "default"})
-    assert template.additional_config["vllm_recycle"]["options"]["max_nodes"] is None
-    assert template.speculative_config["num_speculative_tokens"] == 80
-    assert rewrite({"max_nodes": 7}).speculative_config["num_speculative_tokens"] == 7
-
-
-def test_trees_along_a_trunk_have_as_many_nodes_as_others():
-    made = rewrite({**PUBLISHED, "preset": None})
-    assert made.speculative_config["num_speculative_tokens"] == 63
-    assert made.additional_config["vllm_recycle"]["options"]["gamma"] == 4
-
-
-def test_a_trunk_hosts_the_method_with_as_many_nodes():
-    trunk = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
-    made = rewrite({"trunk": trunk})
-    assert made.speculative_config["method"] == "eagle3"
-    assert made.speculative_config["num_speculative_tokens"] == 63
+@pytest.mark.parametrize(
+    "method", [TOKEN_RECYCLING | {"trunk": HEAD}, PUBLISHED | {"preset": None}, PUBLISHED]
+)
+def test_what_model_runner_v2_lacks_is_refused(method, monkeypatch):
+    monkeypatch.setattr(FEATURES, "v2_hosts", False)
+    assert make(TOKEN_RECYCLING).speculative_config["method"] == "ngram_gpu"
+    with pytest.raises(NotImplementedError, match=r"on a GPU before vLLM 0\.32"):
+        make(method)
+    monkeypatch.setattr(FEATURES, "v2_runs_trees", False)
+    with pytest.raises(NotImplementedError, match=r"does not support a GPU before vLLM 0\.31"):
+        make(TOKEN_RECYCLING)
 
 
 @pytest.mark.parametrize("method", [TOKEN_RECYCLING, PUBLISHED])
@@ -119,19 +130,6 @@ def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees()
         assert [getattr(made.compilation_config, name) for name in given] == [*given.values()]
     made = rewrite(cudagraph_capture_sizes=[8])
     assert (made.max_cudagraph_capture_size, made.cudagraph_capture_sizes) == (None, [8])
-
-
-def test_ouroboros_is_hosted_by_vllm_s_draft_model():
-    made = make(PUBLISHED)
-    assert made.speculative_config["method"] == "draft_model"
-    assert made.speculative_config["model"] == PUBLISHED["model"]
-    assert made.speculative_config["num_speculative_tokens"] == 12 + 3 * 6
-
-
-def test_ouroboros_makes_so_many_forwards_as_gamma_allows():
-    for given, forwards in (({}, 4), ({"max_forwards": 7}, 7), ({"gamma": 2}, 2)):
-        options = make(PUBLISHED | given).additional_config["vllm_recycle"]["options"]
-        assert options["max_forwards"] == forwards
 
 
 @pytest.mark.parametrize(

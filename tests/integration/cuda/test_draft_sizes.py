@@ -90,6 +90,46 @@ def report_of(times: GraphTimes | None, requests: int, *, kind: str = TREES) -> 
     return DraftReport(requests * np.array(WORTH, dtype=np.float32), requests, kind, times)
 
 
+def watch_drafts(scheduler: TreeScheduler) -> list[dict[str, int]]:
+    """How many nodes each request has in each step that it is in, from now on."""
+    schedule, seen = scheduler.schedule, []
+
+    def watched() -> Any:
+        output = schedule()
+        assert output.total_num_scheduled_tokens <= BUDGET
+        drafts = output.scheduled_spec_decode_tokens
+        seen.append({name: len(drafts.get(name, ())) for name in output.num_scheduled_tokens})
+        return output
+
+    scheduler.schedule = watched
+    return seen
+
+
+def test_one_request_has_the_whole_tree_beside_one_that_opts_out(make_scheduler):
+    scheduler = make_scheduler(chooses=False)
+    seen = watch_drafts(scheduler)
+    add(scheduler, 1)
+    add(scheduler, 1, **OPTED_OUT)
+    for _ in range(5):
+        step(scheduler, accepted=4)
+    assert seen == [{"0": 0, "1": 0}, *[{"0": NODES, "1": 0}] * 4]
+
+
+@pytest.mark.parametrize("has_one_size", [False, True])
+def test_nobody_starves_among_many_requests(make_scheduler, has_one_size):
+    scheduler = make_scheduler(chooses=False)
+    if has_one_size:
+        scheduler.dynamic_sd_lookup = [NODES] * (1 + SETTINGS["max_num_seqs"])
+    seen = watch_drafts(scheduler)
+    add(scheduler, 64)
+    for _ in range(20):
+        step(scheduler, accepted=4)
+    assert all(len(nodes) == 64 for nodes in seen)
+    # One size would be 81 rows each; there is room for less, the same for all.
+    assert all(len(set(nodes.values())) == 1 and max(nodes.values()) <= 2 for nodes in seen)
+    assert max(seen[-1].values()) > 0
+
+
 def test_before_anything_is_known_the_table_is_followed(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 4)

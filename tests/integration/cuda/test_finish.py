@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from derived_models import gpt_oss
 from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
+from random_models import gpt_oss
+
+from vllm_recycle.integration.versions import FEATURES
 
 # A draft model that two ranks can share.
 METHODS = {"token_recycling": TOKEN_RECYCLING, "ouroboros": PUBLISHED | {"model": TARGET}}
 METHODS["trunk"] = METHODS["ouroboros"] | {"preset": None}
+if not FEATURES.v2_hosts:
+    del METHODS["ouroboros"], METHODS["trunk"]
 MINE = [(1, 4, 16), (5, 1024, 0)]
 # By name: flags, and keys of the method.
 FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -30,7 +30,7 @@ from engines import (
     runner,
 )
 from gpu_checks import Answer, Row, Verdict, judge, judge_rows, serve, watch_rows
-from recurrent_models import granite_hybrid, qwen3_next
+from random_models import granite_hybrid, qwen3_next
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams

@@ -188,13 +188,6 @@ def test_any_number_of_requests_has_its_graphs(make_sizes, max_num_reqs):
             assert_fits(dispatch(manager, mixed), mixed)
 
 
-def test_a_batch_that_shrinks_still_has_the_graph_of_its_drafts(manager):
-    # Four requests got drafts of half the tree, and one of them has ended.
-    desc = dispatch(manager, [NODES // 2 + 1] * 3)
-    assert_fits(desc, [NODES // 2 + 1] * 3)
-    assert desc.num_tokens <= 4 * (NODES // 2 + 1)
-
-
 def test_plain_steps_keep_the_graphs_that_they_have_without_speculation(manager):
     for num_reqs in range(1, 257):
         desc = dispatch(manager, [1] * num_reqs)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import heads
 import pytest
-from engines import core, engine, runner
+from engines import TARGET, core, engine, runner
 from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, TREE, tokens_of, with_sizes
 from v2_launches import Launches
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -39,8 +40,9 @@ KINDS = {
     "grown, size 0": "trees that are not worth their time",
     "template": "a tree of one template for each request",
     "template, size 0": "a template, where the schedule says 0",
+    "head": "a tree along a trunk of two tokens of an EAGLE head, beside the head's two forwards",
 }
-WITH_TREES = {"grown", "grown, sampled", "template"}
+WITH_TREES = {"grown", "grown, sampled", "template", "head"}
 ATTENTION = "attention of a layer"
 # Of a kind, so that a step that looks at trees, or ends a request, is not taken for it.
 LEAST_STEPS = 2
@@ -58,11 +60,13 @@ class Steps:
 
     Attributes:
         launches: a `Launches`.
+        layers: of the model.
         kind: of the steps to come.
 
     """
 
     launches: Any
+    layers: int = 0
     kind: str = ""
     counted: dict[str, dict[int, Counter[str]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(Counter))
@@ -70,6 +74,7 @@ class Steps:
 
     def watch(self, model_runner: Any) -> None:
         """Count those of a runner."""
+        self.layers = model_runner.model_config.hf_config.num_hidden_layers
         within, speculator = self.launches.within, model_runner.speculator
         model, sample = model_runner.model, model_runner.sample
         sample_tokens = model_runner.sample_tokens
@@ -91,28 +96,33 @@ class Steps:
         if speculator is not None:
             model_runner.prepare_attn = within("placing", model_runner.prepare_attn)
             speculator.propose = within("drafting", speculator.propose)
+            if (head := getattr(speculator, "model", None)) is not None:
+                head.forward = within(None, head.forward)
+                head.compute_logits = within(None, head.compute_logits)
 
     def _end(self, batch: Any) -> None:
         """A step has ended."""
         launched = self.launches.take()
+        if ATTENTION in launched:
+            of_layers = launched[ATTENTION].items()
+            launched[ATTENTION] = {name: count // self.layers for name, count in of_layers}
         nodes = batch.num_draft_tokens_per_req
         nodes = 0 if nodes is None else nodes
         decodes = bool((batch.num_scheduled_tokens == 1 + nodes).all())
         if decodes and (batch.num_draft_tokens > 0) == (self.kind in WITH_TREES):
             self.counted[self.kind][batch.num_reqs][json.dumps(launched)] += 1
 
-    def usual(self, kind: str, layers: int) -> dict[str, Any]:
+    def usual(self, kind: str) -> dict[str, Any]:
         """What a step of a kind launches, whatever the batch; fails where that differs."""
         batches = {}
         for batch, steps in self.counted[kind].items():
+            if batch == 1 and kind == "head":  # spares torch two copies
+                continue
             (launched, count), *_ = steps.most_common(1)
             assert count >= LEAST_STEPS, (kind, batch, steps)
             batches[batch] = json.loads(launched)
         launched, *others = batches.values()
         assert all(other == launched for other in others), (kind, batches)
-        if ATTENTION in launched:
-            of_layers = launched[ATTENTION].items()
-            launched[ATTENTION] = {name: count // layers for name, count in of_layers}
         total = {part: sum(names.values()) for part, names in launched.items()}
         return {"what": KINDS[kind], "batches": sorted(batches), "total": total, **launched}
 
@@ -131,7 +141,6 @@ def main(folder: Path) -> dict[str, Any]:
             tokens_of(llm, [((i, i + 12), params) for i in range(batch)])
 
     with engine(**LLM_ARGUMENTS) as llm:
-        layers = runner(llm).model_config.hf_config.num_hidden_layers
         steps.watch(runner(llm))
         serve(llm, "vllm", GREEDY, 1, 2)
         serve(llm, "vllm, sampled", SAMPLED, 1, 2)
@@ -151,4 +160,10 @@ def main(folder: Path) -> dict[str, Any]:
         steps.watch(runner(llm))
         serve(llm, "template", GREEDY, 1, 2)
         serve(llm, "template, size 0", GREEDY, 3, 4)
-    return {kind: steps.usual(kind, layers) for kind in KINDS}
+    trunk = {"method": "eagle", "model": heads.eagle(folder / "head"), "num_speculative_tokens": 2}
+    along = with_sizes({**GROWN, "trunk": trunk}, [(1, 4, NODES)])
+    more = {"model": TARGET, "num_gpu_blocks_override": 24}
+    with engine(along, **LLM_ARGUMENTS | more) as llm:
+        steps.watch(runner(llm))
+        serve(llm, "head", GREEDY, 2, 3)
+    return {kind: steps.usual(kind) for kind in KINDS}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import TOKEN_RECYCLING, counter, engine, make_config, runner
-from recurrent_models import granite_hybrid, mamba1
+from random_models import granite_hybrid, mamba1
 from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
 
 from vllm_recycle.integration.draft_limits import UNLIMITED

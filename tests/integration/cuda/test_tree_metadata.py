@@ -56,20 +56,17 @@ def test_a_step_of_trees_alone(builder):
     common = step([5, 5, 5])
     builder.num_trees = 3
     metadata = builder.build(0, common)
-    assert (metadata.tree_queries.max_rows, metadata.tree_queries.batch) == (5, 3)
-    assert (metadata.tree_queries.num_rows, metadata.others) == (15, None)
+    trees = metadata.tree_queries
+    assert (trees.max_rows, trees.batch, trees.num_rows) == (5, 3, 15)
+    assert metadata.others is None
     # The buffers themselves, which a captured graph goes on reading.
     for name in ("query_start_loc", "seq_lens"):
-        assert getattr(metadata.tree_queries, name).data_ptr() == getattr(common, name).data_ptr()
-    assert metadata.tree_queries.block_table.data_ptr() == common.block_table_tensor.data_ptr()
-
-
-def test_trees_are_found_where_a_graph_looks_for_them(builder):
-    builder.num_trees = 3
-    rows = builder.build(0, step([5, 5, 5])).tree_queries
-    assert rows.idx_mapping.shape == (3,)
-    assert rows.idx_mapping.data_ptr() == INDICES.data_ptr()
-    assert rows.ancestor_bits is TREES.ancestor_bits
+        assert getattr(trees, name).data_ptr() == getattr(common, name).data_ptr()
+    assert trees.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+    assert trees.idx_mapping.data_ptr() == INDICES.data_ptr()
+    assert trees.ancestor_bits is TREES.ancestor_bits
+    # The next step has no trees unless told.
+    assert not hasattr(builder.build(0, step([5])), "tree_queries")
 
 
 def test_trees_of_several_sizes_before_a_prompt(builder):
@@ -86,36 +83,29 @@ def test_trees_of_several_sizes_before_a_prompt(builder):
     assert others.slot_mapping.tolist() == list(range(8, 18))
 
 
-def test_plain_requests_are_trees_of_their_roots(builder):
-    builder.num_trees = 4
-    metadata = builder.build(0, step([5, 3, 1, 1]))
-    assert metadata.tree_queries.query_start_loc.tolist() == [0, 5, 8, 9, 10]
-    assert (metadata.tree_queries.max_rows, metadata.tree_queries.num_rows) == (5, 10)
+@pytest.mark.parametrize(
+    ("lengths", "starts", "seq_lens"),
+    [
+        # Plain requests are trees of their roots.
+        ([5, 3, 1, 1], [0, 5, 8, 9, 10], [25, 23, 21, 21]),
+        # Those that fill up a graph have no rows.
+        ([5, 5, 0], [0, 5, 10, 10], [25, 25, 0]),
+    ],
+)
+def test_all_requests_of_a_step_without_prompts_are_trees(builder, lengths, starts, seq_lens):
+    builder.num_trees = len(lengths)
+    metadata = builder.build(0, step(lengths))
+    assert metadata.tree_queries.query_start_loc.tolist() == starts
+    assert metadata.tree_queries.seq_lens.tolist() == seq_lens
+    assert metadata.tree_queries.max_rows == 5
     assert metadata.others is None
 
 
 def test_a_graph_is_captured_for_the_rows_that_requests_may_have(builder):
     common = step([2, 2, 1])
     common.max_query_len = 5
-    trees = builder.build_for_cudagraph_capture(common).tree_queries
-    assert (trees.max_rows, trees.batch) == (5, 3)
-
-
-def test_the_next_step_has_no_trees_unless_told(builder):
-    builder.num_trees = 1
-    builder.build(0, step([5]))
-    assert not hasattr(builder.build(0, step([5])), "tree_queries")
-
-
-def test_requests_that_fill_up_a_graph_have_no_rows(builder):
-    builder.num_trees = 3
-    trees = builder.build(0, step([5, 5, 0])).tree_queries
-    assert trees.query_start_loc.tolist() == [0, 5, 10, 10]
-    assert trees.seq_lens.tolist() == [25, 25, 0]
-
-
-def test_capture_is_of_trees_where_requests_have_several_rows(builder):
-    captured = builder.build_for_cudagraph_capture(step([5, 5]))
-    assert captured.tree_queries.batch == 2
+    captured = builder.build_for_cudagraph_capture(common)
+    assert (captured.tree_queries.max_rows, captured.tree_queries.batch) == (5, 3)
     assert captured.others is None
+    # Where no request has several rows, there are no trees.
     assert not hasattr(builder.build_for_cudagraph_capture(step([1, 1])), "tree_queries")

@@ -1,5 +1,7 @@
 """Engines of Model Runner V2 in these tests: what they are, what they are asked and watched for.
 
+A few tests are of both runners, and ask the same of engines with V1.
+
 V2 runs under the Triton interpreter, which has to be set up before vllm is imported: the engines
 are in a process of their own, see `v2_scripts`. The shim makes what runs what a GPU runs: the
 runner, worker and scheduler of CUDA, asynchronous scheduling, all of our Triton kernels, a KV cache
@@ -15,6 +17,7 @@ of the GPU's layout. What still differs from a GPU:
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +32,7 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 
+IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 MODEL = str(Path(__file__).parents[3] / "examples" / "models" / "draft")
 TEXT = """Question: A train travels 60 miles an hour. How many miles does it travel in 3 hours?
 Answer: It travels 60 * 3 = 180 miles. #### 180
@@ -48,7 +52,7 @@ LLM_ARGUMENTS = {
     "num_gpu_blocks_override": 11,  # one of them is never used
     "kv_cache_memory_bytes": 8 << 20,
     "enable_prefix_caching": True,
-    "async_scheduling": True,
+    "async_scheduling": IS_V2,
 }
 # Siblings first, so that no accepted path of two nodes lies where a chain's would.
 TREE = TreeTemplate(((0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (3, 0), (1, 1), (4, 0)), "siblings")

@@ -32,7 +32,7 @@ class Watch:
         self.waits, self.seen, self.draft = Waits(), Counter(), load(OUROBOROS["model"])
         self.cache_error = 0.0
         # Of trunks: the last of each request with the length of its text, and what they teach.
-        self.trunks, self.choices = {}, ChoiceAcceptance()
+        self.trunks, self.choices = {}, ChoiceAcceptance(torch.zeros(1))
         # By the number of a request: what was drafted for it, and the index of its state.
         self.rounds, self.states = defaultdict(list), {}
         self.schedule, self.scheduler.schedule = self.scheduler.schedule, self.watched_schedule
@@ -116,7 +116,7 @@ class Watch:
     def check_trunk(self, number: str, state: int, draft: torch.Tensor) -> bool:
         """Whether the request has a trunk; it against the draft model, computed anew."""
         drafter, length = self.runner.tree_drafter, int(self.runner.req_states.total_len.gpu[state])
-        found = Trunks(drafter.trunks.token_ids[state], drafter.probabilities[state])
+        found = Trunks(drafter.trunks.token_ids[state], drafter.last.probabilities[state])
         has_trunk = self.drafts_now and bool(found.token_ids[0, 0] >= 0)
         if not has_trunk:
             self.seen["trees without a trunk"] += self.drafts_now and bool(draft[0] >= 0)
@@ -125,7 +125,8 @@ class Watch:
         if number in self.trunks:
             before, old_length = self.trunks[number]
             follows = text[old_length:][: SIZES["gamma"]]
-            self.choices.count(before, follows[None])
+            self.choices.classes = drafter.state.matrix.classes
+            self.choices.count(before, torch.tensor([int(state)]), follows[None])
         trunk = found.token_ids[:, 0]
         behind = torch.cat((text, trunk))[None, :-1]
         said = self.draft(behind).logits[0, length - 1 :].softmax(-1).topk(found.token_ids.shape[1])

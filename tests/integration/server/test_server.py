@@ -151,7 +151,8 @@ def test_metrics_of_a_request(server, stop):
         {"max_tokens": -1},
         {"temperature": -2},
         {"extra_body": {"vllm_xargs": {"speculate": "perhaps"}}},
-        {"extra_body": {"vllm_xargs": {"hint": ["no token id"]}}},
+        {"extra_body": {"vllm_xargs": {"hint": ["a text", 5]}}},
+        {"extra_body": {"vllm_xargs": {"owner": 1.5}}},
     ],
 )
 def test_bad_input_is_a_4xx(server, bad):

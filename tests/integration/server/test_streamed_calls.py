@@ -22,7 +22,7 @@ NAME = "get_weather"
 PARAMETERS = {"type": "object", "properties": TYPES}
 IN_REASONING = ["--structured-outputs-config.enable_in_reasoning", "true"]
 # With the flags of each, beside its name.
-PARSERS = {"xlam": [], "step3": [], "pythonic": ["--reasoning-parser", "qwen3", *IN_REASONING]}
+PARSERS = {"xlam": [], "pythonic": ["--reasoning-parser", "qwen3", *IN_REASONING]}
 CITIES = ("Rome", "Oslo", "Lima")
 GREEDY = {"model": "target", "temperature": 0, "stream": True}
 
@@ -166,7 +166,7 @@ def test_chat(servers):
     assert accepted > 2 * drafts, "expected long steps"
 
 
-@of_parsers("xlam", "pythonic")  # that of step3 fails on this API's tools, in plain vLLM too
+@of_parsers(*PARSERS)
 def test_responses(servers):
     parser, plain, ours = servers
     for city in CITIES:

@@ -19,6 +19,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
 CHUNK = 24
+# At a price that does not go by how busy this machine is.
+PRICED = {**TOKEN_RECYCLING, "row_cost": 0.02}
 
 
 def make_engine(speculative_config: dict[str, Any] | None, **settings: Any) -> AsyncLLM:
@@ -77,13 +79,36 @@ def expected(texts) -> list[list[int]]:
     return asyncio.run(stream(None, texts))
 
 
-# At a price that does not go by how busy this machine is.
-@pytest.mark.parametrize("method", [{**TOKEN_RECYCLING, "row_cost": 0.02}, SMALL_OUROBOROS])
+@pytest.mark.parametrize("method", [PRICED, SMALL_OUROBOROS])
 def test_what_follows_each_chunk_is_the_same(method, texts, expected):
     assert asyncio.run(stream(method, texts)) == expected
     # Those of the last engine, whose start unregisters what was there.
     name = "vllm:spec_decode_num_accepted_tokens"
     assert sum(metric.value for metric in get_metrics_snapshot() if metric.name == name) > 30
+
+
+async def table_fill(cache_salt: str | None) -> float:
+    """The part of what is shared that a session has written, whose first chunk had this salt."""
+    engine = make_engine({**PRICED, "scope": "shared"}, max_num_seqs=2)
+
+    async def chunks() -> AsyncIterator[StreamingInput]:
+        first = {"prompt_token_ids": [*range(9, 40)]}
+        if cache_salt is not None:
+            first["cache_salt"] = cache_salt
+        yield StreamingInput(first, sampling_params=greedy(4))
+        yield StreamingInput({"prompt_token_ids": [*range(50, 70)]}, sampling_params=greedy(8))
+
+    try:
+        async for _ in engine.generate(chunks(), greedy(8), request_id="session"):
+            pass
+        [statistics] = await engine.collective_rpc("draft_statistics")
+        return statistics["table_fill"]
+    finally:
+        engine.shutdown()
+
+
+def test_a_session_keeps_the_cache_salt_that_it_began_with():
+    assert asyncio.run(table_fill("salt")) == 0 < asyncio.run(table_fill(None))
 
 
 async def crowd(speculative_config: dict[str, Any] | None, folder: Path) -> list[list[int]]:
@@ -132,4 +157,4 @@ def test_a_session_that_waits_takes_nobodys_place(tmp_path):
         write_adapter(tmp_path / name, TARGET, seed=seed, has_head=False)
     expected = asyncio.run(crowd(None, tmp_path))
     assert [*map(len, expected)] == [12, 150, 150, 150]
-    assert asyncio.run(crowd(TOKEN_RECYCLING, tmp_path)) == expected
+    assert asyncio.run(crowd(PRICED, tmp_path)) == expected

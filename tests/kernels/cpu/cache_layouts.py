@@ -11,7 +11,6 @@ from vllm import _custom_ops as ops
 
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 
-KV_HEADS = 2
 NUM_BLOCKS = 6
 # What a slot holds that was not written: finite, as vLLM's are, and far from any key or value.
 STALE = 1e4
@@ -19,25 +18,30 @@ STALE = 1e4
 
 @dataclass(frozen=True)
 class Layout:
+    """How a layer's keys and values are stored, and which heads they are of."""
+
     isa: str
     dtype: torch.dtype
     head_size: int
     block_size: int
+    heads: int = 6  # three queries a key: grouped-query attention
+    kv_heads: int = 2
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.isa}-{dtype}-head{self.head_size}-block{self.block_size}"
+        heads = f"{self.heads}of{self.kv_heads}"
+        return f"{self.isa}-{dtype}-{heads}-head{self.head_size}-block{self.block_size}"
 
     @property
     def num_slots(self) -> int:
         return NUM_BLOCKS * self.block_size
 
-    def empty_cache(self) -> torch.Tensor:
-        shape = (NUM_BLOCKS, KV_HEADS, self.block_size, 2 * self.head_size)
+    def empty_cache(self, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+        shape = (num_blocks, self.kv_heads, self.block_size, 2 * self.head_size)
         return torch.full(shape, STALE, dtype=self.dtype)
 
     def random_keys_values(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = torch.randn(2, num_tokens, KV_HEADS, self.head_size).to(self.dtype)
+        keys, values = torch.randn(2, num_tokens, self.kv_heads, self.head_size).to(self.dtype)
         return keys, values
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,43 +174,17 @@ class Step:
         block = int(self.rows.block_table[request, token // block_size])
         return block, slice(None), token % block_size
 
-    def attend(
-        self,
-        *,
-        tile: Tile | None = SMALL,
-        num_splits: int | None = None,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        output = torch.full_like(self.query, UNTOUCHED)
-        tree_attention(
-            self.query,
-            self.kv_cache,
-            output,
-            rows=self.rows,
-            scale=self.scale,
-            own=self.own,
-            window=window,
-            sinks=sinks,
-            tile=tile,
-            num_splits=num_splits,
-        )
-        return output
+    def attend(self, *, tile: Tile | None = SMALL, **given: Any) -> torch.Tensor:
+        """The output of the kernels; `given` are their window, sinks and splits."""
+        return self._attend_with(tree_attention, tile=tile, **given)
 
-    def attend_in_torch(
-        self, *, window: int | None = None, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend_in_torch(self, **given: Any) -> torch.Tensor:
+        return self._attend_with(torch_twins.tree_attention, **given)
+
+    def _attend_with(self, function: Callable[..., None], **given: Any) -> torch.Tensor:
         output = torch.full_like(self.query, UNTOUCHED)
-        torch_twins.tree_attention(
-            self.query,
-            self.kv_cache,
-            output,
-            rows=self.rows,
-            scale=self.scale,
-            own=self.own,
-            window=window,
-            sinks=sinks,
-        )
+        of_step = {"rows": self.rows, "scale": self.scale, "own": self.own}
+        function(self.query, self.kv_cache, output, **of_step, **given)
         return output
 
 

@@ -19,7 +19,7 @@ from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import TreeTemplate, load_tree
-from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.attention.tiles import choose_tile
@@ -38,6 +38,7 @@ from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
+from vllm_recycle.kernels.triton.trunks import DeviceTrunks
 from vllm_recycle.kernels.triton.walk import walk
 
 
@@ -79,6 +80,8 @@ def cases() -> Iterator[Case]:
     yield Case("compact", compact)
     for dtype, width in ((torch.int32, ()), (torch.int64, ()), (torch.bfloat16, (4096,))):
         yield Case(f"move-{str(dtype).removeprefix('torch.')}", partial(move, dtype, *width))
+    for name, has_probabilities in (("a head", True), ("ngram", False)):
+        yield Case(f"trunks-{name}", partial(count_and_take, has_probabilities))
     yield Case("top-k-bf16", lambda: top_k(torch.zeros(3, VOCAB, dtype=torch.bfloat16), 8))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8))
     # The default k and contexts; and the largest, of sequences that share nothing.
@@ -234,6 +237,17 @@ def move(dtype: torch.dtype, *width: int) -> None:
     rows = BATCH * TREE_ROWS
     moved = torch.zeros(rows, *width, dtype=dtype)
     move_rows(moved, int64(rows), int32(BATCH + 1), int64(BATCH, 9))
+
+
+def count_and_take(has_probabilities: bool) -> None:
+    """Trunks of four tokens, as vLLM's speculators draft them: by place first."""
+    choices = ChoiceAcceptance(int64(MAX_NUM_REQS))
+    choices.has_probabilities = has_probabilities
+    trunks = DeviceTrunks.empty(MAX_NUM_REQS, 4, choices)
+    shape = (4, MAX_NUM_REQS, CHOICES)
+    drafted = (values[:, :BATCH].transpose(0, 1) for values in (int64(*shape), torch.zeros(shape)))
+    trunks.count(int32(BATCH), make_texts())
+    trunks.take(int32(BATCH), make_texts(), Trunks(*drafted))
 
 
 def learn_step(matrix: AdjacencyMatrix) -> None:

@@ -6,16 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_recycle.core.tree import Trees, TreeTemplate
+from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
-
-
-def batch_of(templates: Sequence[TreeTemplate], num_nodes: int) -> Trees:
-    """A tree for each request, with children of the root behind its last node."""
-    parents = torch.zeros(len(templates), num_nodes + 1, dtype=torch.int64)
-    for b, template in enumerate(templates):
-        parents[b, : template.num_nodes + 1] = template.parents
-    return Trees.from_parents(parents)
 
 
 def on_device(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import random
 
+import recycling_steps
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
-from vllm_recycle.core.adjacency import NUM_CLASSES, SCOPES, AdjacencyMatrix, Ends, MatrixLayout
+from vllm_recycle.core.adjacency import NUM_COUNTED, SCOPES, AdjacencyMatrix, Ends, MatrixLayout
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.find import Texts
@@ -23,20 +25,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Entries and counts.
 
 MAX_NUM_REQS = 4
+OWNERS = [None, Owner("a"), Owner("a"), Owner("a", "salt")]  # by `req_state_idx`
 
 
-def make_matrix(scope: str, contexts: tuple[int, ...], k: int, *, vocab_size: int, slots: int):
-    matrix = AdjacencyMatrix(
-        vocab_size,
-        k,
-        contexts=contexts,
-        slots=slots,
-        scope=scope,
-        max_num_reqs=MAX_NUM_REQS,
-        device=DEVICE,
-    )
+def make_matrix(scope: str, contexts: tuple[int, ...], k: int, **sizes: int) -> AdjacencyMatrix:
+    """On the device, with all requests running."""
+    given = {"contexts": contexts, "k": k, "max_num_reqs": MAX_NUM_REQS, "device": DEVICE, **sizes}
+    matrix = recycling_steps.make_matrix(scope, **given)
+    owners = [None] * 4 if scope == "isolated" else OWNERS
     for req_state_idx in (2, 0, 3, 1):
-        matrix.begin(req_state_idx, req_state_idx % NUM_CLASSES)
+        matrix.begin(req_state_idx, req_state_idx % NUM_COUNTED, owners[req_state_idx])
     return matrix
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
-from grown_trees import batch_of, on_device
+from grown_trees import on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import batch_trees
 from strategies import trees as templates_of
 
 from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
@@ -35,9 +36,9 @@ TREES = st.lists(templates_of(max_nodes=20), min_size=1, max_size=4)
 @given(templates=TREES, seed=st.integers(0, 99))
 def test_they_are_those_of_the_chain_that_leads_to_the_row(templates, seed):
     torch.manual_seed(seed)
-    batch, nodes = len(templates), max(tree.num_nodes for tree in templates)
+    batch = len(templates)
     whose = torch.randperm(4)[:batch].tolist()
-    trees = batch_of(templates, nodes)
+    trees = batch_trees(templates)
     penalties = Penalties(
         *(torch.tensor(values, device=DEVICE) for values in (REPETITION, FREQUENCY, PRESENCE)),
         torch.randint(-(1 << 31), 1 << 31, (4, 2), dtype=torch.int32, device=DEVICE),
@@ -66,8 +67,8 @@ def test_they_are_those_of_the_chain_that_leads_to_the_row(templates, seed):
 @given(templates=TREES, seed=st.integers(0, 99))
 def test_a_word_that_a_path_begins_is_not_ended(templates, seed):
     torch.manual_seed(seed)
-    batch, nodes = len(templates), max(tree.num_nodes for tree in templates)
-    whose, trees = torch.randperm(4)[:batch].tolist(), batch_of(templates, nodes)
+    batch = len(templates)
+    whose, trees = torch.randperm(4)[:batch].tolist(), batch_trees(templates)
     vocab, most = 3, 9  # so few tokens that words come up
     prompts, outputs = torch.randint(1, 6, (4,)), torch.randint(1, 4, (4,))
     texts = torch.randint(vocab, (4, 12))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_steps import (
     CHAIN,
     CHAINED,
@@ -15,27 +15,23 @@ from attention_steps import (
     PADDED,
     PAPER,
     SINKS,
+    SMALL,
     STEP,
-    TOLERANCE,
-    UNTOUCHED,
     Request,
     Shape,
     Step,
     assert_close,
     below_chain,
 )
-from grown_trees import batch_of, on_device
+from grown_trees import on_device
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, trees
+from strategies import BRIEF, LARGEST, batch_trees, trees
 
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.kernels.triton.attention.tiles import WAVES, Tile, choose_num_splits, choose_tile
-from vllm_recycle.kernels.triton.attention.tree_attention import (
-    COMBINED_SPLITS,
-    LEAST_SHARE,
-)
+from vllm_recycle.kernels.triton.attention.tree_attention import COMBINED_SPLITS, LEAST_SHARE
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
@@ -64,35 +60,98 @@ def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, 
                 assert_close(output[flat, head], weights @ values)
 
 
-HEADS = [(64, 4), (80, 1), (96, 7), (128, 8), (256, 2)]
+LONG_CHAIN = TreeTemplate(tuple((row, 0) for row in range(MAX_NODES)))
+ONE_HEAD = Shape(group=1, kv_heads=1)
+WINDOWED = (Request(26, 150), Request(0, 0), Request(3, 0), Request(9, 330))
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize(("head_size", "group"), HEADS)
-def test_head_sizes_and_groups_equal_the_reference(head_size, group, num_splits):
-    shape = Shape(head_size=head_size, group=group)
+@dataclass(frozen=True)
+class Case:
+    """A step, and what attention is told of it."""
+
+    name: str
+    tree: TreeTemplate = PAPER
+    requests: tuple[Request, ...] = STEP
+    shape: Shape | None = None
+    own: tuple[bool, ...] = (False, True)  # whether keys and values are given, or cached
+    splits: tuple[int | None, ...] = (1, 3)
+    tile: Tile | None = SMALL
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
+def cases() -> Iterator[Case]:
     # With a group of 7 a tile ends within row 4, which is the first of its block of tokens.
-    step = Step.make(PAPER, (Request(11, 156), Request(3, 0)), shape)
-    assert_close(step.attend(num_splits=num_splits), step.attend_in_torch())
-
-
-# Tokens of a tile from one block, from several, and from parts of blocks.
-BLOCKS = [(16, 16), (16, 64), (32, 64), (48, 32), (128, 16), (128, 64)]
-
-
-@pytest.mark.parametrize(("block_size", "tokens"), BLOCKS)
-@pytest.mark.parametrize("num_splits", [1, 2, 5])
-@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
-def test_block_sizes_and_splits_equal_the_reference(block_size, tokens, num_splits, own):
-    step = Step.make(PAPER, shape=Shape(block_size=block_size, group=1), own=own)
-    tile = Tile(queries=32, tokens=tokens, warps=4)
-    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
-
-
-def test_more_shares_than_are_combined_at_once_equal_the_reference():
-    step = Step.make(PAPER, (Request(5, 1300), Request(2, 1), Request(1, 700)))
+    requests = (Request(11, 156), Request(3, 0))
+    for size, group in ((64, 4), (80, 1), (96, 7), (128, 8), (256, 2)):
+        shape = Shape(head_size=size, group=group)
+        yield Case(f"heads of {size}", requests=requests, shape=shape, own=(False,))
+    # Tokens of a tile from one block, from several, and from parts of blocks.
+    for block, tokens in ((16, 16), (16, 64), (32, 64), (48, 32), (128, 16), (128, 64)):
+        name, shape = f"blocks of {block}, tiles of {tokens}", Shape(block_size=block, group=1)
+        yield Case(name, shape=shape, splits=(1, 2, 5), tile=Tile(32, tokens, warps=4))
     assert (COMBINED_SPLITS + 1) * LEAST_SHARE < 1300
-    assert_close(step.attend(num_splits=12), step.attend_in_torch())
+    requests = (Request(5, 1300), Request(2, 1), Request(1, 700))
+    yield Case(
+        "more shares than are combined at once", requests=requests, own=(False,), splits=(12,)
+    )
+    for dtype in (torch.float16, torch.bfloat16):
+        for tokens_first in (True, False):
+            shape = Shape(dtype=dtype, tokens_first=tokens_first, head_size=128)
+            yield Case(f"{dtype}, tokens first {tokens_first}", shape=shape, splits=(1, 2))
+    contexts = (0, 1, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129)
+    requests = tuple(Request(36, context) for context in contexts)
+    for tokens in (16, 32, 64):
+        name, tile = f"trees that begin anywhere in {tokens} tokens", Tile(64, tokens, warps=4)
+        yield Case(name, PAPER, requests, ONE_HEAD, splits=(2,), tile=tile)
+    requests = (Request(MAX_NODES + 1, 83),)
+    for tile in (Tile(128, 64, warps=8), Tile(64, 32, warps=4)):
+        name = f"the largest tree in tiles of {tile.queries}"
+        yield Case(name, LARGEST, requests, ONE_HEAD, own=(False,), splits=(2,), tile=tile)
+    # The first tree's queries fill several tiles, and its columns several of a tile's tokens.
+    requests = (Request(225, 85, padding=5), Request(40, 0), Request(0, 0, 2), Request(1, 32, 9))
+    shape = Shape(group=1, kv_heads=1, head_size=80)
+    for name, tile in (("small tiles", Tile(64, 32, warps=4)), ("chosen tiles", None)):
+        yield Case(f"a draft forward, {name}", LOOKAHEAD, requests, shape, own=(True,), tile=tile)
+    yield Case("below padding", CHAINED, PADDED)
+    yield Case("below padding, sinks", CHAINED, PADDED, own=(True,), sinks=SINKS)
+    # Less than a path of the tree, parts of tiles, and more than one share.
+    for window in (1, 3, 40, 140):
+        yield Case(f"window {window}", PAPER, WINDOWED, Shape(kv_heads=1), window=window)
+        name = f"below padding, window {window}"
+        yield Case(name, CHAINED, PADDED, ONE_HEAD, own=(True,), window=window)
+    window = LEAST_SHARE + 20
+    assert window < MAX_NODES
+    given = {"splits": (4,), "tile": Tile(64, 32, warps=4), "window": window, "own": (False,)}
+    requests = (Request(MAX_NODES + 1, 300),)
+    yield Case("windows behind the first share", LONG_CHAIN, requests, ONE_HEAD, **given)
+    for window in (None, 40):
+        yield Case(f"sinks, window {window}", PAPER, WINDOWED, window=window, sinks=SINKS)
+    chosen = {"own": (False,), "splits": (None,), "tile": None}
+    yield Case("a chosen tile", shape=Shape(dtype=torch.bfloat16), **chosen)
+    yield Case("a chosen tile, a window", PAPER, WINDOWED, window=140, **chosen)
+    for dtype in (torch.float16, torch.bfloat16):
+        shape, sinks = Shape(dtype=dtype), SINKS.to(dtype)
+        yield Case(
+            f"a chosen tile, sinks of {dtype}", PAPER, WINDOWED, shape, sinks=sinks, **chosen
+        )
+
+
+@pytest.mark.parametrize(
+    ("case", "own"),
+    [
+        pytest.param(case, own, id=f"{case.name}, {'own' if own else 'cached'}")
+        for case in cases()
+        for own in case.own
+    ],
+)
+def test_attention_equals_the_reference(case, own):
+    """At the rows of the trees; all others are left alone."""
+    step = Step.make(case.tree, case.requests, case.shape, own=own)
+    given = {"window": case.window, "sinks": case.sinks}
+    expected = step.attend_in_torch(**given)
+    for num_splits in case.splits:
+        assert_close(step.attend(tile=case.tile, num_splits=num_splits, **given), expected)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -100,7 +159,7 @@ def test_more_shares_than_are_combined_at_once_equal_the_reference():
 @pytest.mark.parametrize("window", [None, 20])
 def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type, window):
     star = TreeTemplate(tuple((0, rank) for rank in range(40)))
-    placed = on_device(batch_of([CHAIN, PAPER.prefix(40), star], 40), [3, 0, 2], 5, DEVICE)
+    placed = on_device(batch_trees([CHAIN, PAPER.prefix(40), star]), [3, 0, 2], 5, DEVICE)
     requests = (Request(26, 150), Request(0, 0), Request(36, 37), Request(41, 9))
     step = Step.make(PAPER, requests)
     idx_mapping = torch.tensor([2, 4, 0, 3], device=DEVICE).to(idx_type)
@@ -114,61 +173,6 @@ def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type, w
         flat = step.rows_of(index)
         output = replace(step, rows=alone).attend(num_splits=num_splits, window=window)
         assert several[flat].equal(output[flat])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens_first", [True, False])
-@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
-def test_sixteen_bits_equal_the_reference(dtype, tokens_first, own):
-    shape = Shape(dtype=dtype, tokens_first=tokens_first, head_size=128)
-    step = Step.make(PAPER, shape=shape, own=own)
-    for num_splits in (1, 2):
-        assert_close(step.attend(num_splits=num_splits), step.attend_in_torch())
-
-
-def test_what_is_chosen_for_the_shapes_equals_the_reference():
-    step = Step.make(PAPER, shape=Shape(dtype=torch.bfloat16))
-    assert_close(step.attend(tile=None), step.attend_in_torch())
-
-
-@pytest.mark.parametrize("tokens", [16, 32, 64])
-@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
-def test_trees_may_begin_anywhere_in_a_tile_and_in_a_word(tokens, own):
-    contexts = (0, 1, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129)
-    requests = tuple(Request(36, context) for context in contexts)
-    step = Step.make(PAPER, requests, Shape(group=1, kv_heads=1), own=own)
-    tile = Tile(queries=64, tokens=tokens, warps=4)
-    assert_close(step.attend(num_splits=2, tile=tile), step.attend_in_torch())
-
-
-def test_the_largest_tree_equals_the_reference():
-    # Each node below one of the eight before it: deep, and wide.
-    parents = [max(0, node - node * 5 % 8) for node in range(MAX_NODES)]
-    tree = TreeTemplate(tuple((parent, node % 8) for node, parent in enumerate(parents)))
-    step = Step.make(tree, (Request(MAX_NODES + 1, 83),), Shape(group=1, kv_heads=1))
-    for tile in (Tile(128, 64, warps=8), Tile(64, 32, warps=4)):
-        assert_close(step.attend(num_splits=2, tile=tile), step.attend_in_torch())
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("tile", [Tile(queries=64, tokens=32, warps=4), None])
-def test_a_draft_forward_equals_the_reference(num_splits, tile):
-    # The first tree's queries fill several tiles, and its columns several of a tile's tokens.
-    requests = (Request(225, 85, padding=5), Request(40, 0), Request(0, 0, 2), Request(1, 32, 9))
-    step = Step.make(LOOKAHEAD, requests, Shape(group=1, kv_heads=1, head_size=80), own=True)
-    assert_close(step.attend(num_splits=num_splits, tile=tile), step.attend_in_torch())
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
-def test_a_chain_of_rows_may_as_well_be_context(num_splits, own):
-    """And keys and values may as well be given as cached."""
-    rows = Step.make(CHAINED, (Request(33, 150), Request(9, 37)))
-    step = Step.make(CHAINED, (Request(30, 153, padding=3), Request(5, 41, padding=4)), own=own)
-    expected, output = (each.attend(num_splits=num_splits) for each in (rows, step))
-    written = (output != UNTOUCHED).flatten(1).all(dim=1)
-    assert written.nonzero().flatten().tolist() == [*range(3, 33), *range(37, 42)]
-    assert_close(output[written], expected[written])
 
 
 @BRIEF
@@ -193,27 +197,6 @@ def test_any_trees_equal_the_reference(tree, data):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_only_the_rows_of_the_trees_are_written(num_splits):
-    step = Step.make(PAPER)
-    written = step.attend(num_splits=num_splits) != UNTOUCHED
-    assert written[: step.num_rows].all()
-    assert not written[step.num_rows :].any()
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("own", [False, True], ids=["cached", "own"])
-def test_what_no_request_has_written_is_not_seen(num_splits, own):
-    step = Step.make(PAPER, own=own)
-    assert step.kv_cache.isnan().any()
-    assert (step.rows.block_table == NO_BLOCK).any()
-    assert step.attend(num_splits=num_splits).isfinite().all()
-    step.kv_cache[step.slot_of(0, 5)] = float("nan")
-    output = step.attend(num_splits=num_splits)
-    assert output[step.rows_of(0)].isnan().all()
-    assert output[step.rows_of(2)].isfinite().all()
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("kept_in", ["cache", "own keys", "own values"])
 def test_a_node_is_seen_by_itself_and_its_descendants_alone(num_splits, kept_in):
     request, shape, own = Request(26, 150), Shape(group=1, kv_heads=1), kept_in != "cache"
@@ -231,42 +214,34 @@ def test_a_node_is_seen_by_itself_and_its_descendants_alone(num_splits, kept_in)
         assert changed.tolist() == PAPER.ancestor_mask[: request.rows, row].tolist()
 
 
-def causal_attention(step: Step, request: int) -> torch.Tensor:
-    """The rows of a request as plain decoding has them: each after the one before it."""
-    keys, values = (side[request].transpose(0, 1) for side in (step.keys, step.values))
-    query = step.query[step.rows_of(request)].transpose(0, 1)
-    rows, length = query.shape[1], keys.shape[1]
-    visible = torch.ones(rows, length, dtype=torch.bool, device=DEVICE).tril(length - rows)
-    return F.scaled_dot_product_attention(
-        query[None], keys[None], values[None], attn_mask=visible, scale=step.scale, enable_gqa=True
-    )[0].transpose(0, 1)
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_a_chain_is_causal_attention_and_a_tree_is_not(num_splits):
-    for tree, equal in ((CHAIN, True), (PAPER, False)):
-        step = Step.make(tree)
-        output = step.attend(num_splits=num_splits)
-        causal = torch.cat([causal_attention(step, index) for index in (0, 2, 3)])
-        error = (output[: step.num_rows] - causal).abs().max()
-        assert (error <= TOLERANCE[torch.float32]) == equal
-
-
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("max_rows", [26, 81])
 def test_rows_of_plain_requests_are_trees_of_their_roots(num_splits, max_rows):
     """In a launch made for more requests, and for more rows of one."""
     requests = (Request(26, 150), Request(1, 300), Request(9, 37), *[Request(1, 0)] * 2)
     step = Step.make(PAPER, (*requests, *[Request(0, 0)] * 3))
-    trees = on_device(batch_of([PAPER, CHAIN], 80), [1, 0], 2, DEVICE)
+    trees = on_device(batch_trees([PAPER, CHAIN]), [1, 0], 2, DEVICE)
     idx_mapping = torch.tensor([1, 0, 1, 0, 0, 0, 0, 0], device=DEVICE)
     rows = replace(
         step.rows, max_rows=max_rows, ancestor_bits=trees.ancestor_bits, idx_mapping=idx_mapping
     )
     output = replace(step, rows=rows).attend(num_splits=num_splits)
     assert_close(output, step.attend_in_torch())
-    for plain in (1, 3, 4):
-        assert_close(output[step.rows_of(plain)], causal_attention(step, plain))
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_what_fell_out_of_the_window_is_not_read(tokens):
+    """vLLM gives its blocks away."""
+    request, window, shape = Request(26, 150), 40, Shape(group=1, kv_heads=1)
+    step, tile = Step.make(PAPER, (request,), shape), Tile(32, tokens, warps=4)
+    expected = step.attend(window=window, tile=tile)
+    first = request.context + 1 - window
+    for token in range(first):
+        step.kv_cache[step.slot_of(0, token)] = float("nan")
+    step.rows.block_table[0, : first // shape.block_size] = NO_BLOCK
+    assert step.attend(window=window, tile=tile).equal(expected)
+    step.kv_cache[step.slot_of(0, first)] = float("nan")
+    assert step.attend(window=window, tile=tile)[0].isnan().any(), "the root sees what is left"
 
 
 def test_contexts_are_split_for_the_requests_that_may_be_there(monkeypatch):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
-from grown_trees import batch_of
 from grown_trees import on_device as place_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import drafts, samples, trees
+from strategies import batch_trees, drafts, samples, trees
 
 from vllm_recycle.core import verification
-from vllm_recycle.core.tree import TreeTemplate
+from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.kernels.triton.walk import walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,30 +22,50 @@ def on_device(*lists: list) -> list[torch.Tensor]:
 
 @st.composite
 def ragged_steps(draw):
-    """A tree; of one to four requests the drafts of all nodes, and tokens of a prefix of rows."""
-    tree = draw(trees(max_nodes=30))
-    drafted, sampled = [], []
+    """Trees of one to four requests, the drafts of all nodes, and tokens of a prefix of rows."""
+    templates, drafted, sampled = [], [], []
     for _ in range(draw(st.integers(1, 4))):
+        tree = draw(trees(max_nodes=30))
+        templates.append(tree)
         drafted.append(draw(drafts(tree, vocab_size=7)))
         tokens = draw(samples(tree, drafted[-1], vocab_size=7))
         sampled.append(tokens[: draw(st.integers(1, tree.num_nodes + 1) | st.just(len(tokens)))])
-    return tree, drafted, sampled
+    return templates, drafted, sampled
 
 
 @settings(max_examples=100, deadline=None)
-@given(step=ragged_steps(), starts_type=st.sampled_from([torch.int32, torch.int64]))
-def test_walk_equals_torch(step, starts_type):
-    tree, drafted, sampled = step
-    tree = tree.to(DEVICE)
+@given(
+    step=ragged_steps(),
+    index_type=st.sampled_from([torch.int32, torch.int64]),
+    deeper=st.none() | st.integers(0, 5),
+)
+def test_walk_equals_torch(step, index_type, deeper):
+    """Where drafts and trees are those of the batch, and where they are those of all requests."""
+    templates, drafted, sampled = step
+    trees = batch_trees(templates)
+    batch, nodes = len(templates), trees.num_nodes
     # Behind the last row lie tokens that belong to nobody.
-    flat = [token for tokens in sampled for token in tokens] + [0] * tree.num_nodes
-    starts = torch.tensor([0, *map(len, sampled)], device=DEVICE).cumsum(0).to(starts_type)
-    arguments = (*on_device(flat, drafted), starts)
-    trees = tree.of_batch(len(drafted))
-    expected, got = (one(*arguments, trees=trees) for one in (verification.walk, walk))
-    for name in ("path", "token_ids", "lengths"):
-        assert getattr(got, name).dtype == getattr(expected, name).dtype
-        assert getattr(got, name).equal(getattr(expected, name)), name
+    flat = torch.tensor([token for tokens in sampled for token in tokens] + [0] * nodes)
+    padded = torch.tensor([[*tokens, *[-1] * nodes][:nodes] for tokens in drafted])
+    starts = torch.tensor([0, *map(len, sampled)]).cumsum(0).to(index_type)
+    expected = verification.walk(flat, padded, starts, trees=trees)
+    flat, padded, starts = (one.to(DEVICE) for one in (flat, padded, starts))
+    if deeper is None:
+        tables = (trees.parents, trees.depths, trees.ancestor_mask)
+        of_batch = Trees(*(table.to(DEVICE) for table in tables), trees.depth)
+        got = walk(flat, padded, starts, trees=of_batch)
+    else:
+        idx_mapping = [*range(batch - 1, -1, -1)]
+        placed = place_trees(trees, idx_mapping, batch + 1, DEVICE, depth=trees.depth + deeper)
+        by_state = torch.full((batch + 1, nodes), 3, device=DEVICE)
+        by_state[idx_mapping] = padded
+        whose = torch.tensor(idx_mapping, device=DEVICE).to(index_type)
+        got = walk(flat, by_state, starts, trees=placed, idx_mapping=whose)
+    assert got.lengths.dtype == expected.lengths.dtype
+    assert got.lengths.tolist() == expected.lengths.tolist()
+    for name in ("path", "token_ids"):
+        right = torch.nn.functional.pad(getattr(expected, name), (0, deeper or 0), value=-1)
+        assert getattr(got, name).cpu().equal(right), name
 
 
 def test_the_walk_ends_where_the_scheduled_rows_end_although_drafts_go_on():
@@ -59,34 +76,6 @@ def test_the_walk_ends_where_the_scheduled_rows_end_although_drafts_go_on():
     assert result.path.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
     assert result.token_ids.tolist() == [[5, 6, -1, -1], [7, -1, -1, -1]]
     assert result.lengths.tolist() == [2, 1]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    steps=st.lists(ragged_steps(), min_size=1, max_size=2),
-    idx_type=st.sampled_from([torch.int32, torch.int64]),
-    deeper=st.integers(0, 5),
-)
-def test_walk_of_a_tree_for_each_request_equals_torch(steps, idx_type, deeper):
-    templates = [tree for tree, drafted, _ in steps for _ in drafted]
-    trees = batch_of(templates, max(tree.num_nodes for tree in templates))
-    nodes, batch = trees.num_nodes, len(templates)
-    drafted = [[*tokens, *[-1] * nodes][:nodes] for _, several, _ in steps for tokens in several]
-    sampled = [tokens for _, _, several in steps for tokens in several]
-    flat = [token for tokens in sampled for token in tokens]
-    arguments = on_device(flat, drafted, [0, *accumulate(map(len, sampled))])
-    expected = verification.walk(*arguments, trees=trees)
-    idx_mapping = [*range(batch - 1, -1, -1)]
-    placed = place_trees(trees, idx_mapping, batch + 1, DEVICE, depth=trees.depth + deeper)
-    sampled, drafted, starts = arguments
-    by_state = torch.full((batch + 1, nodes), 3, device=DEVICE)
-    by_state[idx_mapping] = drafted
-    whose = torch.tensor(idx_mapping, device=DEVICE).to(idx_type)
-    got = walk(sampled, by_state, starts, trees=placed, idx_mapping=whose)
-    assert got.lengths.equal(expected.lengths)
-    for name in ("path", "token_ids"):
-        padded = torch.nn.functional.pad(getattr(expected, name), (0, deeper), value=-1)
-        assert getattr(got, name).equal(padded), name
 
 
 @pytest.mark.parametrize("depth", [1, 40, 256])

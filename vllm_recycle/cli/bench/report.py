@@ -39,7 +39,8 @@ def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     for (name, level), result in results.items():
         if others := measurement.passes.get((BASELINE, level)):
             pairs = zip(measurement.passes[name, level], others, strict=True)
-            result["speedup"] = statistics.median(_speed(one) / _speed(two) for one, two in pairs)
+            result["speedups"] = [_speed(one) / _speed(two) for one, two in pairs]
+            result["speedup"] = statistics.median(result["speedups"])
         for category, figures in result["categories"].items():
             if base := results.get((BASELINE, level)):
                 other_speed = base["categories"][category]["tokens_per_s"]
@@ -56,6 +57,7 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(map(_speed, passes)),
         "speedup": None,
+        "speedups": [],
         "mean_accepted_tokens": _median(per_step(one, ACCEPTED) for one in passes),
         "mean_accepted_tokens_first_pass": per_step(first, ACCEPTED),
         "requests": passes[0]["requests"],

@@ -13,6 +13,7 @@ import torch
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.rounds import Rounds, StepAlone
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
@@ -49,14 +50,16 @@ class AlongTrunks(TokenRecyclingV1Drafter):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, *, length: int) -> None:
         super().__init__(vllm_config, device, runner)
-        self.choices = ChoiceAcceptance()
+        self.choices = ChoiceAcceptance(self.state.matrix.classes)
         self.rounds = Rounds({1: 0.0}, 0.0)
         shape = vllm_config.scheduler_config.max_num_seqs, length, CHOICES
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
         self.num_rounds, self.added = 0, 0.0
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
-        super().begin(req_state_idx, token_ids, of_class)
+    def begin(
+        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+    ) -> None:
+        super().begin(req_state_idx, token_ids, of_class, owner)
         self.trunks.token_ids[req_state_idx] = NO_TOKEN
 
     def accept(
@@ -65,14 +68,14 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         super().accept(idx_mapping, step, walked, ends)
         if not self.isolates:  # else nobody's counts reach another
             drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
-            self.choices.count(drafted, walked.token_ids)
+            self.choices.count(drafted, idx_mapping, walked.token_ids)
         self.trunks.token_ids[idx_mapping] = NO_TOKEN
 
     def along(self, texts: TextEnds, trunks: Trunks) -> TextEnds:
         """Texts with these trunks, of which each has probabilities in the place of chances."""
         for kept, values in zip(self.trunks, trunks, strict=True):
             kept[texts.idx_mapping] = values
-        return replace(texts, trunks=self.choices.chances(trunks))
+        return replace(texts, trunks=self.choices.chances(trunks, texts.idx_mapping))
 
     def step_alone(self, texts: TextEnds, num_nodes: int) -> tuple[StepAlone, float]:
         """What a step would be whose drafts have no trunk, and the seconds that it would take."""

@@ -14,6 +14,7 @@ from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.core.verification import WalkResult
@@ -83,8 +84,10 @@ class V1Drafter(Drafter):
         return frozenset()
 
     @abstractmethod
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
-        """A request of a class starts, with this text, int64 [length]."""
+    def begin(
+        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+    ) -> None:
+        """A request of a class and an owner starts, with this text, int64 [length]."""
 
     def follow(self, scheduler_output: Any, index_of: dict[str, int]) -> None:
         """Take in what vLLM has scheduled; requests that start have a `req_state_idx` here."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_recycle.core.draft import Drafts
@@ -59,6 +60,8 @@ class HostedProposer:
         if self.is_model:
             self._propose = self.proposer.propose
             self.proposer.propose = self._propose_with_own_lengths
+            self._share_embeddings = self.proposer._maybe_share_embeddings
+            self.proposer._maybe_share_embeddings = self._share_plain_embeddings
 
     @property
     def attention_layers(self) -> Set[str]:
@@ -93,6 +96,15 @@ class HostedProposer:
         probable = (best.values - logits.logsumexp(dim=1, keepdim=True)).exp().double()
         self._found.append((best.indices, probable))
         return best.indices[:, 0].contiguous()
+
+    def _share_plain_embeddings(self, target_language_model: torch.nn.Module) -> None:
+        self._share_embeddings(target_language_model)
+        # A head has no adapters: theirs are set for the rows of the target's step alone. Remove
+        # when vLLM's V1 runner shares the plain layer, as Model Runner V2 does.
+        inner: Any = getattr(self.proposer.model, "model", None)
+        shared = getattr(inner, "embed_tokens", None)
+        if isinstance(shared, BaseLayerWithLoRA):
+            inner.embed_tokens = shared.base_layer
 
     def _propose_with_own_lengths(
         self, *args: Any, common_attn_metadata: Any, **kwargs: Any

@@ -11,6 +11,7 @@ import torch
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.draft_model import DraftModel
 from vllm_recycle.integration.cpu.drafter import V1Drafter
@@ -31,7 +32,9 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
         V1Drafter.__init__(self, vllm_config)
         self.state = self.proposer.pool
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
+    def begin(
+        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+    ) -> None:
         self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
 
     def release(self, req_state_indices: Sequence[int]) -> None:

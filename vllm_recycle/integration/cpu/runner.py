@@ -138,7 +138,8 @@ class TreeCPUModelRunner(AcceptedSteps):
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
-        ended.update(note_of(scheduler_output).idle_sessions)
+        note = note_of(scheduler_output)
+        ended.update(note.idle_sessions)
         # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
         # streamed comes as a new one again and again.
         freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
@@ -156,7 +157,8 @@ class TreeCPUModelRunner(AcceptedSteps):
             )
             req_state_idx = self.req_state_indices.assign(request_id)
             params = request.sampling_params
-            self.tree_drafter.begin(req_state_idx, torch.tensor(known), class_of(params))
+            text, owner = torch.tensor(known), note.owners.get(request_id)
+            self.tree_drafter.begin(req_state_idx, text, class_of(params), owner)
             self.tree_drafter.num_undrafted += not may_speculate(params)
             if self.grows:
                 self.grammars.begin(request_id, params)

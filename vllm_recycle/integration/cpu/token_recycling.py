@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import PLAIN, Arm
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
@@ -47,8 +48,17 @@ class TokenRecyclingV1Drafter(V1Drafter):
             operations=calls,
         )
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
-        self.proposer.begin(req_state_idx, token_ids, of_class)
+    def begin(
+        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+    ) -> None:
+        self.proposer.begin(req_state_idx, token_ids, of_class, owner)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.state.acceptance.halve()
+
+    def forget(self, owners: Collection[str | int]) -> int:
+        return self.state.matrix.forget(owners)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         self.proposer.take_in(torch.tensor(token_ids, dtype=torch.int64), req_state_idx)

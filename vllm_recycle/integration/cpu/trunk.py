@@ -14,6 +14,7 @@ from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.rounds import Rounds, StepAlone
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.trunk import draft_trunks
@@ -47,8 +48,10 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
         self.num_forwards = 0
 
-    def begin(self, req_state_idx: int, token_ids: torch.Tensor, of_class: int) -> None:
-        super().begin(req_state_idx, token_ids, of_class)
+    def begin(
+        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+    ) -> None:
+        super().begin(req_state_idx, token_ids, of_class, owner)
         self.lengths[:, req_state_idx] = len(token_ids)
 
     def release(self, req_state_indices: Sequence[int]) -> None:

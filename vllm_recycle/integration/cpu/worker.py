@@ -29,12 +29,6 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     tree_backend = TreeCPUAttentionBackend
 
-    def init_device(self) -> None:
-        super().init_device()
-        # CPUWorker names its runner class in `init_device`, so the runner that it made is
-        # dropped. Remove when it calls `_make_model_runner`, as the GPU worker does.
-        self.model_runner = self._make_model_runner()
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         for name, layer in get_layers_from_vllm_config(self.vllm_config, MambaBase).items():

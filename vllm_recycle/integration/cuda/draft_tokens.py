@@ -19,7 +19,12 @@ class TreeDraftTokensHandler(DraftTokensHandler):
         device: that they are on.
         trees: of all requests, by `req_state_idx`.
 
+    Attributes:
+        num_scheduled: as in `V2Speculator`; vLLM then hands on all nodes that there are.
+
     """
+
+    num_scheduled: int | None = None
 
     def __init__(self, device: torch.device, trees: DeviceTrees) -> None:
         super().__init__(device)
@@ -27,6 +32,7 @@ class TreeDraftTokensHandler(DraftTokensHandler):
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """Take drafts, int64 [num_reqs, nodes]."""
+        draft_tokens = draft_tokens[:, : self.num_scheduled]
         num_nodes = draft_tokens.shape[1]
         if input_batch.has_structured_output_reqs:
             parents = self.trees.parents[input_batch.idx_mapping, 1 : 1 + num_nodes]

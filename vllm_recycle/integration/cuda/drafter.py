@@ -12,6 +12,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core.graph_curve import GraphTimes
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -23,11 +24,14 @@ class V2Speculator(BaseSpeculator):
     Attributes:
         draft_attn_layer_names: layers of a draft model, which see no trees of the target's.
         times: of steps, to be reported once; None where sizes are not chosen, or it was reported.
+        num_scheduled: how many tokens this step is to draft, where vLLM does not say it when it
+            asks for them.
 
     """
 
     draft_attn_layer_names: set[str] = set()  # noqa: RUF012 - set anew by vLLM's own
     times: GraphTimes | None = None
+    num_scheduled: int | None = None
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Take in which requests start, and which blocks are given out."""
@@ -94,8 +98,9 @@ class V2Drafter(Drafter):
         req_state_indices: Sequence[int],
         texts: Sequence[Sequence[int]],
         classes: Sequence[int],
+        owners: Sequence[Owner | None],
     ) -> None:
-        """Some requests start, with these texts, -1 where the input is no token, and classes."""
+        """Some requests start, with these texts, -1 where the input is no token."""
 
     @abstractmethod
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:

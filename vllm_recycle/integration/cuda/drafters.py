@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from vllm_recycle.integration.cuda.drafter import V2Drafter
-from vllm_recycle.integration.cuda.hosted_trunk import HostedTrunkV2Drafter
-from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
-from vllm_recycle.integration.cuda.ouroboros.trunk import TrunkV2Drafter
-from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
 from vllm_recycle.integration.options import (
     HostedTrunkOptions,
     MethodOptions,
@@ -15,9 +13,16 @@ from vllm_recycle.integration.options import (
     TrunkOptions,
 )
 
-DRAFTERS: dict[type[MethodOptions], type[V2Drafter]] = {
-    TokenRecyclingOptions: TokenRecyclingV2Drafter,
-    OuroborosOptions: OuroborosV2Drafter,
-    TrunkOptions: TrunkV2Drafter,
-    HostedTrunkOptions: HostedTrunkV2Drafter,
+# Not imported before they are used: what some need of vLLM, not all supported versions have.
+DRAFTERS: dict[type[MethodOptions], str] = {
+    TokenRecyclingOptions: "token_recycling.TokenRecyclingV2Drafter",
+    OuroborosOptions: "ouroboros.drafter.OuroborosV2Drafter",
+    TrunkOptions: "ouroboros.trunk.TrunkV2Drafter",
+    HostedTrunkOptions: "hosted_trunk.HostedTrunkV2Drafter",
 }
+
+
+def drafter_class(options: MethodOptions) -> type[V2Drafter]:
+    """The class of drafter for these options."""
+    module, _, name = DRAFTERS[type(options)].rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), name)

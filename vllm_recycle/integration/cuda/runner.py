@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_recycle.integration.cuda.backend import TreeMetadataBuilder, warm_up_tiles
 from vllm_recycle.integration.cuda.draft_tokens import TreeDraftTokensHandler
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
-from vllm_recycle.integration.cuda.drafters import DRAFTERS
+from vllm_recycle.integration.cuda.drafters import drafter_class
 from vllm_recycle.integration.cuda.grammar_rows import GrammarRows
 from vllm_recycle.integration.cuda.graphs import (
     plan_full_graphs,
@@ -45,7 +45,9 @@ from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.refusals import has_states
 from vllm_recycle.integration.requests import class_of, hinted_text, may_speculate, with_holes
-from vllm_recycle.integration.versions import without_experts_load
+from vllm_recycle.integration.shims import without_experts_load
+from vllm_recycle.integration.step_note import note_of
+from vllm_recycle.integration.versions import FEATURES
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
@@ -68,7 +70,7 @@ class TreeModelRunner(GPUModelRunner):
         options = self.settings.options
         self.verifies_trees = options.has_trees
         self.has_states = has_states(vllm_config.model_config)
-        self.tree_drafter = DRAFTERS[type(options)](vllm_config, device, self.req_states)
+        self.tree_drafter = drafter_class(options)(vllm_config, device, self.req_states)
         self.speculator = self.tree_drafter.make_speculator(self.may_speculate)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.tree_drafter.trees)
         # Where each request of a step has its tree, for graphs, which read it where it always was.
@@ -173,7 +175,9 @@ class TreeModelRunner(GPUModelRunner):
             text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
             texts = [text_of(request.prefill_token_ids, request) for request in new]
             classes = [class_of(request.sampling_params) for request in new]
-            self.tree_drafter.begin(indices, texts, classes)
+            owners = note_of(scheduler_output).owners
+            of_each = [owners.get(request.req_id) for request in new]
+            self.tree_drafter.begin(indices, texts, classes, of_each)
             for index, request, text in zip(indices, new, texts, strict=True):
                 if hinted := hinted_text(request.sampling_params, text):
                     self.tree_drafter.take_in(hinted, index)
@@ -186,6 +190,9 @@ class TreeModelRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
+        if not FEATURES.v2_hosts:
+            asked = scheduler_output.num_spec_tokens_to_schedule
+            self.speculator.num_scheduled = self.draft_tokens_handler.num_scheduled = asked
         self.speculator.update_requests(scheduler_output)
 
     def _remove_request(self, req_id: str) -> bool:

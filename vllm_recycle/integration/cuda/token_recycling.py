@@ -8,7 +8,7 @@ Topology is data, in buffers that never move, for the kernels of the next step.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.explore import GROW_EVERY
 from vllm_recycle.core.grow import BEAM, LEVELS, Trunks
 from vllm_recycle.core.learn import VerifiedStep
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
@@ -122,10 +123,11 @@ class TokenRecyclingV2Drafter(V2Drafter):
         req_state_indices: Sequence[int],
         texts: Sequence[Sequence[int]],
         classes: Sequence[int],
+        owners: Sequence[Owner | None],
     ) -> None:
         matrix = self.state.matrix
-        for req_state_idx, of_class in zip(req_state_indices, classes, strict=True):
-            matrix.begin(req_state_idx, of_class)
+        for who in zip(req_state_indices, classes, owners, strict=True):
+            matrix.begin(*who)
         self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
         if self.seeds:
             pairs = [*zip(req_state_indices, texts, strict=True)]
@@ -140,6 +142,14 @@ class TokenRecyclingV2Drafter(V2Drafter):
             for index, text in pairs:
                 if index not in whole:
                     self.take_in(text, index)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.state.acceptance.halve()
+        self.counts.rates.copy_(self.state.acceptance.rates())
+
+    def forget(self, owners: Collection[str | int]) -> int:
+        return self.state.matrix.forget(owners)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         matrix = self.state.matrix
@@ -227,6 +237,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         may_speculate: bool [max_num_reqs], on the host, by `req_state_idx`.
 
     Attributes:
+        no_drafts: int64 [max_num_reqs, nodes], -1: what a step without drafts returns.
         plain_steps: how many steps have had no drafts, since the last one that had.
         report: of the trees that were drafted last, on its way to the host.
         kind: of the trees that this step drafts.
@@ -241,6 +252,8 @@ class TokenRecyclingSpeculator(V2Speculator):
 
     def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
         self.drafter, self.may_speculate = drafter, may_speculate
+        shape = (len(may_speculate), drafter.trees.num_nodes)
+        self.no_drafts = drafter.roots.new_full(shape, NO_TOKEN)
         self.reports = settings_of(drafter.vllm_config).chooses_sizes
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -269,11 +282,12 @@ class TokenRecyclingSpeculator(V2Speculator):
 
         A request in the middle of its prompt gets drafts too, which are never scheduled.
         """
+        if num_speculative_tokens is None:
+            num_speculative_tokens = self.num_scheduled
         drafts_trees = num_speculative_tokens != 0 or self._looks(input_batch)
         self.prepare(input_batch, *args, drafts=drafts_trees, **kwargs)
         if not drafts_trees:
-            shape = (input_batch.num_reqs, self.drafter.trees.num_nodes)
-            return self.drafter.roots.new_empty(shape)  # vLLM puts -1 behind the size
+            return self.no_drafts[: input_batch.num_reqs]
         drafts = self.drafter.propose(input_batch.idx_mapping)
         if self.reports:
             self._report(input_batch, num_speculative_tokens)

@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAtten
 
 from vllm_recycle.integration.cuda.backend import TreeFlashAttentionBackend
 from vllm_recycle.integration.cuda.runner import TreeModelRunner
+from vllm_recycle.integration.shims import without_speculator
 from vllm_recycle.integration.worker import TreeWorker
 
 # Recurrent layers whose states V2 takes back to the last accepted row.
@@ -26,6 +27,10 @@ class TreeGPUWorker(TreeWorker):
     runner_class = TreeModelRunner
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     tree_backend = TreeFlashAttentionBackend
+
+    def init_device(self) -> None:
+        without_speculator()
+        super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

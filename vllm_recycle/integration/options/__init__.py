@@ -52,6 +52,11 @@ class Settings:
         return {**additional_config, KEY: {"options": values, **rest}}
 
 
+def has_settings(vllm_config: Any) -> bool:
+    """Whether an engine runs one of our methods."""
+    return KEY in vllm_config.additional_config
+
+
 def settings_of(vllm_config: Any) -> Settings:
     """The settings of an engine."""
     values = vllm_config.additional_config[KEY]

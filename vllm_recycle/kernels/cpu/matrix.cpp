@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t STEADINESSES = 4;
 constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
-constexpr int64_t NUM_CLASSES = 2;           // of requests, see adjacency.py
+constexpr int64_t NUM_CLASSES = 4, NUM_COUNTED = 2;  // of requests, see adjacency.py
+constexpr int64_t PRIVATE_SALT = 1 << 30;
 constexpr int64_t MAX_REACH = 16;
 constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
 constexpr int64_t NO_PLACE = -1, ALL_RANKS = INT64_MAX;
@@ -93,7 +94,8 @@ void each_address(const Matrix& matrix, const Context& context, int64_t salt, Vi
       hashed = (hashed ^ uint64_t(context.tokens[seen] + 1)) * MIX;
       hashed ^= hashed >> 32;
     }
-    for (int64_t own = !matrix.has_shared; own < 1 + matrix.has_own; own++) {
+    const bool shares = matrix.has_shared && salt < PRIVATE_SALT;
+    for (int64_t own = !shares; own < 1 + matrix.has_own; own++) {
       if (length == 1 && !own) {
         const int64_t token = context.tokens[0];
         visit(Address{index, 0, matrix.entry(token), int32_t(token << 3), 0, matrix.k});
@@ -565,7 +567,7 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
   const Matrix& matrix = *of;
   const Ends ends = {text_ids, is_token, stride, last};
   const int64_t num_cells = matrix.num_ranks() * CELLS * 2;  // of a class
-  std::vector<double> increments(counts ? NUM_CLASSES * num_cells : 0);
+  std::vector<double> increments(counts ? NUM_COUNTED * num_cells : 0);
   std::vector<Context> contexts;
   std::vector<uint8_t> visited;
   std::vector<Write> writes;
@@ -587,9 +589,9 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
     for (; num_visits < path_length && visits[num_visits] >= 0; num_visits++) {
       const int64_t row = visits[num_visits];
       visited[row] = 1;
-      if (!counts) continue;
-      double* of_class = increments.data() + matrix.classes[idx_mapping[b]] * num_cells;
-      count(matrix, of_class, contexts[row], salt, emitted[num_visits]);
+      const int64_t of_class = matrix.classes[idx_mapping[b]];
+      if (!counts || of_class >= NUM_COUNTED) continue;
+      count(matrix, increments.data() + of_class * num_cells, contexts[row], salt, emitted[num_visits]);
     }
     auto write = [&](int64_t row) {
       each_address(matrix, contexts[row], salt, [&](const Address& address) {

@@ -10,6 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.owners import Owner
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.draft_limits import largest_drafting_batch
@@ -48,6 +49,7 @@ class OuroborosV2Drafter(V2Drafter):
         req_state_indices: Sequence[int],
         texts: Sequence[Sequence[int]],
         classes: Sequence[int],
+        owners: Sequence[Owner | None],
     ) -> None:
         lengths = [*map(len, texts)]
         all_token_ids = self.req_states.all_token_ids.gpu
@@ -55,8 +57,8 @@ class OuroborosV2Drafter(V2Drafter):
             indices = [req_state_indices[i] for i in chosen]
             counts = [lengths[i] for i in chosen]
             known = [all_token_ids[i, :count] for i, count in zip(indices, counts, strict=True)]
-            owners = async_tensor_h2d(np.repeat(indices, counts), device=self.device)
-            self.proposer.begin(owners, torch.cat(known).to(torch.int64))
+            of_tokens = async_tensor_h2d(np.repeat(indices, counts), device=self.device)
+            self.proposer.begin(of_tokens, torch.cat(known).to(torch.int64))
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.proposer.observe(

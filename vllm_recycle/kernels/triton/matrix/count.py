@@ -126,9 +126,9 @@ def fold_counts(
     right = tl.load(increments + each * 2, mask=mask, other=0)
     seen = tl.load(increments + each * 2 + 1, mask=mask, other=0)
     of_all = counts + (rank * (_STEADINESSES + 1) + _STEADINESSES) * 2
-    all_right, all_seen = _add(of_all, tl.sum(right, axis=1), tl.sum(seen, axis=1), real)
+    all_right, all_seen = add_to_counts(of_all, tl.sum(right, axis=1), tl.sum(seen, axis=1), real)
     cells = counts + (rank[:, None] * (_STEADINESSES + 1) + steadiness) * 2
-    cell_right, cell_seen = _add(cells, right, seen, mask)
+    cell_right, cell_seen = add_to_counts(cells, right, seen, mask)
     rate = all_right / tl.maximum(all_seen, 1.0)
     rate = (cell_right + _PRIOR_WEIGHT * rate[:, None]) / (cell_seen + _PRIOR_WEIGHT)
     tl.store(rates + each, rate.to(tl.float32), mask=mask)
@@ -138,7 +138,7 @@ def fold_counts(
 
 
 @triton.jit
-def _add(
+def add_to_counts(
     cells: tl.tensor, right: tl.tensor, seen: tl.tensor, mask: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """What cells hold when these were added, float64."""

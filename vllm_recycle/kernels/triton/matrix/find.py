@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core import adjacency
+from vllm_recycle.core import adjacency, owners
 from vllm_recycle.core.adjacency import NUM_CLASSES, AdjacencyMatrix, MatrixLayout
 
 _MIX = tl.constexpr(adjacency._MIX)
 _FINISH = tl.constexpr(adjacency._FINISH)
 _TAG_SHIFT = tl.constexpr(adjacency._TAG_SHIFT)
+_PRIVATE_SALT = tl.constexpr(owners.PRIVATE_SALT)
 
 
 class Layout(NamedTuple):
@@ -143,6 +144,12 @@ def address_of(
 
 
 @triton.jit
+def shares(salt: tl.tensor, real: tl.tensor) -> tl.tensor:
+    """Which lanes are real, and of a sequence that reads and writes what is shared."""
+    return real & (salt + tl.zeros(real.shape, tl.int64) < _PRIVATE_SALT)
+
+
+@triton.jit
 def is_written(
     table: tl.tensor,
     address: tl.tensor,
@@ -200,7 +207,8 @@ def find_longest(
             hashed = absorb(hashed, token)
         if LAYOUT.HAS_SHARED:
             address, head = address_of(hashed, newest, salt, index, 0, LAYOUT)
-            written, there = is_written(table, address, head, salt * 0, known, LAYOUT.K)
+            may = shares(salt, known)
+            written, there = is_written(table, address, head, salt * 0, may, LAYOUT.K)
             shared = tl.where(written, address, shared)
             shared_cell = tl.where(written, index * 8 * LAYOUT.K + (there & 3), shared_cell)
             owned = tl.where(written, -1, owned)

@@ -17,13 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_recycle.core.adjacency import MAX_STEADINESS, NUM_CLASSES, AdjacencyMatrix
+from vllm_recycle.core.adjacency import MAX_STEADINESS, NUM_COUNTED, AdjacencyMatrix
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts, count_visits, fold_counts
 from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, is_written, read_tail
 from vllm_recycle.kernels.triton.matrix.mark import mark_entries
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
+_NUM_COUNTED = tl.constexpr(NUM_COUNTED)
 
 LANES = 32  # rows, or places of a path, or ranks, of one program
 ELEMENTS = 512  # of the entries that one program writes
@@ -95,7 +96,7 @@ def learn(
     )
     width = triton.next_power_of_2(layout.width)
     block = max(1, ELEMENTS // width)
-    ranks = NUM_CLASSES * kinds * layout.k
+    ranks = NUM_COUNTED * kinds * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
     # A kind of entry is a length of context and whether it is an own one; first the shared one.
     written = len(layout.contexts) * (layout.has_own + layout.has_shared)
@@ -187,9 +188,10 @@ def _mark_step_kernel(
             LAYOUT,
         )
     elif increments is not None:
-        of_class = tl.load(classes + request) * (LAYOUT.RANKS * 8)
+        of_class = tl.load(classes + request)
+        num_rows = tl.where(of_class < _NUM_COUNTED, num_rows, 0)
         count_visits(
-            increments + of_class,
+            increments + of_class * (LAYOUT.RANKS * 8),
             text + index * (PATH + LAYOUT.REACH),
             tail,
             path,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_recycle.kernels.triton.matrix.find import absorb, address_of, end_place, first_place
+from vllm_recycle.kernels.triton.matrix.find import (
+    absorb,
+    address_of,
+    end_place,
+    first_place,
+    shares,
+)
 
 
 @triton.jit
@@ -66,9 +72,10 @@ def mark_entries(
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
+                real = known if own else shares(salt, known)
                 written = (2 * index + own) * rows + scratch
                 stamp = number * KINDS + (2 * index + own)
-                tl.atomic_max(stamps + address, stamp, mask=known, sem="relaxed")
-                address = tl.where(known, address, -1)
+                tl.atomic_max(stamps + address, stamp, mask=real, sem="relaxed")
+                address = tl.where(real, address, -1)
                 tl.store(addresses + written, address, mask=row < MAX_ROWS)
                 tl.store(heads + written, head, mask=row < MAX_ROWS)

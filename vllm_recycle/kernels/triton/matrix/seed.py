@@ -29,6 +29,7 @@ from vllm_recycle.kernels.triton.matrix.find import (
     end_place,
     first_place,
     is_written,
+    shares,
 )
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
@@ -183,14 +184,15 @@ def _mark_prompt_kernel(
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
                 address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
-                written, _there = is_written(table, address, head, salt * own, known, LAYOUT.K)
+                seen = known if own else shares(salt, known)
+                written, _there = is_written(table, address, head, salt * own, seen, LAYOUT.K)
                 rest = tl.where(written, address, rest)
                 if own == LAYOUT.HAS_OWN:
                     entry = index * size + position
                     tl.atomic_max(
-                        stamps + address, position * LENGTHS + index + 1, mask=known, sem="relaxed"
+                        stamps + address, position * LENGTHS + index + 1, mask=seen, sem="relaxed"
                     )
-                    tl.store(addresses + entry, tl.where(known, address, -1), mask=real)
+                    tl.store(addresses + entry, tl.where(seen, address, -1), mask=real)
                     tl.store(heads + entry, head, mask=real)
                     tl.store(seconds + entry, 0, mask=real)
                     tl.store(thirds + entry, 0, mask=real)

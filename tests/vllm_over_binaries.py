@@ -1,6 +1,6 @@
-"""vLLM's next version for CPU, before its wheel exists: new Python over the installed binaries.
+"""A version of vLLM without a CPU wheel, for CPU: its Python over the installed binaries.
 
-    python tests/next_vllm.py WHEEL FOLDER
+    python tests/vllm_over_binaries.py WHEEL FOLDER
 
 takes the sources from a CUDA wheel of vLLM, and links the compiled extensions of the CPU build that
 is installed. With FOLDER in PYTHONPATH that is `vllm`. Operators whose arguments changed between

@@ -1,0 +1,178 @@
+"""Replaced functions of vLLM that requests meet, in processes that have an engine of ours.
+
+See `shims`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_recycle.integration.shims import replace_function
+from vllm_recycle.integration.versions import FEATURES
+
+
+def wrap_process_inputs(read_request: Callable[[Any, Any], None]) -> None:
+    """Let requests bring hints and owners, and read them where the tokenizer is.
+
+    `read_request`, given vLLM's input processor and a request with sampling parameters, puts token
+    ids in the place of texts, and says whose it is. OpenAI's `prediction`, which vLLM takes and
+    leaves unread, becomes one of the parameters.
+
+    Remove when plugins may see a request before it is sent to the engine.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        if request.sampling_params is not None:
+            read_request(self, request)
+        return request
+
+    def to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        if (prediction := (self.model_extra or {}).get("prediction")) is not None:
+            params.extra_args = {**(params.extra_args or {}), "prediction": prediction}
+        return params
+
+    replace_function(InputProcessor, "process_inputs", process_inputs)
+    replace_function(ChatCompletionRequest, "to_sampling_params", to_sampling_params)
+
+
+def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
+    """Let the span of a request say more.
+
+    `attributes_of` says what, given vLLM's state of a request that has ended.
+
+    Remove when vLLM says what was drafted and accepted (patches/0007).
+    """
+    from vllm.v1.engine import output_processor
+
+    added: dict[str, Any] = {}
+
+    def make_span(original: Any, *args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
+        return original(*args, attributes=attributes | added, **kwargs)
+
+    def do_tracing(original: Any, self: Any, output: Any, req_state: Any, *args: Any) -> None:
+        added.update(attributes_of(req_state))
+        try:
+            original(self, output, req_state, *args)
+        finally:
+            added.clear()
+
+    replace_function(output_processor, "instrument_manual", make_span)
+    replace_function(output_processor.OutputProcessor, "do_tracing", do_tracing)
+
+
+def wrap_streams(
+    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
+) -> None:
+    """Let a server that parses tool calls or reasoning hand on a step's tokens one by one.
+
+    `detokenizer` is given vLLM's detokenizer of a streaming request, and returns what takes its
+    place. `by_token`, given a server, its parser or None and what a request is answered from,
+    returns what it is to be answered from.
+
+    Other servers, engines and workers are left as they are: this waits until a parser is made.
+    Remove when vLLM's parsers do not depend on how a text is cut into deltas.
+    """
+    from vllm.parser import ParserManager
+
+    def get_parser(original: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        if parser is not None:
+            _wrap_servers(detokenizer, by_token)
+        return parser
+
+    replace_function(ParserManager, "get_parser", get_parser)
+
+
+def _wrap_servers(
+    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
+) -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    def from_new_request(original: Any, tokenizer: Any, request: Any) -> Any:
+        made = original(tokenizer, request)
+        streams = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        return detokenizer(made) if streams else made
+
+    def chat(original: Any, self: Any, request: Any, results: Any, *args: Any, **kw: Any) -> Any:
+        return original(self, request, by_token(self, self.parser_cls, results), *args, **kw)
+
+    def respond(
+        original: Any, self: Any, request: Any, params: Any, contexts: Any, *args: Any
+    ) -> Any:
+        return original(self, request, params, by_token(self, self.parser, contexts), *args)
+
+    replace_function(IncrementalDetokenizer, "from_new_request", from_new_request)
+    replace_function(OpenAIServingChat, "chat_completion_stream_generator", chat)
+    replace_function(OpenAIServingResponses, "_process_simple_streaming_events", respond)
+
+
+def wrap_request_stats(stats: Any) -> None:
+    """Count what requests get by `stats`, which has the functions of `request_stats`.
+
+    vLLM counts the tokens of a step before it drops those behind a stop string: remove `trim` when
+    it counts afterwards, and the rest when it has such a histogram.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    def update(original: Any, self: Any, state: Any, output: Any, *args: Any) -> None:
+        original(self, state, output, *args)
+        if args[-1] is not None and output.new_token_ids:
+            stats.count_step(state, args[-1])
+
+    def trim(original: Any, _: Any, state: Any, output: Any, num_prev_tokens: int) -> None:
+        num_tokens = len(output.new_token_ids)
+        original(state, output, num_prev_tokens)
+        stats.drop_tokens(state, num_tokens - len(output.new_token_ids))
+
+    def finish(original: Any, self: Any, state: Any, reason: Any, iteration_stats: Any) -> None:
+        if iteration_stats is not None:
+            stats.finish(state, iteration_stats)
+        original(self, state, reason, iteration_stats)
+
+    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        stats.add_histogram(self)
+
+    replace_function(OutputProcessor, "_update_stats_from_output", update)
+    if FEATURES.trims_surplus_tokens:
+        replace_function(
+            OutputProcessor, "_trim_surplus_tokens", trim
+        )  # static: no `self` for the original
+    replace_function(OutputProcessor, "_update_stats_from_finished", finish)
+    replace_function(PrometheusStatLogger, "__init__", init)
+
+
+def trim_behind_stop_strings() -> None:
+    """Drop what a step has behind a stop string from its outputs. Remove when 0.31 is dropped.
+
+    In a process that has an engine of ours, vLLM's own speculation loses such tokens too.
+    """
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    def update(original: Any, self: Any, token_ids: list[int], stopped: bool) -> str | None:
+        for end in range(1, len(token_ids)) if self.stop else ():
+            found = original(self, token_ids[end - 1 : end], False)
+            if found is not None:
+                del token_ids[end:]
+                return found
+        return original(self, token_ids[-1:] if self.stop else token_ids, stopped)
+
+    def update_from_output(original: Any, self: Any, output: Any) -> None:
+        if output.new_logprobs is not None:
+            kept = output.new_logprobs.slice_request(0, len(output.new_token_ids))
+            output.new_logprobs = kept
+        original(self, output)
+
+    if not FEATURES.trims_surplus_tokens:
+        replace_function(BaseIncrementalDetokenizer, "update", update)
+        replace_function(LogprobsProcessor, "update_from_output", update_from_output)
