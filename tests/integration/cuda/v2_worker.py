@@ -25,3 +25,7 @@ class TreeV2Worker(TreeGPUWorker, CPUWorker):
     def init_device(self):
         super().init_device()
         self.model_runner = self._make_model_runner()
+
+    def determine_available_memory(self):
+        self.model_runner.profile_run()  # as on a GPU, before there is a KV cache
+        return super().determine_available_memory()

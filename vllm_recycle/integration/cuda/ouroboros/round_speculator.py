@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
@@ -37,8 +38,10 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         may_speculate: bool [max_num_reqs], on the host, by req_state_idx; kept by the runner.
         head_length: tokens that a draft forward may have to take in before it looks ahead.
         max_drafting: the most requests of a round.
+        lookahead: the rows of a draft forward that look ahead; None for none.
 
     Attributes:
+        num_rows: of a request in a draft forward.
         forward: what runs the model.
         cache: what the model's KV cache has.
         start: where a round begins; its tensors are those that graphs were captured with.
@@ -60,15 +63,14 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         *,
         head_length: int,
         max_drafting: int,
+        lookahead: TreeTemplate | None = None,
     ) -> None:
         StandaloneARSpeculator.__init__(self, drafter.vllm_config, drafter.device)
         self.drafter, self.may_speculate = drafter, may_speculate
         self.req_states = drafter.req_states
         self.head_length, self.max_drafting = head_length, max_drafting
-
-    @abstractmethod
-    def make_forward(self) -> DraftForward:
-        """What runs the model in a round."""
+        self.lookahead = lookahead
+        self.num_rows = head_length + (0 if lookahead is None else lookahead.num_nodes)
 
     @abstractmethod
     def run_round(self, batch: int) -> None:
@@ -91,7 +93,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         blocks = DraftBlocks(kv_cache_config.num_blocks, tables.block_sizes[group])
         self.cache = DraftCache(self.max_num_reqs, blocks, self.device)
         # Here, since what is made with the weights goes with them when the engine sleeps.
-        self.forward = self.make_forward()
+        self.forward = DraftForward(self, self.head_length, self.lookahead)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = None
@@ -99,7 +101,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             self.graphs = DraftGraphs(
                 self.vllm_config,
                 self.device,
-                rows=self.forward.num_rows,
+                rows=self.num_rows,
                 max_drafting=self.max_drafting,
             )
 
@@ -266,7 +268,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
 
     def _run_largest_forwards(self) -> None:
         """For vLLM to measure their memory; they read and write no KV cache."""
-        num_rows = self.max_drafting * self.forward.num_rows
+        num_rows = self.max_drafting * self.num_rows
         ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
         for count in (self.max_num_tokens, num_rows) if num_rows else ():
             hidden_states = self._run_model(ids[:count], positions[:count], None, None, None)

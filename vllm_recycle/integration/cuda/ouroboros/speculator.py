@@ -9,7 +9,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
 from vllm_recycle.integration.cuda.ouroboros.rounds import Round
 from vllm_recycle.integration.draft_limits import head_length
@@ -33,13 +32,16 @@ class OuroborosSpeculator(RoundSpeculator):
     drafter: OuroborosV2Drafter
 
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
-        length, most = head_length(drafter.proposer.shape), drafter.max_drafting
-        super().__init__(drafter, may_speculate, head_length=length, max_drafting=most)
-        shape = (most, self.num_speculative_steps)
-        self.drafts = torch.empty(shape, dtype=torch.int64, device=self.device)
-
-    def make_forward(self) -> DraftForward:
-        return DraftForward(self, self.head_length, self.drafter.proposer.shape.lookahead())
+        shape, most = drafter.proposer.shape, drafter.max_drafting
+        super().__init__(
+            drafter,
+            may_speculate,
+            head_length=head_length(shape),
+            max_drafting=most,
+            lookahead=shape.lookahead(),
+        )
+        drafts = (most, self.num_speculative_steps)
+        self.drafts = torch.empty(drafts, dtype=torch.int64, device=self.device)
 
     def run_round(self, batch: int) -> None:
         start = self.start.first(batch)

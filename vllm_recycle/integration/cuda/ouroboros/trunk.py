@@ -19,7 +19,6 @@ from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.integration.cuda.along_trunks import AlongTrunks
 from vllm_recycle.integration.cuda.drafter import V2Speculator
-from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
 from vllm_recycle.integration.cuda.ouroboros.rounds import LARGEST_BATCH, Round
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
@@ -92,9 +91,6 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
             self, drafter, may_speculate, head_length=length, max_drafting=most
         )
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
-
-    def make_forward(self) -> DraftForward:
-        return DraftForward(self, self.head_length)
 
     def run_round(self, batch: int) -> None:
         start = self.start.first(batch)
