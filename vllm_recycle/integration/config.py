@@ -213,8 +213,8 @@ def finish(vllm_config: Any) -> None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
         logger.warning_once(
-            "%s on CUDA is tested in Triton's interpreter with vllm %s; little of it has run on a GPU. "
-            "This is vllm %s",
+            "%s on CUDA is tested in Triton's interpreter with vllm %s, and hardly on a GPU; "
+            "this is vllm %s",
             options.method,
             SUPPORTED_VLLM,
             vllm_version,
