@@ -221,6 +221,7 @@ class Chooser:
         seconds: float | None,
         beside: float = 0.0,
         expected: float | None = None,
+        corrects: bool = True,
     ) -> None:
         """Take in a step.
 
@@ -232,6 +233,7 @@ class Chooser:
             seconds: that the step took; None where it had prompts, or others disturbed it.
             beside: seconds of drafting for the step that are in neither.
             expected: draft tokens that should have been accepted; None if that is unknown.
+            corrects: whether its seconds say what such a step takes.
 
         """
         plain, account = self.curve.plain(load), self.account
@@ -254,7 +256,7 @@ class Chooser:
         is_look, found = self.explorer.served(cell, arms, seconds=seconds, expected=predicted)
         if found is not None:
             self.curve.set_plain(load, found)
-        elif seconds is not None and not (is_look and rows == load.requests):
+        elif corrects and seconds is not None and not (is_look and rows == load.requests):
             self.curve.serve(kind, load, rows, seconds, at_once=is_look)
 
     def _trust(self, kinds: Sequence[str], load: Load, tokens: int, expected: float | None) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.curve import Load
+from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.rounds import Rounds, StepAlone
@@ -70,6 +71,11 @@ class AlongTrunks(TokenRecyclingV1Drafter):
             drafted = Trunks(*(values[idx_mapping] for values in self.trunks))
             self.choices.count(drafted, idx_mapping, walked.token_ids)
         self.trunks.token_ids[idx_mapping] = NO_TOKEN
+
+    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
+        drafts = super().draft(texts, num_nodes, block_tables)
+        self.last = self.last._replace(is_behind_round=self.added > 0)
+        return drafts
 
     def along(self, texts: TextEnds, trunks: Trunks) -> TextEnds:
         """Texts with these trunks, of which each has probabilities in the place of chances."""

@@ -31,6 +31,8 @@ class LastDrafts(NamedTuple):
         expected: draft tokens that should be accepted.
         seconds: that drafting took, without `beside`.
         beside: seconds of a draft model's round.
+        is_behind_round: whether the model drafted. The step behind that takes longer: the model's
+            weights were in the caches.
 
     """
 
@@ -38,6 +40,7 @@ class LastDrafts(NamedTuple):
     expected: float = 0.0
     seconds: float = 0.0
     beside: float = 0.0
+    is_behind_round: bool = False
 
 
 class Placeholder:
@@ -193,6 +196,7 @@ class V1Drafter(Drafter):
             seconds=seconds,
             beside=beside,
             expected=last.expected if nodes == last.num_nodes else None,
+            corrects=not last.is_behind_round,
         )
 
     def judge(self) -> str:
