@@ -118,6 +118,16 @@ def test_what_was_right_on_a_cpu_alone_is_refused_on_a_gpu():
     ]
 
 
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_states_in_the_prefix_cache_are_refused_on_a_gpu(caches_prefixes, tmp_path):
+    model = granite_hybrid(tmp_path / "model")
+    config = make_config(model=model, enable_prefix_caching=caches_prefixes)
+    on_cpu, on_gpu = (refusals.unsupported(config, on_v2=on_v2) for on_v2 in (False, True))
+    assert not any(on_cpu.values())
+    refused = [feature for feature, present in on_gpu.items() if present]
+    assert refused == ["--enable-prefix-caching with recurrent layers on a GPU"] * caches_prefixes
+
+
 def test_other_platforms_are_refused(monkeypatch):
     other = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
     monkeypatch.setattr(platform, "current_platform", other)

@@ -136,6 +136,10 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         # Seen to be right on a CPU alone.
         "--kv-sharing-fast-prefill on a GPU": cache.kv_sharing_fast_prefill and on_v2,
         "--ec-transfer-config on a GPU": vllm_config.ec_transfer_config is not None and on_v2,
+        # On an H100 the tokens were not plain vLLM's; the cause is not known.
+        "--enable-prefix-caching with recurrent layers on a GPU": (
+            bool(cache.enable_prefix_caching) and has_states(model) and on_v2
+        ),
         # vLLM starts with any, and writes beyond the end of its cache.
         f"--kv-cache-dtype {cache.cache_dtype} on a CPU": (
             cache.cache_dtype not in _cpu_cache_dtypes(model) and not on_v2

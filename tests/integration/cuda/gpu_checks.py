@@ -9,6 +9,7 @@ trees it judges the logits of rows that were accepted or not. `test_gpu` does th
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ def judge(llm: Any, answers: Sequence[Answer]) -> Verdict:
             gaps.append(max(entry.logprob for entry in step.values()) - step[token].logprob)
             if one.logprobs:
                 errors.append(abs(step[token].logprob - one.logprobs[place]))
+    assert all(map(math.isfinite, gaps + errors))  # `max` may leave out what is not a number
     seeded = [one for one in answers if one.params.get("temperature")]
     again = []
     for one in seeded:

@@ -27,7 +27,11 @@ BATCH = [
     ((3, 60), SEEDED | LENGTH),
 ]
 BATCHES = [BATCH, BATCH[1:]]
-ARGUMENTS = LLM_ARGUMENTS | {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 64 << 20}
+ARGUMENTS = LLM_ARGUMENTS | {
+    "num_gpu_blocks_override": None,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enable_prefix_caching": False,
+}
 # A step has room for less than two whole drafts.
 METHOD = TOKEN_RECYCLING | {"k": 4, "contexts": [1, 2], "context_mib": 1, "budget_share": 0.15}
 
@@ -74,7 +78,7 @@ def watch_batches(llm: Any, lengths: list[int], seen: list[str]) -> None:
 
 def serve(model: str) -> dict[str, Any]:
     """In the process with the engines: one without drafts, and one with chains."""
-    arguments = ARGUMENTS | {"model": model, "enable_prefix_caching": False}
+    arguments = ARGUMENTS | {"model": model}
 
     with engine(**arguments) as llm:
         result: dict[str, Any] = {"plain": tokens_of(llm, *BATCHES)}
