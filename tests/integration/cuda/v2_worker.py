@@ -27,5 +27,6 @@ class TreeV2Worker(TreeGPUWorker, CPUWorker):
         self.model_runner = self._make_model_runner()
 
     def determine_available_memory(self):
-        self.model_runner.profile_run()  # as on a GPU, before there is a KV cache
+        if self.lora_config is None:  # vLLM's LoRA for CPUs wants a mapping of as many rows
+            self.model_runner.profile_run()  # as on a GPU, before there is a KV cache
         return super().determine_available_memory()
