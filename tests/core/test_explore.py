@@ -285,6 +285,20 @@ def test_rounds_are_paid_for_whatever_the_step_becomes():
         assert chooser.account.credit - before == pytest.approx(earned - 2.0)
 
 
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_step_behind_a_round_is_paid_for_and_corrects_no_cost(corrects):
+    chooser = Engine(Case(same(GOOD), same(GOOD)), 0, on_v2=False).chooser
+    load = Load(1, 300.0, 1)
+    [first] = chooser.curve.at(TREES, load, (5,))
+    for _ in range(20):
+        before = chooser.account.credit
+        chooser.served(TREES, load, 5, tokens=1, seconds=1.3 * first, corrects=corrects)
+    assert before - chooser.account.credit > 1.2 * first / chooser.curve.plain(load) - 1.0
+    [last] = chooser.curve.at(TREES, load, (5,))
+    assert (last > 1.1 * first) == corrects
+    assert (last == first) == (not corrects)
+
+
 def test_drafts_of_one_node_are_of_both_kinds():
     chooser = Engine(Case(same(GOOD), same(GOOD)), 0, on_v2=False).chooser
     load = Load(1, 300.0, 1)
