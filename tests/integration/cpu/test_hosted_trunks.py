@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import heads
 import pytest
 from engines import (
     HOSTED,
+    NEEDS_SUFFIX,
     TARGET,
     TRUNK,
     Chains,
@@ -51,9 +51,8 @@ def sources(tmp_path_factory) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-HAS_SUFFIX = find_spec("arctic_inference") is not None
 SOURCES = ["eagle", "eagle3", "medusa", "mtp", "draft_model", "ngram"]
-SOURCES += [pytest.param("suffix", marks=pytest.mark.skipif(not HAS_SUFFIX, reason="make suffix"))]
+SOURCES += [pytest.param("suffix", marks=NEEDS_SUFFIX)]
 
 
 @dataclass
