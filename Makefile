@@ -87,7 +87,7 @@ vision: setup
 	$(PIP_INSTALL) --upgrade --target .venv/vision --requirement $(VISION_LOCK)
 
 # A file's tests share engines and what those have said, so a file stays with one process.
-PYTEST := $(OTHER:%=PYTHONPATH=$(CURDIR)/%) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(OTHER:%=PYTHONPATH=$(CURDIR)/%) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=20
 
 test: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
