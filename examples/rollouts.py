@@ -98,11 +98,20 @@ class Sampler:
             )
             for number, _ in questions
         ]
-        outputs = self.llm.generate([text for _, text in questions], params, use_tqdm=False)
+        texts = [self.prompt_of(text) for _, text in questions]
+        outputs = self.llm.generate(texts, params, use_tqdm=False)
         return [
             [answer_of(output.prompt_token_ids, one) for one in output.outputs]
             for output in outputs
         ]
+
+    def prompt_of(self, question: str) -> str:
+        """The question in the model's chat template, where it has one."""
+        tokenizer = self.llm.get_tokenizer()
+        if not tokenizer.chat_template:
+            return question
+        messages = [{"role": "user", "content": question}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, by their names in a checkpoint."""

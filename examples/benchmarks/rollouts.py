@@ -27,7 +27,7 @@ TREES = {"method": "token_recycling"}
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "suffix": {"method": "suffix"},
-    **{f"{nodes} nodes": {**TREES, "max_nodes": nodes, "row_cost": 0} for nodes in (16, 48)},
+    **{f"{nodes} nodes": {**TREES, "max_nodes": nodes, "row_cost": 0} for nodes in (7, 16, 48)},
     "priced": TREES,
 }
 OWNED = [name for name, method in METHODS.items() if method and method["method"] != "suffix"]

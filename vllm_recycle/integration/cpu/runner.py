@@ -102,6 +102,15 @@ class TreeCPUModelRunner(AcceptedSteps):
         is_token = batch.is_token_ids_tensor if self.enable_prompt_embeds else None
         return Ends(batch.token_ids_cpu_tensor, last, is_token)
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # Without vLLM's rejection sampler, in whose place the walk is. That of vLLM 0.30 does not
+        # run on a CPU.
+        config, self.speculative_config = self.speculative_config, None
+        try:
+            return super()._dummy_sampler_run(hidden_states)
+        finally:
+            self.speculative_config = config
+
     def load_lora_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_lora_model(*args, **kwargs)
         keep_base_rows_plain(model.lora_manager.modules.values())
