@@ -52,6 +52,11 @@ def main() -> None:
         results[run] = {"epochs": epochs, "equal_share": equal}
         rates = ", ".join(f"{epoch['tokens_per_call']:.2f}" for epoch in epochs)
         print(f"{run:20} {rates}; equal {min(equal):.0%}", flush=True)
+        write(args, results)
+
+
+def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """What there is so far, as JSON."""
     if args.json:
         report = {
             "arguments": {key: str(value) for key, value in vars(args).items()},
