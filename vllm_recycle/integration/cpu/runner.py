@@ -62,6 +62,7 @@ class TreeCPUModelRunner(AcceptedSteps):
     draft_parents: list[list[int]]
     began: float
     recurrent_groups: list[RecurrentGroup]
+    speculative_config: Any  # vLLM's
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
