@@ -29,8 +29,9 @@ def run_example(name, *arguments, cwd, compiled=False):
     return run.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft_model", [None, EXAMPLES / "models" / "draft"])
+@pytest.mark.parametrize(
+    "draft_model", [None, pytest.param(EXAMPLES / "models" / "draft", marks=pytest.mark.slow)]
+)
 def test_offline_batch_prints_every_output_and_what_was_accepted(draft_model, tmp_path):
     arguments = ["--num-prompts=3", "--max-tokens=16"]
     if draft_model:

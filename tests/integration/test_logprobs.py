@@ -84,7 +84,7 @@ def assert_equal(ours: list[Any], plain: list[Any]) -> None:
 
 
 def serve(llm: Any) -> dict[str, Any]:
-    """Requests with parameters of their own, 16 samples of one request, and 16 requests."""
+    """Requests with parameters of their own, samples of one request, and as many requests."""
     seeds = range(SAMPLE["seed"], SAMPLE["seed"] + NUM_SAMPLES)
     asked = {
         "alone": ALONE,
@@ -121,7 +121,7 @@ def main(_: Path) -> dict[str, Any]:
         with engine(logprobs_mode=mode, **ARGUMENTS) as llm:
             served = [serve(llm)]
         with engine(METHOD, logprobs_mode=mode, **ARGUMENTS) as llm:
-            # The second time texts are known, and much is drafted.
+            # What is asked second is drafted from what was answered first.
             served += [serve(llm) for _ in range(1 if IS_V2 else 2)]
             names = ("spec_decode_num_accepted_tokens", "generation_tokens")
             accepted, tokens = (counter(llm, name) for name in names)

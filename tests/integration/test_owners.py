@@ -185,12 +185,10 @@ def test_a_cache_salt_is_accepted(method):
         ({**FREE_ROWS, "scope": "isolated"}, "a", None, "with scope 'isolated' has none"),
         (SMALL_OUROBOROS, "a", None, "the method ouroboros with scope 'shared' has none"),
         pytest.param(
-            *(
-                WITH_SUFFIX,
-                None,
-                "salt",
-                "expected none: a trunk by suffix drafts from the outputs of",
-            ),
+            WITH_SUFFIX,
+            None,
+            "salt",
+            "expected none: a trunk by suffix drafts from the outputs of",
             marks=NEEDS_SUFFIX,
         ),
         (SMALL_OUROBOROS, None, "salt", "'cache_salt' is 'salt', expected none: all requests sh"),

@@ -104,8 +104,8 @@ class TreeCPUModelRunner(AcceptedSteps):
         return Ends(batch.token_ids_cpu_tensor, last, is_token)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Without vLLM's rejection sampler, in whose place the walk is. That of vLLM 0.30 does not
-        # run on a CPU.
+        # Without vLLM's rejection sampler, in whose place the walk is: in vLLM 0.30 it does not run
+        # on a CPU. Remove when 0.30 is dropped.
         config, self.speculative_config = self.speculative_config, None
         try:
             return super()._dummy_sampler_run(hidden_states)
