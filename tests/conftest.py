@@ -19,6 +19,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", str(int(not Path("/dev/nvidiactl").exists())))
 
 import cpu_torchvision
+import pytest
 import torch
 import triton_interpreter
 
@@ -51,3 +52,12 @@ def import_triton_kernels() -> None:
 
 
 import_triton_kernels()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what this version of vLLM cannot show."""
+    from other_versions import reason_to_leave_out  # vLLM reads the environment
+
+    for item in items:
+        if reason := reason_to_leave_out(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -36,11 +36,11 @@ def test_a_folder_may_be_called_anything(link):
 
 
 @pytest.mark.parametrize("link", PATHS[:1], indirect=True)
-def test_check_and_start_agree(link, capsys, monkeypatch):
+def test_check_and_start_agree(link, capfd, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     config = f'{{"method": "ouroboros", "model": "{link}"}}'
     assert main(["check", TARGET, "--dtype", "float32", "--speculative-config", config]) == 0
-    assert "with ouroboros" in capsys.readouterr().out
+    assert "with ouroboros" in capfd.readouterr().out
     with engine({**OUROBOROS, "model": str(link)}) as llm:
         assert llm.llm_engine.vllm_config.speculative_config.model == str(link)
         generate(llm, read_prompts(2), SamplingParams(temperature=0, max_tokens=16))

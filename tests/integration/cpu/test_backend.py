@@ -25,9 +25,9 @@ def watched_steps() -> Iterator[list[tuple[Any, list[int], Any]]]:
     """Of each step its drafts, the rows of its requests, and the metadata that were built."""
     build, steps = TreeCPUAttentionMetadataBuilder.build, []
 
-    def watched(self: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
-        step = self.step
-        built = build(self, common_prefix_len, common, fast_build)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step, common = self.step, kwargs.get("common_attn_metadata") or args[1]
+        built = build(self, *args, **kwargs)
         lengths = common.query_start_loc_cpu.diff().tolist()
         if step is not None:
             steps.append((step, lengths, built))

@@ -84,7 +84,7 @@ def test_what_follows_each_chunk_is_the_same(method, texts, expected):
     assert asyncio.run(stream(method, texts)) == expected
     # Those of the last engine, whose start unregisters what was there.
     name = "vllm:spec_decode_num_accepted_tokens"
-    assert sum(metric.value for metric in get_metrics_snapshot() if metric.name == name) > 30
+    assert sum(metric.value for metric in get_metrics_snapshot() if metric.name == name) > 15
 
 
 async def table_fill(cache_salt: str | None) -> float:

@@ -91,6 +91,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"learn-{name}", partial(learn_step, matrix))
         yield Case(f"seed-{name}", partial(seed_prompts, matrix))
     yield Case("grow", partial(grow_trees, default), (80, 90, 100, 120))
+    yield Case("grow-rows64", partial(grow_trees, default, rows=64), (90,))
     yield Case("grow-beam32", partial(grow_trees, default, beam=32), (90,))
     yield Case("grow-trunk", partial(grow_trees, default, gamma=4))
     for name in ("default", "paper-80"):
@@ -279,11 +280,13 @@ def what_drafts(matrix: AdjacencyMatrix, num_nodes: int) -> tuple:
     return drafts, worths, matrix, rates, int32(BATCH), make_texts()
 
 
-def grow_trees(matrix: AdjacencyMatrix, *, beam: int = 16, gamma: int = 0) -> None:
-    trees = make_trees()
+def grow_trees(
+    matrix: AdjacencyMatrix, *, rows: int = TREE_ROWS, beam: int = 16, gamma: int = 0
+) -> None:
+    trees = make_trees(rows)
     shape = (MAX_NUM_REQS, gamma, CHOICES)
     trunks = Trunks(int64(shape), torch.zeros(shape)) if gamma else None
-    grow(*what_drafts(matrix, TREE_ROWS - 1), trees=trees, beam=beam, trunks=trunks)
+    grow(*what_drafts(matrix, rows - 1), trees=trees, beam=beam, trunks=trunks)
 
 
 def fill_trees(matrix: AdjacencyMatrix, tree: TreeTemplate) -> None:
