@@ -1,10 +1,10 @@
 """Give SmolLM2-135M-Instruct the shape of Llama-3-8B: the same texts at the cost of 8B parameters.
 
-    python examples/models/derive_wide.py --output FOLDER        # 15 GB of disk, a GPU
+    python examples/models/derive_wide.py --output FOLDER        # 15 GB of disk
 
-The weights of the model lie in the corners of larger ones. The rest is random where it meets zeros,
-and zero where it would add something. So the outputs are the model's, but for a rounding of scales,
-and a step takes what one of Llama-3-8B takes. The vocabulary stays.
+The weights of the model are a part of larger ones. The rest is random where it meets zeros, and
+zero where it would add something. So the outputs are the model's, but for a rounding of scales, and
+a step takes about what one of Llama-3-8B takes. The vocabulary stays.
 """
 
 from __future__ import annotations
@@ -71,11 +71,18 @@ def write(model: Path, folder: Path, shape: Shape, device: str) -> None:
 
 
 def widen(weights: Weights, old: Shape, new: Shape) -> Iterator[Weights]:
-    """The weights of the larger model: of each layer, and then the rest."""
-    assert new.head_dim % old.head_dim == 0
-    assert new.num_attention_heads // new.num_key_value_heads >= (
-        old.num_attention_heads // old.num_key_value_heads
-    )
+    """The weights of the larger model: of each layer, and then the rest.
+
+    Raises:
+        ValueError: a shape that the model does not fit into.
+    """
+    groups = [one.num_attention_heads // one.num_key_value_heads for one in (old, new)]
+    no_less = all(getattr(new, name) >= getattr(old, name) for name in Shape.__slots__)
+    if not no_less or new.head_dim % old.head_dim or groups[1] < groups[0]:
+        raise ValueError(
+            f"got {new} for {old}: expected no size smaller, heads of a multiple of the size, and "
+            "no fewer query heads to a key head"
+        )
     torch.manual_seed(0)
     for layer in range(new.num_hidden_layers):
         # Further layers add nothing, whatever they have read.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
+import pytest
 import torch
 from engines import EXAMPLES, TARGET
 from safetensors.torch import load_file
@@ -38,3 +40,9 @@ def test_logits_are_those_of_the_model(tmp_path):
     rounded = wide.float()(TOKENS).logits
     assert (rounded - expected).abs().max() < 0.2
     assert rounded.argmax(-1).eq(expected.argmax(-1)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_key_value_heads", "head_dim"])
+def test_what_does_not_fit_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=1"):
+        next(widen({}, WIDE, replace(WIDE, **{name: 1})))

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from v2_scripts import run_script
 
-from vllm_recycle.integration.versions import FEATURES
-
 
 @pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])
 def served(request, tmp_path_factory) -> dict[str, Any]:
@@ -21,11 +19,3 @@ def served(request, tmp_path_factory) -> dict[str, Any]:
     if request.param == "V2":
         return run_script(request.path, folder)
     return json.loads(json.dumps(request.module.main(folder)))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what vLLM 0.30 has no drafts for. Remove when it is dropped."""
-    for item in items if not FEATURES.cpu_runs_heads else ():
-        is_exact = "where_all_is_greedy" in item.name or "ends_as_in_vllm" in item.name
-        if "vLLM's trunk" in item.name or ("outlines" in item.name and not is_exact):
-            item.add_marker(pytest.mark.skip(reason="no drafts with vLLM 0.30"))

@@ -1,59 +1,101 @@
-"""Which tests say nothing of a version of vLLM: what it lacks, or does wrong without us too."""
+"""Which tests are left out with which vLLM: what they show needs something that it has not."""
 
 from __future__ import annotations
 
 import re
 from importlib.metadata import version
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import vllm
-from packaging.version import Version
 from vllm.config.speculative import SpeculativeMethod
 
 from vllm_recycle.integration.versions import FEATURES
 
-# By what is missing, if it is: parts of the names of tests.
-_LACKS = {
-    "the version that is locked": (
-        Version(vllm.__version__).base_version != Version(version("vllm")).base_version,
-        ("test_patches.py", "test_every_name_is_in_the_installed_vllm", "test_every_parser_has"),
+IS_LOCKED = vllm.__version__.split("+")[0] == version("vllm").split("+")[0]
+# Where a difference is not of an interface, one of the same versions stands for it.
+SINCE_0_32 = FEATURES.trims_surplus_tokens
+SINCE_0_31 = FEATURES.v2_runs_trees
+
+
+class Need(NamedTuple):
+    """What tests need, whether this vLLM has it, and parts of the tests' names."""
+
+    what: str
+    is_there: bool
+    tests: tuple[str, ...]
+
+
+NEEDS = (
+    Need(
+        "the version that is locked",
+        IS_LOCKED,
+        (
+            r"test_patches.py::test_(a_patch|all_patches|with_0001)",
+            "test_every_name_is_in_the_installed_vllm",
+            "test_every_parser_has_a_text",
+        ),
     ),
-    "outputs without the tokens behind a stop string": (
-        not FEATURES.trims_surplus_tokens,
+    Need(
+        "outputs without the tokens behind a stop string",
+        FEATURES.trims_surplus_tokens,
         (
             "test_tokens_behind_a_stop_string_are_not_counted",
             "test_the_histogram_of_accepted_tokens_has_each_request_once",
             r"test_metrics_of_a_request\[.* the",
         ),
     ),
-    "convolutions in float32, and of any width": (
-        not FEATURES.trims_surplus_tokens,
+    Need(
+        "convolutions on a CPU in float32, and of any width",
+        SINCE_0_32,
         ("test_states_are_those_of_plain_decoding", "test_models_that_an_engine_.*its states are"),
     ),
-    "W8A8 that rounds as it is told to, and parsers in Rust": (
-        not FEATURES.trims_surplus_tokens,
-        ("test_what_is_other_about_a_model_matters", r"plain_decoding\[tool-minimax_m3"),
+    Need(
+        "other answers in W8A8 than in 16 bits",
+        SINCE_0_32,
+        ("test_what_is_other_about_a_model_matters",),
     ),
-    "kernels of draft models, and of `ngram` in an interpreter, for a CPU": (
-        not FEATURES.cpu_runs_heads,
-        (r"test_hosted_trunks.py::test_outputs_are_vllms", "test_methods_are_measured_side_by"),
+    Need("parsers in Rust", SINCE_0_32, (r"plain_decoding\[tool-minimax_m3",)),
+    Need(
+        "drafts along a model on a CPU",
+        FEATURES.cpu_runs_heads,
+        (
+            "vLLM's trunk",
+            r"test_outputs_are_vllms_and_trunks.*-(eagle3?|medusa|mtp|draft_model)\]",
+        ),
     ),
-    "attention sinks in float32 on a CPU": (not FEATURES.cpu_runs_heads, (r"equals_vllm\[sinks",)),
-    "sums in float32 in today's order": (
-        not FEATURES.cpu_runs_heads,
+    Need(
+        "its own rejection sampler on a CPU",
+        SINCE_0_31,
+        (r"trunks_are_its_chains\[whole-ngram", "test_methods_are_measured_side_by_side"),
+    ),
+    Need(
+        "drafts beside grammars of outlines",
+        SINCE_0_31,
+        (r"^(?!.*(where_all_is_greedy|ends_as_in_vllm)).*outlines",),
+    ),
+    Need(
+        "Model Runner V2 with trees",
+        FEATURES.v2_runs_trees,
+        (r"tests/integration/cuda/(?!test_cuda_config)",),
+    ),
+    Need("attention sinks in float32 on a CPU", SINCE_0_31, (r"equals_vllm\[sinks",)),
+    Need(
+        "sums in float32 in the order of our kernels",
+        SINCE_0_31,
         (r"test_a_row_has_the_bits.*\[vec(16)?-float32",),
     ),
-    "the configuration of other outputs": (
-        not FEATURES.aux_outputs,
+    Need(
+        "a configuration of other outputs",
+        FEATURES.aux_outputs,
         (r"test_every_refusal_names_its_flag\[enable_return_routed_experts",),
     ),
-    "Medusa": ("medusa" not in get_args(SpeculativeMethod), ("test_outputs_are_vllms.*medusa",)),
-}
+    Need("Medusa", "medusa" in get_args(SpeculativeMethod), ("trunks_are_its_chains.*medusa",)),
+)
 
 
 def reason_to_leave_out(test: str) -> str | None:
-    """Why a test is left out, None where it is run."""
-    for lack, (is_lacking, names) in _LACKS.items():
-        if is_lacking and any(re.search(name, test) for name in names):
-            return f"vLLM {vllm.__version__} has not: {lack}"
+    """Why a test is left out, by its node's name; None where it is run."""
+    for need in NEEDS:
+        if not need.is_there and any(re.search(part, test) for part in need.tests):
+            return f"needs {need.what}, which vLLM {vllm.__version__} has not"
     return None

@@ -26,10 +26,3 @@ if torch.cuda.is_available():
 def result(request, tmp_path_factory) -> dict[str, Any]:
     """What `main` of the test file returns, in a process with Model Runner V2."""
     return run_script(request.path, tmp_path_factory.mktemp("v2"))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out engines of Model Runner V2 where it runs no trees. Remove when 0.30 is dropped."""
-    for item in items if not FEATURES.v2_runs_trees else ():
-        if item.path.parent == Path(__file__).parent and item.path.name != "test_cuda_config.py":
-            item.add_marker(pytest.mark.skip(reason="no trees with Model Runner V2 of vLLM 0.30"))

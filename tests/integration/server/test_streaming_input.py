@@ -82,7 +82,7 @@ def expected(texts) -> list[list[int]]:
 @pytest.mark.parametrize("method", [PRICED, SMALL_OUROBOROS])
 def test_what_follows_each_chunk_is_the_same(method, texts, expected):
     assert asyncio.run(stream(method, texts)) == expected
-    # Those of the last engine, whose start unregisters what was there.
+    # Those of the last engine, whose start unregisters what was there. With vLLM 0.30 it is 20.
     name = "vllm:spec_decode_num_accepted_tokens"
     assert sum(metric.value for metric in get_metrics_snapshot() if metric.name == name) > 15
 
