@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rollouts
+import vllm
 
-from vllm_recycle.cli.bench.report import commit, hardware
+from vllm_recycle.cli.bench.report import origin
 
 TREES = {"method": "token_recycling"}
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -59,10 +60,8 @@ def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """What there is so far, as JSON."""
     if args.json:
         report = {
-            "arguments": {key: str(value) for key, value in vars(args).items()},
             "methods": METHODS,
-            "hardware": hardware(),
-            "commit": commit(),
+            **origin(vllm=vllm.__version__),
             "results": results,
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

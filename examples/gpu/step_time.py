@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,16 +24,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import marks
 from step_time_engine import HAS_GPU, PROFILED, WARM_UP, Task
 
-from vllm_recycle import __version__
 from vllm_recycle.cli.bench.driver import child_environment, rotate
-from vllm_recycle.cli.bench.report import commit, hardware
+from vllm_recycle.cli.bench.report import origin
 from vllm_recycle.core.tree import load_tree
 
 ENGINE = Path(__file__).with_name("step_time_engine.py")
@@ -290,11 +286,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "warm_up_steps": WARM_UP,
         "tree": "default",
         "speculative_configs": {one.name: one.speculative for one in args.configurations},
-        "versions": {"vllm_recycle": __version__, "python": platform.python_version()},
-        "hardware": hardware(),
-        "commit": commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **origin(),
         "definitions": DEFINITIONS,
     }
     if args.smoke:

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ HERE = Path(__file__).parent
 LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
 # What a layer adds to its input comes out of these.
 OUTPUTS = ("o_proj.weight", "down_proj.weight")
+Weights = dict[str, torch.Tensor]
 
 
 def main(*arguments: str) -> None:
@@ -35,18 +37,14 @@ def main(*arguments: str) -> None:
             f"{count} layers of {options.model}, and some of these"
         )
     kept = [layer for layer in range(count) if layer not in options.left_out]
-    idle = [0] * (options.layers - count)
-    target = layers_of(weights, [*range(count), *idle])
-    for name, weight in target.items():
-        found = LAYER.search(name)
-        if found and int(found[0]) >= count and name.endswith(OUTPUTS):
-            target[name] = torch.zeros_like(weight)
     for name, made, layers in (
-        ("pair-target", target, options.layers),
+        ("pair-target", deepened(weights, count, options.layers), options.layers),
         ("pair-draft", layers_of(weights, kept), len(kept)),
     ):
-        write(options.output / name, made, options.model, layers)
-        print(f"{options.output / name}: {layers} layers")
+        folder = options.output / name
+        write_config(options.model, folder, num_hidden_layers=layers)
+        save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+        print(f"{folder}: {layers} layers")
 
 
 def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
@@ -59,7 +57,17 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def layers_of(weights: dict[str, torch.Tensor], sources: list[int]) -> dict[str, torch.Tensor]:
+def deepened(weights: Weights, count: int, layers: int) -> Weights:
+    """The weights of a model of `count` layers with further layers that add nothing."""
+    made = layers_of(weights, [*range(count), *[0] * (layers - count)])
+    for name, weight in made.items():
+        found = LAYER.search(name)
+        if found and int(found[0]) >= count and name.endswith(OUTPUTS):
+            made[name] = torch.zeros_like(weight)
+    return made
+
+
+def layers_of(weights: Weights, sources: list[int]) -> Weights:
     """The weights of a model whose layers are those of another, in this order."""
     made = {name: weight for name, weight in weights.items() if not LAYER.search(name)}
     for layer, source in enumerate(sources):
@@ -70,14 +78,13 @@ def layers_of(weights: dict[str, torch.Tensor], sources: list[int]) -> dict[str,
     return made
 
 
-def write(folder: Path, weights: dict[str, torch.Tensor], model: Path, layers: int) -> None:
-    """A model with the tokenizer and the settings of another."""
+def write_config(model: Path, folder: Path, **changed: Any) -> None:
+    """A folder with the tokenizer of a model, and its settings but for some."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in [*model.glob("*.json"), *model.glob("*.jinja")]:
         shutil.copy(file, folder)
-    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": layers}
+    config = json.loads((model / "config.json").read_text()) | changed
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def test_logits_are_those_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_key_value_heads", "head_dim"])
-def test_what_does_not_fit_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=1"):
-        next(widen({}, WIDE, replace(WIDE, **{name: 1})))
+def test_what_does_not_fit_is_refused(name, tmp_path):
+    with pytest.raises(SystemExit, match=f"{name}=1"):
+        write(EXAMPLES / "models" / "target", tmp_path, replace(WIDE, **{name: 1}), "cpu")
+    assert not list(tmp_path.iterdir())

@@ -38,10 +38,10 @@ OTHERS = sorted(folder.name.removeprefix("vllm-") for folder in ROOT.glob(".venv
 HEAD = """# Reach
 
 Made by `make reach`: 6 greedy requests of 40 tokens, all in flight, twice. A cell says how many of
-the 12 answers are those of the same vLLM without speculation, and how many tokens of a draft are
-accepted. What vLLM {locked} cannot run without speculation on the machine is left out. The last
-column says what a GPU gets, by configuration alone: no GPU has run these. Where trees do not go,
-Token Recycling drafts chains.
+the 12 answers equal those of the same vLLM without speculation, and how many tokens of a draft are
+accepted. Models that plain vLLM {locked} cannot run on the machine are left out. The last column is
+for a GPU. It shows the configuration only: no GPU has run these. Token Recycling drafts chains for
+models without trees.
 """
 
 

@@ -143,14 +143,24 @@ def has_our_attention(llm: Any) -> bool:
     return any("Tree" in type(getattr(layer, "impl", None)).__name__ for layer in layers)
 
 
+IN_4_BITS = ("AWQ", "GPTQ") if HAS_AVX512 else ()
+
+
+@pytest.fixture(scope="module")
+def in_16_bits() -> list[Any]:
+    return ask(Row(), {"model": TARGET, **IN_16_BITS})[1]
+
+
+@pytest.mark.parametrize("kind", ["experts", "M-RoPE", "W8A8", *IN_4_BITS])
+def test_a_kind_of_model_has_answers_of_its_own(kind, expected, in_16_bits):
+    assert expected(kind)[1] not in (expected(EMBEDDED)[1], in_16_bits)
+
+
 def test_what_is_other_about_a_model_matters(expected, tmp_path):
     def said(name: str) -> list[Any]:
         return expected(name)[1]
 
-    target, in_16_bits = said(EMBEDDED), ask(Row(), {"model": TARGET, **IN_16_BITS})[1]
-    in_4_bits = ("AWQ", "GPTQ") if HAS_AVX512 else ()
-    for kind in ("experts", "M-RoPE", "W8A8", *in_4_bits):
-        assert said(kind) not in (target, in_16_bits)
+    target = said(EMBEDDED)
     assert said("text part") == target
     no_sinks = gpt_oss(tmp_path / "model", WINDOW, [-100.0] * len(SINKS))
     assert said("sinks") != ask(Row(), {"model": no_sinks, **IN_BLOCKS})[1]

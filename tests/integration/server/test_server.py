@@ -23,9 +23,9 @@ PROMPTS = read_prompts(8)
 # Of each method: its options, the option that names its file, and what its start-up line says.
 METHODS = {
     "token_recycling": (
-        {"method": "token_recycling", "tree": "paper-80"},
+        {"method": "token_recycling", "tree": "paper-80", "row_cost": 0},
         "matrix_file",
-        "token_recycling: tree paper-80, 80 nodes, depth 6, a row's cost measured, k 8",
+        "token_recycling: tree paper-80, 80 nodes, depth 6, a row's cost 0 of a step, k 8",
     ),
     "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
 }

@@ -87,6 +87,7 @@ def test_what_follows_each_chunk_is_the_same(method, texts, expected):
     # Those of the last engine, whose start unregisters what was there.
     name = "vllm:spec_decode_num_accepted_tokens"
     accepted = sum(metric.value for metric in get_metrics_snapshot() if metric.name == name)
+    # With vLLM 0.30 it is 20.
     assert accepted > (30 if FEATURES.cpu_runs_heads else 15)
 
 

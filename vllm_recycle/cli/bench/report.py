@@ -144,6 +144,8 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         for name, engine in measurement.engines.items()
     }
     first = next(iter(measurement.engines.values()))
+    made = origin(**first["versions"])
+    made["hardware"] = {"device": first["device"], **made["hardware"]}
     return {
         **plan.conditions(),
         "dtype": first["dtype"],
@@ -151,17 +153,21 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             name for name, config in plan.methods.items() if not needs_plugin(config)
         ],
         "engines": engines,
-        "versions": {
-            "vllm_recycle": __version__,
-            **first["versions"],
-            "python": platform.python_version(),
-        },
-        "hardware": {"device": first["device"], **hardware()},
         "threads": {name: os.environ.get(name) for name in THREAD_VARIABLES},
+        **made,
+        "definitions": json.loads((Path(__file__).parent / "definitions.json").read_text("utf-8")),
+    }
+
+
+def origin(**versions: str) -> dict[str, Any]:
+    """What made a result; `versions` are of further packages."""
+    ours = {"vllm_recycle": __version__, "python": platform.python_version()}
+    return {
+        "versions": ours | versions,
+        "hardware": hardware(),
         "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "definitions": json.loads((Path(__file__).parent / "definitions.json").read_text("utf-8")),
     }
 
 

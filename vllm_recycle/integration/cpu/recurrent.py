@@ -64,8 +64,11 @@ class RecurrentGroup:
         builder.kv_cache_spec = replace(self.spec, num_speculative_blocks=0)
         builder.build, builder.step = self.build, None
 
-    def build(self, common_prefix_len: int, common: CommonAttentionMetadata, **_: Any) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any
+    ) -> Any:
         """In the place of vLLM's; its metadata, with `depths` where the step has drafts."""
+        common = common_attn_metadata
         step, self.builder.step = self.builder.step, None
         self.blocks = None
         if step is None or not any(step.num_nodes):

@@ -214,7 +214,7 @@ def _grow_kernel(
         )
         # No node is worth more than its parent, and of equals the earlier one stays: with as many
         # nodes as a tree may have, levels end where none of the next one could be among them.
-        # No sum of `best`: Triton 3.6 takes its lanes, which are not in order, for others.
+        # A gather, not a sum of `best`: Triton 3.6 sums the wrong lanes of what a merge returns.
         last = tl.gather(best, tl.full([EXPANDED], NODES - 1, tl.int32), 0)
         level += 1
         grows = (level < LEVELS) & (tl.max((key_above >> 32) - (last >> 32), 0) > 0)
