@@ -12,6 +12,8 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 
 def speed_up() -> None:
     """To be called where kernels are interpreted, and nothing is compiled in the same process."""
@@ -20,6 +22,7 @@ def speed_up() -> None:
     _patch_language_once(interpreter)
     _find_types_once(interpreter)
     _share_shapes(interpreter.tl)
+    _sort_at_once(interpreter)
     interpreter.ReduceOps.generic_reduce = _reduce_pairs
     _find_grids_first(interpreter.GridExecutor)
     _take_numbers_for_masks(interpreter)
@@ -51,17 +54,47 @@ def _find_types_once(interpreter: Any) -> None:
 
 
 def _share_shapes(tl: Any) -> None:
-    """The sizes of tensors of one shape; else they are objects of each tensor."""
+    """The sizes of types and tensors of one shape; else they are objects of each."""
+    make_slowly = tl.block_type.__init__
+    no_sizes = tl.constexpr(1), tl.tuple([])
 
     @cache
-    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return tl.constexpr(prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+    def sizes(shape: tuple[int, ...]) -> tuple[int, Any, str, Any]:
+        made = object.__new__(tl.block_type)
+        make_slowly(made, tl.int32, list(shape))
+        of_tensor = tl.constexpr(prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+        return made.numel, made.shape, str(made.shape), of_tensor
+
+    def make_type(self: Any, element: Any, shape: Any) -> None:
+        unwrapped = tuple([size.value if type(size) is tl.constexpr else size for size in shape])
+        self.element_ty = element
+        self.numel, self.shape, name, self.sizes = sizes(unwrapped)
+        self.name = f"<{name}, {element}>"
 
     def make(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = sizes(tuple(type.shape) if type.is_block() else ())
+        self.numel, self.shape = type.sizes if type.is_block() else no_sizes
+
+    def is_same(self: Any, other: Any) -> Any:
+        values = other.values if type(other) is tl.tuple else list(other)
+        return tl.constexpr(self.values == values)
 
     tl.tensor.__init__ = make
+    tl.block_type.__init__ = make_type
+    tl.tuple.__eq__ = is_same
+
+
+def _sort_at_once(interpreter: Any) -> None:
+    """`tl.topk` by NumPy; else each swap of its network is a dozen calls."""
+    tl = interpreter.tl
+
+    def topk(x: Any, k: Any, dim: Any = None) -> Any:
+        k = getattr(k, "value", k)
+        largest = np.sort(x.handle.data, axis=-1)[..., : -k - 1 : -1].copy()
+        made = tl.block_type(x.dtype, largest.shape)
+        return tl.tensor(interpreter.TensorHandle(largest, x.dtype), made)
+
+    tl.topk = topk
 
 
 def _find_grids_first(executor: Any) -> None:
