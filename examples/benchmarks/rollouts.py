@@ -39,6 +39,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.set_defaults(prompts=6, batch=6)
     args = parser.parse_args()
+    report = {
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "methods": METHODS,
+        **origin(vllm=vllm.__version__),
+    }
     runs = [*METHODS, *(f"{name}, owners" for name in OWNED)]
     results, plain = {}, []
     for run in runs:
@@ -53,18 +58,9 @@ def main() -> None:
         results[run] = {"epochs": epochs, "equal_share": equal}
         rates = ", ".join(f"{epoch['tokens_per_call']:.2f}" for epoch in epochs)
         print(f"{run:20} {rates}; equal {min(equal):.0%}", flush=True)
-        write(args, results)
-
-
-def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    """What there is so far, as JSON."""
-    if args.json:
-        report = {
-            "methods": METHODS,
-            **origin(vllm=vllm.__version__),
-            "results": results,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if args.json:  # what there is so far
+            report["results"] = results
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(

@@ -5,10 +5,10 @@
         --json examples/benchmarks/results/cpu-sharing.json
 
 Tokens per call of the target, greedy, one request at a time; float32. The first token of an answer
-and the call that gave it do not count.
+and the call that gave it do not count. Of the last call count the tokens up to the answer's end.
 
 owners: 20 others ask, a session asks its prompts, and asks them again; then 100 others ask one
-prompt each, and the session asks again.
+prompt each, and the session asks again. With an owner per session, without owners, and `suffix`.
 replicas: two engines read one half of some prompts each, and then the other half; beside them one
 engine that has read all of them before.
 """
@@ -33,6 +33,11 @@ from vllm_recycle.cli.bench.report import origin
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 NUM_OTHERS, NUM_BEFORE = 100, 20
+DEFINITIONS = {
+    "tokens": "of the answers, behind the first token of each",
+    "calls": "steps of the target that gave these tokens",
+    "tokens_per_call": "tokens / calls",
+}
 SAVE_EVERY = 1
 
 
@@ -53,7 +58,10 @@ class Engine:
         )
 
     def ask(self, texts: Sequence[str], owners: Sequence[str] | None = None) -> Counter[str]:
-        """These prompts, each by an owner."""
+        """The `tokens` of the answers to these prompts, each by an owner, and their `calls`.
+
+        Metrics of vLLM would not do: of several engines in a process they are those of the last.
+        """
         engine, counts = self.llm.llm_engine, Counter[str]()
         for number, text in enumerate(texts):
             token_ids = self.llm.get_tokenizer().apply_chat_template(
@@ -139,9 +147,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    report = {"owners": owners(args), "replicas": replicas(args)}
+    given = {key: str(value) for key, value in vars(args).items()}
+    report = {"arguments": given, "definitions": DEFINITIONS, **origin(vllm=vllm.__version__)}
+    report |= {"owners": owners(args), "replicas": replicas(args)}
     if args.json:
-        report |= origin(vllm=vllm.__version__)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

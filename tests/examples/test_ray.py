@@ -79,7 +79,7 @@ def test_ray_serve_answers_as_vllm_does_without_speculation(tmp_path, monkeypatc
     assert len(list((tmp_path / "state").glob("*.safetensors"))) == 1
 
 
-def test_roll_outs_go_on_with_new_weights_and_are_shared(tmp_path):
+def test_roll_outs_go_on_with_new_weights(tmp_path):
     arguments = ["--prompts=2", "--samples=2", "--epochs=2", "--max-tokens=24", "--workers=2"]
     output = run_example("ray_rollouts.py", *arguments, cwd=tmp_path)
     steps = re.findall(r"^epoch [01]: reward .* tokens a call", output, re.MULTILINE)

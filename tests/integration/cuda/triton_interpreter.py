@@ -6,7 +6,7 @@ And some of what it does otherwise than Triton is done as Triton does it.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from inspect import getcallargs, getfullargspec
 from math import prod
 from types import SimpleNamespace
@@ -58,17 +58,17 @@ def _share_shapes(tl: Any) -> None:
     make_slowly = tl.block_type.__init__
     no_sizes = tl.constexpr(1), tl.tuple([])
 
-    @cache
-    def sizes(shape: tuple[int, ...]) -> tuple[int, Any, str, Any]:
+    @lru_cache(None, typed=True)
+    def sizes(*shape: int) -> tuple[int, Any, str, Any]:
         made = object.__new__(tl.block_type)
         make_slowly(made, tl.int32, list(shape))
         of_tensor = tl.constexpr(prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
         return made.numel, made.shape, str(made.shape), of_tensor
 
     def make_type(self: Any, element: Any, shape: Any) -> None:
-        unwrapped = tuple([size.value if type(size) is tl.constexpr else size for size in shape])
+        unwrapped = [size.value if type(size) is tl.constexpr else size for size in shape]
         self.element_ty = element
-        self.numel, self.shape, name, self.sizes = sizes(unwrapped)
+        self.numel, self.shape, name, self.sizes = sizes(*unwrapped)
         self.name = f"<{name}, {element}>"
 
     def make(self: Any, handle: Any, type: Any) -> None:
@@ -90,6 +90,10 @@ def _sort_at_once(interpreter: Any) -> None:
 
     def topk(x: Any, k: Any, dim: Any = None) -> Any:
         k = getattr(k, "value", k)
+        # What Triton takes, in all versions.
+        assert dim in (None, x.handle.data.ndim - 1)
+        assert 2 <= k <= x.handle.data.shape[-1]
+        assert x.handle.data.dtype.kind in "iu"
         largest = np.sort(x.handle.data, axis=-1)[..., : -k - 1 : -1].copy()
         made = tl.block_type(x.dtype, largest.shape)
         return tl.tensor(interpreter.TensorHandle(largest, x.dtype), made)

@@ -160,7 +160,10 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
 
 
 def origin(**versions: str) -> dict[str, Any]:
-    """What made a result; `versions` are of further packages."""
+    """What made a result: `versions`, `hardware`, `commit`, `command` and `date`.
+
+    `versions` are those of packages other than ours.
+    """
     ours = {"vllm_recycle": __version__, "python": platform.python_version()}
     return {
         "versions": ours | versions,
