@@ -143,8 +143,8 @@ def texts_of(name: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--num-prompts", type=int, default=16, help="of a session, of a half")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=int, default=8, help="of a session, of a half")
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     given = {key: str(value) for key, value in vars(args).items()}
