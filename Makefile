@@ -115,7 +115,7 @@ ENGINE_TESTS := test_lossless_greedy.py test_lossless_sampling.py test_structure
 
 test-versions:
 	for version in $(VERSIONS); do \
-		$(MAKE) test VLLM=$$version PYTEST_ARGS="$(or $(PYTEST_ARGS),$(ENGINE_TESTS:%=tests/integration/%) tests/examples/test_examples.py)" || exit; \
+		$(MAKE) test VLLM=$$version PYTEST_ARGS="$(or $(PYTEST_ARGS),$(ENGINE_TESTS:%=tests/integration/%) tests/examples/test_examples.py tests/test_patches.py)" || exit; \
 	done
 
 # With the PyTorch that the wheel requires, in its build for CUDA.

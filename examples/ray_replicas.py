@@ -53,9 +53,8 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, object]:
         method = {"method": "ouroboros", "model": args.draft_model}
     if args.state:
         args.state.mkdir(parents=True, exist_ok=True)
-        file = "pool_file" if args.draft_model else "matrix_file"
         # Ray kills replicas that it needs no more: what is learnt is written before.
-        method |= {file: str(args.state.resolve()), "save_every": 1}
+        method |= {"matrix_file": str(args.state.resolve()), "save_every": 1}
     return {
         "speculative_config": method,
         "dtype": args.dtype,

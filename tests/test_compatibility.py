@@ -1,12 +1,17 @@
-"""patches/compatibility.py: the names of vLLM that we use, in this version and in a changed one."""
+"""patches/compatibility.py: the names of vLLM that we use, in this version and in a changed one.
+
+Also what the pages say of versions, and of the functions of vLLM that we replace.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +21,7 @@ from packaging.version import Version
 from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "vllm_recycle"
 VLLM = Path(find_spec("vllm").origin).parent
 STATS = "v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats"
 # What is said of a name, where in a file one text becomes another.
@@ -98,6 +104,75 @@ def test_tests_run_with_what_users_have():
 def read_lock(name: str | Path) -> dict[str, str]:
     lines = (ROOT / name).read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def test_the_page_names_the_files_that_replace_functions_of_vllm():
+    trees = {
+        str(file.relative_to(PACKAGE)): ast.parse(file.read_text())
+        for file in PACKAGE.rglob("*.py")
+    }
+    methods = set().union(*map(functions_of, trees.values()))
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    # Fields of classes of ours may have functions.
+    fields = {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+    replaced = set()
+    for name, tree in trees.items():
+        file = re.sub("^integration/(?=cpu/|cuda/)", "", name)  # as the page calls it
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if any(call.endswith("replace_function") for call in calls):
+            replaced.add((file, "the process"))
+        functions = functions_of(tree) | methods & imports_of(tree)
+        if any(
+            attribute == "__class__" or is_function(value, functions, methods)
+            for attribute, value in set_attributes(tree)
+            if attribute not in fields
+        ):
+            replaced.add((file, "an object"))
+    page = (PACKAGE / "ARCHITECTURE.md").read_text()
+    table = re.findall(r"^\| `(.+?)` \| .+ \| (the process|an object) \|$", page, re.MULTILINE)
+    assert set(table) == replaced
+
+
+def functions_of(tree: ast.Module) -> set[str]:
+    """Functions and methods, wherever in a module, but no properties."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and not any(ast.unparse(name).endswith("property") for name in node.decorator_list)
+    }
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in froms for alias in node.names}
+
+
+def set_attributes(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """The attributes that a module sets, of whatever but `self`, and their values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            yield ast.unparse(node.args[1]), node.args[2]
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            is_tuple = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            sides = (target.elts, node.value.elts) if is_tuple else ([target], [node.value])
+            for place, value in zip(*sides, strict=False):
+                if isinstance(place, ast.Attribute) and ast.unparse(place.value) != "self":
+                    yield place.attr, value
+
+
+def is_function(value: ast.expr, functions: set[str], methods: set[str]) -> bool:
+    """Whether a value looks like a function: one of these by its name, or one made of another."""
+    match value:
+        case ast.Lambda():
+            return True
+        case ast.Name(name):
+            return name in functions
+        case ast.Attribute(_, name):
+            return name in methods
+        case ast.Call(function):
+            return ast.unparse(function).endswith("partial")
+    return False
 
 
 def test_a_folder_that_is_no_vllm_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""patches/: each diff applies to the installed vLLM and is in the README; 0001 does its work."""
+"""patches/: each diff applies to the versions that the README names; 0001 does its work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from vllm import __version__
+
+from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "patches"
 PATCHES = sorted(FOLDER.glob("*.patch"))
+README = (FOLDER / "README.md").read_text()
 VLLM = Path(find_spec("vllm").origin).parent
+# By number of the patch, the first and the last version that it is for.
+VERSIONS = {
+    number: [Version(version) for version in pair]
+    for number, *pair in re.findall(r"^\| \[(\d{4})\].* \| (0\.\d+) to (0\.\d+) \|", README, re.M)
+}
 
 needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="needs the command `patch`")
 
@@ -39,12 +50,19 @@ def apply(patch, target, *options):
     return subprocess.run(command, cwd=target, capture_output=True, text=True)
 
 
+def is_for_installed_vllm(patch):
+    first, last = VERSIONS[patch.name[:4]]
+    return first.release <= Version(__version__).release[:2] <= last.release
+
+
 @needs_patch
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_applies_to_the_installed_vllm_and_only_once(patch, tmp_path):
+def test_a_patch_applies_to_the_versions_that_the_readme_names_and_only_once(patch, tmp_path):
     copy_touched(patch, tmp_path)
     dry = apply(patch, tmp_path, "--dry-run")
-    assert dry.returncode == 0, dry.stdout
+    assert (dry.returncode == 0) == is_for_installed_vllm(patch), dry.stdout
+    if dry.returncode:
+        return
     done = apply(patch, tmp_path)
     assert done.returncode == 0, done.stdout
     for name in touched(patch):
@@ -55,7 +73,8 @@ def test_a_patch_applies_to_the_installed_vllm_and_only_once(patch, tmp_path):
 
 @needs_patch
 def test_all_patches_apply_together_in_any_order(tmp_path):
-    for order in (PATCHES, PATCHES[::-1]):
+    patches = [*filter(is_for_installed_vllm, PATCHES)]
+    for order in (patches, patches[::-1]):
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         for patch in order:
@@ -66,9 +85,11 @@ def test_all_patches_apply_together_in_any_order(tmp_path):
 
 
 def test_the_readme_lists_exactly_the_patches_there():
-    text = (FOLDER / "README.md").read_text()
-    assert re.findall(r"\((\S+\.patch)\)", text) == [patch.name for patch in PATCHES]
-    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert re.findall(r"\((\S+\.patch)\)", README) == [patch.name for patch in PATCHES]
+    assert list(VERSIONS) == [patch.name[:4] for patch in PATCHES]
+    supported = SpecifierSet(SUPPORTED_VLLM)
+    assert all(version in supported for pair in VERSIONS.values() for version in pair)
+    sections = re.split(r"^## ", README, flags=re.MULTILINE)[1:]
     sections = {heading[:4]: heading for heading in sections if heading[:4].isdecimal()}
     assert list(sections) == [patch.name[:4] for patch in PATCHES]
     for patch in PATCHES:

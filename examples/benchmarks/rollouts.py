@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rollouts
 import vllm
 
+from vllm_recycle.cli.bench import methods
 from vllm_recycle.cli.bench.report import origin
 
-TREES = {"method": "token_recycling"}
+TREES = methods.METHODS["token_recycling"]
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "suffix": {"method": "suffix"},
+    "suffix": methods.METHODS["suffix"],
     **{f"{nodes} nodes": {**TREES, "max_nodes": nodes, "row_cost": 0} for nodes in (7, 16, 48)},
     "priced": TREES,
 }

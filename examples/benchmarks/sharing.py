@@ -1,7 +1,8 @@
 """Who learns from whom: owners among the traffic of others, and replicas that share a folder.
 
     make model suffix
-    python examples/benchmarks/sharing.py --model examples/models/smollm2-135m-instruct \
+    VLLM_CPU_NUM_OF_RESERVED_CPU=0 python examples/benchmarks/sharing.py \
+        --model examples/models/smollm2-135m-instruct \
         --json examples/benchmarks/results/cpu-sharing.json
 
 Tokens per call of the target, greedy, one request at a time; float32. The first token of an answer

@@ -20,6 +20,7 @@ import vllm
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.outputs import RequestOutput
 from vllm.parser import ParserManager
@@ -103,8 +104,10 @@ def steps(
         yield from processor.process_outputs([output]).request_outputs
 
 
-def receive(kind: str, name: str, text: str, cut: int, *, by_token: bool) -> Received:
-    """Stream a text through the parser of a name; `kind` is tool or reasoning."""
+def deltas(
+    kind: str, name: str, text: str, cut: int, *, by_token: bool, interval: int = 1
+) -> Iterator[DeltaMessage | None]:
+    """What a parser makes of each chunk of a text; `kind` is tool or reasoning."""
     made = ParserManager.get_parser(
         **{f"{kind}_parser_name": name}, enable_auto_tools=kind == "tool", model_name="target"
     )
@@ -114,18 +117,28 @@ def receive(kind: str, name: str, text: str, cut: int, *, by_token: bool) -> Rec
     )
     parser = made(TOKENIZER, request.tools, chat_template_kwargs=THINKING)
     request = parser.adjust_request(request) or request
-    skips = request.skip_special_tokens
-    results = steps(tokens(text), cut, by_token=by_token, skip_special_tokens=skips)
-    content, reasoning, calls = "", "", {}
-    for result in (one for step in results for one in streaming.split(step)):
-        [output] = result.outputs
-        delta = parser.parse_delta(
+    params = {"skip_special_tokens": request.skip_special_tokens, "stream_interval": interval}
+    results = steps(tokens(text), cut, by_token=by_token, **params)
+    parse, parsers = type(parser).parse_delta, {}
+    for chunk in (chunk for step in results for chunk in streaming.split(step, parsers, interval)):
+        [output] = chunk.outputs
+        yield streaming.parse_delta(
+            parse,
+            parser,
             delta_text=output.text,
             delta_token_ids=[*output.token_ids],
             request=request,
-            prompt_token_ids=result.prompt_token_ids,
+            prompt_token_ids=chunk.prompt_token_ids,
             finished=output.finish_reason is not None,
         )
+
+
+def receive(
+    kind: str, name: str, text: str, cut: int, *, by_token: bool, interval: int = 1
+) -> Received:
+    """What a client has of a text that was streamed so."""
+    content, reasoning, calls = "", "", {}
+    for delta in deltas(kind, name, text, cut, by_token=by_token, interval=interval):
         if delta is None:
             continue
         content += delta.content or ""
@@ -137,13 +150,15 @@ def receive(kind: str, name: str, text: str, cut: int, *, by_token: bool) -> Rec
     return Received([(name, arguments) for name, arguments in calls.values()], reasoning, content)
 
 
-def differences(kind: str, name: str, text: str, *, by_token: bool) -> dict[int, tuple[str, str]]:
+def differences(
+    kind: str, name: str, text: str, *, by_token: bool, interval: int = 1
+) -> dict[int, tuple[str, str]]:
     """By cut: what plain decoding gives, and what is received instead."""
     expected = receive(kind, name, text, 1, by_token=False)
     found = {}
     for cut in CUTS:
         try:
-            received = receive(kind, name, text, cut, by_token=by_token)
+            received = receive(kind, name, text, cut, by_token=by_token, interval=interval)
         except AssertionError:  # a parser's own
             found[cut] = ("", "AssertionError")
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from vllm_recycle.cli import RunError, main
 from vllm_recycle.cli.bench import driver, methods
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt
-from vllm_recycle.cli.bench.report import make_report
+from vllm_recycle.cli.bench.report import make_report, origin
 
 EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
 OUROBOROS_OF_6 = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 6}}'
@@ -94,6 +95,28 @@ def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
     _, ngram = make_report(plan, found)["results"]
     assert ngram["speedup"] == pytest.approx(8 / 5)
     assert ngram["speedups"] == pytest.approx([2 / 1, 8 / 5, 2 / 3])
+
+
+def test_a_report_has_the_variables_of_vllm_that_are_set(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith("VLLM_") or name in ("OMP_NUM_THREADS", "LD_PRELOAD"):
+            monkeypatch.delenv(name)
+    assert origin()["environment"] == {}
+    shown = {
+        "OMP_NUM_THREADS": "2",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_RECYCLE": '{"method": "token_recycling"}',
+    }
+    hidden = {
+        "LD_PRELOAD": "/home/user/libtcmalloc.so",
+        "OTHER": "0",
+        "VLLM_API_KEY": "secret",
+        "VLLM_CACHE_ROOT": "~/cache",
+        "VLLM_HOST_IP": "192.0.2.1",
+    }
+    for name, value in (shown | hidden).items():
+        monkeypatch.setenv(name, value)
+    assert origin()["environment"] == shown
 
 
 def test_every_number_of_draft_tokens_is_a_method(monkeypatch, tmp_path):

@@ -110,6 +110,16 @@ def test_what_is_refused_names_one_thing(flags, config, message, capsys):
     assert "g++" in said
 
 
+@pytest.mark.parametrize("variable", ["off", '{"method": "token_recycling", "max_nodes": 7}'])
+def test_the_environment_stands_for_the_method(variable, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", variable)
+    nodes = 80 if variable == "off" else 7
+    assert check(capsys)[1]["drafts"] == f"grown trees, at most {nodes} nodes"
+    status, said = check(capsys, "--pipeline-parallel-size", "2")
+    assert status == 1
+    assert "does not support --pipeline-parallel-size above 1" in said["refused"]
+
+
 def test_a_model_that_is_not_there(capsys, tmp_path):
     expected = f"no such folder {tmp_path}/none, expected a model directory or ORG/NAME on the hub"
     status, said = check(capsys, model=f"{tmp_path}/none")

@@ -7,6 +7,7 @@ few sizes, worths are a step old, and what a step gave is known two steps later.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -306,3 +307,28 @@ def test_drafts_of_one_node_are_of_both_kinds():
         [seconds] = chooser.curve.at(TREES, load, (2,))
         chooser.served(None, load, 2, tokens=1, seconds=seconds, expected=0.9)
     assert max(trust.factor for trust in chooser.trusts.values()) < 0.6
+
+
+def test_drafts_that_break_their_promise_for_long_are_logged_once(monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.recycle"), "warning", lambda form, *args: logged.append(form % args)
+    )
+    chooser = Engine(Case(same(GOOD), same(GOOD)), 0, on_v2=False).chooser
+    load = Load(1, 300.0, 1)
+
+    def serve(steps: int, *, accepted: int) -> int:
+        """How often it is said so far. Between these steps others have drafts of another kind."""
+        for _ in range(steps):
+            for kind, tokens in ((CHAINS, 1 + accepted), (TREES, 5)):
+                chooser.served(kind, load, 5, tokens=tokens, seconds=None, expected=4.0)
+        return len(logged)
+
+    assert serve(63, accepted=0) == 0
+    assert serve(200, accepted=0) == 1
+    assert logged[0].startswith("drafts (chains): of 256 tokens per request")
+    assert serve(64, accepted=1) == 1
+    assert serve(128, accepted=2) == 1  # not enough to be trusted again
+    assert serve(128, accepted=1) == 1
+    assert serve(128, accepted=3) == 1
+    assert serve(128, accepted=1) == 2

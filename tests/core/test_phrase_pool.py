@@ -109,3 +109,10 @@ def test_a_pool_with_gaps_is_refused(tmp_path, row):
     with pytest.raises(ValueError, match="it has phrases with gaps"):
         pool.load(tmp_path / "pool", fingerprint="f")
     assert pool.num_phrases == 1
+
+
+def test_phrases_of_another_pool_are_taken_for_tokens_that_have_none():
+    ours, theirs = make_pool([(0, [1, 1])]), make_pool([(0, [2, 2]), (1, [1, 2]), (1, [2, 1])])
+    assert all(ours.merge(theirs.contents()))
+    assert ours.phrases.equal(make_pool([(0, [1, 1]), (1, [1, 2]), (1, [2, 1])]).phrases)
+    ours.validate(ours.contents())

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import resource
 import stat
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+from vllm_recycle.core import state_file
 from vllm_recycle.core.state_file import (
+    ABANDONED_AFTER,
     MAX_JSON_BYTES,
     PARTIAL_PREFIX,
     StateFileError,
-    _partial_file,
     check_place,
-    open_tensors,
+    check_tensors,
+    is_writable,
     read_json,
+    read_tensors,
     save_tensors,
     write_file,
 )
@@ -28,11 +32,11 @@ from vllm_recycle.core.state_file import (
 TENSORS = {"numbers": torch.arange(12, dtype=torch.int32).view(3, 4)}
 FACTS = {"k": 4}
 LONGEST_NAME = "n" * 255
+NOBODY = 65534  # a user that owns no folder here
 
 
 def load(path):
-    with open_tensors(path, TENSORS, facts=FACTS, kind="matrix_file") as file:
-        return {name: file.get_tensor(name) for name in TENSORS}
+    return read_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
 
 
 def save(path):
@@ -86,13 +90,34 @@ def test_a_folder_is_accepted_where_files_may_be_written_in_it(tmp_path):
         check_place(f"{tmp_path}/", kind="matrix_file", may_be_folder=True)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_read_only(tmp_path):
-    path = tmp_path / "file"
-    path.touch()
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="Permission denied"):
-        check_place(path, kind="matrix_file")
+@pytest.fixture
+def read_only_folder():
+    """A folder that this process may only read, as root too, with a file in it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, user = Path(name), os.geteuid()
+        save(folder / "file")
+        folder.chmod(0o555)
+        if user == 0:
+            os.seteuid(NOBODY)
+        try:
+            yield folder
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["", "file", "new"])
+def test_what_can_only_be_read_is_accepted_where_that_is_enough(name, read_only_folder):
+    path = read_only_folder / name
+    for may_be_read_only in (False, True):
+        place = {"may_be_folder": True, "may_be_read_only": may_be_read_only}
+        if may_be_read_only and name != "new":
+            check_place(path, kind="matrix_file", **place)
+        else:
+            with pytest.raises(ValueError, match="can be read and written: Permission denied"):
+                check_place(path, kind="matrix_file", **place)
+    assert not is_writable(path)
+    assert load(read_only_folder / "file")["numbers"].equal(TENSORS["numbers"])
 
 
 def test_a_link_stays_and_its_target_is_replaced(tmp_path):
@@ -129,34 +154,45 @@ def test_a_write_that_fails_is_one_line_and_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def _hold_a_partial_file(folder, held, end):
-    with _partial_file(folder) as file:
-        file.write(b"half")
-        file.flush()
-        held.set()
-        end.wait()
-
-
-def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path):
-    context = multiprocessing.get_context("fork")
-    held, end = context.Event(), context.Event()
-    writer = context.Process(target=_hold_a_partial_file, args=(tmp_path, held, end))
-    writer.start()
-    assert held.wait(60)
-    (partial,) = tmp_path.iterdir()
-    assert partial.name.startswith(PARTIAL_PREFIX)
-    write_file(tmp_path / "one", b"1", kind="matrix_file")
-    assert partial.exists()
-    writer.kill()
-    writer.join()
-    assert partial.exists()
-    check_place(tmp_path / "other", kind="pool_file")
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
-
-
-def test_a_pipe_with_the_name_of_such_a_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / f"{PARTIAL_PREFIX}pipe")
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_what_a_killed_writer_left_goes_once_it_is_old(kind, tmp_path):
+    partial = tmp_path / f"{PARTIAL_PREFIX}left"
+    partial.touch() if kind == "file" else os.mkfifo(partial)
     check_place(tmp_path / "matrix", kind="matrix_file")
+    assert partial.exists(), "expected the file of a living writer to stay"
+    written = partial.stat().st_mtime - ABANDONED_AFTER - 1
+    os.utime(partial, (written, written))
+    write_file(tmp_path / "matrix", b"1", kind="matrix_file")
+    assert [path.name for path in tmp_path.iterdir()] == ["matrix"]
+
+
+@pytest.mark.parametrize(("owner", "stage"), [(Path, "read_bytes"), (state_file, "load")])
+def test_a_file_that_another_process_removes_while_it_is_read(owner, stage, tmp_path, monkeypatch):
+    path = tmp_path / "matrix"
+    save(path)
+    read = getattr(owner, stage)
+
+    def remove_and_read(*args):
+        path.unlink(missing_ok=True)
+        return read(*args)
+
+    monkeypatch.setattr(owner, stage, remove_and_read)
+    if stage == "load":  # has all of it
+        assert load(path)["numbers"].equal(TENSORS["numbers"])
+    else:
+        with pytest.raises(ValueError, match=f"^matrix_file {path}: no numbers: "):
+            load(path)
+
+
+def test_an_error_of_any_kind_is_one_of_the_file(tmp_path, monkeypatch):
+    save(tmp_path / "matrix")
+
+    def fail(*args):
+        raise RuntimeError("no such file any more")
+
+    monkeypatch.setattr(state_file, "load", fail)
+    with pytest.raises(ValueError, match=r"no numbers: no such file any more$"):
+        load(tmp_path / "matrix")
 
 
 @pytest.mark.parametrize("content", ["pipe", "torn", "header", "huge header", "other", "facts"])
@@ -180,16 +216,14 @@ def test_a_hostile_file_is_found_by_its_header(content, tmp_path):
     else:
         save_tensors(path, TENSORS, facts={"k": "5" * 1000}, kind="matrix_file")
         message = f"k is {'5' * 200}, expected 4"
-    opened = open_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
-    with pytest.raises(ValueError, match=f"^matrix_file {re.escape(f'{path}: {message}')}"), opened:
-        pass
+    with pytest.raises(ValueError, match=f"^matrix_file {re.escape(f'{path}: {message}')}"):
+        check_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
 
 
 def test_a_header_is_checked_without_memory_for_its_tensors(tmp_path):
     save(tmp_path / "matrix")
     like = {"numbers": torch.empty(3, 4, dtype=torch.int32, device="meta")}
-    with open_tensors(tmp_path / "matrix", like, facts=FACTS, kind="matrix_file"):
-        pass
+    check_tensors(tmp_path / "matrix", like, facts=FACTS, kind="matrix_file")
 
 
 @pytest.mark.parametrize(

@@ -1,72 +1,181 @@
-"""A file, or a folder that replicas share: who writes where, what a new one starts from."""
+"""A file, or a folder that replicas share: who writes what, what goes, and that nothing is lost."""
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
-import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vllm_recycle.core.state_place import StatePlace
 
 
-def write(place: StatePlace, content: str) -> None:
-    place.write(lambda path: path.write_text(content))
+def write(place: StatePlace, content: str) -> Path:
+    return place.write(lambda path: path.write_text(content))
 
 
 def contents(place: StatePlace) -> list[str]:
-    return [path.read_text() for path in place.candidates()]
+    return [path.read_text() for path in place.files()]
+
+
+def make_older(path: Path, seconds: float) -> None:
+    written = path.stat().st_mtime_ns - int(seconds * 1e9)
+    os.utime(path, ns=(written, written))
 
 
 def test_a_file_is_what_all_write_and_read(tmp_path):
     path = tmp_path / "matrix"
     first, second = StatePlace(path, name="a"), StatePlace(path, name="a")
-    assert first.candidates() == []
+    assert first.files() == []
     write(first, "first")
     write(second, "second")
     assert contents(first) == ["second"]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_in_a_folder_each_writes_its_own_file_and_the_newest_comes_first(tmp_path):
+def test_in_a_folder_each_replaces_its_own_file_and_the_newest_comes_first(tmp_path):
     places = [StatePlace(tmp_path, name="a") for _ in range(3)]
-    for number, place in enumerate(places):
-        write(place, str(number))
-        os.utime(place.file, ns=(0, number))
-    assert contents(StatePlace(tmp_path, name="a")) == ["2", "1", "0"]
-    os.utime(places[1].file, ns=(0, 9))
-    assert contents(places[0]) == ["1", "2", "0"]
+    for age, place in enumerate(places):
+        write(place, "before")
+        make_older(write(place, str(age)), age)
+    assert contents(StatePlace(tmp_path, name="a")) == ["0", "1", "2"]
     assert contents(StatePlace(tmp_path, name="b")) == []
 
 
-def _write_and_wait(folder, name, written):
-    place = StatePlace(folder, name=name)
-    write(place, "of a dead one")
-    written.set()
-    multiprocessing.Event().wait()
+def test_no_name_is_used_twice(tmp_path):
+    place = StatePlace(tmp_path, name="a")
+    assert write(place, "one") != write(place, "two")
 
 
-@pytest.mark.parametrize("name", ["same", "other"])
-def test_what_a_killed_writer_left_goes_when_another_has_written(name, tmp_path):
-    context = multiprocessing.get_context("fork")
-    written = context.Event()
-    writer = context.Process(target=_write_and_wait, args=(tmp_path, "same", written))
-    writer.start()
-    assert written.wait(60)
-    place = StatePlace(tmp_path, name=name)
+def test_files_of_others_are_new_until_they_are_taken_in(tmp_path):
+    place, other = StatePlace(tmp_path, name="a"), StatePlace(tmp_path, name="a")
     write(place, "mine")
-    assert len(list(tmp_path.iterdir())) == 2, "expected the file of a living writer to stay"
-    writer.kill()
-    writer.join()
-    starting = StatePlace(tmp_path, name="same")
-    assert "of a dead one" in contents(starting)
-    write(place, "mine, later")
-    assert ("of a dead one" in contents(starting)) == (name == "other")
-    assert contents(place) == ["mine, later"]
-    place.close()
+    first = write(other, "first")
+    assert place.new_files() == [first]
+    place.note_taken_in(first)
+    assert place.new_files() == []
+    second = write(other, "second")
+    assert place.new_files() == [second]
 
 
-def test_a_file_that_goes_while_the_folder_is_read_is_no_candidate(tmp_path):
+def test_a_file_goes_once_it_is_taken_in_and_old_by_the_clock_of_the_folder(tmp_path):
+    place = StatePlace(tmp_path, name="a", stale_after=60)
+    old, young, future = (write(StatePlace(tmp_path, name="a"), "") for _ in range(3))
+    make_older(old, 61)
+    make_older(young, 30)
+    make_older(future, -1e9)
+    write(place, "mine")
+    assert {old, young, future} < set(place.files()), "expected what nobody took in to stay"
+    for path in (old, young, future):
+        place.note_taken_in(path)
+    mine = write(place, "mine, and theirs")
+    assert set(place.files()) == {young, mine}
+
+
+def test_replicas_that_end_at_the_same_moment_leave_a_file_each(tmp_path):
+    first, second = StatePlace(tmp_path, name="a"), StatePlace(tmp_path, name="a")
+
+    def save_while_the_second_ends(path: Path) -> None:
+        path.write_text("first")
+        write(second, "second")
+
+    first.write(save_while_the_second_ends)
+    assert sorted(contents(first)) == ["first", "second"]
+
+
+def test_a_file_that_goes_while_the_folder_is_read_is_passed_over(tmp_path):
     write(StatePlace(tmp_path, name="a"), "there")
     (tmp_path / "a-gone.safetensors").symlink_to(tmp_path / "nowhere")
     assert contents(StatePlace(tmp_path, name="a")) == ["there"]
+
+
+class Replica:
+    """It knows numbers; its file has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = StatePlace(folder, name="a", stale_after=10)
+        self.known: set[str] = set()
+        for path in self.place.files():
+            self.take_in(path)
+
+    def take_in(self, path: Path) -> None:
+        self.known |= set(path.read_text().split())
+        self.place.note_taken_in(path)
+
+    def write(self, meanwhile: Callable[[], None]) -> None:
+        content = " ".join(self.known)  # a copy: what it learns meanwhile is not in the file
+
+        def save(path: Path) -> None:
+            path.write_text(content)
+            meanwhile()
+
+        self.place.write(save)
+
+
+class SharedFolder(RuleBasedStateMachine):
+    """Replicas that start, learn, exchange, write, and end or are killed, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = tempfile.TemporaryDirectory()
+        self.folder = Path(self.root.name)
+        self.replicas = [Replica(self.folder)]
+        self.numbers = map(str, itertools.count())
+        self.written: set[str] = set()
+
+    def pick(self, index: int) -> Replica:
+        return self.replicas[index % len(self.replicas)]
+
+    def save(self, replica: Replica, meanwhile: Callable[[], None] = lambda: None) -> None:
+        known = set(replica.known)
+        replica.write(meanwhile)
+        self.written |= known
+
+    index = st.integers(0, 5)
+
+    @rule()
+    def start(self) -> None:
+        self.replicas.append(Replica(self.folder))
+
+    @rule(index=index)
+    def learn(self, index: int) -> None:
+        self.pick(index).known.add(next(self.numbers))
+
+    @rule(index=index)
+    def exchange(self, index: int) -> None:
+        replica = self.pick(index)
+        for path in replica.place.new_files():
+            replica.take_in(path)
+
+    @rule(index=index, other=index)
+    def write(self, index: int, other: int) -> None:
+        replica, meanwhile = self.pick(index), self.pick(other)
+        if replica is meanwhile:
+            self.save(replica)
+        else:
+            self.save(replica, lambda: self.save(meanwhile))
+
+    @rule(index=index)
+    def end(self, index: int) -> None:
+        if len(self.replicas) > 1:
+            self.replicas.remove(self.pick(index))
+
+    @rule(seconds=st.integers(1, 20))
+    def wait(self, seconds: int) -> None:
+        for path in self.folder.iterdir():
+            make_older(path, seconds)
+
+    @invariant()
+    def nothing_that_was_written_is_lost(self) -> None:
+        texts = [path.read_text() for path in self.folder.iterdir()]
+        assert self.written <= set(" ".join(texts).split())
+
+    def teardown(self) -> None:
+        self.root.cleanup()
+
+
+TestNothingIsLost = SharedFolder.TestCase

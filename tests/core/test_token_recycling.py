@@ -18,7 +18,7 @@ from strategies import BRIEF, THOROUGH, seconds_by_rows
 from strategies import trees as templates
 
 from vllm_recycle.core import reference
-from vllm_recycle.core.adjacency import SCOPES
+from vllm_recycle.core.adjacency import MAX_STEADINESS, SCOPES
 from vllm_recycle.core.choose import Price, choose
 from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.grow import TextEnds
@@ -369,3 +369,18 @@ def test_of_two_entries_the_steadier_one_is_taken_and_ours_of_equal_ones():
         assert all(ours.merge(theirs.contents()))
         assert ours.matrix.table[:5, 1].tolist() == [0, 0, 1, 0, 1]
     assert ours.acceptance.counts.equal(counts)
+
+
+def test_entries_that_a_sequence_wrote_for_itself_stay():
+    theirs = TokenRecyclingState(make_matrix("sequence", contexts=(1, 2)))
+    table = theirs.matrix.table
+    table[:] = 1
+    table[:, 0] = 8 | MAX_STEADINESS
+    ours = TokenRecyclingState(make_matrix("sequence", contexts=(1, 2)))
+    write_entries(ours.matrix, [0, 1], 5, [3] * K, own=True, shared=True)
+    before = ours.matrix.table.clone()
+    is_own = before[:, -1] == 5
+    assert is_own.sum() == 2
+    assert all(ours.merge({"adjacency_matrix": table}))
+    assert ours.matrix.table[is_own].equal(before[is_own])
+    assert ours.matrix.table[~is_own].equal(table[~is_own])

@@ -23,37 +23,49 @@ IMAGES = {"cpu": "vllm/vllm-openai-cpu", "cuda": "vllm/vllm-openai"}
 TARGET = str(EXAMPLES / "models" / "target")
 
 
-def image_arguments(device: str) -> list[str]:
-    """What the command of an image gives `vllm serve`, of a model and a flag."""
+def image_arguments(device: str, *flags: str) -> list[str]:
+    """What the command of an image gives `vllm serve`, of a model and flags."""
     text = (EXAMPLES / "docker" / f"Dockerfile.{device}").read_text()
     shell, option, script, *rest = json.loads(
         re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[0]
     )
     assert "exec vllm serve" in script
     script = script.replace("exec vllm serve", "printf '%s\\n'")
-    command = [shell, option, script, *rest, TARGET, "--served-model-name", "a b"]
+    command = [shell, option, script, *rest, TARGET, "--served-model-name", "a b", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def chart_arguments(_: str) -> list[str]:
-    """What the values of the chart give it."""
+    """What the values of the chart give it, which makes flags of some."""
     values = yaml.safe_load((EXAMPLES / "helm" / "values.yaml").read_text())
     [model] = values["servingEngineSpec"]["modelSpec"]
-    return [TARGET, *model["vllmConfig"]["extraArgs"]]
+    config = model["vllmConfig"]
+    flags = [f"--dtype={config['dtype']}", f"--max-model-len={config['maxModelLen']}"]
+    flags += ["--enable-prefix-caching"] * config["enablePrefixCaching"]
+    return [TARGET, *flags, *config["extraArgs"]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "device"),
     [(image_arguments, "cpu"), (image_arguments, "cuda"), (chart_arguments, "")],
 )
-def test_their_arguments_turn_the_method_on(arguments, device, capsys):
+def test_their_arguments_turn_the_method_on(arguments, device, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the chart's model has more
     given = arguments(device)
     assert given[0] == TARGET  # where vLLM expects the model
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     assert args.speculative_config == {"method": "token_recycling"}
     assert args.served_model_name == (["a b"] if device else None)
-    status = main(["check", *given, "--dtype=float32", "--max-num-seqs=2"])
+    status = main(["check", TARGET, "--dtype=float32", "--max-num-seqs=2", *given[1:]])
     assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", IMAGES)
+def test_a_method_that_an_image_is_given_replaces_ours(device, capsys):
+    method = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
+    given = image_arguments(device, "--speculative-config", json.dumps(method))
+    assert main(["check", *given]) == 0
+    assert "with ouroboros" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", IMAGES)

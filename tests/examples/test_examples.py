@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import re
@@ -9,8 +11,12 @@ import runpy
 import statistics
 import subprocess
 import sys
+import tempfile
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -19,6 +25,16 @@ from vllm_recycle.integration.options import OuroborosOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
+# Options of scripts that change the configuration of an engine, with a value; and the others.
+CONFIGURING = {"--draft-model": str(EXAMPLES / "models" / "draft"), "--state": "state"}
+CONFIGURING["--dtype"] = "float32"
+OTHERS = {"--batch", "--chat", "--epochs", "--format", "--help", "--json", "--learning-rate"}
+OTHERS |= {"--max-nodes", "--max-replicas", "--max-tokens", "--min-replicas", "--model"}
+OTHERS |= {"--num-prompts", "--output", "--prompts", "--replicas", "--samples", "--workers"}
+# Scripts that make no engine themselves, or what others share.
+HAS_SUFFIX = find_spec("arctic_inference")
+WITHOUT_ENGINE = {"ray_replicas.py", "what_would_i_gain.py"}
+SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITHOUT_ENGINE)
 
 
 def run_example(name, *arguments, cwd, compiled=False):
@@ -27,6 +43,82 @@ def run_example(name, *arguments, cwd, compiled=False):
     run = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+class ConfiguredError(Exception):
+    """vLLM has completed the configuration of an engine."""
+
+
+def configured(*_, **__):
+    raise ConfiguredError
+
+
+@pytest.fixture
+def stops_when_configured(monkeypatch, tmp_path):
+    """Let engines, `vllm serve` and those on Ray end when they are configured.
+
+    Ray need not be installed.
+    """
+    from vllm import LLM, AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def on_ray(engine_kwargs, model_source=None, model_loading_config=None, **_):
+        model = model_source or model_loading_config["model_source"]
+        LLM(model, **{key: engine_kwargs[key] for key in engine_kwargs if key != "chat_template"})
+
+    def start(command, *args, **kwargs):
+        if "serve" not in command:  # what vLLM asks of the machine
+            return popen(command, *args, **kwargs)
+        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
+        parsed.model = parsed.model_tag
+        return configured(AsyncEngineArgs.from_cli_args(parsed).create_engine_config())
+
+    popen, ray = subprocess.Popen, MagicMock()
+    ray.data.llm.vLLMEngineProcessorConfig = ray.serve.llm.LLMConfig = on_ray
+    ray.remote = lambda **_: lambda worker: SimpleNamespace(remote=worker)
+    modules = {"ray": ray, "ray.data.llm": ray.data.llm, "ray.serve.llm": ray.serve.llm}
+    for name, module in {**modules, "ray_replicas": None}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    del sys.modules["ray_replicas"]  # is imported with that, and not seen by other tests
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(LLMEngine, "__init__", configured)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("RAY_metrics_report_interval_ms", "1000")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+
+
+def options_of(script, monkeypatch):
+    """What the parser of a script accepts."""
+    found = {}
+
+    def parse(parser, *_):
+        found.update({action.option_strings[-1]: action for action in parser._actions})
+        raise ConfiguredError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+        with pytest.raises(ConfiguredError):
+            runpy.run_path(str(script), run_name="__main__")
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_combination_of_options_configures_an_engine(
+    script, stops_when_configured, monkeypatch
+):
+    options = options_of(EXAMPLES / script, monkeypatch)
+    assert options.keys() <= {*CONFIGURING, *OTHERS, "--method"}, "list what is new above"
+    values = [[[], [name, CONFIGURING[name]]] for name in options if name in CONFIGURING]
+    if "--method" in options:
+        names = [name for name in options["--method"].choices if name != "suffix" or HAS_SUFFIX]
+        values.append([["--method", name] for name in names])
+    for combination in itertools.product(*values):
+        monkeypatch.setattr(sys, "argv", [script, *itertools.chain(*combination)])
+        with pytest.raises(ConfiguredError):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 @pytest.mark.parametrize(

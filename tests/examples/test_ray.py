@@ -84,5 +84,5 @@ def test_roll_outs_go_on_with_new_weights(tmp_path):
     output = run_example("ray_rollouts.py", *arguments, cwd=tmp_path)
     steps = re.findall(r"^epoch [01]: reward .* tokens a call", output, re.MULTILINE)
     assert len(steps) == 2
-    # A worker that writes after the other has ended removes that one's file.
+    # A worker that writes long after the other has ended removes that one's file.
     assert len(list((tmp_path / "state").glob("*.safetensors"))) in (1, 2)

@@ -43,7 +43,7 @@ def test_texts_that_are_learnt_make_it_fewer_steps(served):
 
 
 def test_texts_for_all_are_refused_where_one_is_none_or_nothing_is_shared(served):
-    assert "'text 2 of learn_texts' is 5, expected a text or" in served["refused"][0]
+    assert "'text 2 of learn_texts' is 5, expected a text in UTF-8 or" in served["refused"][0]
     assert "got 'text', expected a list of texts" in served["refused"][1]
     assert served["entries of what was refused"] == 0
     assert "scope is 'isolated', expected one with shared entries" in served["refused"][2]
@@ -165,14 +165,15 @@ def processed(processor: InputProcessor, extra_args: Any) -> Any:
     [
         ({"speculate": "no"}, "extra_args: 'speculate' is 'no', expected true or false"),
         ({"speculate": 2}, "extra_args: 'speculate' is 2, expected true or false"),
-        ({"hint": 5}, "'hint' is 5, expected a text or a list of token ids from 0 to 4095"),
-        ({"hint": ["a", 5]}, "'hint' is 5, expected a text or a list"),
-        ({"hint": [[7], [4096]]}, r"'hint' is \[4096\], expected a text or a list"),
+        ({"hint": 5}, "'hint' is 5, expected a text in UTF-8 or a list of token ids from 0 to"),
+        ({"hint": "\ud800"}, r"'hint' is '\\ud800', expected a text in UTF-8 or a list"),
+        ({"hint": ["a", 5]}, "'hint' is 5, expected a text in UTF-8 or a list"),
+        ({"hint": [[7], [4096]]}, r"'hint' is \[4096\], expected a text in UTF-8 or a list"),
         ({"hint": [[7] * 64, "a"]}, "expected at most the 64 tokens of max_model_len"),
         ({"hint": ["a"] * 65}, "expected at most 64 hints"),
-        ({"hint": [7, 4096]}, r"'hint' is \[7, 4096\], expected a text or a list"),
-        ({"hint": [-1]}, r"'hint' is \[-1\], expected a text or a list"),
-        ({"hint": [True]}, r"'hint' is \[True\], expected a text or a list"),
+        ({"hint": [7, 4096]}, r"'hint' is \[7, 4096\], expected a text in UTF-8 or a list"),
+        ({"hint": [-1]}, r"'hint' is \[-1\], expected a text in UTF-8 or a list"),
+        ({"hint": [True]}, r"'hint' is \[True\], expected a text in UTF-8 or a list"),
         ({"hint": "a b " * 9999}, "expected at most the 64 tokens of max_model_len"),
         ({"hint": [7] * 65}, "expected at most the 64 tokens of max_model_len"),
         ({"hint": "a", "prediction": {}}, "'prediction' is {}, expected none beside 'hint'"),

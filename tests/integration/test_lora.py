@@ -11,6 +11,8 @@ from typing import Any
 
 import heads
 import pytest
+import torch
+import vllm
 from adapters import write_adapter
 from engines import GROWN as FREE_ROWS
 from engines import (
@@ -23,6 +25,7 @@ from engines import (
     engine,
     runner,
 )
+from packaging.version import Version
 from v2_engines import (
     GREEDY,
     GROWN,
@@ -78,6 +81,12 @@ def test_all_adapters_mixed_in_one_batch(served):
         assert found["hits"] > 0
 
 
+def test_layers_have_an_empty_adapter_only_where_vllm_needs_it(served):
+    needs = Version(vllm.__version__) < Version("0.33")  # remove when vLLM 0.32 is dropped
+    for found in served["mixed"].values():
+        assert found["empty adapters of a layer"] == [int(needs)]
+
+
 def test_lora_with_the_flags_that_vllm_has_by_default(served):
     for answers in served["by default"]:
         assert answers == served["alone"]
@@ -93,6 +102,15 @@ def answer(llm: Any, adapters: Sequence[LoRARequest | None], count: int) -> list
         use_tqdm=False,
     )
     return [[*result.outputs[0].token_ids] for result in results]
+
+
+def empty_adapters(llm: Any) -> list[int]:
+    """How many adapters layers have beside those that vLLM makes room for."""
+    engine_runner = runner(llm)
+    layers = engine_runner.model.lora_manager.modules.values()
+    stacked = [layer.lora_b_stacked for layer in layers]
+    sizes = {len(tensors if torch.is_tensor(tensors) else tensors[0]) for tensors in stacked}
+    return [size - engine_runner.lora_config.max_loras for size in sizes]
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -114,6 +132,7 @@ def main(folder: Path) -> dict[str, Any]:
         with engine(method, **arguments | flags | {"model": model}) as llm:
             mixed[name] = {
                 "adapters at the start": [*runner(llm).list_loras()],
+                "empty adapters of a layer": empty_adapters(llm),
                 # The second time prompts come from the cache, and drafts from what was learnt.
                 "answers": [answer(llm, adapters, count) for _ in range(2)],
                 "accepted": counter(llm, "spec_decode_num_accepted_tokens"),

@@ -145,6 +145,8 @@ WITH_SUFFIX = {**FREE_ROWS, "trunk": {"method": "suffix"}}
         (-(1 << 62), None, Owner(-(1 << 62))),
         (None, "salt", Owner(SECRET, SECRET)),
         ("a", "salt", Owner("a", SECRET)),
+        ("a", "", Owner("a")),  # vLLM takes an empty salt for none
+        (None, "", None),
         (None, None, None),
     ],
 )
@@ -152,7 +154,7 @@ def test_whose_a_request_is(owner, salt, expected):
     assert owner_of(processed(FREE_ROWS, owner, salt)) == expected
 
 
-@pytest.mark.parametrize("name", [["a", "salt"], 1.5, "", True, {}])
+@pytest.mark.parametrize("name", [["a", "salt"], 1.5, "", True, {}, "\ud800"])
 def test_what_no_frontend_has_checked_is_nobodys(name):
     request = processed(FREE_ROWS, "a")
     request.sampling_params.extra_args = {"owner": name, "hint": [name, 5]}
@@ -179,6 +181,8 @@ def test_a_cache_salt_is_accepted(method):
         (FREE_ROWS, "", None, "'owner' is '', expected an integer of 64 bits, or a text of 1 to"),
         (FREE_ROWS, "a" * 257, None, "expected an integer of 64 bits, or a text of 1 to 256"),
         (FREE_ROWS, 1 << 63, None, "expected an integer of 64 bits"),
+        (FREE_ROWS, "\ud800", None, "expected an integer of 64 bits, or a text of 1 to 256"),
+        (FREE_ROWS, None, "\ud800", r"'cache_salt' is '\\ud800', expected a text in UTF-8"),
         (FREE_ROWS, True, None, "'owner' is True, expected an integer"),
         (FREE_ROWS, ["a", "salt"], None, "expected an integer of 64 bits"),
         ({**FREE_ROWS, "scope": "shared"}, "a", None, "with scope 'shared' has none"),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engines import make_config
+from engines import TARGET, make_config
 from random_models import granite_hybrid
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import platform, refusals
-from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options import has_settings, settings_of
 from vllm_recycle.integration.plugin import register
 
 
@@ -25,6 +31,7 @@ def _registered():
     [
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"async_scheduling": True}, "--async-scheduling"),
+        ({"convert": "embed"}, "--runner pooling"),
         ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
          "--data-parallel-size above 1 with a mixture-of-experts model"),
         ({"enable_expert_parallel": True, "tensor_parallel_size": 2,
@@ -40,6 +47,104 @@ def test_features_that_are_not_supported(flags, message):
         make_config(**flags)
 
 
+RECYCLING = '{"method": "token_recycling"}'
+TEMPLATE = '{"method": "token_recycling", "tree": "paper-80"}'
+CROSSED = """{"method": "token_recycling",
+    "trunk": {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}}"""
+
+
+@pytest.fixture
+def logged(monkeypatch) -> list[tuple[str, str]]:
+    """What the package says while configurations are made: (level, line)."""
+    lines: list[tuple[str, str]] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            engine_config.logger,
+            level,
+            lambda line, *args, level=level: lines.append((level, line % args)),
+        )
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "reason"),
+    [
+        (RECYCLING, {"pipeline_parallel_size": 2}, "support --pipeline-parallel-size above 1"),
+        (RECYCLING, {"logits_processors": ["a:b"]}, "does not support --logits-processors"),
+        (RECYCLING, {"async_scheduling": True}, "does not support --async-scheduling"),
+        (RECYCLING, {"worker_cls": "a.B"}, "--worker-cls: got 'a.B', expected none"),
+        (RECYCLING, {"max_num_batched_tokens": 1, "max_num_seqs": 1}, "budget_share is 0.5"),
+        (TEMPLATE, {"kv_cache_dtype": "fp8"}, "does not support --kv-cache-dtype fp8"),
+        (TEMPLATE, {"max_model_len": 6}, "depth 6, expected less than --max-model-len 6"),
+        (CROSSED, {}, "prompt_lookup_min=5 must be <= prompt_lookup_max=2"),
+        # vLLM's own words, which have several lines.
+        ('{"method": "ouroboros", "model": "/none"}', {}, "local directory specified: '/none'."),
+    ],
+)
+def test_an_engine_that_the_environment_does_not_go_with_is_plain(
+    variable, flags, reason, logged, monkeypatch
+):
+    arguments = EngineArgs(TARGET, dtype="float32", enforce_eager=True, **flags)
+    plain = copy.copy(arguments).create_engine_config()
+    monkeypatch.setenv("VLLM_RECYCLE", variable)
+    config = arguments.create_engine_config()
+    assert config.speculative_config is None
+    assert config.compute_hash() == plain.compute_hash()
+    [(level, line)] = logged
+    assert level == "warning"
+    assert line.startswith("VLLM_RECYCLE is not used for this engine: ")
+    assert reason in line
+    assert "\n" not in line
+    assert "--speculative-config" not in line
+
+
+def sentence_transformer(folder: Path) -> str:
+    """The target as a folder of sentence-transformers, which embeds without a flag."""
+    shutil.copytree(TARGET, folder)
+    parts = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for i, (path, name) in enumerate(parts.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"runner": "pooling"}, {"convert": "embed"}, {"convert": "classify"}, {}]
+)
+def test_a_pooling_engine_is_left_alone_by_the_environment(
+    flags, logged, caplog, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_RECYCLE", RECYCLING)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    model = TARGET if flags else sentence_transformer(tmp_path / "model")
+    config = EngineArgs(model, dtype="float32", **flags).create_engine_config()
+    assert config.model_config.runner_type == "pooling"
+    assert (config.speculative_config, has_settings(config)) == (None, False)
+    assert [level for level, _ in logged] == ["info"]
+    assert "VLLM_RECYCLE is not used for this engine: " in logged[0][1]
+    assert not [record for record in caplog.records if "speculative" in record.getMessage().lower()]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [("/none", {}), (TARGET, {"max_model_len": 1 << 40}), (TARGET, {"quantization": "oak"})],
+)
+def test_an_error_of_plain_vllm_stays_that(model, flags, monkeypatch):
+    errors = []
+    for variable in ("", RECYCLING):
+        monkeypatch.setenv("VLLM_RECYCLE", variable)
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            EngineArgs(model, **flags).create_engine_config()
+        errors.append(raised.value)
+    plain, error = errors
+    assert (type(error), str(error)) == (type(plain), str(plain))
+
+
 REFUSED_BY_CONFIG = {
     "decode_context_parallel_size": ("parallel_config", 2),
     "prefill_context_parallel_size": ("parallel_config", 2),
@@ -48,7 +153,6 @@ REFUSED_BY_CONFIG = {
     "enable_batch_sharded_sampling": ("parallel_config", True),
     "return_sampling_mask": ("model_config", True),
     "enable_trace_replay": ("model_config", True),
-    "runner_type": ("model_config", "pooling"),
     "logits_processors": ("model_config", ["a:b"]),
     "enable_return_routed_experts": ("aux_output_config", True),
     "watermark_config": (None, object()),
@@ -102,8 +206,7 @@ def test_every_refusal_names_its_flag(name):
     part, value = REFUSED_BY_CONFIG[name]
     owner = config if part is None else getattr(config, part)
     object.__setattr__(owner, name, value)
-    flag = "--runner" if name == "runner_type" else f"--{name.replace('_', '-')}"
-    with pytest.raises(NotImplementedError, match=flag):
+    with pytest.raises(NotImplementedError, match=f"--{name.replace('_', '-')}"):
         engine_config.finish(config)
 
 

@@ -6,12 +6,17 @@ This file is also the script of an engine that is killed.
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -107,12 +112,15 @@ def test_a_replica_starts_from_the_newest_file_that_can_be_read(tmp_path):
             generate(llm, prompts, GREEDY)
             assert known_by(llm) != last
             last = known_by(llm)
-        (path,) = tmp_path.iterdir()  # those of engines that ended before are gone
+        path = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         torn = path.with_stem(f"{path.stem}-torn")
         torn.write_bytes(path.read_bytes()[:-1])
+        os.utime(path, (0, 0))  # old enough to be removed by the next, which has taken it in
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
     with engine(method) as llm:
         assert known_by(llm) == last
-    assert sorted(tmp_path.iterdir()) == sorted([path, torn])  # it has learnt nothing
+    assert sorted(tmp_path.iterdir()) == files  # it has learnt nothing
 
 
 def test_a_replica_reads_what_others_write_meanwhile(plain, tmp_path):
@@ -156,27 +164,69 @@ def test_no_half_of_a_step_is_written(tmp_path):
     assert loaded.phrases.equal(state.phrases)
 
 
-def test_saving_goes_on_after_an_error(tmp_path, monkeypatch):
-    path = tmp_path / "matrix"
-    state, copy = (PhrasePool(64, per_token=2, length=4) for _ in range(2))
-    place, errors = StatePlace(path, name=""), [MemoryError("no room")]
-    write = place.write
+@pytest.mark.parametrize("step", ["files", "read", "write"])
+def test_saving_goes_on_after_errors_and_says_each_once(step, tmp_path, monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.recycle"), "error", lambda form, *args: logged.append(form % args)
+    )
+    state, copy, other = (PhrasePool(64, per_token=2, length=4) for _ in range(3))
+    place, other_place = StatePlace(tmp_path, name=""), StatePlace(tmp_path, name="")
+    other.phrases.fill_(2)
+    other_place.write(partial(other.save, fingerprint="f"))
+    owner, name = {
+        "files": (place, "new_files"),
+        "read": (copy, "read"),
+        "write": (place, "write"),
+    }[step]
+    work, errors = getattr(owner, name), [OSError(116, "Stale file handle")] * 3
 
-    def write_at_last(save: Callable[[Path], None]) -> Path:
+    def fail_at_first(*args: Any, **kwargs: Any) -> Any:
         if errors:
             raise errors.pop()
-        return write(save)
+        return work(*args, **kwargs)
 
-    monkeypatch.setattr(place, "write", write_at_last)
-    saver = StateSaver(state, copy, place, fingerprint="f", every=0.01)
+    monkeypatch.setattr(owner, name, fail_at_first)
+    saver = StateSaver(state, copy, place, fingerprint="f", every=0.02)
     with saver.changing():
-        state.phrases.fill_(1)
-    wait_until(path.exists)
-    assert not errors
+        state.phrases[:8] = 1
+    wait_until(lambda: bool((state.phrases[8:] == 2).all()))
+    with saver.changing():
+        state.phrases[:8] = 3
+    wait_until(lambda: not errors)
     saver.close()
+    [path] = place.files()
     copy.clear()
     copy.load(path, fingerprint="f")
     assert copy.phrases.equal(state.phrases)
+    assert len(logged) == 1
+    assert "Stale file handle" in logged[0]
+
+
+def test_no_copy_is_written_of_a_file_that_is_half_taken_in(tmp_path, monkeypatch):
+    state, copy, other = (PhrasePool(64, per_token=2, length=4) for _ in range(3))
+    other.phrases.fill_(2)
+    StatePlace(tmp_path, name="").write(partial(other.save, fingerprint="f"))
+    merge = state.merge
+    saving: list[Thread] = []
+
+    def merge_while_another_thread_saves(tensors: Any) -> Iterator[bool]:
+        saving.append(Thread(target=saver.save))
+        saving[0].start()
+        saving[0].join(0.2)
+        assert saving[0].is_alive()
+        yield from merge(tensors)
+
+    monkeypatch.setattr(state, "merge", merge_while_another_thread_saves)
+    saver = StateSaver(state, copy, StatePlace(tmp_path, name=""), fingerprint="f", every=0.1)
+    wait_until(lambda: bool(saving))
+    saving[0].join(PATIENCE_S)
+    saver.close()
+    files = StatePlace(tmp_path, name="").files()
+    assert len(files) == 1
+    copy.clear()
+    copy.load(files[0], fingerprint="f")
+    assert copy.phrases.equal(other.phrases)
 
 
 @pytest.mark.slow

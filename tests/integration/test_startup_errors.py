@@ -6,18 +6,26 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from engines import OUROBOROS, PUBLISHED, TARGET, TOKEN_RECYCLING, TRUNK, make_config
+from engines import HOSTED, OUROBOROS, PUBLISHED, TARGET, TOKEN_RECYCLING, TRUNK, make_config
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import versions
-from vllm_recycle.integration.options import METHODS, TokenRecyclingOptions, settings_of
+from vllm_recycle.integration.options import (
+    METHODS,
+    TokenRecyclingOptions,
+    has_settings,
+    settings_of,
+)
+from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.options.given import given_keys
+from vllm_recycle.integration.options.hosted import FIXED
 from vllm_recycle.integration.plugin import register
 
 
@@ -56,6 +64,8 @@ def test_other_methods_are_left_alone():
     assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
+HEAD = {"method": "eagle3", "model": "/no/head"}
+LINE = 700  # characters that a message has at most
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
@@ -76,12 +86,60 @@ def test_the_environment_turns_a_method_on_where_nothing_is_given(
         assert (config.speculative_config and config.speculative_config.method) == method
 
 
-@pytest.mark.parametrize("said", ["yes", "[]", '{"method": "ngram"}', '{"max_nodes": 7}'])
-def test_what_the_environment_says_must_be_one_of_ours(said, monkeypatch):
+@pytest.mark.parametrize("said", ["", " ", "0", "Off", "false", "NO", "none", "null"])
+def test_the_environment_may_say_off(said, monkeypatch):
     monkeypatch.setenv("VLLM_RECYCLE", said)
-    expected = r'VLLM_RECYCLE: got .*, expected an object with a "method" of token_recycling, ouro'
-    with pytest.raises(ValueError, match=expected):
+    assert EngineArgs(TARGET, dtype="float32").create_engine_config().speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        *(
+            (said, r'got .*, expected an object with a "method" of token_recycling, ouroboros')
+            for said in ("yes", "[]", '{"method": "ngram"}', '{"max_nodes": 7}', "[" * 20_000)
+        ),
+        ('{"method": "token_recycling", "nodes": 3}', ".*of token_recycling: unknown key 'nodes'"),
+        ('{"method": "token_recycling", "k": 0}', ".*k is 0, expected an integer 1 to 64"),
+        ('{"method": "token_recycling", "tree": "oak"}', ".*expected one of .*'paper-80'"),
+        ('{"method": "ouroboros"}', ".*'model' is missing"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_wrong_value_of_the_environment_is_refused_by_its_name(said, message, monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", said)
+    with pytest.raises(ValueError, match=f"^VLLM_RECYCLE: {message}[^\n]*$") as refused:
         EngineArgs(TARGET, dtype="float32").create_engine_config()
+    assert len(str(refused.value)) < LINE
+
+
+def test_vllm_knows_the_variable(monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", '{"method": "token_recycling"}')
+    register()
+    EngineArgs(TARGET, dtype="float32", fail_on_environ_validation=True).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("speculative_config", "value", "method"),
+    [
+        (None, False, None),
+        (None, "off", "expected false"),
+        (TOKEN_RECYCLING, False, "custom_class"),
+    ],
+)
+def test_an_engine_may_stay_plain_beside_the_environment(
+    speculative_config, value, method, monkeypatch
+):
+    monkeypatch.setenv("VLLM_RECYCLE", '{"method": "token_recycling"}')
+    given = {"additional_config": {"vllm_recycle": value}, "speculative_config": speculative_config}
+    arguments = EngineArgs(TARGET, dtype="float32", **given)
+    if value is False:
+        config = arguments.create_engine_config()
+        assert (config.speculative_config and config.speculative_config.method) == method
+        assert has_settings(config) == (method is not None)
+    else:
+        with pytest.raises(ValueError, match=f"vllm_recycle is 'off', {method}"):
+            arguments.create_engine_config()
 
 
 def test_engine_arguments_can_be_used_twice():
@@ -91,7 +149,6 @@ def test_engine_arguments_can_be_used_twice():
     arguments.create_engine_config()
 
 
-NGRAM = {"method": "ngram"}
 BAD_OPTIONS = [
     ({"branches": 3}, r"unknown key 'branches', expected any of \['method', 'preset', 'k'"),
     ({"k": 0}, "k is 0, expected an integer 1 to 64"),
@@ -101,6 +158,7 @@ BAD_OPTIONS = [
     ({"tree": "paper-80", "max_nodes": 200}, "got 200, expected at most the 80 nodes"),
     ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 16"),
     ({"contexts": [1, 17]}, r"got \[1, 17\], expected lengths ascending"),
+    ({"contexts": [1] * 100_000}, r"got \[1, .*\.\.\. \(300,000 characters\), expected lengths"),
     ({"contexts": 4}, "contexts is 4, expected a list"),
     ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
     ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
@@ -113,7 +171,8 @@ BAD_OPTIONS = [
     ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
     ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
     ({"matrix_file": "/no/such/"}, "expected a directory that exists, or a file"),
-    ({"save_every": -1}, "save_every is -1, expected a number of seconds, 0 to 1,000,000"),
+    ({"save_every": -1}, "save_every is -1, expected 0, or a number of seconds from 0.01 to 1,000"),
+    ({"save_every": 1e-9}, "save_every is 1e-09, expected 0, or a number of seconds from 0.01"),
     ({"save_every": 60}, "save_every is 60, expected none without a file for what is learnt"),
     ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
     ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
@@ -129,13 +188,41 @@ BAD_OPTIONS = [
     ({"tree": 7}, "tree is 7, expected a name or a path"),
     ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
     ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
-    ({"trunk": {"method": "oak"}}, "oak"),  # in vLLM's own words
-    ({"trunk": {"method": "ouroboros"}}, "method of trunk is 'ouroboros', expected a method of"),
-    ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected a method of vLLM's"),
-    ({"trunk": NGRAM | {"num_speculative_tokens": 0}}, "of trunk is 0, expected an integer 1 to"),
+    ({"trunk": {"method": "oak"}}, r"of trunk is 'oak', expected one of \['eagle', 'eagle3', 'mtp"),
+    ({"trunk": {"method": "ouroboros"}}, "method of trunk is 'ouroboros', expected one of"),
+    ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected one of"),
+    ({"trunk": NGRAM | {1: 2}}, "key 1 of trunk, expected names"),
+    ({"trunk": NGRAM | {"nope": 1}}, r"key 'nope' of trunk, expected any of \['method'"),
+    ({"trunk": NGRAM | {"model": "x"}}, "key 'model' of trunk, expected any of"),
+    ({"trunk": NGRAM | {"num-speculative-tokens": 3}}, "are one key of trunk, expected one of"),
+    ({"trunk": NGRAM | {"prompt-lookup-max": 0}}, "prompt_lookup_max is 0: Input should be"),
     (
-        {"trunk": NGRAM | {"draft_sample_method": "probabilistic"}},
-        "draft_sample_method of trunk is 'probabilistic', expected none or 'greedy'",
+        {"trunk": NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 2}},
+        "prompt_lookup_min=5 must be <= prompt_lookup_max=2",
+    ),
+    (
+        {"trunk": {"method": "eagle"}},
+        "model of trunk is None, expected a path or a name on the hub",
+    ),
+    ({"trunk": HOSTED["trunk"] | {"model": 5}}, "model of trunk is 5, expected a path or a name"),
+    ({"trunk": HOSTED["trunk"] | {"model": "/no/head"}}, "local directory.* '/no/head'"),
+    ({"trunk": HOSTED["trunk"] | {"draft_tensor_parallel_size": 4}}, "size=4 cannot be"),
+    ({"trunk": NGRAM | {"num_speculative_tokens": 0}}, "of trunk is 0, expected an integer 1 to"),
+    *(
+        ({"trunk": HEAD | {key: True}}, f"{key} of trunk is True, expected none or {value!r}")
+        for key, value in FIXED.items()
+    ),
+    ({"trunk": HEAD | {"draft-sample-method": "probabilistic"}}, "of trunk is 'probabilistic'"),
+    *(
+        ({"trunk": HEAD | {key: None, "method": method}}, f"key {key!r} of trunk, expected any")
+        for method in ("eagle3", "draft_model")
+        for key in (
+            "max_model_len",
+            "kv_cache_dtype",
+            TABLE,
+            "prompt_lookup_max",
+            "fly_window_size",
+        )
     ),
     ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
     ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
@@ -181,8 +268,18 @@ BAD_OPTIONS_OF_TREES_ALONG_A_TRUNK = [
     ],
 )
 def test_bad_options(method, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         make_config(method | options)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < LINE
+
+
+def test_keys_of_a_trunk_reach_vllm():
+    given = {"moe_backend": "triton", "use-heterogeneous-vocab": True, "revision": "1"}
+    trunk = HOSTED["trunk"] | FIXED | given | {"draft_load_config": {"load_format": "dummy"}}
+    config = make_config({"trunk": trunk | {"model": Path(TRUNK["model"])}}).speculative_config
+    assert (config.model, config.moe_backend, config.revision) == (TRUNK["model"], "triton", "1")
+    assert (config.use_heterogeneous_vocab, config.draft_load_config.load_format) == (True, "dummy")
 
 
 @pytest.mark.parametrize(
@@ -350,12 +447,19 @@ def test_null_says_nothing_and_a_path_may_be_one(tmp_path):
     assert settings_of(make_config({"matrix_file": file})).options.matrix_file == str(file)
 
 
-@pytest.mark.parametrize("method", [TRUNK, PUBLISHED], ids=["trunk", "published"])
+ONE_RANK = {"model": TARGET, "draft_tensor_parallel_size": 1}
+HOSTED_ON_ONE = {"trunk": HOSTED["trunk"] | ONE_RANK}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [TRUNK | ONE_RANK, PUBLISHED | ONE_RANK, HOSTED_ON_ONE],
+    ids=["trunk", "published", "hosted"],
+)
 def test_a_draft_model_on_fewer_ranks_is_refused_by_name(method):
-    ranks = {"model": TARGET, "draft_tensor_parallel_size": 1}
     message = "draft_tensor_parallel_size: got 1, expected none or that of the target, 2"
     with pytest.raises(NotImplementedError, match=message):
-        make_config(method | ranks, tensor_parallel_size=2)
+        make_config(method, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "0.35.0rc1+cu130", "dev"])

@@ -12,6 +12,7 @@ from engines import OUROBOROS, core, engine, make_config
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
+from vllm_recycle.core import state_file
 from vllm_recycle.core.adjacency import GREEDY
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
@@ -124,3 +125,59 @@ def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
     make_config(method)
     with pytest.raises(ValueError, match=r"matrix_file .*/matrix\.dp1\.safetensors: no "):
         make_config(method, data_parallel_size=2)
+
+
+def start_in(folder: Path, **options) -> TokenRecyclingV1Drafter:
+    """A replica's drafter; it writes prompts for all requests, where there is nothing else."""
+    method = {**TEMPLATE, "scope": "shared", "matrix_file": str(folder), **options}
+    drafter = TokenRecyclingV1Drafter(make_config(method), torch.device("cpu"), None)
+    drafter.reset()
+    return drafter
+
+
+def learn_and_end(drafter: TokenRecyclingV1Drafter, token_ids: range) -> None:
+    saver = drafter.make_saver()
+    with saver.changing():
+        drafter.begin(0, torch.tensor(token_ids), GREEDY)
+    saver.close()
+
+
+@pytest.mark.parametrize("save_every", [None, 0])
+def test_replicas_that_end_leave_what_each_has_learnt(save_every, tmp_path):
+    replicas = [start_in(tmp_path, save_every=save_every) for _ in range(3)]
+    for first, drafter in enumerate(replicas):
+        learn_and_end(drafter, range(100 * first + 3, 100 * first + 9))
+    later = start_in(tmp_path, save_every=save_every)
+    assert later.state.matrix.num_written == 3 * 5
+    # Its own file has all that they knew, so theirs go once they are old.
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    learn_and_end(later, range(903, 909))
+    assert len(list(tmp_path.iterdir())) == 1
+    assert start_in(tmp_path).state.matrix.num_written == 4 * 5
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_state_that_can_only_be_read_is_read(is_folder, tmp_path, monkeypatch):
+    path = tmp_path if is_folder else tmp_path / "matrix"
+    learn_and_end(start_in(path), range(3, 9))
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(state_file, "_partial_file", refuse)
+    with pytest.raises(ValueError, match=r"expected one that can be read and written: Permission"):
+        start_in(path)
+    drafter = start_in(path, save_every=0)
+    assert drafter.state.matrix.num_written == 5
+    learn_and_end(drafter, range(103, 109))
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+    with pytest.raises(StateFileError, match="cannot be written: Permission denied"):
+        drafter.make_saver().save()
+
+
+def test_a_path_of_a_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    learn_and_end(start_in("~"), range(3, 9))
+    assert len(list(tmp_path.iterdir())) == 1

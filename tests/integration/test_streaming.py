@@ -24,6 +24,7 @@ REGISTERED = {
     "reasoning": ReasoningParserManager.list_registered(),
 }
 TWO_CALLS = parsers.tokens(TEXTS["tool"]["xlam"][1])
+PROSE = "The quick brown fox jumps over the lazy dog again and again. " * 6
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -41,6 +42,14 @@ def test_parsers_give_what_they_give_with_plain_decoding(kind, name):
         assert not parsers.differences(kind, name, text, by_token=True)
 
 
+@pytest.mark.parametrize("interval", [1, 4, 16])
+def test_a_client_gets_as_many_chunks_as_with_plain_decoding(interval):
+    plain = [*parsers.deltas("tool", "xlam", PROSE, 1, by_token=False, interval=interval)]
+    for cut in (1, 3):
+        chunks = [*parsers.deltas("tool", "xlam", PROSE, cut, by_token=True, interval=interval)]
+        assert len(plain) / 2 < len(chunks) <= len(plain)
+
+
 @pytest.mark.parametrize("name", ["xlam", "deepseek_v31", "hunyuan_a13b", "step3"])
 def test_parsers_differ_where_steps_are_not_split(name):
     for text in TEXTS["tool"][name]:
@@ -52,12 +61,12 @@ def test_only_servers_that_parse_for_our_engines_split(method):
     register()
     config = EngineArgs(TARGET, dtype="float32", speculative_config=method).create_engine_config()
     server, stream = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config)), object()
-    assert by_token(server, None, stream) is stream
-    assert (by_token(server, object, stream) is stream) == (method is None)
+    assert by_token(server, None, object(), stream) is stream
+    assert (by_token(server, object, object(), stream) is stream) == (method is None)
 
 
 def tokens_of(results: Any) -> list[tuple[Any, ...]]:
-    parts = [one.outputs[0] for result in results for one in split(result)]
+    parts = [chunk.outputs[0] for result in results for chunk in split(result, {}, 1)]
     return [(p.text, [*p.token_ids], p.finish_reason, p.stop_reason) for p in parts]
 
 

@@ -89,7 +89,7 @@ def _make_config(model: str, flags: list[str]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_recycle.integration.options.given import VARIABLE
+    from vllm_recycle.integration.environment import read_variable
     from vllm_recycle.integration.requests import is_ours
 
     class Parser(OneLineParser, FlexibleArgumentParser):
@@ -97,9 +97,8 @@ def _make_config(model: str, flags: list[str]) -> Any:
 
     args = make_arg_parser(Parser(prog="vllm-recycle check")).parse_args([model, *flags])
     args.model = args.model_tag
-    has_method = args.spec_method is not None or os.environ.get(VARIABLE)
-    if args.speculative_config is None and not has_method:
-        args.speculative_config = DEFAULT_CONFIG
+    if args.speculative_config is None and args.spec_method is None:
+        args.speculative_config = read_variable() or DEFAULT_CONFIG
     check_folder(args.model, "MODEL")
     if isinstance(args.speculative_config, dict):
         check_folder(str(args.speculative_config.get("model")), "model of --speculative-config")

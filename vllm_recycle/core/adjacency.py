@@ -34,11 +34,12 @@ from typing import Literal, get_args
 import torch
 
 from vllm_recycle.core.owners import MAX_SALT, PRIVATE_SALT, Owner, Owners
-from vllm_recycle.core.state_file import is_int
+from vllm_recycle.core.state_file import is_int, shorten
 
 Scope = Literal["sequence", "shared", "isolated"]
 SCOPES: tuple[str, ...] = get_args(Scope)
-MAX_STEADINESS = 3
+# In a head: the most of its steadiness, and the bit of entries that a sequence wrote for itself.
+MAX_STEADINESS, OWN_BIT = 3, 4
 MAX_CONTEXT = 16
 MIB = 1 << 20
 NEVER_WRITTEN = -1
@@ -262,7 +263,7 @@ class AdjacencyMatrix:
         """A copy of the table without what sequences wrote for themselves."""
         table = self.table.clone()
         heads = table[:, 0]
-        table[(heads >= 0) & (heads & 4 != 0)] = NEVER_WRITTEN
+        table[(heads >= 0) & (heads & OWN_BIT != 0)] = NEVER_WRITTEN
         return table
 
     def find_entry(
@@ -334,8 +335,8 @@ def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
         or list(lengths) != sorted(set(lengths))
     ):
         raise ValueError(
-            f"contexts: got {list(contexts)!r}, expected lengths ascending from 1 to at most "
-            f"{MAX_CONTEXT}, such as [1, 2, 3, 4]"
+            f"contexts: got {shorten(list(contexts))}, expected lengths ascending from 1 to at "
+            f"most {MAX_CONTEXT}, such as [1, 2, 3, 4]"
         )
     return lengths
 

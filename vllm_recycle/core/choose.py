@@ -7,6 +7,7 @@ be; what it costs is from the curve, what it gives from the worth of its nodes.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -17,16 +18,20 @@ import torch
 
 from vllm_recycle.core.curve import Curve, Load
 from vllm_recycle.core.explore import (
+    DOUBTFUL,
     FORGET,
     FORGET_OTHER,
     MOST_LONGER,
     PLAIN,
+    PROMISED,
     STALL,
     Account,
     Arm,
     Explorer,
     Trust,
 )
+
+logger = logging.getLogger("vllm.recycle")
 
 
 class Price(NamedTuple):
@@ -145,6 +150,7 @@ class Chooser:
         self.trusts = {kind: Trust() for kind in curve.kinds}
         self.best = (curve.kinds[0], 1)
         self._longer = 1.0  # the last step with drafts, in parts of its expected seconds
+        self._doubtful: list[str] = []  # kinds of drafts, as last logged
 
     def look(self, load: Load) -> Arm | None:
         """The arm of the next step if it is a look; None if the step is to be the best."""
@@ -266,6 +272,16 @@ class Chooser:
                 trust.forget(FORGET_OTHER if kinds else FORGET)
             elif expected is not None:
                 trust.count(tokens / load.requests - 1.0, expected / load.requests)
+        doubtful = [kind for kind, trust in self.trusts.items() if trust.is_doubtful]
+        if not {*doubtful} <= {*self._doubtful}:
+            logger.warning(
+                "drafts (%s): of %d tokens per request that were expected to be accepted, less "
+                "than %g %% were; such drafts are smaller now",
+                ", ".join(doubtful),
+                PROMISED,
+                100 * DOUBTFUL,
+            )
+        self._doubtful = doubtful
 
 
 def arm_of(kind: str, rows: float) -> Arm:

@@ -36,6 +36,9 @@ GROW_EVERY = 32
 # A step forgets a part of what drafts gave: of its own kind, or of the others; and a part of what
 # drafts are worth, where worths are averaged over steps.
 FORGET, FORGET_OTHER, FADE = 1 / 32, 1 / 512, 1 / 16
+# Drafts of a kind are doubtful if less than a part came of so many tokens that they promised, until
+# it is twice that part.
+PROMISED, DOUBTFUL = 256.0, 0.3
 
 # What a step may be: without drafts, or with drafts of a kind and so many rows per request.
 Arm = tuple[str, int]
@@ -71,10 +74,17 @@ class Account:
 
 
 class Trust:
-    """How far drafts of a kind keep their promise: accepted tokens per expected token."""
+    """How far drafts of a kind keep their promise: accepted tokens per expected token.
+
+    Attributes:
+        is_doubtful: whether few of the last `PROMISED` tokens or more came.
+
+    """
 
     def __init__(self) -> None:
         self._accepted = self._expected = STAKE
+        self._kept = self._promised = 0.0
+        self.is_doubtful = False
 
     @property
     def factor(self) -> float:
@@ -85,6 +95,12 @@ class Trust:
         self.forget(FORGET)
         self._accepted += accepted
         self._expected += expected
+        self._kept += accepted
+        self._promised += expected
+        if self._promised >= PROMISED:
+            part = self._kept / self._promised
+            self.is_doubtful = part < (1 + self.is_doubtful) * DOUBTFUL
+            self._kept = self._promised = 0.0
 
     def forget(self, part: float) -> None:
         """Forget a part of what is known: no promise can be kept in a step without such drafts."""

@@ -86,6 +86,10 @@ class PhrasePool(SavedState):
         if not (is_there == first).all() or (first[:, 1:] < first[:, :-1]).any():
             raise ValueError("it has phrases with gaps")
 
+    def is_better(self, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+        """The phrases of tokens that have none here."""
+        return ours[:, -1:, :1] < 0
+
     @property
     def facts(self) -> dict[str, object]:
         num_owners, per_token, length = self.phrases.shape

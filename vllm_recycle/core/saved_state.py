@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from vllm_recycle.core.state_file import open_tensors, save_tensors
+from vllm_recycle.core.state_file import check_tensors, read_tensors, save_tensors
 
 KIND = "state file"
+MERGED = 2048  # lines at once, so that a step hardly waits for them
 
 
 class SavedState(ABC):
@@ -62,12 +61,14 @@ class SavedState(ABC):
 
     def check(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
         """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        with self._opened(path, fingerprint, kind):
-            pass
+        check_tensors(path, self.places, facts=self.facts_of(fingerprint), kind=kind)
 
     def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
         """Read the state from a file; ValueError where it has other facts, shapes or values."""
-        tensors = self.read(path, fingerprint=fingerprint, kind=kind)
+        self.replace(self.read(path, fingerprint=fingerprint, kind=kind))
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors of a file in the place of everything that is shared here."""
         for name, place in self.places.items():
             place.copy_(tensors[name])
 
@@ -75,8 +76,8 @@ class SavedState(ABC):
         self, path: str | Path, *, fingerprint: str, kind: str = KIND
     ) -> dict[str, torch.Tensor]:
         """The tensors of a file, on the CPU; ValueError where `load` would not read it."""
-        with self._opened(path, fingerprint, kind) as file:
-            tensors = {name: file.get_tensor(name) for name in self.places}
+        facts = self.facts_of(fingerprint)
+        tensors = read_tensors(path, self.places, facts=facts, kind=kind)
         try:
             self.validate(tensors)
         except ValueError as error:
@@ -86,16 +87,21 @@ class SavedState(ABC):
     def merge(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[bool]:
         """Take in what another engine has learnt, `tensors` of its file; true after each part.
 
-        Nothing where states are not merged.
+        That is the lines of the first of `places` which `is_better` names; no counts.
         """
-        return iter(())
+        name, place = next(iter(self.places.items()))
+        for ours, theirs in zip(place.split(MERGED), tensors[name].split(MERGED), strict=True):
+            theirs = theirs.to(ours.device)
+            ours.copy_(torch.where(self.is_better(theirs, ours), theirs, ours))
+            yield True
+
+    @abstractmethod
+    def is_better(self, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+        """Which lines of another engine are to replace ours, as bool [lines, 1, ...]."""
 
     def facts_of(self, fingerprint: str) -> dict[str, object]:
         """All facts of a file for a model."""
         return {**self.facts, "fingerprint": fingerprint}
-
-    def _opened(self, path: str | Path, fingerprint: str, kind: str) -> AbstractContextManager[Any]:
-        return open_tensors(path, self.places, facts=self.facts_of(fingerprint), kind=kind)
 
 
 def check_token_ids(token_ids: torch.Tensor, vocab_size: int) -> None:

@@ -1,14 +1,12 @@
 """Files that outlive an engine: where they may be, how they are written, what they must agree with.
 
 Nobody ever sees half of a file: it is written beside its place, under a name of its own, and then
-renamed. That name is locked for as long as its writer lives, so that what a killed one left behind
-is known by its lock being free, whichever machine or container it was on.
+renamed. The next writer removes what a killed one left behind, once it is old.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -19,11 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 MAX_JSON_BYTES = 1 << 20
+LENGTH_BYTES = 8  # of a safetensors file, before its header
 PARTIAL_PREFIX = ".vllm_recycle-"
+ABANDONED_AFTER = 3600.0  # seconds in which any writer has written more, or is done
 DTYPES = {"I32": torch.int32, "I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -31,36 +30,55 @@ class StateFileError(OSError):
     """A file that could not be written; one line with its kind, its path and the reason."""
 
 
-def check_place(path: str | Path, *, kind: str, may_be_folder: bool = False) -> None:
+def check_place(
+    path: str | Path, *, kind: str, may_be_folder: bool = False, may_be_read_only: bool = False
+) -> None:
     """Refuse a path that could not be read, or not be written later, by a ValueError of one line.
 
     The file need not exist; of a symbolic link it is the target. One is made and removed beside it,
-    since permissions do not tell all. With `may_be_folder` it may be a folder to write files in.
+    since permissions do not tell all. With `may_be_folder` it may be a folder to write files in,
+    with `may_be_read_only` a file or folder that can only be read.
     """
     named = f"{kind} is {shorten(path)}"
     try:
         if b"\0" in str(path).encode():
             raise ValueError(f"{named}, expected a path without NUL")
         target = Path(os.path.realpath(path))
-        if may_be_folder and target.is_dir():
-            with _partial_file(target):
-                return
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(target.stat().st_mode):
-                raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
-            target.open("rb").close()
-        if str(path).endswith(os.sep):
-            raise ValueError(f"{named}, expected a directory that exists, or a file")
-        if not target.parent.is_dir():
-            raise ValueError(f"{named}, expected a file in a directory that exists")
-        with _partial_file(target.parent):
-            pass
+        is_folder = may_be_folder and target.is_dir()
+        if is_folder:
+            os.scandir(target).close()
+        else:
+            _check_file(path, target, named)
+        folder = target if is_folder else target.parent
+        if not (may_be_read_only and target.exists()):
+            with _partial_file(folder):
+                pass
     except UnicodeEncodeError:
         raise ValueError(f"{named}, expected a path that UTF-8 can express") from None
     except OSError as error:
         raise ValueError(
             f"{named}, expected one that can be read and written: {error.strerror}"
         ) from error
+
+
+def _check_file(path: str | Path, target: Path, named: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(target.stat().st_mode):
+            raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
+        target.open("rb").close()
+    if str(path).endswith(os.sep):
+        raise ValueError(f"{named}, expected a directory that exists, or a file")
+    if not target.parent.is_dir():
+        raise ValueError(f"{named}, expected a file in a directory that exists")
+
+
+def is_writable(path: str | Path) -> bool:
+    """Whether a file at the path, or files in the folder there, can be written."""
+    try:
+        check_place(path, kind="", may_be_folder=True)
+    except ValueError:
+        return False
+    return True
 
 
 def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
@@ -83,32 +101,22 @@ def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
 
 @contextlib.contextmanager
 def _partial_file(folder: Path) -> Iterator[BinaryIO]:
-    """A new file to be renamed, removed where it was not; before it, what killed writers left."""
-    for left in folder.glob(f"{PARTIAL_PREFIX}*"):
-        remove_abandoned(left)
-    while True:
-        path = folder / f"{PARTIAL_PREFIX}{secrets.token_hex(8)}"
-        with path.open("xb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not path.exists():
-                continue  # somebody took it for a killed writer's before it was locked
-            try:
-                yield file
-            finally:
-                path.unlink(missing_ok=True)
-            return
+    """A new file, removed unless it is renamed; those that killed writers left are removed too."""
+    path = folder / f"{PARTIAL_PREFIX}{secrets.token_hex(8)}"
+    with path.open("xb") as file:
+        try:
+            _remove_abandoned(folder, path.stat().st_mtime)
+            yield file
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def remove_abandoned(path: Path) -> None:
-    """Remove a file that its writer holds a lock on while it lives, where that is free."""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Not what its writer has put in its place meanwhile.
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    path.unlink()
+def _remove_abandoned(folder: Path, now: float) -> None:
+    """Remove partial files that are old by the clock of the folder."""
+    for path in folder.glob(f"{PARTIAL_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if abs(now - path.stat().st_mtime) > ABANDONED_AFTER:
+                path.unlink()
 
 
 def read_json(path: str | Path, *, kind: str) -> Any:
@@ -134,21 +142,20 @@ def save_tensors(
     facts: Mapping[str, object],
     kind: str,
 ) -> None:
-    """Write tensors as safetensors, with the facts that `open_tensors` checks; see `write_file`."""
+    """Write tensors as safetensors, with facts for `check_tensors`; see `write_file`."""
     metadata = {key: str(value) for key, value in facts.items()}
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_file(path, save(on_cpu, metadata), kind=kind)
 
 
-@contextlib.contextmanager
-def open_tensors(
+def check_tensors(
     path: str | Path,
     like: Mapping[str, torch.Tensor],
     *,
     facts: Mapping[str, object],
     kind: str,
-) -> Iterator[Any]:
-    """A file that `save_tensors` wrote, for `get_tensor` to read; its header is checked.
+) -> None:
+    """Check, by its header alone, a file that `save_tensors` wrote.
 
     Args:
         path: of the file.
@@ -161,28 +168,77 @@ def open_tensors(
         ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
 
     """
-    nothing = f"{kind} {path}: no {' and '.join(name.replace('_', ' ') for name in like)}: "
-    if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
-        raise ValueError(f"{nothing}no such file")
+    with _errors_as_values(path, like, kind), Path(path).open("rb") as file:
+        start = file.read(LENGTH_BYTES)
+        start += file.read(min(int.from_bytes(start, "little"), MAX_JSON_BYTES))
+        _check_header(start, os.fstat(file.fileno()).st_size, path, like, facts, kind)
+
+
+def _check_header(
+    start: bytes,
+    num_bytes: int,
+    path: str | Path,
+    like: Mapping[str, torch.Tensor],
+    facts: Mapping[str, object],
+    kind: str,
+) -> None:
+    """See `check_tensors`. The file has so many bytes, of which `start` has at least the header."""
+    end = LENGTH_BYTES + int.from_bytes(start[:LENGTH_BYTES], "little")
     try:
-        with safe_open(str(path), "pt") as file:
-            got = file.metadata() or {}
-            for key, expected in facts.items():
-                if got.get(key) != str(expected):
-                    found = str(got.get(key))[:200]
-                    hint = "; remove it to learn anew" if key == "format" else ""
-                    raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}{hint}")
-            for name, tensor in like.items():
-                one = file.get_slice(name)
-                dtype, shape = DTYPES.get(one.get_dtype(), one.get_dtype()), one.get_shape()
-                if dtype != tensor.dtype or shape != list(tensor.shape):
-                    raise ValueError(
-                        f"{kind} {path}: {name} is {dtype} {shape}, expected "
-                        f"{tensor.dtype} {list(tensor.shape)}"
-                    )
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{nothing}{error}") from error
+        headers = json.loads(start[LENGTH_BYTES:end])
+    except ValueError as error:
+        raise RuntimeError(f"its header is not JSON: {error}") from None
+    metadata = headers.pop("__metadata__", {})
+    for key, expected in facts.items():
+        if metadata.get(key) != str(expected):
+            found = str(metadata.get(key))[:200]
+            hint = "; remove it to learn anew" if key == "format" else ""
+            raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}{hint}")
+    for name, tensor in like.items():
+        dtype, shape = headers[name]["dtype"], headers[name]["shape"]
+        dtype = DTYPES.get(dtype, dtype)
+        if dtype != tensor.dtype or shape != list(tensor.shape):
+            raise ValueError(
+                f"{kind} {path}: {name} is {dtype} {shape}, expected "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+    expected_bytes = end + max(header["data_offsets"][1] for header in headers.values())
+    if num_bytes != expected_bytes:
+        raise RuntimeError(f"it has {num_bytes:,} bytes, expected {expected_bytes:,}")
+
+
+def read_tensors(
+    path: str | Path,
+    like: Mapping[str, torch.Tensor],
+    *,
+    facts: Mapping[str, object],
+    kind: str,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file, on the CPU, if `check_tensors` accepts it.
+
+    The file is not mapped into memory: where a mount loses a file that another host removes, to
+    touch its pages would kill the process.
+    """
+    with _errors_as_values(path, like, kind):
+        content = Path(path).read_bytes()
+        _check_header(content, len(content), path, like, facts, kind)
+        return load(content)
+
+
+@contextlib.contextmanager
+def _errors_as_values(
+    path: str | Path, like: Mapping[str, torch.Tensor], kind: str
+) -> Iterator[None]:
+    """Raise a ValueError of one line for any error of a file: missing, torn, removed meanwhile."""
+    try:
+        if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
+            raise FileNotFoundError("no such file")
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        names = " and ".join(name.replace("_", " ") for name in like)
+        raise ValueError(f"{kind} {path}: no {names}: {error}") from error
 
 
 def is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bool:

@@ -1,91 +1,101 @@
 """Where a state lives between engines: in a file, or in a folder that replicas share.
 
-A file has one writer at a time, or the last one wins. In a folder each engine writes a file of its
-own, a new one starts from the newest, and all read what the others write. A file there is locked
-for as long as its writer lives; those of dead writers go when another has written, which is the
-newest then.
+A file has one writer at a time, or the last one wins. In a folder each replica writes files of its
+own, and all take in what the others write. No lock decides anything, since mounted folders often
+have none:
+
+- A file is complete when it appears, under a name that is never used again. So a name stands for
+  one content.
+- A replica replaces its own file. It removes another one only after it has taken that in and
+  written the result, if the file is older than its own new one by `stale_after`.
+
+So what was learnt is in some file at any time, whoever ends when. Ages are differences between
+times of files, so no clock but the folder's matters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
-
-from vllm_recycle.core.state_file import remove_abandoned
 
 SUFFIX = ".safetensors"
 
 
 class StatePlace:
-    """A place, and in it the file that this engine writes.
+    """A place, and which files in it this replica has written or taken in.
 
     Args:
         path: of a file that need not exist, or of a folder that does.
         name: what the names of files in the folder begin with, of all that may start from them.
+        stale_after: seconds without a write after which a file that was taken in is removed.
 
     Attributes:
-        is_folder: whether it is one.
-        file: what this engine writes.
+        path: of the file or the folder.
+        is_folder: whether the path is a folder's.
 
     """
 
-    def __init__(self, path: str | Path, *, name: str) -> None:
-        self._path, self._name = Path(path), name
-        self.is_folder = self._path.is_dir()
-        self.file = self._path
-        if self.is_folder:
-            self.file /= f"{name}-{secrets.token_hex(8)}{SUFFIX}"
-        self._held: BinaryIO | None = None
-        self._read: dict[Path, int] = {}
+    def __init__(self, path: str | Path, *, name: str, stale_after: float = 0) -> None:
+        self.path, self._name = Path(path), name
+        self._stale_ns = int(stale_after * 1e9)
+        self.is_folder = self.path.is_dir()
+        self._written: Path | None = None
+        self._taken_in: set[Path] = set()
 
-    def news(self) -> list[Path]:
-        """Files in the folder that others have written since this was asked last."""
-        written = {path: time for path, time in self._written().items() if path != self.file}
-        new = [path for path, time in written.items() if self._read.get(path) != time]
-        self._read = written
-        return new if self.is_folder else []
-
-    def candidates(self) -> list[Path]:
-        """The files to start from, the newest first."""
+    def files(self) -> list[Path]:
+        """All files of replicas, the newest first; without a folder the file, if it exists."""
         if not self.is_folder:
-            return [self._path] if self._path.exists() else []
-        written = self._written()
-        return sorted(written, key=lambda path: written[path], reverse=True)
+            return [self.path] if self.path.exists() else []
+        write_times = self._write_times()
+        return sorted(write_times, key=lambda path: write_times[path], reverse=True)
 
-    def _written(self) -> dict[Path, int]:
-        """All files in the folder, with when they were written."""
-        written = {}
-        for path in self._path.glob(f"{self._name}-*{SUFFIX}"):
-            with contextlib.suppress(OSError):  # its writer is dead, another has written
-                written[path] = path.stat().st_mtime_ns
-        return written
+    def new_files(self) -> list[Path]:
+        """Files in the folder that this replica has neither written nor taken in."""
+        if not self.is_folder:
+            return []
+        paths = self.files()
+        self._taken_in = self._taken_in.intersection(paths)  # other threads may read the old one
+        return [path for path in paths if path not in self._taken_in and path != self._written]
+
+    def note_taken_in(self, path: Path) -> None:
+        """What this replica writes from now on has all that is in a file."""
+        self._taken_in.add(path)
 
     def write(self, save: Callable[[Path], None]) -> Path:
-        """Write this engine's file, and remove those in the folder whose writers are dead.
+        """Write this replica's file, and remove those that it makes superfluous.
 
         `save` writes a file of the path that is returned, whole or not at all.
         """
-        save(self.file)
-        if self.is_folder:
-            self._hold()
-            for path in self.candidates():
-                if path != self.file:
-                    remove_abandoned(path)
-        return self.file
+        if not self.is_folder:
+            save(self.path)
+            return self.path
+        path = self.path / f"{self._name}-{secrets.token_hex(8)}{SUFFIX}"
+        save(path)
+        replaced, self._written = self._written, path
+        if replaced is not None:
+            self._taken_in.add(replaced)  # if it cannot be removed now
+            _remove(replaced)
+        self._remove_stale(path)
+        return path
 
-    def close(self) -> None:
-        """This engine writes no more."""
-        if self._held is not None:
-            self._held.close()
+    def _remove_stale(self, newest: Path) -> None:
+        write_times = self._write_times()
+        for path in self._taken_in & write_times.keys():
+            age = abs(write_times.get(newest, write_times[path]) - write_times[path])
+            if age > self._stale_ns:  # or as far in the future, by a clock that was wrong
+                _remove(path)
 
-    def _hold(self) -> None:
-        # Who finds the file before it is locked removes it, having just written one.
-        with contextlib.suppress(OSError):
-            held = self.file.open("rb")
-            self.close()
-            self._held = held
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def _write_times(self) -> dict[Path, int]:
+        """All files in the folder, with the times of their writing, in nanoseconds."""
+        write_times = {}
+        for path in self.path.glob(f"{self._name}-*{SUFFIX}"):
+            with contextlib.suppress(OSError):  # another replica has removed it
+                write_times[path] = path.stat().st_mtime_ns
+        return write_times
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # another replica has, or a later write tries again
+        path.unlink()

@@ -6,7 +6,7 @@ learns from every row that the target computes (arXiv 2408.08696, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +16,7 @@ from vllm_recycle.core.adjacency import (
     GREEDY,
     MAX_STEADINESS,
     NUM_COUNTED,
+    OWN_BIT,
     AdjacencyMatrix,
     Ends,
     MatrixLayout,
@@ -31,8 +32,6 @@ from vllm_recycle.core.tree import TreeTemplate
 
 # Of the state file. The format before it did not count by classes of requests.
 FORMAT = "vllm_recycle.adjacency_matrix/4"
-
-MERGED = 2048  # entries at once, so that a step hardly waits for them
 
 
 class TokenRecyclingState(SavedState):
@@ -70,15 +69,11 @@ class TokenRecyclingState(SavedState):
         if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
             raise ValueError("it has counts that are none")
 
-    def merge(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[bool]:
-        """Take entries that are not known here, or were found steadier elsewhere; no counts."""
-        parts = (one.split(MERGED) for one in (self.matrix.table, tensors["adjacency_matrix"]))
-        for ours, others in zip(*parts, strict=True):
-            theirs = others.to(ours.device)
-            head, other = ours[:, :1], theirs[:, :1]
-            takes = (other >= 0) & ((head < 0) | (other & MAX_STEADINESS > head & MAX_STEADINESS))
-            ours.copy_(torch.where(takes, theirs, ours))
-            yield True
+    def is_better(self, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+        """Entries that are not known here, or were found steadier elsewhere; never for own ones."""
+        head, other = ours[:, :1], theirs[:, :1]
+        is_steadier = (other & MAX_STEADINESS > head & MAX_STEADINESS) & (head & OWN_BIT == 0)
+        return (other >= 0) & ((head < 0) | is_steadier)
 
     def describe(self) -> str:
         """What it holds, as part of a start-up line."""

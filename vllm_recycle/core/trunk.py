@@ -171,6 +171,10 @@ class ChoiceAcceptance:
         """Forget everything."""
         self.counts.zero_()
 
+    def halve(self) -> None:
+        """Let what was counted weigh half as much beside what will be."""
+        self.counts *= 0.5
+
     def chances(self, trunks: Trunks, idx_mapping: torch.Tensor) -> Trunks:
         """Chances in the place of probabilities, which are believed where little was seen.
 

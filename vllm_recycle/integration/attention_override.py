@@ -66,5 +66,5 @@ def refuse_layer(impl: Any, **features: bool) -> None:
         if present:
             raise NotImplementedError(
                 f"vllm_recycle has no trees for {feature}; choose the tree 'chain', else "
-                "leave out --speculative-config"
+                "start without speculation"
             )

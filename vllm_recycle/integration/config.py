@@ -9,9 +9,11 @@ and that the model runner of the platform knows, or that of its trunk; for Ourob
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.logger import init_logger
@@ -30,7 +32,7 @@ from vllm_recycle.integration.options import (
     settings_of,
 )
 from vllm_recycle.integration.options.base import TABLE
-from vllm_recycle.integration.options.given import check_table, given_keys, with_environment
+from vllm_recycle.integration.options.given import check_table, given_keys
 from vllm_recycle.integration.platform import Platform, get_platform
 from vllm_recycle.integration.saved_state import check_state_file
 from vllm_recycle.integration.versions import SUPPORTED_VLLM
@@ -52,19 +54,31 @@ NODES_AT_ANY_LOAD = 4
 BLACKWELL, LARGEST_ON_BLACKWELL, LARGEST, STRIDE = 100, 1024, 512, 16
 
 
+class OptionError(ValueError):
+    """A key or a value of a speculative configuration that goes with no engine."""
+
+
 def rewrite(engine_args: Any) -> Any | None:
     """A copy of engine arguments with our method in terms of vLLM's, None where it is not ours.
 
     Raises:
-        ValueError: an option of the method, or a flag that it needs for itself.
+        OptionError: a key of the method, or its value.
+        ValueError: a flag that the method needs for itself.
         NotImplementedError: a platform that the method does not run on.
     """
-    engine_args = with_environment(engine_args, METHODS)
-    given = given_keys(engine_args, METHODS)
-    if given is None:
-        return None
-    method = given.pop("method")
-    platform = get_platform(method)
+    try:
+        given = given_keys(engine_args, METHODS)
+        if given is None:
+            return None
+        method = given.pop("method")
+        platform = get_platform(method)
+        given_table = given.pop(TABLE, None)
+        options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
+        table = check_table(given_table, options.num_nodes) or options.schedule(
+            on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
+        )
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
     runner = envs.VLLM_USE_V2_MODEL_RUNNER
     early = {
@@ -73,12 +87,7 @@ def rewrite(engine_args: Any) -> Any | None:
         "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
     }
     refusals.refuse(method, early)
-    given_table = given.pop(TABLE, None)
-    options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
     refusals.refuse(method, refusals.before_a_version(options, on_v2=platform.on_v2))
-    table = check_table(given_table, options.num_nodes) or options.schedule(
-        on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
-    )
     _check_places(engine_args)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
@@ -109,9 +118,27 @@ def rewrite(engine_args: Any) -> Any | None:
         rewritten.max_cudagraph_capture_size = _largest_capture_size(engine_args, options.num_nodes)
     if rewritten.enable_lora:
         shims.after_batch_defaults(rewritten, _make_room_with_lora)
+    shims.wrap_create_speculative_config(rewritten, partial(_create_host, method))
     if isinstance(options, DraftModelOptions):
         _keep_method(rewritten, options.model)
     return rewritten
+
+
+def _create_host(
+    method: str, create: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    """The speculative configuration of the host, by vLLM's function `create`.
+
+    Raises:
+        NotImplementedError: a model that is for pooling.
+        ValueError: in one line what vLLM says of a key.
+    """
+    runner = target_model_config.runner_type
+    refusals.refuse(method, {f"--runner {runner}": runner != "generate"})
+    try:
+        return create(target_model_config, target_parallel_config)
+    except ValidationError as error:
+        raise ValueError(f"speculative_config: {refusals.one_line(error)}") from None
 
 
 def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:

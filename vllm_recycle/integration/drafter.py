@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from vllm_recycle.integration.saved_state import StateSaver, describe_state, fin
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
+STALE_SAVES = 3  # intervals between saves after which a file that was taken in may go
 
 
 class Drafter(ABC):
@@ -47,11 +49,10 @@ class Drafter(ABC):
         """
         self.state.clear()
         self.num_undrafted = 0
-        if (path := self.options.state_file) is not None:
+        if self.options.state_file is not None:
             parallel = self.vllm_config.parallel_config.tensor_parallel_size > 1
             if not parallel or get_tp_group().rank_in_group == 0:
-                # A data-parallel rank that has no file yet starts from that of the first.
-                self._load(self._place(path), self._place(path, data_parallel_index=0))
+                self._load()
             if parallel:
                 # Ranks must agree, and may see different files, or one that is being replaced.
                 for tensor in self.state.tensors.values():
@@ -83,36 +84,61 @@ class Drafter(ABC):
         return StateSaver(
             self.state,
             describe_state(options, self.vllm_config, "cpu"),
-            self._place(options.state_file),
+            self._state_place,
             fingerprint=self.fingerprint,
             kind=options.state_key,
-            every=SAVE_EVERY if options.save_every is None else options.save_every,
+            every=options.seconds_between_saves,
             # Tensor-parallel ranks must all do it in the same step.
             reads_others=self.vllm_config.parallel_config.tensor_parallel_size == 1,
         )
 
-    def _place(self, path: str, *, data_parallel_index: int | None = None) -> StatePlace:
-        """Where a data-parallel rank keeps its state: this one's file or folder, unless told."""
-        if data_parallel_index is None:
-            data_parallel_index = self.vllm_config.parallel_config.data_parallel_index
-        path = rank_file(path, data_parallel_index)
+    @cached_property
+    def _state_place(self) -> StatePlace:
+        index = self.vllm_config.parallel_config.data_parallel_index
+        return self._make_place(data_parallel_index=index)
+
+    def _make_place(self, *, data_parallel_index: int) -> StatePlace:
+        """Where a data-parallel rank keeps its state: its file, or the folder of all."""
+        options = self.options
+        assert options.state_file is not None
         facts = self.state.facts_of(self.fingerprint)
         kind = repr((type(self.state).__name__, sorted(facts.items())))
         return StatePlace(
-            path, name=f"{self.options.method}-{sha256(kind.encode()).hexdigest()[:16]}"
+            rank_file(options.state_file, data_parallel_index),
+            name=f"{options.method}-{sha256(kind.encode()).hexdigest()[:16]}",
+            stale_after=STALE_SAVES * (options.seconds_between_saves or SAVE_EVERY),
         )
 
-    def _load(self, place: StatePlace, otherwise: StatePlace) -> None:
-        for path in place.candidates() or otherwise.candidates():
-            try:
-                self.state.load(path, fingerprint=self.fingerprint, kind=self.options.state_key)
-            except ValueError as error:
-                if not place.is_folder:
-                    raise
-                logger.warning("%s; passed over", error)
-            else:
+    def _load(self) -> None:
+        """Read the file, or the newest of a folder, and take in the others of it.
+
+        In a folder a file that cannot be read is passed over.
+        """
+        place, tried, is_first = self._state_place, set[Path](), True
+        # A data-parallel rank that has no file yet starts from that of the first.
+        origin = place if place.files() else self._make_place(data_parallel_index=0)
+        # Replicas that run replace their files meanwhile.
+        while paths := [path for path in origin.files() if path not in tried]:
+            for path in paths:
+                tried.add(path)
+                try:
+                    tensors = self.state.read(
+                        path, fingerprint=self.fingerprint, kind=self.options.state_key
+                    )
+                except ValueError as error:
+                    if not origin.is_folder:
+                        raise
+                    if path.exists():
+                        logger.warning("%s; passed over", error)
+                    continue
+                if is_first:
+                    self.state.replace(tensors)
+                else:
+                    for _ in self.state.merge(tensors):
+                        pass
+                is_first = False
+                place.note_taken_in(path)
                 logger.info("vllm_recycle: read %s", path)
-                return
 
     @abstractmethod
     def describe(self) -> str:

@@ -28,13 +28,14 @@ def register() -> None:
 def _install() -> None:
     """Install the shims; raises RuntimeError if vLLM's version is not supported."""
     versions.check_vllm_version()
-    from vllm_recycle.integration import config, requests
+    from vllm_recycle.integration import config, environment, requests
 
     shims.add_method_names(METHODS)
     shims.host_on_v2(has_settings)
+    shims.declare_variable(environment.VARIABLE)
     shims.wrap_validate_spec_decode(requests.validate_sampling_params)
     # The last, since with it our methods are there.
-    shims.wrap_create_engine_config(config.rewrite, _finish)
+    shims.wrap_create_engine_config(config.rewrite, _finish, environment.create_config)
 
 
 def _finish(vllm_config: Any) -> None:
@@ -59,7 +60,7 @@ class Registered:
         request_shims.wrap_process_inputs(requests.read_request)
         request_shims.wrap_request_stats(request_stats)
         request_shims.trim_behind_stop_strings()
-        request_shims.wrap_streams(streaming.Detokenizer, streaming.by_token)
+        request_shims.wrap_streams(streaming)
         if traces:
             request_shims.wrap_do_tracing(tracing.span_attributes)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from pydantic import ValidationError
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
+from vllm_recycle.core.state_file import shorten
 from vllm_recycle.core.tree import MAX_NODES
 from vllm_recycle.integration import draft_limits
 from vllm_recycle.integration.options import (
@@ -53,8 +55,19 @@ def refuse(method: str, features: dict[str, bool]) -> None:
     for feature, present in features.items():
         if present:
             raise NotImplementedError(
-                f"{method} does not support {feature}; change it, or leave out --speculative-config"
+                f"{method} does not support {feature}; leave out one of the two"
             )
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error; for pydantic's, which field is wrong and why."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text = first["msg"].removeprefix("Value error, ")
+        if place := ".".join(map(str, first["loc"])):
+            text = f"{place} is {shorten(first['input'])}: {text}"
+    return text.strip().partition("\n")[0] or type(error).__name__
 
 
 def check(
@@ -70,6 +83,13 @@ def check(
             model that does not fit.
     """
     _check_sizes(vllm_config, options)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    draft_ranks = vllm_config.speculative_config.draft_tensor_parallel_size
+    if draft_ranks not in (None, ranks):
+        raise NotImplementedError(
+            f"draft_tensor_parallel_size: got {draft_ranks}, expected none or that of the target, "
+            f"{ranks}"
+        )
     if isinstance(options, DraftModelOptions):
         check_draft_model(vllm_config, options, platform)
     elif vllm_config.speculative_config.method == "draft_model":  # of a trunk
@@ -156,7 +176,6 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         "VLLM_BATCH_INVARIANT=1": envs.VLLM_BATCH_INVARIANT,
         "--return-sampling-mask": model.return_sampling_mask,
         "--enable-trace-replay": model.enable_trace_replay,
-        f"--runner {model.runner_type}": model.runner_type != "generate",
     }
 
 
@@ -253,12 +272,6 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Pl
         "a draft model with M-RoPE": draft.uses_mrope,
     }
     refuse(OUROBOROS, features)
-    given, target = options.draft_tensor_parallel_size, vllm_config.parallel_config
-    if given not in (None, target.tensor_parallel_size):
-        raise NotImplementedError(
-            f"draft_tensor_parallel_size: got {given}, expected none or that of the target, "
-            f"{target.tensor_parallel_size}"
-        )
     check_context(vllm_config)
     rows = options.draft_rows
     if platform.on_v2:

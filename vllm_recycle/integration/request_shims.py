@@ -65,14 +65,11 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     replace_function(output_processor.OutputProcessor, "do_tracing", do_tracing)
 
 
-def wrap_streams(
-    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
-) -> None:
-    """Let a server that parses tool calls or reasoning hand on a step's tokens one by one.
+def wrap_streams(streaming: Any) -> None:
+    """Let a server that parses tool calls or reasoning give its parser a step's tokens one by one.
 
-    `detokenizer` is given vLLM's detokenizer of a streaming request, and returns what takes its
-    place. `by_token`, given a server, its parser or None and what a request is answered from,
-    returns what it is to be answered from.
+    `streaming` has what takes the place of vLLM's detokenizer of a streaming request, what a
+    request of a server that parses is answered from, and what its parser makes of that.
 
     Other servers, engines and workers are left as they are: this waits until a parser is made.
     Remove when vLLM's parsers do not depend on how a text is cut into deltas.
@@ -82,35 +79,40 @@ def wrap_streams(
     def get_parser(original: Any, *args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
         if parser is not None:
-            _wrap_servers(detokenizer, by_token)
+            replace_function(parser, "parse_delta", streaming.parse_delta)
+            _wrap_servers(streaming)
         return parser
 
     replace_function(ParserManager, "get_parser", get_parser)
 
 
-def _wrap_servers(
-    detokenizer: Callable[[Any], Any], by_token: Callable[[Any, Any, Any], Any]
-) -> None:
+def _wrap_servers(streaming: Any) -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     def from_new_request(original: Any, tokenizer: Any, request: Any) -> Any:
-        made = original(tokenizer, request)
+        detokenizer = original(tokenizer, request)
         streams = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        return detokenizer(made) if streams else made
+        return streaming.Detokenizer(detokenizer) if streams else detokenizer
 
     def chat(original: Any, self: Any, request: Any, results: Any, *args: Any, **kw: Any) -> Any:
-        return original(self, request, by_token(self, self.parser_cls, results), *args, **kw)
+        results = streaming.by_token(self, self.parser_cls, request, results)
+        return original(self, request, results, *args, **kw)
 
     def respond(
         original: Any, self: Any, request: Any, params: Any, contexts: Any, *args: Any
     ) -> Any:
-        return original(self, request, params, by_token(self, self.parser, contexts), *args)
+        contexts = streaming.by_token(self, self.parser, request, contexts)
+        return original(self, request, params, contexts, *args)
 
+    # Since vLLM 0.33 servers of other APIs, as Anthropic's, call one that makes no text of chunks.
+    chat_generator = "chat_completion_stream_generator"
+    if hasattr(OpenAIServingChat, f"{chat_generator}_raw"):
+        chat_generator += "_raw"
     replace_function(IncrementalDetokenizer, "from_new_request", from_new_request)
-    replace_function(OpenAIServingChat, "chat_completion_stream_generator", chat)
+    replace_function(OpenAIServingChat, chat_generator, chat)
     replace_function(OpenAIServingResponses, "_process_simple_streaming_events", respond)
 
 

@@ -112,7 +112,7 @@ def owner_of(request: Any) -> Owner | None:
     name, salt = (request.sampling_params.extra_args or {}).get(OWNER), request.cache_salt
     if not _is_name(name):
         name = None
-    if salt is None:
+    if not salt or not _is_utf8(salt):  # an empty one is none for vLLM
         return None if name is None else Owner(name)
     return Owner(digest(salt) if name is None else name, digest(salt))
 
@@ -129,7 +129,11 @@ def _check_owner_with(options: Any, name: Any, cache_salt: str | None) -> None:
         if not has_owners(options) or options.scope == "shared":
             expected = f"none: the method {options.method} with scope {options.scope!r} has none"
             raise _BadInputError(OWNER, name, expected)
-    if cache_salt is not None and (reason := _shared_beside(options)):
+    if not cache_salt:
+        return
+    if not _is_utf8(cache_salt):
+        raise _BadInputError("cache_salt", cache_salt, "a text in UTF-8")
+    if reason := _shared_beside(options):
         raise _BadInputError("cache_salt", cache_salt, f"none: {reason}")
 
 
@@ -144,14 +148,23 @@ def _shared_beside(options: Any) -> str:
 
 def _is_name(name: Any) -> bool:
     if isinstance(name, str):
-        return 0 < len(name) <= MAX_NAME
+        return 0 < len(name) <= MAX_NAME and _is_utf8(name)
     return type(name) is int and abs(name) < 1 << 63
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text can be sent: half of a surrogate pair, which JSON can spell, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_owner(name: Any) -> None:
     """Raise ValueError for what is no name of an owner."""
     if not _is_name(name):
-        expected = f"an integer of 64 bits, or a text of 1 to {MAX_NAME} characters"
+        expected = f"an integer of 64 bits, or a text of 1 to {MAX_NAME} characters in UTF-8"
         raise _BadInputError(OWNER, name, expected)
 
 
@@ -194,14 +207,15 @@ def to_token_ids(
     Of a text that has more than `most` it need not be all. Raises ValueError with the `name` of
     what was given.
     """
-    if isinstance(given, str) and tokenizer is not None:
+    if isinstance(given, str) and tokenizer is not None and _is_utf8(given):
         longest = None if most is None else most * tokenizer.max_chars_per_token + 1
         return tokenizer.encode(given[:longest], add_special_tokens=False)
     is_list = isinstance(given, list) and all(type(token_id) is int for token_id in given)
     if is_list and all(0 <= token_id < vocab_size for token_id in given):
         return given
-    ids = f"a list of token ids from 0 to {vocab_size - 1}"
-    raise _BadInputError(name, given, f"{'a text or ' if tokenizer is not None else ''}{ids}")
+    text = "" if tokenizer is None else "a text in UTF-8 or "
+    expected = f"{text}a list of token ids from 0 to {vocab_size - 1}"
+    raise _BadInputError(name, given, expected)
 
 
 def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.logger import init_logger
@@ -16,12 +16,13 @@ from vllm.logger import init_logger
 from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
 from vllm_recycle.core.ouroboros import make_pool
 from vllm_recycle.core.saved_state import KIND, SavedState
-from vllm_recycle.core.state_file import StateFileError, check_place
+from vllm_recycle.core.state_file import StateFileError, check_place, is_writable
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.options import MethodOptions, OuroborosOptions, TokenRecyclingOptions
 
 logger = init_logger("vllm.recycle")
+T = TypeVar("T")
 PAUSE = 0.001  # seconds between parts of what others wrote
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -79,9 +80,14 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
     In a folder such a file is passed over. Raises ValueError if it is torn, or not of this model,
     tokenizer and sizes, or could not be written.
     """
-    ranks = range(vllm_config.parallel_config.data_parallel_size)
-    for path in [rank_file(options.state_file, rank) for rank in ranks if options.state_file]:
-        check_place(path, kind="state file", may_be_folder=True)
+    if options.state_file is None:
+        return
+    # Ranks that have no file start from that of the first, which was checked with the options.
+    is_read_only = options.save_every == 0 and not is_writable(options.state_file)
+    for rank in range(vllm_config.parallel_config.data_parallel_size):
+        path = rank_file(options.state_file, rank)
+        if not is_read_only:
+            check_place(path, kind="state file", may_be_folder=True)
         if Path(path).is_file():
             expected = describe_state(options, vllm_config)
             model = fingerprint(vllm_config.model_config)
@@ -110,7 +116,8 @@ class StateSaver:
     there was a step, and writes a copy that it takes between two steps, under a lock that steps
     hold while they run on the host. So a step waits at most for that copy; on a GPU for its launch,
     as it is made on the stream of the steps into pinned memory. Before it writes it takes in what
-    others have written to the same folder, in parts under the same lock.
+    others have written to the same folder, in parts under the same lock. At the end it does not:
+    their files stay, and whoever starts next takes them in.
 
     Args:
         state: what is written.
@@ -142,8 +149,12 @@ class StateSaver:
             self._stream = torch.cuda.current_stream()
             for tensor in copy.tensors.values():
                 tensor.set_(tensor.pin_memory())  # type: ignore[call-overload]
+        # Whoever holds `_saving` may ask for `_changing`, never the other way round.
         self._changing, self._saving = threading.Lock(), threading.Lock()
         self._has_changed = False
+        self._saves_at_end = bool(every) or is_writable(place.path)
+        if not self._saves_at_end:
+            logger.info("%s %s can only be read: what is learnt is not written", kind, place.path)
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._save_every, args=(every,), name="draft state", daemon=True
@@ -178,11 +189,8 @@ class StateSaver:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        try:
-            if self._has_changed:
-                self.save()
-        finally:
-            self._place.close()
+        if self._has_changed and self._saves_at_end:
+            self.save()
 
     @torch.inference_mode()
     def _take_copy(self) -> None:
@@ -195,27 +203,48 @@ class StateSaver:
             taken.synchronize()
 
     def _save_every(self, seconds: float) -> None:
+        logged: set[str] = set()  # each trouble once, for as long as it lasts
         while not self._ended.wait(seconds):
-            if self._reads_others:  # before files of dead writers go
-                self._read_others()
-            if self._has_changed:
-                try:
-                    self.save()
-                except StateFileError as error:
-                    logger.error("%s; next try in %g seconds", error, seconds)
+            troubles = self._exchange()
+            for trouble in sorted(troubles - logged):
+                logger.error("%s; next try in %g seconds", trouble, seconds)
+            logged = troubles
+
+    def _exchange(self) -> set[str]:
+        """Take in what others wrote, then write what was learnt; returns what went wrong."""
+        troubles: set[str] = set()
+
+        def attempt(work: Callable[..., T], *args: Path) -> T | None:
+            try:
+                return work(*args)
+            except Exception as error:  # whatever a mounted folder does, the next try may work
+                troubles.add(str(error) or repr(error))
+                return None
+
+        for path in (attempt(self._place.new_files) or []) if self._reads_others else []:
+            if self._ended.is_set():  # the last save is to come
+                break
+            attempt(self._take_in, path)
+        if self._has_changed:
+            attempt(self.save)
+        return troubles
 
     @torch.inference_mode()
-    def _read_others(self) -> None:
-        """Take in what others have written, in parts between which steps go on."""
-        for path in self._place.news():
-            try:
-                parts = self._state.merge(self._read(path))
-            except ValueError as error:
-                logger.warning("%s; passed over", error)
-                continue
-            is_left = True
+    def _take_in(self, path: Path) -> None:
+        """Take in what another replica has written, in parts between which steps go on."""
+        try:
+            tensors = self._read(path)
+        except ValueError:
+            if path.exists():
+                raise
+            return  # its writer has a newer one
+        with self._saving:  # what is written once the file is taken in has all of it
+            parts, is_left = self._state.merge(tensors), True
             # Without a pause this thread would have the lock again before a step that waits for it.
-            while is_left and not self._ended.wait(PAUSE):
+            while is_left:
+                if self._ended.wait(PAUSE):
+                    return
                 with self._changing, torch.cuda.stream(self._stream):
                     is_left = next(parts, False)
-            logger.debug("vllm_recycle: took in %s", path)
+            self._place.note_taken_in(path)
+        logger.debug("vllm_recycle: took in %s", path)

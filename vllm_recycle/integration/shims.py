@@ -1,8 +1,9 @@
-"""Every place where a class or function of vLLM is replaced, here and in `request_shims`.
+"""Functions of vLLM that are replaced for the whole process, here and in `request_shims` alone.
 
-Everything else is a subclass behind one of vLLM's own extension points (`worker_cls`,
-`scheduler_cls`, the backend registry, `custom_class` proposers), or an object of an engine of ours,
-changed where it is used. A shim is idempotent, changes nothing that engines without our methods
+Some functions of one `EngineArgs` object are replaced here too. Other files do so with objects of
+an engine of ours; ARCHITECTURE.md names them. Everything else is a subclass behind one of vLLM's
+own extension points (`worker_cls`, `scheduler_cls`, the backend registry, `custom_class`
+proposers). A shim for the process is idempotent, changes nothing that engines without our methods
 compute, and says when it can go.
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import logging
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm import envs
 
 from vllm_recycle.integration.versions import FEATURES
 
@@ -69,7 +72,21 @@ def refuse_methods(names: Sequence[str], reason: Exception) -> None:
         replace_function(EngineArgs, "create_engine_config", create_engine_config)
 
 
-def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[Any], None]) -> None:
+def declare_variable(name: str) -> None:
+    """Let vLLM know an environment variable, if it is set: it warns of unknown ones.
+
+    Compiled graphs of engines with and without it are kept apart. Remove when vLLM has names for
+    plugins.
+    """
+    if name in os.environ:
+        envs.environment_variables.setdefault(name, lambda: os.environ.get(name))
+
+
+def wrap_create_engine_config(
+    rewrite: Callable[[Any], Any],
+    finish: Callable[[Any], None],
+    create_config: Callable[[Callable[[Any], Any], Any], Any],
+) -> None:
     """Let `EngineArgs` accept our method names in `speculative_config`.
 
     Args:
@@ -77,19 +94,24 @@ def wrap_create_engine_config(rewrite: Callable[[Any], Any], finish: Callable[[A
             methods are not asked for.
         finish: completes the configuration that vLLM made of those; raises for one that our
             methods do not support.
+        create_config: makes the configuration of engine arguments, with a function that does so
+            with the two above.
 
     Remove when vLLM has a registry of speculative methods.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        rewritten = rewrite(self)
-        if rewritten is None:
-            return original(self, *args, **kwargs)
-        config = original(rewritten, *args, **kwargs)
-        if rewritten.speculative_config is not None:
-            finish(config)
-        return config
+        def make(engine_args: Any) -> Any:
+            rewritten = rewrite(engine_args)
+            if rewritten is None:
+                return original(engine_args, *args, **kwargs)
+            config = original(rewritten, *args, **kwargs)
+            if rewritten.speculative_config is not None:
+                finish(config)
+            return config
+
+        return create_config(make, self)
 
     replace_function(EngineArgs, "create_engine_config", create_engine_config)
 
@@ -199,6 +221,15 @@ def without_experts_load(model_runner: Any) -> AbstractContextManager[None]:
     """
     suppress = getattr(model_runner.eplb, "suppress", contextlib.nullcontext)
     return suppress()
+
+
+def wrap_create_speculative_config(engine_args: Any, create: Callable[..., Any]) -> None:
+    """Let `create`, which is given vLLM's function first, make the host's part of a configuration.
+
+    Remove when vLLM asks a method which models it goes with, and its errors have one line.
+    """
+    original = engine_args.create_speculative_config
+    engine_args.create_speculative_config = functools.partial(create, original)
 
 
 def hide_draft_path(engine_args: Any, path: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
+import torch
 import vllm
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -89,6 +90,15 @@ class Features:
         from vllm.v1.core.sched.scheduler import Scheduler
 
         return hasattr(Scheduler, "_holds_kv_blocks")
+
+    @cached_property
+    def skips_rows_without_adapter(self) -> bool:
+        """LoRA's torch kernels add nothing to such rows. Remove when vLLM 0.32 is dropped."""
+        from vllm.lora.ops.torch_ops import bgmv_expand
+
+        row, added = torch.ones(1, 1), torch.zeros(1, 1)
+        bgmv_expand(row, row[None], added, torch.tensor([-1]))
+        return not added.any()
 
 
 FEATURES = Features()

@@ -79,7 +79,7 @@ class TreeWorker(Worker):
             if layer.attn_backend is not self.tree_backend and not sees_no_trees:
                 raise NotImplementedError(
                     f"layer {name}: attention is {layer.attn_backend.__name__}, expected "
-                    f"{self.tree_backend.__name__}; leave out --speculative-config"
+                    f"{self.tree_backend.__name__}; start without speculation"
                 )
 
     def compile_or_warm_up_model(self) -> Any:

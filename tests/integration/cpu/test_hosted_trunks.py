@@ -155,3 +155,13 @@ def test_a_trunk_is_no_longer_than_a_draft(plain):
     with engine(method) as llm:
         assert runner(llm).tree_drafter.length == 3
         assert generate(llm, PROMPTS, MIXED) == plain(TARGET, False)[0]
+
+
+def test_new_weights_halve_the_counts_of_trunks():
+    with engine(HOSTED) as llm:
+        generate(llm, PROMPTS, MIXED)
+        drafter = runner(llm).tree_drafter
+        counts = drafter.choices.counts.clone()
+        drafter.weights_changed()
+        assert counts.any()
+        assert drafter.choices.counts.equal(counts / 2)

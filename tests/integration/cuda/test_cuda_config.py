@@ -174,7 +174,6 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 2, **giv
     """What is refused when vLLM's configuration is known; so many requests have drafts at most."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=2048),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=256
         ),
@@ -191,7 +190,6 @@ def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 2, **giv
 
 def test_draft_forwards_that_do_not_fit_are_refused():
     check_draft_model()
-    check_draft_model(draft_tensor_parallel_size=2)
     check_draft_model(max_num_batched_tokens=240, last=1)
     with pytest.raises(ValueError, match="got 239, expected at least the 240 rows"):
         check_draft_model(max_num_batched_tokens=239, last=1)
@@ -199,8 +197,6 @@ def test_draft_forwards_that_do_not_fit_are_refused():
         check_draft_model(last=3)
     with pytest.raises(ValueError, match="has 260 rows of a request, expected at most 257"):
         check_draft_model(window=24)
-    with pytest.raises(NotImplementedError, match="draft_tensor_parallel_size: got 1"):
-        check_draft_model(draft_tensor_parallel_size=1)
 
 
 def test_model_runner_v1_is_refused(monkeypatch):

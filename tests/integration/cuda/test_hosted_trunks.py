@@ -55,6 +55,11 @@ class TestEverySource:
         assert seen["trunks in trees"] > (0 if name == "ngram_gpu" else 10)
         assert seen["other trunks"] == 0
 
+    def test_new_weights_halve_their_counts(self, result, name):
+        before, after = result[name]["counted"]
+        assert before > 0
+        assert after == before / 2
+
     def test_drafting_waits_for_no_device(self, result, name):
         # vLLM's heads look at lengths on the host, for the first token of a chain and for the rest.
         looks = 0 if name == "ngram_gpu" else 2 * result[name]["calls"]
@@ -160,6 +165,10 @@ def serve(model: str, trunk: dict[str, Any], watched: WatchedChains) -> dict[str
         waits.watch(runner(llm).speculator, "propose")
         tokens_of(llm, BATCHES["three"])
         calls = watched.num_calls
+        drafter = runner(llm).tree_drafter
+        counted = [float(drafter.choices.counts.sum())]
+        drafter.weights_changed()
+        counted.append(float(drafter.choices.counts.sum()))
     texts = list(chains)[:40]
     with engine(trunk, model=model, **ARGUMENTS) as llm:
         expected = watched.watch(llm)
@@ -174,6 +183,7 @@ def serve(model: str, trunk: dict[str, Any], watched: WatchedChains) -> dict[str
         "seen": seen,
         "waits": waits.seen,
         "calls": calls,
+        "counted": counted,
     }
 
 

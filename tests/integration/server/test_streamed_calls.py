@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -64,7 +64,9 @@ def joined(parts: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
     return [(kind, "".join(map(itemgetter(1), of))) for kind, of in groupby(parts, itemgetter(0))]
 
 
-def chat(server: Server, parser: str, city: str) -> tuple[list[Any], list[list[Any]]]:
+def chat(
+    server: Server, parser: str, city: str, *, interval: int = 1
+) -> tuple[list[Any], list[list[Any]]]:
     """What a client receives, and of each chunk its tokens."""
     content, regex = question(parser, city)
     stream = server.client.chat.completions.create(
@@ -72,7 +74,11 @@ def chat(server: Server, parser: str, city: str) -> tuple[list[Any], list[list[A
         tools=[{"type": "function", "function": {"name": NAME, "parameters": PARAMETERS}}],
         max_tokens=200,
         logprobs=True,
-        extra_body={"structured_outputs": {"regex": regex}, "return_token_ids": True},
+        extra_body={
+            "structured_outputs": {"regex": regex},
+            "return_token_ids": True,
+            "stream_interval": interval,
+        },
         **GREEDY,
     )
     parts, tokens = [], []
@@ -164,6 +170,17 @@ def test_chat(servers):
         ours.counter(f"spec_decode_num_{what}_total") for what in ("drafts", "accepted_tokens")
     )
     assert accepted > 2 * drafts, "expected long steps"
+
+
+@of_parsers(*PARSERS)
+def test_chunks_have_the_tokens_of_a_stream_interval(servers):
+    parser, plain, ours = servers
+    for city in CITIES:
+        expected, plain_tokens = chat(plain, parser, city)
+        received, tokens = chat(ours, parser, city, interval=16)
+        assert received == expected
+        assert [*chain(*tokens)] == [*chain(*plain_tokens)]
+        assert 3 * len(tokens) < len(plain_tokens)
 
 
 @of_parsers(*PARSERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -24,12 +25,8 @@ Result = dict[str, Any]
 BASELINE = "none"
 DRAFTED, ACCEPTED = "draft_tokens", "accepted_tokens"
 COUNTS = ("tokens", "steps", "engine_steps")
-THREAD_VARIABLES = (
-    "VLLM_CPU_OMP_THREADS_BIND",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU",
-    "OMP_NUM_THREADS",
-    "LD_PRELOAD",
-)
+VARIABLES = re.compile("VLLM_.*|OMP_NUM_THREADS|LD_PRELOAD")
+PRIVATE_VARIABLES = re.compile("VLLM_.*_(KEY|HOST|IPS?)")
 
 
 def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
@@ -153,14 +150,13 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             name for name, config in plan.methods.items() if not needs_plugin(config)
         ],
         "engines": engines,
-        "threads": {name: os.environ.get(name) for name in THREAD_VARIABLES},
         **made,
         "definitions": json.loads((Path(__file__).parent / "definitions.json").read_text("utf-8")),
     }
 
 
 def origin(**versions: str) -> dict[str, Any]:
-    """What made a result: `versions`, `hardware`, `commit`, `command` and `date`.
+    """What made a result: `versions`, `hardware`, `environment`, `commit`, `command` and `date`.
 
     `versions` are those of packages other than ours.
     """
@@ -168,6 +164,7 @@ def origin(**versions: str) -> dict[str, Any]:
     return {
         "versions": ours | versions,
         "hardware": hardware(),
+        "environment": environment(),
         "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -183,6 +180,17 @@ def hardware() -> dict[str, Any]:
         "cpu": models[0] if models else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Variables of vLLM and of its threads that are set, without paths, keys and addresses."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if VARIABLES.fullmatch(name)
+        and not PRIVATE_VARIABLES.fullmatch(name)
+        and os.sep not in value
     }
 
 

@@ -111,5 +111,9 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         super().reset()
         self.choices.clear()
 
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.choices.halve()
+
     def statistics(self) -> dict[str, float]:
         return super().statistics() | {"rounds": self.num_rounds}

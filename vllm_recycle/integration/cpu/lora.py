@@ -12,17 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_recycle.integration.versions import FEATURES
+
 
 def keep_base_rows_plain(modules: Iterable[Any]) -> None:
     """Let the rows of requests without an adapter find zeros in a batch of others that have one.
 
     They have the adapter -1, which vLLM's torch kernels take for the last one. So behind the last
-    comes one that is zero. Remove with patches/0006.
+    comes one that is zero. Does nothing from vLLM 0.33 on, or with patches/0006. Remove when vLLM
+    0.32 is dropped.
 
     Args:
         modules: vLLM's layers with LoRA; the second matrix of a pair is enough.
 
     """
+    if FEATURES.skips_rows_without_adapter:
+        return
     for module in modules:
         stacked = module.lora_b_stacked
         if isinstance(stacked, torch.Tensor):

@@ -150,7 +150,7 @@ def hide_drafts(name: str, layer: Any) -> None:
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise NotImplementedError(
             f"layer {name}: its states are those of {type(layer).__name__}, expected one of "
-            f"{kinds}; leave out --speculative-config"
+            f"{kinds}; start without speculation"
         )
     layer.num_spec = 0  # by which vLLM makes its states, and chooses kernels
     take_chains(layer)

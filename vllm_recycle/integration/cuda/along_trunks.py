@@ -46,6 +46,10 @@ class AlongTrunks(TokenRecyclingV2Drafter):
         super().reset()
         self.choices.clear()
 
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.choices.halve()
+
     def begin(
         self,
         req_state_indices: Sequence[int],

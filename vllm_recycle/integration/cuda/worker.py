@@ -38,7 +38,7 @@ class TreeGPUWorker(TreeWorker):
             if layer.mamba_type not in GOING_BACK:
                 raise NotImplementedError(
                     f"layer {name}: its states are of the kind {layer.mamba_type.name}, expected "
-                    f"one of {[kind.name for kind in GOING_BACK]}; leave out --speculative-config"
+                    f"one of {[kind.name for kind in GOING_BACK]}; start without speculation"
                 )
 
     def warm_up(self) -> Any:

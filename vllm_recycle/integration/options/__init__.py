@@ -54,7 +54,7 @@ class Settings:
 
 def has_settings(vllm_config: Any) -> bool:
     """Whether an engine runs one of our methods."""
-    return KEY in vllm_config.additional_config
+    return bool(vllm_config.additional_config.get(KEY))
 
 
 def settings_of(vllm_config: Any) -> Settings:

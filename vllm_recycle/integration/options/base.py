@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.draft_limits import Schedule
 
 TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's key
-# Seconds between saves of what is learnt, and the most of them.
-SAVE_EVERY, MOST_SECONDS = 300.0, 1_000_000
+# Seconds between saves of what is learnt: the default, and the bounds of other values.
+SAVE_EVERY, MIN_SECONDS, MAX_SECONDS = 300.0, 0.01, 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +94,19 @@ class MethodOptions(ABC):
         cost = self.row_cost
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        key, file = self.state_key, self.state_file
+        key, file = self.state_key, getattr(self, self.state_key)
         expect(key, file, file is None or (isinstance(file, str) and file != ""), "a path")
-        if file is not None:
-            check_place(file, kind=f"speculative_config: {key}", may_be_folder=True)
         every = self.save_every
-        is_time = is_number(every) and 0 <= every <= MOST_SECONDS
-        expected = f"a number of seconds, 0 to {MOST_SECONDS:,}"
+        is_time = is_number(every) and (every == 0 or MIN_SECONDS <= every <= MAX_SECONDS)
+        expected = f"0, or a number of seconds from {MIN_SECONDS} to {MAX_SECONDS:,}"
         expect("save_every", every, every is None or is_time, expected)
+        if self.state_file is not None:
+            check_place(
+                self.state_file,
+                kind=f"speculative_config: {key}",
+                may_be_folder=True,
+                may_be_read_only=every == 0,
+            )
         is_used = every is None or file is not None
         expect("save_every", every, is_used, "none without a file for what is learnt")
 
@@ -115,7 +121,13 @@ class MethodOptions(ABC):
     @property
     def state_file(self) -> str | None:
         """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
-        return getattr(self, self.state_key)
+        path = getattr(self, self.state_key)
+        return None if path is None else os.path.expanduser(path)  # noqa: PTH111 - keeps a last /
+
+    @property
+    def seconds_between_saves(self) -> float:
+        """As given or by default; 0 to save at shutdown and on request alone."""
+        return SAVE_EVERY if self.save_every is None else self.save_every
 
     @property
     def is_dynamic(self) -> bool:

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_recycle.core.state_file import is_int, shorten
 from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import TABLE, expect
 
-logger = init_logger("vllm.recycle")
-
-VARIABLE = "VLLM_RECYCLE"
 ANY = 1 << 62
 # vLLM's flags for some of the keys.
 FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
-
-
-def with_environment(engine_args: Any, methods: Sequence[str]) -> Any:
-    """Engine arguments with the method of the environment, where they say nothing of speculation.
-
-    It is for trainers that make the engine themselves. Pooling models have no drafts. Raises
-    ValueError for what is no configuration of one of the `methods`.
-    """
-    said = os.environ.get(VARIABLE)
-    flags = (getattr(engine_args, flag) for flag in FLAGS.values())
-    is_given = engine_args.speculative_config is not None or any(one is not None for one in flags)
-    if not said or is_given or engine_args.runner == "pooling":
-        return engine_args
-    try:
-        config = json.loads(said)
-    except json.JSONDecodeError:
-        config = None
-    if not isinstance(config, dict) or config.get("method") not in methods:
-        expected = f'an object with a "method" of {", ".join(methods)}'
-        raise ValueError(f"{VARIABLE}: got {shorten(said)}, expected {expected}")
-    logger.info("%s turns speculation on: %s", VARIABLE, said)
-    engine_args = copy.copy(engine_args)
-    engine_args.speculative_config = config
-    return engine_args
 
 
 def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | None:
@@ -72,16 +42,9 @@ def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | Non
         for close in get_close_matches(plain, methods, n=1, cutoff=0.7):
             raise ValueError(f"speculative_config: method is {method!r}, did you mean {close!r}?")
         return None
-    given: dict[str, str] = {}
-    for key in config:
-        if not isinstance(key, str):
-            raise ValueError(f"speculative_config: key {shorten(key)}, expected names")
-        other = given.setdefault(key.replace("-", "_"), key)
-        if other != key:
-            raise ValueError(
-                f"speculative_config: {other!r} and {key!r} are one key, expected one of them"
-            )
-    values = {name: _plain(config[key]) for name, key in given.items()}
+    values = _by_name(config)
+    if isinstance(trunk := values.get("trunk"), Mapping):
+        values["trunk"] = _by_name(trunk, " of trunk")
     for key in flags:
         if values.get(key) is not None:
             raise ValueError(
@@ -89,6 +52,24 @@ def given_keys(engine_args: Any, methods: Sequence[str]) -> dict[str, Any] | Non
                 "expected one of them"
             )
     return values | flags
+
+
+def _by_name(config: Mapping[Any, Any], place: str = "") -> dict[str, Any]:
+    """The values of a configuration, by keys as vLLM names its fields.
+
+    Raises ValueError for keys that are no names or are given twice; `place` says where, in words.
+    """
+    names: dict[str, str] = {}
+    for key in config:
+        if not isinstance(key, str):
+            raise ValueError(f"speculative_config: key {shorten(key)}{place}, expected names")
+        other = names.setdefault(key.replace("-", "_"), key)
+        if other != key:
+            raise ValueError(
+                f"speculative_config: {other!r} and {key!r} are one key{place}, expected one of "
+                "them"
+            )
+    return {name: _plain(config[key]) for name, key in names.items()}
 
 
 def _plain(value: Any) -> Any:
