@@ -110,12 +110,10 @@ test-triton: setup
 	fi
 	touch $@
 
-ENGINE_TESTS := test_lossless_greedy.py test_lossless_sampling.py test_structured_output.py \
-	test_schedule.py test_requests.py test_startup_errors.py cuda
-
+# What a version may break, on both runners, and in the processes that engines have by default.
 test-versions:
 	for version in $(VERSIONS); do \
-		$(MAKE) test VLLM=$$version PYTEST_ARGS="$(or $(PYTEST_ARGS),$(ENGINE_TESTS:%=tests/integration/%) tests/examples/test_examples.py tests/test_patches.py)" || exit; \
+		$(MAKE) test VLLM=$$version PYTEST_ARGS="-m versions $(PYTEST_ARGS)" || exit; \
 	done
 
 # With the PyTorch that the wheel requires, in its build for CUDA.

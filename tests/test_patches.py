@@ -30,6 +30,8 @@ VERSIONS = {
     for number, *pair in re.findall(r"^\| \[(\d{4})\].* \| (0\.\d+) to (0\.\d+) \|", README, re.M)
 }
 
+pytestmark = pytest.mark.versions
+
 needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="needs the command `patch`")
 
 

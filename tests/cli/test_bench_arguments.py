@@ -23,14 +23,8 @@ from commands import DRAFT_MODEL, MODEL, bench, refused
         (["--methods=none", "--speculative-config=none={}"], "expected NAME=JSON"),
         (["--methods=none,draft_model"], "draft_model needs --draft-model DIR"),
         (["--draft-tokens=4"], "--draft-tokens needs --draft-model"),
-        (
-            ["--draft-model=/nowhere"],
-            "--draft-model: no such folder /nowhere, expected a model dir",
-        ),
-        (
-            ["--model=a/b/c"],
-            "--model: no such folder a/b/c, expected a model directory or ORG/NAME",
-        ),
+        (["--draft-model=/nowhere"], "--draft-model: no such folder /nowhere, expected a model"),
+        (["--model=a/b/c"], "--model: no such folder a/b/c, expected a model directory or ORG"),
         ([f"--model={DRAFT_MODEL.parent}"], f"--model: no config.json in {DRAFT_MODEL.parent}"),
         (["--methods=none", f"--draft-model={DRAFT_MODEL}"], "of which none is run"),
         (["--methods=none", "--fresh-prompts", "--num-prompts=3"], "got 3 prompts, expected at"),

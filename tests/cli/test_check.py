@@ -34,29 +34,34 @@ def check(capsys, *flags: str, config: dict | None = None, model: str = TARGET) 
     return status, {line[:18].rstrip(): line[18:] for line in lines}
 
 
+RECYCLING = {"method": "token_recycling"}
+AS_FLAGS = ["--spec-method", "ouroboros", "--spec-model", OUROBOROS["model"]]
+
+
 @pytest.mark.parametrize(
-    ("config", "drafts", "num_bytes"),
+    ("config", "flags", "drafts", "num_bytes"),
     [
-        (None, "grown trees, at most 80 nodes", None),
+        (None, [], "grown trees, at most 80 nodes", None),
         # An entry is a head, 8 successors and a salt; a MiB has room for 16,384 of them. For each
         # class of requests, four with private ones, and rank of own and shared entries there are
         # five pairs of counts.
-        (
-            {"method": "token_recycling", "tree": "default", "contexts": [1], "context_mib": 1},
-            "tree default, at most 80 nodes",
-            4 * 10 * (VOCAB + 16384) + 4 * 8 * 2 * 8 * 5 * 2,
-        ),
-        (
-            {**OUROBOROS, "guesses": 5, "phrase_length": 4},
-            "tree ",
-            4 * (VOCAB + 1) * 5 * 3,
-        ),
+        (RECYCLING | {"tree": "default", "contexts": [1], "context_mib": 1}, [],
+         "tree default, at most 80 nodes", 4 * 10 * (VOCAB + 16384) + 4 * 8 * 2 * 8 * 5 * 2),
+        (OUROBOROS | {"guesses": 5, "phrase_length": 4}, [], "tree ", 4 * (VOCAB + 1) * 5 * 3),
+        (RECYCLING | {"trunk": {"method": "ngram"}}, [],
+         "grown trees, at most 80 nodes; trunks of at most 5 tokens by ngram", None),
+        # Adapters and replicas.
+        (None, ["--enable-lora", "--max-num-batched-tokens", "128", "--data-parallel-size", "2"],
+         "grown trees", None),
+        # Our methods by vLLM's flag.
+        (None, ["--spec-method", "token_recycling"], "grown trees", None),
+        *((config, AS_FLAGS, "", None) for config in (None, {}, {"method": None, "model": None})),
     ],
-)
-def test_what_is_supported(config, drafts, num_bytes, capsys):
-    status, said = check(capsys, config=config)
-    assert status == 0
-    method = (config or {"method": "token_recycling"})["method"]
+)  # fmt: skip
+def test_what_is_supported(config, flags, drafts, num_bytes, capsys):
+    status, said = check(capsys, *flags, config=config)
+    assert status == 0, said
+    method = "ouroboros" if flags is AS_FLAGS else (config or RECYCLING)["method"]
     assert said["supported"] == f"{TARGET} with {method}"
     assert said["drafts"].startswith(drafts)
     assert num_bytes is None or said["tables"].startswith(f"{num_bytes:,} bytes on each rank")
@@ -64,26 +69,11 @@ def test_what_is_supported(config, drafts, num_bytes, capsys):
     assert {"g++", "ray", "arctic_inference"} <= said.keys()
 
 
-def test_a_trunk_is_shown(capsys):
-    config = {"method": "token_recycling", "trunk": {"method": "ngram"}}
-    status, said = check(capsys, config=config)
-    assert status == 0, said
-    assert said["drafts"].endswith("trunks of at most 5 tokens by ngram")
-
-
-def test_adapters_and_replicas_are_supported(capsys):
-    flags = ["--enable-lora", "--max-num-batched-tokens", "128", "--data-parallel-size", "2"]
-    status, said = check(capsys, *flags)
-    assert status == 0, said
-
-
 def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):
     model = qwen2_audio(tmp_path / "model")
     status, said = check(capsys, model=model)
     assert (status, said["drafts"]) == (0, "tree chain, at most 24 nodes")
-    status, said = check(
-        capsys, model=model, config={"method": "token_recycling", "tree": "default"}
-    )
+    status, said = check(capsys, model=model, config=RECYCLING | {"tree": "default"})
     assert status == 1
     assert "a multimodal model without --language-model-only" in said["refused"]
     status, said = check(capsys, "--language-model-only", model=model)
@@ -93,13 +83,10 @@ def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [
-        (["--kv-cache-dtype", "fp8"], {"method": "token_recycling", "preset": "paper"},
+        (["--kv-cache-dtype", "fp8"], RECYCLING | {"preset": "paper"},
          "does not support --kv-cache-dtype fp8"),
-        ([], {"method": "token_recycling", "k": 0}, "k is 0, expected an integer 1 to 64"),
-        ([], {"method": "ouroboros"}, "'model' is missing"),
         ([], {"method": "ngram", "num_speculative_tokens": 2}, "got method 'ngram', expected one"),
         (["--max-model-len", "99999999"], None, "max_model_len"),
-        (["--worker-cls", "x.Y"], None, "--worker-cls: got 'x.Y', expected none"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_one_thing(flags, config, message, capsys):
@@ -171,15 +158,6 @@ def test_versions(capsys):
 def test_flags_that_vllm_does_not_have(capsys):
     line = refused(["check", TARGET, "--no-such-flag"], capsys)
     assert line == "vllm-recycle check: error: unrecognized arguments: --no-such-flag\n"
-
-
-def test_methods_are_names_for_vllms_flag(capsys):
-    status, said = check(capsys, "--spec-method", "token_recycling")
-    assert (status, said["supported"]) == (0, f"{TARGET} with token_recycling")
-    flags = ["--spec-method", "ouroboros", "--spec-model", OUROBOROS["model"]]
-    for config in (None, {}, {"method": None, "model": None}):
-        status, said = check(capsys, *flags, config=config)
-        assert (status, said["supported"]) == (0, f"{TARGET} with ouroboros")
 
 
 def test_a_draft_model_with_other_token_ids_is_warned_of(capsys, tmp_path):

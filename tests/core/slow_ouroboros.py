@@ -8,11 +8,19 @@ imported: what agrees with this was written twice.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 Phrase = tuple[int, ...]
+
+
+def load(path: str | Path) -> Any:
+    """A model to decode with."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 @dataclass
@@ -40,14 +48,14 @@ class Rows:
         self.text_length = len(text)
         self.token_ids = list(text)
         self.positions = list(range(len(text)))
-        self.sees = [list(range(row + 1)) for row in range(len(text))]
+        self.sees: list[list[int]] = []  # of each row behind the text, beside it
 
     def add(self, token_id: int, *, position: int, sees: list[int]) -> int:
         """Add a row that sees the text, the rows `sees` and itself; return its number."""
         row = len(self.token_ids)
         self.token_ids.append(token_id)
         self.positions.append(position)
-        self.sees.append([*range(self.text_length), *sees, row])
+        self.sees.append([*sees, row])
         return row
 
     def add_chain(self, phrase: Phrase, *, below: list[int] | None = None) -> list[int]:
@@ -58,15 +66,21 @@ class Rows:
             chain.append(self.add(token_id, position=position, sees=list(chain)))
         return chain
 
-    @torch.no_grad()
     def outputs(self, model: Any) -> list[int]:
         """Return the most probable next token of each row."""
-        mask = torch.full([len(self.token_ids)] * 2, torch.finfo(torch.float32).min)
-        for row, seen in enumerate(self.sees):
+        return self.logits(model).argmax(dim=-1).tolist()
+
+    @torch.no_grad()
+    def logits(self, model: Any, known: int = 0, **given: Any) -> torch.Tensor:
+        """Return what the model says behind each row but the first ones, if it knows those."""
+        first, unseen = self.text_length, torch.finfo(torch.float32).min
+        mask = torch.full([len(self.token_ids)] * 2, unseen).triu(1)
+        mask[first:, first:] = unseen
+        for row, seen in enumerate(self.sees, first):
             mask[row, seen] = 0.0
-        token_ids, positions = torch.tensor([self.token_ids]), torch.tensor([self.positions])
-        result = model(token_ids, attention_mask=mask[None, None], position_ids=positions)
-        return result.logits[0].argmax(dim=-1).tolist()
+        token_ids, positions = torch.tensor([self.token_ids, self.positions])[:, None, known:]
+        given |= {"attention_mask": mask[None, None, known:], "position_ids": positions}
+        return model(token_ids, **given).logits[0]
 
     def longest_walk(self, start: int, chains: list[list[int]], outputs: list[int]) -> list[int]:
         """The rows from `start` down the chain that agrees longest, the first of equals."""
@@ -113,6 +127,12 @@ class SlowOuroboros:
         places = torch.rand(self.window, generator=torch.Generator().manual_seed(0)) * length
         level = [prompt_token_ids[min(int(place), length - 1)] for place in places]
         return Sequence(list(prompt_token_ids), [level])
+
+    def begin_behind(self, prompt_token_ids: list[int]) -> Sequence:
+        """Start a sequence with the token that ends the prompt's own step."""
+        sequence = self.begin(prompt_token_ids)
+        sequence.token_ids.append(Rows(prompt_token_ids).outputs(self.target)[-1])
+        return sequence
 
     def step(self, sequence: Sequence) -> Round:
         """One round: draft, verify, harvest, and lengthen the sequence."""

@@ -59,12 +59,13 @@ def test_a_row_costs_what_it_does_behind_as_many_rows_of_drafts():
 
 # Corrections.
 
+ONE = Load(1, 256)
 POINTS = {(1, 256): {1: 0.01, 9: 0.02}, (8, 512): {8: 0.02, 72: 0.1}}
 
 
-def serve(of: MeasuredCurve, seconds: float, *, rows: int = 1, kind: str | None = None) -> None:
-    for _ in range(6 * TAKE_IN_EVERY):
-        of.serve(kind, Load(1, 256), rows, seconds)
+def serve(of: MeasuredCurve, seconds: float, *, rows=1, kind=None, load=ONE, times=6) -> None:
+    for _ in range(times * TAKE_IN_EVERY):
+        of.serve(kind, load, rows, seconds)
 
 
 def test_served_steps_correct_their_load_and_kind_alone():
@@ -89,10 +90,10 @@ def test_without_drafts_all_kinds_are_one():
 
 def test_what_plain_steps_take_at_first_lengthens_drafts_too():
     of = curve(POINTS, 72)
-    of.set_plain(Load(1, 256), 0.02)
+    of.set_plain(ONE, 0.02)
     for kind in KINDS:
         assert by_rows(of, 1, 256, kind)[1:10:8] == pytest.approx([0.02, 0.04])
-    of.set_plain(Load(1, 256), 0.01)
+    of.set_plain(ONE, 0.01)
     assert by_rows(of, 1, 256)[1:10:8] == pytest.approx([0.01, 0.04])
 
 
@@ -100,8 +101,7 @@ def test_other_rows_share_a_correction_and_forget_that_they_were_slow():
     of, before = curve(POINTS, 72), by_rows(curve(POINTS, 72), 1, 256)
     # While the machine is slow, many rows are served; then few, as ever.
     for rows, factor, steps in ((16, 1.25, 6), (4, 1.0, 6), (4, 1.0, 60)):
-        for _ in range(steps * TAKE_IN_EVERY):
-            of.serve(TREES, Load(1, 256), rows, factor * before[rows])
+        serve(of, factor * before[rows], rows=rows, kind=TREES, times=steps)
         now = by_rows(of, 1, 256)
         found = [now[count] / before[count] for count in (4, 16)]
         if rows == 16:
@@ -114,22 +114,20 @@ def test_other_rows_share_a_correction_and_forget_that_they_were_slow():
 def test_a_stall_moves_little_and_a_shorter_time_may_be_believed_at_once():
     of = curve(POINTS, 72)
     for seconds in [0.01] * (TAKE_IN_EVERY - 1) + [10.0]:
-        of.serve(None, Load(1, 256), 1, seconds)
-    assert 0.01 < of.plain(Load(1, 256)) < 0.01 * math.exp(MOST / 4)
+        of.serve(None, ONE, 1, seconds)
+    assert 0.01 < of.plain(ONE) < 0.01 * math.exp(MOST / 4)
     for place in range(TAKE_IN_EVERY):
-        of.serve(None, Load(1, 256), 1, 0.005, at_once=place == 0)
-    assert of.plain(Load(1, 256)) == pytest.approx(0.005)
-    of.set_plain(Load(1, 256), 0.007)
-    assert of.plain(Load(1, 256)) == pytest.approx(0.007)
+        of.serve(None, ONE, 1, 0.005, at_once=place == 0)
+    assert of.plain(ONE) == pytest.approx(0.005)
+    of.set_plain(ONE, 0.007)
+    assert of.plain(ONE) == pytest.approx(0.007)
 
 
 def test_drafts_of_a_few_requests_do_not_move_the_time_of_plain_steps():
     of, load = curve(POINTS, 72), Load(8, 512)
-    for _ in range(TAKE_IN_EVERY):
-        of.serve(None, load, 8, 0.02)
+    serve(of, 0.02, rows=8, load=load, times=1)
     plain = of.plain(load)
-    for _ in range(6 * TAKE_IN_EVERY):
-        of.serve(TREES, load, 12, 0.2)
+    serve(of, 0.2, rows=12, kind=TREES, load=load)
     assert of.plain(load) == plain
     # Nor those of batches that all draft by more than their own.
     few, all_of = (of.at(TREES, load, (rows,))[0] for rows in (16, 64))

@@ -1,4 +1,4 @@
-"""The slow Ouroboros: what its rows see, its rounds by hand, and that it decodes greedily."""
+"""The slow Ouroboros: its rounds by hand, and that it decodes greedily."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Follower:
         self.exceptions = exceptions or {}
 
     def __call__(self, token_ids, attention_mask, position_ids):
-        self.token_ids, self.positions = token_ids[0].tolist(), position_ids[0].tolist()
-        self.mask = attention_mask[0, 0] == 0
-        following = [self.exceptions.get(token, (token + 1) % 10) for token in self.token_ids]
+        rows = token_ids[0].tolist()
+        following = [self.exceptions.get(token, (token + 1) % 10) for token in rows]
         return SimpleNamespace(logits=torch.eye(10)[following][None])
 
 
@@ -57,35 +56,6 @@ def greedy(model, token_ids: list[int], count: int) -> list[int]:
 def plain(**options) -> dict:
     sizes = {"gamma": 4, "window": 1, "guesses": 2, "phrase_length": 4, "branches": 2}
     return {**sizes, **options}
-
-
-def picture(mask: torch.Tensor) -> list[str]:
-    return ["".join(".x"[seen] for seen in row) for row in mask.int().tolist()]
-
-
-def test_rows_of_a_draft_forward_see_the_text_their_columns_and_their_guess():
-    draft = Follower()
-    slow = SlowOuroboros(Follower(), draft, **plain(window=2, phrase_length=5))
-    slow.pool = {2: [(7, 7, 7, 7), (8, 8, 8, 8)]}
-    slow.draft_forward([1, 2], [[3, 4], [5, 6]])
-    assert draft.token_ids == [1, 2, 3, 4, 5, 6, *[8] * 4, *[7] * 4]
-    assert draft.positions == [0, 1, 2, 3, 3, 4, 2, 3, 4, 5, 2, 3, 4, 5]
-    assert picture(draft.mask) == [
-        "x.............",
-        "xx............",
-        "xxx...........",  # level 0
-        "xxxx..........",
-        "xxx.x.........",  # level 1
-        "xxxx.x........",
-        "xx....x.......",  # the newest guess
-        "xx....xx......",
-        "xx....xxx.....",
-        "xx....xxxx....",
-        "xx........x...",
-        "xx........xx..",
-        "xx........xxx.",
-        "xx........xxxx",
-    ]
 
 
 def test_rounds_by_hand():

@@ -121,6 +121,7 @@ def test_every_combination_of_options_configures_an_engine(
             runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "draft_model", [None, pytest.param(EXAMPLES / "models" / "draft", marks=pytest.mark.slow)]
 )

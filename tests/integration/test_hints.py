@@ -1,4 +1,7 @@
-"""Hints of requests, and texts for all: drafts come from them, outputs tell nothing of it."""
+"""Hints and owners of requests, and texts for all: drafts come of them, outputs tell nothing of it.
+
+Requests of an owner find what earlier ones wrote; a cache salt is a boundary for drafts.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,41 @@ from typing import Any
 
 import pytest
 from engines import GROWN as FREE_ROWS
-from engines import SMALL_OUROBOROS, TARGET, TRUNK, core, counter, engine, runner, watch_steps
-from v2_engines import GREEDY, GROWN, IS_V2, LLM_ARGUMENTS, SEEDED, TEXT, Waits, tokens_of
+from engines import core, counter, engine, runner, watch_steps
+from v2_engines import (
+    GREEDY,
+    GROWN,
+    IS_V2,
+    LLM_ARGUMENTS,
+    SEEDED,
+    TEXT,
+    Waits,
+    tokens_of,
+    with_sizes,
+)
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.input_processor import InputProcessor
-
-from vllm_recycle.integration.plugin import register
 
 PARAMS = ({**GREEDY, "max_tokens": 16}, {**SEEDED, "max_tokens": 16, "logprobs": None})
 # The second prompt is read in two steps.
 REQUESTS = [((0, 16), PARAMS[0]), ((3, 60), PARAMS[1])]
+# Of owners.
+OWNED = [((0, 16), PARAMS[0]), ((3, 40), PARAMS[1])]
 # Too many for the KV blocks. All prompts are in the first step.
-CROWDED = [((i, i + 61), {**GREEDY, "max_tokens": 20}) for i in range(4)]
+CROWDED = [((i, i + 61), {**GREEDY, "max_tokens": 24}) for i in range(4)]
 IN_ONE_STEP = LLM_ARGUMENTS | {"max_num_batched_tokens": 256}
-SCOPES = ("isolated",) if IS_V2 else ("isolated", "sequence", "shared")
+SCOPES = ("isolated",) if IS_V2 else ("isolated", "shared")
+# Trees at any price.
+METHOD = with_sizes(GROWN, [(1, 4, 8)]) if IS_V2 else {**FREE_ROWS, "max_nodes": 8}
+# Who asks: an owner and a cache salt.
+NOBODY, ACME = (None, None), ("acme", None)
+WITH_SALT = {
+    "salt": (None, "salt"),
+    "salt again": (None, "salt"),
+    "other salt": (None, "other salt"),
+    "acme with salt": ("acme", "salt"),
+    "acme with salt again": ("acme", "salt"),
+}
+TURNS = {**WITH_SALT, "acme": ACME, "acme again": ACME}
 
 
 def test_a_hint_makes_it_fewer_steps_and_leaves_the_output_as_it_is(served):
@@ -43,10 +64,11 @@ def test_texts_that_are_learnt_make_it_fewer_steps(served):
 
 
 def test_texts_for_all_are_refused_where_one_is_none_or_nothing_is_shared(served):
-    assert "'text 2 of learn_texts' is 5, expected a text in UTF-8 or" in served["refused"][0]
-    assert "got 'text', expected a list of texts" in served["refused"][1]
+    no_text, no_list, of_isolated = served["refused texts"]
+    assert "'text 2 of learn_texts' is 5, expected a text in UTF-8 or" in no_text
+    assert "got 'text', expected a list of texts" in no_list
     assert served["entries of what was refused"] == 0
-    assert "scope is 'isolated', expected one with shared entries" in served["refused"][2]
+    assert "scope is 'isolated', expected one with shared entries" in of_isolated
 
 
 def test_a_preempted_request_has_its_hint_again(served):
@@ -54,6 +76,34 @@ def test_a_preempted_request_has_its_hint_again(served):
     assert crowded["tokens"] == crowded["plain"]
     assert crowded["preemptions"] > 0
     assert crowded["taken in"] == len(CROWDED) + crowded["preemptions"]
+
+
+def test_outputs_are_those_without_speculation(served):
+    for kind in ("quiet", "busy"):
+        assert all(one["tokens"] == served["plain of owners"] for one in served[kind].values())
+
+
+def test_requests_of_an_owner_find_what_earlier_ones_wrote(served):
+    steps = served["quiet"]
+    for kind in ("acme", "salt", "acme with salt"):
+        assert steps[f"{kind} again"]["steps"] < 0.7 * steps[kind]["steps"]
+
+
+def test_a_cache_salt_is_a_boundary(served):
+    quiet, busy = served["quiet"], served["busy"]
+    assert quiet["salt"]["steps"] == quiet["other salt"]["steps"]
+    assert quiet["salt"]["steps"] == quiet["acme with salt"]["steps"]
+    # Others have had the same texts.
+    assert [busy[kind]["steps"] for kind in busy] == [quiet[kind]["steps"] for kind in busy]
+    assert served["shared by salts"] == 0 < served["shared by acme"]
+
+
+def test_what_is_forgotten_is_gone(served):
+    assert served["forgotten"][0] > served["forgotten"][1] == 0
+    assert served["after that"]["steps"] == served["quiet"]["acme with salt"]["steps"]
+    no_list, no_owner = served["refused owners"]
+    assert "got 'acme', expected a list of owners" in no_list
+    assert "'owner' is 1.5, expected an integer of 64 bits, or a text" in no_owner
 
 
 def test_nothing_waits_for_the_device(served):
@@ -74,9 +124,43 @@ def serve(llm: Any, requests: Any) -> dict[str, Any]:
     }
 
 
-def refusal(llm: Any, texts: Any) -> str:
+def serve_owner(llm: Any, owner: str | None, salt: str | None) -> dict[str, Any]:
+    """Token ids of the requests one after the other, and how many steps they took."""
+    token_ids, tokens, steps = llm.get_tokenizer().encode(TEXT), [], watch_steps(llm)
+    for at, given in OWNED:
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids[slice(*at)]}
+        prompt |= {} if salt is None else {"cache_salt": salt}
+        params = SamplingParams(**given, extra_args={"owner": owner})
+        [request] = llm.generate([prompt], params, use_tqdm=False)
+        tokens.append([*request.outputs[0].token_ids])
+    return {"tokens": tokens, "steps": len(steps)}
+
+
+def serve_owners(llm: Any) -> dict[str, Any]:
+    """What each finds that asks again, without others' entries and with them."""
+    drafter, shared, found = runner(llm).tree_drafter, [], {"quiet": {}}
+    for kind, who in TURNS.items():
+        found["quiet"][kind] = serve_owner(llm, *who)
+        shared.append(int((drafter.state.matrix.shared_entries() >= 0).sum()))
+    found["shared by salts"], found["shared by acme"] = shared[len(WITH_SALT) - 1], shared[-1]
+    found["forgotten"] = [forget(llm, ["acme"]) for _ in range(2)]
+    found["after that"] = serve_owner(llm, *WITH_SALT["acme with salt"])
+    found["refused owners"] = [refusal(llm, "forget", owners) for owners in ("acme", [1.5])]
+    drafter.reset()
+    forget(llm, ["salt", "other salt", "acme"])
+    for who in (NOBODY, ACME) * 2:
+        serve_owner(llm, *who)
+    return found | {"busy": {kind: serve_owner(llm, *who) for kind, who in WITH_SALT.items()}}
+
+
+def forget(llm: Any, owners: list[str]) -> int:
+    [entries] = core(llm).collective_rpc("forget", args=(owners,))
+    return entries
+
+
+def refusal(llm: Any, function: str, given: Any) -> str:
     with pytest.raises(ValueError, match="expected") as error:
-        core(llm).collective_rpc("learn_texts", args=(texts,))
+        core(llm).collective_rpc(function, args=(given,))
     return str(error.value)
 
 
@@ -84,7 +168,7 @@ def main(_: Path) -> dict[str, Any]:
     """With each runner."""
     waits, by_scope = Waits(), {}
     with engine(**IN_ONE_STEP) as llm:  # plain vLLM on a CPU has no seeds with prompts in parts
-        plain, crowded = tokens_of(llm, REQUESTS), tokens_of(llm, CROWDED)
+        plain, owned, crowded = (tokens_of(llm, each) for each in (REQUESTS, OWNED, CROWDED))
         token_ids, decode = llm.get_tokenizer().encode(TEXT), llm.get_tokenizer().decode
     hints = {
         "none": [None] * len(REQUESTS),
@@ -93,21 +177,31 @@ def main(_: Path) -> dict[str, Any]:
         "wrong": plain[::-1],
         "none again": [None] * len(REQUESTS),
     }
+
+    def serve_hints(llm: Any, scope: str) -> None:
+        by_scope[scope] = {}
+        for kind, given in hints.items():
+            if scope != "isolated":
+                runner(llm).tree_drafter.reset()
+            by_scope[scope][kind] = serve(llm, with_hints(REQUESTS, given))
+
     for scope in SCOPES:
         method = GROWN | {"scope": scope}
         with engine(method, **LLM_ARGUMENTS | {"enable_prefix_caching": False}) as llm:
             if IS_V2:
                 waits.watch(runner(llm), "add_requests")
-            by_scope[scope] = {}
-            for kind, given in hints.items():
-                if scope != "isolated":
-                    runner(llm).tree_drafter.reset()
-                by_scope[scope][kind] = serve(llm, with_hints(REQUESTS, given))
+            serve_hints(llm, scope)
             if scope == "isolated":
-                of_isolated = refusal(llm, [TEXT])
-    with engine(GROWN, **IN_ONE_STEP) as llm:
+                of_isolated = refusal(llm, "learn_texts", [TEXT])
+    with engine(METHOD, **IN_ONE_STEP) as llm:
         drafter = runner(llm).tree_drafter
-        result: dict[str, Any] = {"cold": serve(llm, REQUESTS)}
+        if IS_V2:
+            waits.watch(runner(llm), "add_requests")
+        result = serve_owners(llm)
+        if not IS_V2:
+            serve_hints(llm, "sequence")
+        drafter.reset()
+        result["cold"] = serve(llm, REQUESTS)
         drafter.reset()
         answers = zip(REQUESTS, plain, strict=True)
         texts = [token_ids[slice(*at)] + answer for (at, _), answer in answers]
@@ -116,127 +210,20 @@ def main(_: Path) -> dict[str, Any]:
         result["given"] = sum(map(len, texts[:-1])) + len(of_text)
         result["taken in"] = core(llm).collective_rpc("learn_texts", args=(texts,))
         learnt = drafter.state.matrix.num_written
-        refused = [refusal(llm, ["One text.", 5]), refusal(llm, "text")]
+        refused = [refusal(llm, "learn_texts", given) for given in (["One text.", 5], "text")]
         result["entries of what was refused"] = drafter.state.matrix.num_written - learnt
         result["learnt texts"] = serve(llm, REQUESTS)
         taken_in, take_in = [], drafter.take_in
         drafter.take_in = lambda *args: (taken_in.append(args), take_in(*args))
         # They are wrong, so that nobody is done early.
-        found = serve(llm, with_hints(CROWDED, crowded[1:] + crowded[:1]))
+        found = serve(llm, with_hints(CROWDED, [tokens[::-1] for tokens in crowded]))
         found |= {"plain": crowded, "taken in": len(taken_in)}
         found["preemptions"] = counter(llm, "num_preemptions")
     return result | {
         "plain": plain,
+        "plain of owners": owned,
         "hints": by_scope,
-        "refused": [*refused, of_isolated],
+        "refused texts": [*refused, of_isolated],
         "crowded": found,
         "waits": waits.seen,
     }
-
-
-# What is accepted, without an engine.
-
-
-@pytest.fixture(scope="module")
-def processors() -> dict[str, InputProcessor]:
-    register()
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    methods = {"token_recycling": FREE_ROWS, "ouroboros": SMALL_OUROBOROS, "ngram": ngram}
-    methods["trunk"] = TRUNK
-    return {
-        name: InputProcessor(
-            EngineArgs(TARGET, speculative_config=method, max_model_len=64).create_engine_config()
-        )
-        for name, method in methods.items()
-    }
-
-
-def processed(processor: InputProcessor, extra_args: Any) -> Any:
-    """The parameters that reach the engine, of a request with these."""
-    prompt = {"type": "token", "prompt_token_ids": [5, 6]}
-    params = SamplingParams(extra_args=extra_args)
-    request = processor.process_inputs("0", prompt, params, supported_tasks=("generate",))
-    assert params.extra_args == extra_args  # the caller's
-    return request.sampling_params.extra_args
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "message"),
-    [
-        ({"speculate": "no"}, "extra_args: 'speculate' is 'no', expected true or false"),
-        ({"speculate": 2}, "extra_args: 'speculate' is 2, expected true or false"),
-        ({"hint": 5}, "'hint' is 5, expected a text in UTF-8 or a list of token ids from 0 to"),
-        ({"hint": "\ud800"}, r"'hint' is '\\ud800', expected a text in UTF-8 or a list"),
-        ({"hint": ["a", 5]}, "'hint' is 5, expected a text in UTF-8 or a list"),
-        ({"hint": [[7], [4096]]}, r"'hint' is \[4096\], expected a text in UTF-8 or a list"),
-        ({"hint": [[7] * 64, "a"]}, "expected at most the 64 tokens of max_model_len"),
-        ({"hint": ["a"] * 65}, "expected at most 64 hints"),
-        ({"hint": [7, 4096]}, r"'hint' is \[7, 4096\], expected a text in UTF-8 or a list"),
-        ({"hint": [-1]}, r"'hint' is \[-1\], expected a text in UTF-8 or a list"),
-        ({"hint": [True]}, r"'hint' is \[True\], expected a text in UTF-8 or a list"),
-        ({"hint": "a b " * 9999}, "expected at most the 64 tokens of max_model_len"),
-        ({"hint": [7] * 65}, "expected at most the 64 tokens of max_model_len"),
-        ({"hint": "a", "prediction": {}}, "'prediction' is {}, expected none beside 'hint'"),
-        ({"prediction": "a"}, "'prediction' is 'a', expected {'type': 'content', 'content'"),
-        ({"prediction": {"content": 5}}, "expected {'type': 'content', 'content': TEXT}"),
-        (
-            {"prediction": {"content": [{"text": 5}]}},
-            "expected {'type': 'content', 'content': TEXT",
-        ),
-    ],
-)
-def test_what_is_wrong_is_refused(extra_args, message, processors):
-    with pytest.raises(VLLMValidationError, match=message):
-        processed(processors["token_recycling"], extra_args)
-
-
-@pytest.mark.parametrize("name", ["token_recycling", "trunk"])
-@pytest.mark.parametrize("hint", ["", "a b", [], [0, 4095]])
-def test_token_ids_reach_the_engine(hint, name, processors):
-    processor = processors[name]
-    ids = processor.tokenizer.encode(hint, add_special_tokens=False) if hint == str(hint) else hint
-    found = processed(processor, {"hint": hint, "others": 5})
-    assert (found["hint"], found["others"]) == ([ids], 5)
-
-
-def test_there_may_be_several_hints(processors):
-    processor = processors["token_recycling"]
-    ids = processor.tokenizer.encode("a b", add_special_tokens=False)
-    assert processed(processor, {"hint": ["a b", [7, 8], "a b"]})["hint"] == [ids, [7, 8], ids]
-
-
-def test_a_prediction_of_openai_is_a_hint(processors):
-    text, processor = "Tom has 3 apples.", processors["token_recycling"]
-    parts = [{"type": "text", "text": part} for part in (text[:7], text[7:])]
-    for content in (text, parts):
-        prediction = {"type": "content", "content": content}
-        chat = ChatCompletionRequest(messages=[], prediction=prediction)
-        found = processed(processor, chat.to_sampling_params(60, {}).extra_args)
-        assert found["hint"] == [processor.tokenizer.encode(text, add_special_tokens=False)]
-
-
-def test_ouroboros_as_published_has_no_use_for_a_hint(processors):
-    with pytest.raises(VLLMValidationError, match="none: the method ouroboros as published has no"):
-        processed(processors["ouroboros"], {"hint": "a"})
-    # As any other engine, it leaves a prediction unread.
-    assert processed(processors["ouroboros"], {"prediction": "a"}) == {"prediction": "a"}
-
-
-@pytest.mark.parametrize("name", ["token_recycling", "ouroboros", "ngram"])
-@pytest.mark.parametrize(
-    "extra_args",
-    [
-        None,
-        {},
-        {"hint": None, "prediction": None},
-        {"speculate": False},
-        {"circulate": 1, "specualte": 2, 4: 5},
-    ],
-)
-def test_what_says_nothing_is_left_alone(name, extra_args, processors):
-    assert processed(processors[name], extra_args) == extra_args
-
-
-def test_other_methods_are_left_alone(processors):
-    of_others = {"hint": 5, "speculate": "no"}
-    assert processed(processors["ngram"], of_others) == of_others

@@ -48,6 +48,7 @@ def expected() -> list[list[tuple[int, ...]]]:
         return generate(llm, PROMPTS, GREEDY)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "method",
     [
@@ -115,7 +116,7 @@ def test_output_equals_vllm_with_other_settings(expected, method, settings):
 all_methods = pytest.mark.parametrize(
     "method",
     [
-        pytest.param(GROWN, id="grown"),
+        pytest.param(GROWN, id="grown", marks=pytest.mark.versions),
         pytest.param(SMALL_OUROBOROS, id="ouroboros"),
         pytest.param(TRUNK, id="trunk"),
         pytest.param(HOSTED, id="vLLM's trunk"),

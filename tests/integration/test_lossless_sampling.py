@@ -76,6 +76,7 @@ def got(request):
         return results
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("index", range(len(PARAMETERS)), ids=list(PARAMETERS))
 def test_all_parameters_mixed_in_one_batch(expected, got, index):
     for with_us, without_us in zip(got[index].outputs, expected[index].outputs, strict=True):

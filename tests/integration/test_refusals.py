@@ -9,9 +9,10 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from engines import TARGET, make_config
+from engines import HOSTED, PUBLISHED, TARGET, TRUNK, make_config
 from random_models import granite_hybrid
 from vllm.engine.arg_utils import EngineArgs
 
@@ -20,31 +21,41 @@ from vllm_recycle.integration import platform, refusals
 from vllm_recycle.integration.options import has_settings, settings_of
 from vllm_recycle.integration.plugin import register
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     register()
 
 
+EXPERTS = {"hf_overrides": {"num_local_experts": 4}}
+# Of a draft model, whose ranks are to be those of the target.
+ONE_RANK = {"model": TARGET, "draft_tensor_parallel_size": 1}
+FEWER_RANKS = "draft_tensor_parallel_size: got 1, expected none or that of the target, 2"
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("method", "flags", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"async_scheduling": True}, "--async-scheduling"),
-        ({"convert": "embed"}, "--runner pooling"),
-        ({"data_parallel_size": 2, "hf_overrides": {"num_local_experts": 4}},
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({}, {"async_scheduling": True}, "--async-scheduling"),
+        ({}, {"convert": "embed"}, "--runner pooling"),
+        ({}, EXPERTS | {"data_parallel_size": 2},
          "--data-parallel-size above 1 with a mixture-of-experts model"),
-        ({"enable_expert_parallel": True, "tensor_parallel_size": 2,
-          "hf_overrides": {"num_local_experts": 4}},
+        ({}, EXPERTS | {"enable_expert_parallel": True, "tensor_parallel_size": 2},
          "--enable-expert-parallel on several ranks on a CPU"),
-        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 on a CPU"),
+        ({}, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 on a CPU"),
         # vLLM 0.33 has words of its own.
-        ({"kv_cache_dtype": "float16"}, "float16 on a CPU|float16\" is incompatible with dtype"),
+        ({}, {"kv_cache_dtype": "float16"}, "float16 on a CPU|float16\" is incompatible with d"),
+        (TRUNK | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
+        (PUBLISHED | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
+        ({"trunk": HOSTED["trunk"] | ONE_RANK}, {"tensor_parallel_size": 2}, FEWER_RANKS),
     ],
 )  # fmt: skip
-def test_features_that_are_not_supported(flags, message):
+def test_features_that_are_not_supported(method, flags, message):
     with pytest.raises((NotImplementedError, ValueError), match=message):
-        make_config(**flags)
+        make_config(method, **flags)
 
 
 RECYCLING = '{"method": "token_recycling"}'
@@ -170,12 +181,10 @@ REFUSED_BY_CONFIG = {
         ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
         ({"hf_overrides": {"attn_logit_softcapping": 30.0}}, "a model with a logits soft cap"),
         ({"dtype": "float16"}, "a model with float16 on a CPU"),
-        (
-            {"hf_overrides": {"head_dim": 40}},
-            "a model with heads of 40 numbers (no multiple of 16) on a CPU",
-        ),
+        ({"hf_overrides": {"head_dim": 40}},
+         "a model with heads of 40 numbers (no multiple of 16) on a CPU"),
     ],
-)
+)  # fmt: skip
 def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
     said = []
     monkeypatch.setattr(engine_config.logger, "info", lambda *words: said.append(words))
@@ -189,12 +198,9 @@ def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
 
 def test_models_with_states_have_short_chains(tmp_path):
     model = granite_hybrid(tmp_path / "model")
-    options = settings_of(make_config(model=model)).options
-    assert (options.tree, options.num_nodes) == ("chain", 4)
-    assert (
-        settings_of(make_config({"tree": "chain", "max_nodes": 9}, model=model)).options.num_nodes
-        == 9
-    )
+    for method, num_nodes in (({}, 4), ({"tree": "chain", "max_nodes": 9}, 9)):
+        options = settings_of(make_config(method, model=model)).options
+        assert (options.tree, options.num_nodes) == ("chain", num_nodes)
     with pytest.raises(NotImplementedError, match="does not support a hybrid or Mamba model;"):
         make_config({"tree": "default"}, model=model)
 
@@ -210,25 +216,25 @@ def test_every_refusal_names_its_flag(name):
         engine_config.finish(config)
 
 
+def refused_on_a_gpu_alone(config: Any) -> list[str]:
+    on_cpu, on_gpu = (refusals.unsupported(config, on_v2=on_v2) for on_v2 in (False, True))
+    assert not any(on_cpu.values())
+    return [feature for feature, present in on_gpu.items() if present]
+
+
 def test_what_was_right_on_a_cpu_alone_is_refused_on_a_gpu():
     config = make_config(kv_sharing_fast_prefill=True)
     config.ec_transfer_config = object()
-    on_cpu, on_gpu = (refusals.unsupported(config, on_v2=on_v2) for on_v2 in (False, True))
-    assert not any(on_cpu.values())
-    assert [feature for feature, present in on_gpu.items() if present] == [
-        "--kv-sharing-fast-prefill on a GPU",
-        "--ec-transfer-config on a GPU",
-    ]
+    flags = ("--kv-sharing-fast-prefill", "--ec-transfer-config")
+    assert refused_on_a_gpu_alone(config) == [f"{flag} on a GPU" for flag in flags]
 
 
 @pytest.mark.parametrize("caches_prefixes", [False, True])
 def test_states_in_the_prefix_cache_are_refused_on_a_gpu(caches_prefixes, tmp_path):
     model = granite_hybrid(tmp_path / "model")
     config = make_config(model=model, enable_prefix_caching=caches_prefixes)
-    on_cpu, on_gpu = (refusals.unsupported(config, on_v2=on_v2) for on_v2 in (False, True))
-    assert not any(on_cpu.values())
-    refused = [feature for feature, present in on_gpu.items() if present]
-    assert refused == ["--enable-prefix-caching with recurrent layers on a GPU"] * caches_prefixes
+    refused = ["--enable-prefix-caching with recurrent layers on a GPU"] * caches_prefixes
+    assert refused_on_a_gpu_alone(config) == refused
 
 
 def test_other_platforms_are_refused(monkeypatch):

@@ -14,22 +14,26 @@ COUNTED = ["request_generation_tokens", "request_max_num_generation_tokens"]
 PROMPTS = read_prompts(16)
 
 
-def run(config: dict[str, Any] | None, stops: list[str | None]) -> dict[str, Any]:
+def run(llm: Any, stops: list[str | None]) -> dict[str, Any]:
     """What an engine says of requests, of which some have a stop string."""
     params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in stops]
-    settings = {"per_request_spec_decode_metrics": "summary"} if config else {}
-    with engine(config, **settings) as llm:
-        sampled, sizes = watch_outputs(llm)
-        outputs = [one.outputs[0] for one in llm.generate(PROMPTS, params, use_tqdm=False)]
-        histograms = {one.name: one for one in llm.get_metrics() if hasattr(one, "buckets")}
-        sums = [histograms[f"vllm:{name}"].sum for name in COUNTED]
-        return {
-            "outputs": outputs,
-            "sampled": sum(sampled),
-            "sizes": sizes,
-            "counted": [counter(llm, "generation_tokens"), *sums],
-            "histogram": histograms.get(NAME),
-        }
+    (sampled, sizes), (before, _) = watch_outputs(llm), counted(llm)
+    outputs = [one.outputs[0] for one in llm.generate(PROMPTS, params, use_tqdm=False)]
+    after, histogram = counted(llm)
+    return {
+        "outputs": outputs,
+        "sampled": sum(sampled),
+        "sizes": sizes,
+        "counted": [count - earlier for count, earlier in zip(after, before, strict=True)],
+        "histogram": histogram,
+    }
+
+
+def counted(llm: Any) -> tuple[list[float], Any]:
+    """Tokens by three of vLLM's metrics, and our histogram."""
+    histograms = {one.name: one for one in llm.get_metrics() if hasattr(one, "buckets")}
+    sums = [histograms[f"vllm:{name}"].sum for name in COUNTED]
+    return [counter(llm, "generation_tokens"), *sums], histograms.get(NAME)
 
 
 def watch_outputs(llm: Any) -> tuple[list[int], dict[str, list[int]]]:
@@ -51,9 +55,12 @@ def watch_outputs(llm: Any) -> tuple[list[int], dict[str, list[int]]]:
 @pytest.fixture(scope="module")
 def found() -> tuple[dict[str, Any], dict[str, Any]]:
     """Without speculation, and with trees. Most requests end in the middle of their text."""
-    texts = [output.text for output in run(None, [None] * len(PROMPTS))["outputs"]]
-    stops = [text[10 + i : 13 + i] or None if i % 4 else None for i, text in enumerate(texts)]
-    return run(None, stops), run(GROWN, stops)
+    with engine() as llm:
+        texts = [output.text for output in run(llm, [None] * len(PROMPTS))["outputs"]]
+        stops = [text[10 + i : 13 + i] or None if i % 4 else None for i, text in enumerate(texts)]
+        plain = run(llm, stops)
+    with engine(GROWN, per_request_spec_decode_metrics="summary") as llm:
+        return plain, run(llm, stops)
 
 
 def test_tokens_behind_a_stop_string_are_not_counted(found):

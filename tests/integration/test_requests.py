@@ -29,21 +29,33 @@ from vllm_recycle.core.tree import Trees
 from vllm_recycle.integration.cpu import time_steps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-METHODS = {"grown": GROWN, "paper-80": PAPER, "ouroboros": SMALL_OUROBOROS}
-both_methods = pytest.mark.parametrize(
-    "method", [GROWN, SMALL_OUROBOROS], ids=["grown", "ouroboros"]
-)
+METHODS = {"grown": GROWN, "chains": GROWN | {"tree": "chain"}, "paper-80": PAPER, "trunk": TRUNK}
+METHODS |= {"published": SMALL_OUROBOROS, "vLLM's trunk": HOSTED}
+SHARED = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
+BOTH = {"grown": GROWN, "published": SMALL_OUROBOROS}
+both_methods = pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
+both_engines = pytest.mark.parametrize("llm", BOTH, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def llm(request) -> Iterator[Any]:
-    """An engine with a method, which tests share."""
-    with engine(METHODS[request.param]) as llm:
+def turns_without_drafts() -> list[tuple[list[int], int]]:
+    with engine(None, **SHARED) as llm:
+        return next_turns(llm)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def llm(request, tmp_path_factory, turns_without_drafts) -> Iterator[Any]:
+    """An engine with a method, which tests share; one without had its turn before.
+
+    A word of vLLM's is in the path of its draft model.
+    """
+    method = METHODS[request.param]
+    if "model" in method:
+        folder = tmp_path_factory.mktemp("eagle-cluster") / "draft"
+        folder.symlink_to(method["model"])
+        method = method | {"model": str(folder)}
+    with engine(method, **SHARED) as llm:
         yield llm
-
-
-def served_by(*methods: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("llm", methods, indirect=True, scope="module")
 
 
 def draft_tokens(llm) -> int:
@@ -147,7 +159,7 @@ def test_drafts_have_the_sizes_of_the_users_table(method):
     assert max(max(found, default=0) for found in drafts) == 5
 
 
-@served_by("grown", "ouroboros")
+@both_engines
 def test_a_request_can_opt_out(llm):
     prompts = read_prompts(3)
     out = SamplingParams(temperature=0, max_tokens=24, extra_args={"speculate": False})
@@ -159,7 +171,7 @@ def test_a_request_can_opt_out(llm):
     assert draft_tokens(llm) > before
 
 
-@served_by("grown", "ouroboros")
+@both_engines
 def test_nothing_is_left_of_requests_that_end_or_are_aborted(llm):
     prompts = read_prompts(8)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -177,7 +189,6 @@ def test_nothing_is_left_of_requests_that_end_or_are_aborted(llm):
     assert len(runner(llm).req_state_indices) == 1  # freed when the next step is scheduled
 
 
-@served_by("grown", "paper-80")
 def test_counters_count_nodes_and_depths(llm, monkeypatch):
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     before = [counter(llm, f"spec_decode_{name}") for name in names]
@@ -212,14 +223,22 @@ def test_counters_count_nodes_and_depths(llm, monkeypatch):
     assert 0 < accepted <= sum(depths)
 
 
-@pytest.mark.parametrize("method", [PAPER, TRUNK], ids=["paper-80", "trunk"])
-def test_statistics_of_what_vllm_has_no_metrics_for(method):
-    with engine({**method, "row_cost": 0.25}) as llm:
-        before, _ = statistics(llm), generate(llm, read_prompts(2), GREEDY)
+@pytest.mark.parametrize("method", [GROWN, PAPER, TRUNK], ids=["grown", "paper-80", "trunk"])
+def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
+    """As statistics say, of what vLLM has no metrics for."""
+    method = {**method, "scope": "shared", "seed_from_prompt": False, "row_cost": 0.25}
+    prompts = read_prompts(2)
+    with engine(method, max_num_batched_tokens=32) as llm:
+        before = statistics(llm)
+        generate(llm, prompts[:1], SamplingParams(temperature=0, max_tokens=1))
+        assert len(llm.get_tokenizer()(prompts[0]).input_ids) > 2 * 32
+        matrix = runner(llm).tree_drafter.state.matrix
+        assert matrix.num_written == len(matrix.layout.contexts)
+        generate(llm, prompts, GREEDY)
         after = statistics(llm)
     assert before["table_fill"] == 0 < after["table_fill"] < 1
     assert before["rounds"] == 0
-    assert (after["rounds"] > 0) == (after["forwards"] > 0) == (method is TRUNK)
+    assert (after["rounds"] > 0) == (after["forwards"] > 0) == (method["method"] == "ouroboros")
     assert after["row_cost"] == 0.25
 
 
@@ -273,41 +292,20 @@ def test_prices_follow_served_steps(monkeypatch):
     assert 0 < found[where + "1 rows"] < max(found.values())  # a busy machine's are all long
 
 
-@pytest.mark.parametrize("method", [GROWN, PAPER], ids=["grown", "paper-80"])
-def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
-    method = {**method, "scope": "shared", "seed_from_prompt": False}
-    [prompt] = read_prompts(1)
-    with engine(method, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
-        generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
-        assert len(llm.get_tokenizer()(prompt).input_ids) > 2 * 32
-        state = runner(llm).tree_drafter.state
-        assert state.matrix.num_written == len(state.matrix.layout.contexts)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [GROWN, GROWN | {"tree": "chain"}, TRUNK, SMALL_OUROBOROS, HOSTED],
-    ids=["grown", "chains", "trunk", "published", "vLLM's trunk"],
-)
-def test_the_next_turn_finds_as_many_cached_tokens_as_without_drafts(method):
+def test_the_next_turn_finds_as_many_cached_tokens_as_without_drafts(llm, turns_without_drafts):
     """All blocks that a turn has filled, its last one too."""
-    assert next_turns(method) == turns_without_drafts()
+    assert next_turns(llm) == turns_without_drafts
+    assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
-@cache
-def turns_without_drafts() -> list[tuple[list[int], int]]:
-    return next_turns(None)
-
-
-def next_turns(method: dict[str, Any] | None) -> list[tuple[list[int], int]]:
+def next_turns(llm: Any) -> list[tuple[list[int], int]]:
     """Tokens of second turns, and how many of their prompts' came from the cache."""
+    llm.reset_prefix_cache()
     texts, lengths = read_prompts(12, max_words=60), [*range(20, 68, 4)]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
-    with engine(method, enable_prefix_caching=True, block_size=32, max_num_seqs=4) as llm:
-        turns = [
-            {"prompt_token_ids": [*one.prompt_token_ids, *one.outputs[0].token_ids, 7]}
-            for one in llm.generate(texts, params, use_tqdm=False)
-        ]
-        again = llm.generate(turns, params, use_tqdm=False)
-        assert method is None or counter(llm, "spec_decode_num_accepted_tokens") > 0
-        return [([*one.outputs[0].token_ids], one.num_cached_tokens) for one in again]
+    turns = [
+        {"prompt_token_ids": [*one.prompt_token_ids, *one.outputs[0].token_ids, 7]}
+        for one in llm.generate(texts, params, use_tqdm=False)
+    ]
+    again = llm.generate(turns, params, use_tqdm=False)
+    return [([*one.outputs[0].token_ids], one.num_cached_tokens) for one in again]

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -22,41 +22,38 @@ import pytest
 import torch
 from engines import GROWN, OUROBOROS, core, counter, engine, generate, read_prompts, runner
 from safetensors.torch import load_file
+from v2_engines import GREEDY, IS_V2, LLM_ARGUMENTS, SCHEDULE, TREE, tokens_of, with_sizes
 from vllm import SamplingParams
 
 from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.integration.saved_state import StateSaver
 
-# Of each kind of state: a method, the option that names its file, and the tensor in it.
-KINDS = {
-    "matrix": ({**GROWN, "context_mib": 1}, "matrix_file", "adjacency_matrix"),
-    "pool": (OUROBOROS, "pool_file", "phrase_pool"),
-}
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+# Of each kind of state: a method, and the option that names its file.
+KINDS = {"matrix": ({**GROWN, "context_mib": 1}, "matrix_file"), "pool": (OUROBOROS, "pool_file")}
+TOKENS = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = read_prompts(3)
+# Which tokens of TEXT each of several replicas has as prompts.
+OF_REPLICAS = [[(0, 16)], [(0, 16), (20, 48)], []]
 PATIENCE_S = 60.0
 
 
 def saving(kind: str, path: Path, every: float) -> dict:
-    method, option, _ = KINDS[kind]
+    method, option = KINDS[kind]
     return {**method, option: str(path), "save_every": every}
 
 
-def learnt_by(llm) -> str:
-    state = runner(llm).tree_drafter.state
-    if isinstance(state, TokenRecyclingState):
-        return digest(state.matrix.shared_entries())
-    return digest(state.phrases)
+def learnt_by(llm: Any) -> str:
+    return digest(runner(llm).tree_drafter.state.contents())
 
 
-def written_in(path: Path, kind: str) -> str | None:
-    return digest(load_file(path)[KINDS[kind][2]]) if path.exists() else None
+def written_in(path: Path) -> str | None:
+    return digest(load_file(path)) if path.exists() else None
 
 
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    parts = [tensors[name].contiguous().numpy().tobytes() for name in sorted(tensors)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -69,7 +66,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def plain() -> list:
     with engine() as llm:
-        return generate(llm, PROMPTS, GREEDY)
+        return generate(llm, PROMPTS, TOKENS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,11 +75,11 @@ def test_files_are_written_while_serving_and_outputs_are_as_before(kind, plain, 
     with engine(saving(kind, path, 0.01)) as llm:
         time.sleep(0.2)
         assert not path.exists(), "expected nothing to be written before anything is learnt"
-        assert generate(llm, PROMPTS, GREEDY) == plain
+        assert generate(llm, PROMPTS, TOKENS) == plain
         assert core(llm).model_executor.collective_rpc("save_draft_state") == [str(path)]
-        assert generate(llm, PROMPTS, GREEDY) == plain
+        assert generate(llm, PROMPTS, TOKENS) == plain
         # An idle engine writes what its last steps taught, and then nothing.
-        wait_until(lambda: written_in(path, kind) == learnt_by(llm))
+        wait_until(lambda: written_in(path) == learnt_by(llm))
         time.sleep(0.2)
         written = path.stat().st_mtime_ns
         time.sleep(0.2)
@@ -90,37 +87,97 @@ def test_files_are_written_while_serving_and_outputs_are_as_before(kind, plain, 
     assert path.stat().st_mtime_ns == written
 
 
-def test_nothing_is_written_before_the_end_where_it_is_not_asked_for(tmp_path):
-    path = tmp_path / "matrix"
-    with engine(saving("matrix", path, 0)) as llm:
-        generate(llm, PROMPTS[:1], GREEDY)
-        time.sleep(0.2)
-        assert not path.exists()
-        learnt = learnt_by(llm)
-    assert written_in(path, "matrix") == learnt
+def test_what_was_learnt_is_written_when_that_is_asked_for_and_at_the_end(served):
+    for replica in served["replicas"][:-1]:
+        assert replica["files before"] == replica["files at the start"]
+        assert replica["learnt"] != replica["known at the start"]
+        assert replica["written"] == replica["learnt"]
+        assert replica["written at the end"] == replica["learnt at the end"] != replica["learnt"]
 
 
-def test_a_replica_starts_from_the_newest_file_that_can_be_read(tmp_path):
-    method, last = saving("matrix", tmp_path, 300), None
+def test_a_replica_starts_from_the_newest_file_that_can_be_read(served):
+    first, second, third = served["replicas"]
+    assert second["known at the start"] == first["written at the end"]
+    assert third["known at the start"] == second["written at the end"]
+    # Two that are torn, and the last: that of the first replica was old enough to be removed.
+    assert third["files at the start"] == third["files at the end"]
+    assert len(third["files at the end"]) == 3
 
-    def known_by(llm) -> list[str]:
-        return [learnt_by(llm), digest(runner(llm).tree_drafter.state.acceptance.counts)]
 
-    for prompts in (PROMPTS[:1], PROMPTS[1:]):
-        with engine(method) as llm:
-            assert last is None or known_by(llm) == last
-            generate(llm, prompts, GREEDY)
-            assert known_by(llm) != last
-            last = known_by(llm)
-        path = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        torn = path.with_stem(f"{path.stem}-torn")
-        torn.write_bytes(path.read_bytes()[:-1])
-        os.utime(path, (0, 0))  # old enough to be removed by the next, which has taken it in
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 3
-    with engine(method) as llm:
-        assert known_by(llm) == last
-    assert sorted(tmp_path.iterdir()) == files  # it has learnt nothing
+def test_tokens_do_not_depend_on_what_is_known(served):
+    first, second, _ = served["replicas"]
+    assert second["token ids"][:1] == first["token ids"]
+
+
+def test_what_warm_up_steps_teach_is_forgotten(served):
+    for replica in served["replicas"]:
+        assert replica["entries behind warm-up"] != 0  # V1 has no such steps
+    assert served["replicas"][0]["entries at the start"] == 0
+
+
+def watched_warm_up() -> list[int]:
+    """The entries behind the warm-up of each engine of V2, which is that for a GPU from now on.
+
+    But for top-k and top-p.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    compile_or_warm_up, entries = CPUWorker.compile_or_warm_up_model, []
+
+    def warm_up_as_on_a_gpu(worker: Any) -> Any:
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        entries.append(worker.drafter.state.matrix.num_written)
+        return compile_or_warm_up(worker)
+
+    CPUWorker.compile_or_warm_up_model = warm_up_as_on_a_gpu
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(**GREEDY))
+    return entries
+
+
+def serve_replica(method: dict[str, Any], at: list[Any], folder: Path) -> dict[str, Any]:
+    """With either runner: a replica that starts from the files in a folder."""
+    batch = [(place, GREEDY) for place in at]
+
+    def names() -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    found: dict[str, Any] = {"files at the start": names()}
+    with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS) as llm:
+        found["entries at the start"] = runner(llm).tree_drafter.state.matrix.num_written
+        found["known at the start"] = learnt_by(llm)
+        if batch:
+            found["token ids"] = tokens_of(llm, batch)
+            time.sleep(0.2)
+            found["files before"], found["learnt"] = names(), learnt_by(llm)
+            [path] = core(llm).model_executor.collective_rpc("save_draft_state")
+            found["written"] = written_in(Path(path))
+            tokens_of(llm, batch)  # so that there is something to write at the end
+            found["learnt at the end"] = learnt_by(llm)
+    found["files at the end"] = names()
+    if batch:
+        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        found["written at the end"] = written_in(newest)
+        torn = newest.with_stem(f"{newest.stem}-torn")
+        torn.write_bytes(newest.read_bytes()[:-1])
+        os.utime(newest, (0, 0))  # old enough to be removed by the next, which has taken it in
+    return found
+
+
+def main(folder: Path) -> dict[str, Any]:
+    """With each runner: replicas that fill a template, grow trees, and are asked for nothing."""
+    tree, files = folder / "tree.json", folder / "files"
+    TREE.save(tree)
+    files.mkdir()
+    method = {"method": "token_recycling", "context_mib": 1, "matrix_file": str(files)}
+    method["save_every"] = 0
+    grown = {**method, "max_nodes": TREE.num_nodes}
+    methods = [{**method, "tree": str(tree)}, grown, grown]
+    taught, replicas = watched_warm_up() if IS_V2 else [None] * 3, []
+    for at, of_replica in zip(OF_REPLICAS, methods, strict=True):
+        found = serve_replica(of_replica, at, files)
+        replicas.append(found | {"entries behind warm-up": taught.pop()})
+    return {"replicas": replicas}
 
 
 def test_a_replica_reads_what_others_write_meanwhile(plain, tmp_path):
@@ -128,7 +185,7 @@ def test_a_replica_reads_what_others_write_meanwhile(plain, tmp_path):
     for folder in (first, later):
         folder.mkdir()
     with engine(saving("matrix", first, 0)) as llm:
-        assert generate(llm, PROMPTS, GREEDY) == plain
+        assert generate(llm, PROMPTS, TOKENS) == plain
         cold = counter(llm, "spec_decode_num_drafts")
     (written,) = first.iterdir()
     learnt = load_file(written)["adjacency_matrix"]
@@ -138,15 +195,33 @@ def test_a_replica_reads_what_others_write_meanwhile(plain, tmp_path):
         (later / f"{written.stem}-torn.safetensors").write_bytes(written.read_bytes()[:-1])
         (later / written.name).write_bytes(written.read_bytes())
         wait_until(lambda: matrix.table.equal(learnt))
-        assert generate(llm, PROMPTS, GREEDY) == plain
+        assert generate(llm, PROMPTS, TOKENS) == plain
         assert counter(llm, "spec_decode_num_drafts") < 0.7 * cold
+
+
+def make_pool(size: int = 64, value: int = -1) -> PhrasePool:
+    pool = PhrasePool(size, per_token=2, length=4)
+    pool.phrases.fill_(value)
+    return pool
+
+
+def pool_in(path: Path, size: int = 64) -> PhrasePool:
+    pool = make_pool(size)
+    pool.load(path, fingerprint="f")
+    return pool
+
+
+def write_another(folder: Path) -> None:
+    """As another replica does."""
+    write = partial(make_pool(value=2).save, fingerprint="f")
+    StatePlace(folder, name="").write(write)
 
 
 def test_no_half_of_a_step_is_written(tmp_path):
     """All phrases are of one step, in every file that is ever there."""
-    path = tmp_path / "matrix"
-    state, copy, loaded = (PhrasePool(1 << 16, per_token=2, length=4) for _ in range(3))
-    saver = StateSaver(state, copy, StatePlace(path, name=""), fingerprint="f", every=0.001)
+    path, size = tmp_path / "matrix", 1 << 16
+    state, place = make_pool(size), StatePlace(path, name="")
+    saver = StateSaver(state, make_pool(size), place, fingerprint="f", every=0.001)
     seen, step = set(), 0
     deadline = time.monotonic() + PATIENCE_S
     while len(seen) < 10:
@@ -155,13 +230,11 @@ def test_no_half_of_a_step_is_written(tmp_path):
             for part in state.phrases.split(1 << 12):
                 part.fill_(step % 1000)
         if path.exists():
-            loaded.load(path, fingerprint="f")
-            (value,) = loaded.phrases.unique().tolist()
+            (value,) = pool_in(path, size).phrases.unique().tolist()
             seen.add(value)
         assert time.monotonic() < deadline
     saver.close()
-    loaded.load(path, fingerprint="f")
-    assert loaded.phrases.equal(state.phrases)
+    assert pool_in(path, size).phrases.equal(state.phrases)
 
 
 @pytest.mark.parametrize("step", ["files", "read", "write"])
@@ -170,15 +243,10 @@ def test_saving_goes_on_after_errors_and_says_each_once(step, tmp_path, monkeypa
     monkeypatch.setattr(
         logging.getLogger("vllm.recycle"), "error", lambda form, *args: logged.append(form % args)
     )
-    state, copy, other = (PhrasePool(64, per_token=2, length=4) for _ in range(3))
-    place, other_place = StatePlace(tmp_path, name=""), StatePlace(tmp_path, name="")
-    other.phrases.fill_(2)
-    other_place.write(partial(other.save, fingerprint="f"))
-    owner, name = {
-        "files": (place, "new_files"),
-        "read": (copy, "read"),
-        "write": (place, "write"),
-    }[step]
+    write_another(tmp_path)
+    state, copy, place = make_pool(), make_pool(), StatePlace(tmp_path, name="")
+    owners = {"files": (place, "new_files"), "read": (copy, "read"), "write": (place, "write")}
+    owner, name = owners[step]
     work, errors = getattr(owner, name), [OSError(116, "Stale file handle")] * 3
 
     def fail_at_first(*args: Any, **kwargs: Any) -> Any:
@@ -196,19 +264,15 @@ def test_saving_goes_on_after_errors_and_says_each_once(step, tmp_path, monkeypa
     wait_until(lambda: not errors)
     saver.close()
     [path] = place.files()
-    copy.clear()
-    copy.load(path, fingerprint="f")
-    assert copy.phrases.equal(state.phrases)
-    assert len(logged) == 1
-    assert "Stale file handle" in logged[0]
+    assert pool_in(path).phrases.equal(state.phrases)
+    [said] = logged
+    assert "Stale file handle" in said
 
 
 def test_no_copy_is_written_of_a_file_that_is_half_taken_in(tmp_path, monkeypatch):
-    state, copy, other = (PhrasePool(64, per_token=2, length=4) for _ in range(3))
-    other.phrases.fill_(2)
-    StatePlace(tmp_path, name="").write(partial(other.save, fingerprint="f"))
-    merge = state.merge
-    saving: list[Thread] = []
+    write_another(tmp_path)
+    state, place = make_pool(), StatePlace(tmp_path, name="")
+    merge, saving = state.merge, []
 
     def merge_while_another_thread_saves(tensors: Any) -> Iterator[bool]:
         saving.append(Thread(target=saver.save))
@@ -218,45 +282,38 @@ def test_no_copy_is_written_of_a_file_that_is_half_taken_in(tmp_path, monkeypatc
         yield from merge(tensors)
 
     monkeypatch.setattr(state, "merge", merge_while_another_thread_saves)
-    saver = StateSaver(state, copy, StatePlace(tmp_path, name=""), fingerprint="f", every=0.1)
+    saver = StateSaver(state, make_pool(), place, fingerprint="f", every=0.1)
     wait_until(lambda: bool(saving))
     saving[0].join(PATIENCE_S)
     saver.close()
-    files = StatePlace(tmp_path, name="").files()
-    assert len(files) == 1
-    copy.clear()
-    copy.load(files[0], fingerprint="f")
-    assert copy.phrases.equal(other.phrases)
+    [path] = place.files()
+    assert pool_in(path).phrases.equal(make_pool(value=2).phrases)
 
 
 @pytest.mark.slow
 def test_a_killed_engine_keeps_what_it_learnt(tmp_path):
     path = tmp_path / "state"
-    kind = "matrix"
-    command = [sys.executable, __file__, kind, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+    command, env = [sys.executable, __file__, str(path)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, env=os.environ | env, stdout=subprocess.PIPE, text=True
+    ) as served:
         try:
             said = next(line for line in served.stdout if line.startswith("learnt "))
             _, learnt, cold = said.split()
-            wait_until(lambda: written_in(path, kind) == learnt)
+            wait_until(lambda: written_in(path) == learnt)
             assert served.poll() is None
         finally:
             served.kill()
     assert served.returncode == -signal.SIGKILL
-    with engine(saving(kind, path, 0)) as llm:
+    with engine(saving("matrix", path, 0)) as llm:
         assert learnt_by(llm) == learnt
-        generate(llm, PROMPTS, GREEDY)
+        generate(llm, PROMPTS, TOKENS)
         assert counter(llm, "spec_decode_num_accepted_tokens") > int(cold)
 
 
-def main(kind: str, path: str) -> None:
-    """In a process of its own: serve, say what was learnt, and idle until killed."""
-    with engine(saving(kind, Path(path), 0.2)) as llm:
-        generate(llm, PROMPTS, GREEDY)
+if __name__ == "__main__":  # serve, say what was learnt, and idle until killed
+    with engine(saving("matrix", Path(sys.argv[1]), 0.2)) as llm:
+        generate(llm, PROMPTS, TOKENS)
         accepted = counter(llm, "spec_decode_num_accepted_tokens")
         print("learnt", learnt_by(llm), accepted, flush=True)
         signal.pause()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 from engines import GROWN, PUBLISHED, TOKEN_RECYCLING, TRUNK, core, engine, watch_steps
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from schedulers import make_request
+from schedulers import make_request, make_scheduler
 from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_recycle.integration.draft_room import even_limit
 from vllm_recycle.integration.scheduler import (
     AsyncTreeScheduler,
     TreeDraftTokenIds,
@@ -63,11 +64,11 @@ arrivals = st.lists(
 )
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["chunks", "whole prompts"])
-def cores(request) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def engine_cores() -> Iterator[dict[str, Any]]:
     """Of an engine without speculation and of one with each method: what schedulers are made of."""
     given = {"max_num_seqs": SEATS, "max_num_batched_tokens": BUDGET, "block_size": BLOCK_SIZE}
-    given |= {"max_model_len": MAX_MODEL_LEN, "enable_chunked_prefill": request.param}
+    given["max_model_len"] = MAX_MODEL_LEN
     with ExitStack() as stack:
         yield {
             name: core(stack.enter_context(engine(method, **given)))
@@ -75,24 +76,25 @@ def cores(request) -> Iterator[dict[str, Any]]:
         }
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["chunks", "whole prompts"])
+def cores(request, engine_cores) -> dict[str, Any]:
+    for engine_core in engine_cores.values():
+        engine_core.vllm_config.scheduler_config.enable_chunked_prefill = request.param
+    return engine_cores
+
+
 def make(engine_core: Any, kind: type[Scheduler], policy: str, num_blocks: int) -> Scheduler:
-    made, cache = engine_core.scheduler, engine_core.scheduler.kv_cache_config
+    cache = engine_core.scheduler.kv_cache_config
     before, cache.num_blocks = cache.num_blocks, num_blocks
-    scheduler = kind(
-        engine_core.vllm_config, cache, engine_core.structured_output_manager, made.block_size
-    )
+    scheduler = make_scheduler(engine_core, kind)
     cache.num_blocks = before
     scheduler.policy = SchedulingPolicy(policy)
-    # Where steps are scheduled ahead.
-    scheduler.use_v2_model_runner = issubclass(kind, AsyncScheduler)
     return scheduler
 
 
 def serve(scheduler: Scheduler, come: list[Arrival], *, ahead: int) -> list[dict[str, int]]:
     """What each step has of each request beside its draft; and of whom it took the room away."""
     chance, in_flight, steps = random.Random(0), deque[Any](), []
-    for place, one in enumerate(come):
-        assert one.prompt + one.answer < MAX_MODEL_LEN, place
     waiting = sorted(enumerate(come), key=lambda pair: pair[1].step)
     while waiting or scheduler.has_unfinished_requests() or in_flight:
         while waiting and waiting[0][1].step <= len(steps):
@@ -127,6 +129,7 @@ def take_back(scheduler: Scheduler, step: Any, ends: list[bool], chance: random.
         scheduler.update_draft_token_ids(TreeDraftTokenIds(names, drafts, parents))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("ahead", [0, 1], ids=["step by step", "ahead"])
 @pytest.mark.parametrize("method", METHODS)
@@ -190,6 +193,15 @@ def test_a_prompt_that_must_come_whole_comes_beside_long_drafts(method):
 
 def drafts_of(step: Any) -> list[list[int]]:
     return [*step.scheduled_spec_decode_tokens.values()]
+
+
+@settings(deadline=None)
+@example(lengths=[4, 80, 80], budget=100)  # what a short draft leaves goes to the others
+@given(lengths=st.lists(st.integers(0, 80), max_size=12), budget=st.integers(0, 400))
+def test_the_limit_is_the_largest_that_keeps_within_the_budget(lengths, budget):
+    every = range(max(lengths, default=0) + 1)
+    within = [n for n in every if sum(min(length, n) for length in lengths) <= budget]
+    assert even_limit(lengths, budget) == max(within)
 
 
 def test_room_is_kept_for_prompts_as_long_as_those_of_late(cores):

@@ -95,42 +95,12 @@ def test_a_save_that_fails_at_shutdown_is_said_in_one_line(tmp_path, monkeypatch
     )
 
 
-def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
-    # Prompts are written for all requests where there is nothing else.
-    method = {**TEMPLATE, "scope": "shared", "matrix_file": str(tmp_path / "matrix.safetensors")}
-
-    def start(rank: int) -> TokenRecyclingV1Drafter:
-        config = make_config(method, data_parallel_size=2)
-        config.parallel_config.data_parallel_index = rank  # as vLLM does in a rank's process
-        drafter = TokenRecyclingV1Drafter(config, torch.device("cpu"), None)
-        drafter.reset()
-        return drafter
-
-    def learn(drafter: TokenRecyclingV1Drafter, token_ids: range) -> bytes:
-        drafter.begin(0, torch.tensor(token_ids), GREEDY)
-        saver = drafter.make_saver()
-        written = Path(saver.save()).read_bytes()
-        saver.close()
-        return written
-
-    of_first = learn(start(0), range(3, 9))
-    second = start(1)
-    assert second.state.matrix.num_written == 5, "starts from the first rank's file"
-    of_second = learn(second, range(20, 24))
-    assert start(1).state.matrix.num_written == 5 + 3, "goes on from its own"
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert files == {"matrix.safetensors": of_first, "matrix.dp1.safetensors": of_second}
-
-    (tmp_path / "matrix.dp1.safetensors").write_bytes(of_second[:-1])
-    make_config(method)
-    with pytest.raises(ValueError, match=r"matrix_file .*/matrix\.dp1\.safetensors: no "):
-        make_config(method, data_parallel_size=2)
-
-
-def start_in(folder: Path, **options) -> TokenRecyclingV1Drafter:
+def start_in(path: Path | str, rank: int = 0, ranks: int = 1, **options) -> TokenRecyclingV1Drafter:
     """A replica's drafter; it writes prompts for all requests, where there is nothing else."""
-    method = {**TEMPLATE, "scope": "shared", "matrix_file": str(folder), **options}
-    drafter = TokenRecyclingV1Drafter(make_config(method), torch.device("cpu"), None)
+    method = {**TEMPLATE, "scope": "shared", "matrix_file": str(path), **options}
+    config = make_config(method, data_parallel_size=ranks)
+    config.parallel_config.data_parallel_index = rank  # as vLLM does in a rank's process
+    drafter = TokenRecyclingV1Drafter(config, torch.device("cpu"), None)
     drafter.reset()
     return drafter
 
@@ -140,6 +110,22 @@ def learn_and_end(drafter: TokenRecyclingV1Drafter, token_ids: range) -> None:
     with saver.changing():
         drafter.begin(0, torch.tensor(token_ids), GREEDY)
     saver.close()
+
+
+def test_each_data_parallel_rank_has_a_file_of_its_own(tmp_path):
+    path, other = tmp_path / "matrix.safetensors", tmp_path / "matrix.dp1.safetensors"
+    learn_and_end(start_in(path, 0, 2), range(3, 9))
+    of_first, second = path.read_bytes(), start_in(path, 1, 2)
+    assert second.state.matrix.num_written == 5, "starts from the first rank's file"
+    learn_and_end(second, range(20, 24))
+    assert start_in(path, 1, 2).state.matrix.num_written == 5 + 3, "goes on from its own"
+    assert {*tmp_path.iterdir()} == {path, other}
+    assert path.read_bytes() == of_first
+
+    other.write_bytes(other.read_bytes()[:-1])
+    start_in(path)
+    with pytest.raises(ValueError, match=r"matrix_file .*/matrix\.dp1\.safetensors: no "):
+        start_in(path, 0, 2)
 
 
 @pytest.mark.parametrize("save_every", [None, 0])

@@ -115,6 +115,7 @@ def served(request):
         yield SimpleNamespace(llm=llm, backend=backend)
 
 
+@pytest.mark.versions
 def test_output_equals_vllm_and_drafts_are_accepted_of_each_kind(served):
     prompts, params = requests(served.backend)
     for _ in range(2):  # the second time what was seen is drafted

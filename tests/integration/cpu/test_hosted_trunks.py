@@ -16,6 +16,7 @@ from engines import (
     TARGET,
     TRUNK,
     Chains,
+    core,
     counter,
     engine,
     generate,
@@ -30,10 +31,7 @@ LENGTH = 3
 PROMPTS = read_prompts(4)
 MIXED = mixed_params(4, max_tokens=40)
 ALL_GREEDY = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 4
-# Prefixes that are cached; and with greedy requests prompts in chunks, beside others' drafts. Plain
-# vLLM on a CPU has no seeds with these.
 ARGUMENTS = {"enable_prefix_caching": True, "max_num_seqs": 4}
-IN_CHUNKS = {"max_num_batched_tokens": 96}
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +55,23 @@ SOURCES += [pytest.param("suffix", marks=NEEDS_SUFFIX)]
 
 @dataclass
 class Seen:
-    """What a run saw: chains behind texts, and those behind a step whose rows were moved."""
+    """Texts of chains behind a step whose rows were moved, and what became of chains."""
 
-    chains: Chains = field(default_factory=dict)
     moved: list[tuple[int, ...]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def watch(llm: Any, seen: Seen) -> None:
+def watch(llm: Any, chains: Chains) -> Seen:
     """See what becomes of chains: trunks, and paths of trees."""
-    ours = runner(llm)
+    ours, seen = runner(llm), Seen()
     draft_chains, along, draft = ours.draft_chains, ours.tree_drafter.along, ours.tree_drafter.draft
     last: dict[str, Any] = {}
 
     def watched_chains(length: int) -> Any:
-        known = set(seen.chains)
+        known = set(chains)
         last["chains"] = draft_chains(length)
         if ours.moved is not None:
-            seen.moved += [text for text in seen.chains if text not in known]
+            seen.moved += [text for text in chains if text not in known]
         return last["chains"]
 
     def watched_along(texts: Any, trunks: Any) -> Any:
@@ -94,74 +91,65 @@ def watch(llm: Any, seen: Seen) -> None:
 
     ours.draft_chains, ours.tree_drafter.along = watched_chains, watched_along
     ours.tree_drafter.draft = watched_draft
+    return seen
 
 
-def run(
-    model: str, method: dict[str, Any], monkeypatch: Any, params: Any = MIXED, **flags: Any
-) -> tuple[list[Any], Seen]:
-    """Tokens of two passes, and what was seen."""
-    with (
-        watched_chains(monkeypatch) as chains,
-        engine(method, model=model, **ARGUMENTS | flags) as llm,
-    ):
-        seen = Seen(chains)
-        watch(llm, seen)
-        tokens = [generate(llm, PROMPTS, params) for _ in range(2)]
-        seen.counts["accepted"] = counter(llm, "spec_decode_num_accepted_tokens")
-        seen.counts["rounds"] = runner(llm).tree_drafter.num_rounds
-    return tokens, seen
+def two_passes(llm: Any, params: Any) -> list[Any]:
+    return [generate(llm, PROMPTS, params) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[str, bool], list[Any]]:
-    """Tokens of two passes without speculation, of a model and of mixed or greedy requests."""
+def plain() -> Callable[[str], tuple[list[Any], list[Any]]]:
+    """Tokens of a model without speculation: of two passes of mixed requests, then of greedy."""
 
-    def tokens_of(model: str, is_greedy: bool) -> list[Any]:
+    @cache
+    def tokens_of(model: str) -> tuple[list[Any], list[Any]]:
         with engine(model=model, **ARGUMENTS) as llm:
-            params = ALL_GREEDY if is_greedy else MIXED
-            return [generate(llm, PROMPTS, params) for _ in range(2)]
+            return two_passes(llm, MIXED), two_passes(llm, ALL_GREEDY)
 
-    return cache(tokens_of)
+    return tokens_of
 
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("cost", [{"row_cost": 0}, {}], ids=["whole", "priced"])
 def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain, monkeypatch):
     model, trunk = sources[name]
+    mixed, greedy = plain(model)
     method = {"method": "token_recycling", "trunk": trunk, "max_nodes": 12, **cost}
-    tokens, seen = run(model, method, monkeypatch)
-    assert tokens == plain(model, False)
-    assert seen.counts["accepted"] > 0
-    assert seen.counts["rounds"] > (40 if cost else 0)
+    with watched_chains(monkeypatch) as chains, engine(method, model=model, **ARGUMENTS) as llm:
+        seen = watch(llm, chains)
+        assert two_passes(llm, MIXED) == mixed
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        drafter = runner(llm).tree_drafter
+        assert drafter.num_rounds > (40 if cost else 0)
+        assert seen.counts["wrong trunks"] == 0
+        if not cost:
+            counts = drafter.choices.counts.clone()
+            drafter.weights_changed()
+            assert counts.any()
+            assert drafter.choices.counts.equal(counts / 2), "expected new weights to halve them"
+            return
+        # Prompts in chunks, beside others' drafts. Plain vLLM on a CPU has no seeds with these.
+        core(llm).scheduler.max_num_scheduled_tokens = 96
+        llm.reset_prefix_cache()
+        for of_mixed in (chains, seen.moved, seen.counts):
+            of_mixed.clear()
+        assert two_passes(llm, ALL_GREEDY) == greedy
     assert seen.counts["wrong trunks"] == 0
-    if not cost:
-        return
-    greedy, seen = run(model, method, monkeypatch, ALL_GREEDY, **IN_CHUNKS)
-    assert greedy == plain(model, True)
     assert seen.counts["trunks in trees"] > 0
     assert seen.moved
     if name == "suffix":  # which drafts from all that it has seen
         return
     # Behind the same texts, as prompts without the token that the target says next.
-    texts = list(dict.fromkeys([*seen.moved, *seen.chains]))[:60]
+    texts = list(dict.fromkeys([*seen.moved, *chains]))[:60]
     with watched_chains(monkeypatch) as expected, engine(trunk, model=model, **ARGUMENTS) as llm:
         prompts = [{"prompt_token_ids": [*text[:-1]]} for text in texts]
         generate(llm, prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert [seen.chains[text] for text in texts] == [expected.get(text) for text in texts]
+    assert [chains[text] for text in texts] == [expected.get(text) for text in texts]
 
 
 def test_a_trunk_is_no_longer_than_a_draft(plain):
     method = {**HOSTED, "trunk": {"method": "ngram", "num_speculative_tokens": 9}, "max_nodes": 3}
     with engine(method) as llm:
         assert runner(llm).tree_drafter.length == 3
-        assert generate(llm, PROMPTS, MIXED) == plain(TARGET, False)[0]
-
-
-def test_new_weights_halve_the_counts_of_trunks():
-    with engine(HOSTED) as llm:
-        generate(llm, PROMPTS, MIXED)
-        drafter = runner(llm).tree_drafter
-        counts = drafter.choices.counts.clone()
-        drafter.weights_changed()
-        assert counts.any()
-        assert drafter.choices.counts.equal(counts / 2)
+        assert generate(llm, PROMPTS, MIXED) == plain(TARGET)[0][0]

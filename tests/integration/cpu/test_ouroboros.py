@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,15 @@ from engines import (
     runner,
 )
 from random_models import gemma4
-from slow_ouroboros import Phrase, SlowOuroboros
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from slow_ouroboros import Phrase, SlowOuroboros, load
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.rounds import Rounds
 from vllm_recycle.integration.cpu.draft_model import Round
+from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 
 DRAFT = EXAMPLES / "models" / "draft"
@@ -57,10 +58,6 @@ class Drafted:
     forwards: int
 
 
-def load(path: str | Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
 def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted], list, dict]:
     """Rounds of all prompts, their outputs and the pool."""
     slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES | options)
@@ -68,9 +65,7 @@ def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted]
     torch.set_num_threads(1)  # small matrices
     rounds, outputs = [], []
     for prompt in token_ids:
-        sequence = slow.begin(prompt)
-        # The token that ends the prompt's own step.
-        sequence.token_ids.append(first_token(slow, prompt))
+        sequence = slow.begin_behind(prompt)
         while len(sequence.token_ids) - len(prompt) < NUM_TOKENS:
             done = slow.step(sequence)
             rounds.append(Drafted(done.trunk, done.branches, done.draft_forwards))
@@ -80,14 +75,7 @@ def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted]
     return rounds, outputs, {token: phrases for token, phrases in slow.pool.items() if phrases}
 
 
-def first_token(slow: SlowOuroboros, prompt: list[int]) -> int:
-    with torch.no_grad():
-        return int(slow.target(torch.tensor([prompt])).logits[0, -1].argmax())
-
-
-def run_engine(
-    token_ids: list[list[int]], options: dict, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[Drafted], list, dict]:
+def run_engine(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted], list, dict]:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     rounds = []
     with engine({**OUROBOROS, **SIZES, **options, "row_cost": 0}) as llm:
@@ -105,45 +93,37 @@ def run_engine(
             rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
             return made
 
-        monkeypatch.setattr(drafter, "draft", recorded)
-        outputs = []
-        for prompt in token_ids:
-            [[output]] = generate(llm, [{"prompt_token_ids": prompt}], params)
-            outputs.append(output)
-        pool = {}
-        for token, phrases in enumerate(proposer.pool.phrases.tolist()):
-            known = [tuple(phrase) for phrase in phrases if phrase[0] >= 0]
-            if known:
-                pool[token] = known
-    return rounds, outputs, pool
+        drafter.draft = recorded
+        prompts = [[{"prompt_token_ids": prompt}] for prompt in token_ids]
+        outputs = [generate(llm, prompt, params)[0][0] for prompt in prompts]
+        pool = {
+            token: [tuple(phrase) for phrase in phrases if phrase[0] >= 0]
+            for token, phrases in enumerate(proposer.pool.phrases.tolist())
+        }
+    return rounds, outputs, {token: phrases for token, phrases in pool.items() if phrases}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="whole"),
-        pytest.param({"max_forwards": 2}, id="two forwards", marks=pytest.mark.slow),
-        pytest.param(
-            {"window": 0, "guesses": 1},
-            id="no window, fewer guesses than branches",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"guesses": 0}, id="no guesses", marks=pytest.mark.slow),
-        pytest.param(
-            {"harvest_trunk": False, "harvest_branches": False},
-            id="no harvest",
-            marks=pytest.mark.slow,
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"max_forwards": 2},
+                {"window": 0, "guesses": 1},  # fewer guesses than branches
+                {"guesses": 0},
+                {"harvest_trunk": False, "harvest_branches": False},
+            )
         ),
     ],
+    ids=str,
 )
-def test_drafts_and_pool_equal_those_of_the_slow_reference(options, monkeypatch):
+def test_drafts_and_pool_equal_those_of_the_slow_reference(options):
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     token_ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    expected_rounds, expected_outputs, expected_pool = run_slowly(token_ids, options)
-    rounds, outputs, pool = run_engine(token_ids, options, monkeypatch)
-    assert outputs == expected_outputs
-    assert rounds == expected_rounds
-    assert pool == expected_pool
+    rounds, outputs, pool = run_engine(token_ids, options)
+    assert (rounds, outputs, pool) == run_slowly(token_ids, options)
     assert len(pool) > (50 if options.get("window", 1) else 5)
 
 
@@ -154,39 +134,49 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
         pass
 
 
-def test_start_up_says_what_a_forward_of_the_draft_model_takes():
-    with engine(PRICED) as llm:
-        line, drafter = runner(llm).price_rows(), runner(llm).tree_drafter
-        said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
-        found = re.search(said, line)
-        cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
-        assert cost > 0
-        assert found
-        assert float(found[1]) == pytest.approx(cost, abs=0.006)
-
-
-def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(monkeypatch):
-    known, answers = [], []
+@pytest.fixture(scope="module")
+def priced() -> dict[str, Any]:
+    """What an engine with priced rounds says at its start, and knows before rounds."""
+    known, answers, said = [], [], []
+    price_rows = TreeCPUModelRunner.price_rows
 
     def choose(rounds, step, behind, left):
         known.append((int(behind[0]), int(left[0])))
         return left < 0
 
-    monkeypatch.setattr(Rounds, "choose", choose)
-    monkeypatch.setattr(Rounds, "ended", lambda _, length: answers.append(length))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (prompt,) = read_prompts(1)
-    # Blocks that are not there yet do not make an answer shorter.
-    with engine(PRICED, block_size=32) as llm:
-        length, gamma = len(llm.get_tokenizer().encode(prompt)), runner(llm).tree_drafter.gamma
-        assert len(generate(llm, [prompt], params)[0][0]) == 40
-        generate(llm, [prompt], params)  # vLLM says with the next step who ended
+    with pytest.MonkeyPatch.context() as patch:
+        priced = lambda self: said.append(price_rows(self)) or said[0]  # noqa: E731
+        patch.setattr(TreeCPUModelRunner, "price_rows", priced)
+        patch.setattr(Rounds, "choose", choose)
+        patch.setattr(Rounds, "ended", lambda _, length: answers.append(length))
+        # Blocks that are not there yet do not make an answer shorter.
+        with engine(PRICED, block_size=32) as llm:
+            drafter = runner(llm).tree_drafter
+            cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
+            first = len(llm.get_tokenizer().encode(prompt)) - 1 - drafter.gamma
+            assert len(generate(llm, [prompt], params)[0][0]) == 40
+            generate(llm, [prompt], params)  # vLLM says with the next step who ended
+    return {"said": said[0], "cost": cost, "first": first, "known": known, "answers": answers}
+
+
+def test_start_up_says_what_a_forward_of_the_draft_model_takes(priced):
+    said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
+    found = re.search(said, priced["said"])
+    assert priced["cost"] > 0
+    assert found
+    assert float(found[1]) == pytest.approx(priced["cost"], abs=0.006)
+
+
+def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(priced):
+    known = priced["known"]
     # The steps before had no drafts, as each at a load that is new.
     plain = 38 - known[0][1]
     assert 0 < plain < 6
-    assert known[0][0] == length - 1 - gamma + plain
+    assert known[0][0] == priced["first"] + plain
     assert {behind + left for behind, left in known} == {sum(known[0])}
-    assert answers == [40]
+    assert priced["answers"] == [40]
 
 
 def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
@@ -205,8 +195,7 @@ def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with engine(PRICED) as llm:
         generate(llm, read_prompts(2), params)
-    assert rounds[0] == (2, 1, True)
-    assert rounds[1] == (2, 1, False)
+    assert rounds[:2] == [(2, 1, True), (2, 1, False)]
 
 
 class TestDraftCache:
@@ -244,11 +233,12 @@ class TestDraftCache:
                 differences.append((held - expected).abs().max())
         return float(torch.stack(differences).max())
 
-    def differences(self, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]) -> list[float]:
+    def differences(
+        self, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
+    ) -> Iterator[float]:
         """Of every running request after some steps, with each kind of event among them."""
         draft = load(DRAFT)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        found = []
         with engine(method, **self.SETTINGS) as llm:
             prompts = read_prompts(10)
             # The last ones are in the cache still.
@@ -265,26 +255,28 @@ class TestDraftCache:
                 while llm.llm_engine.has_unfinished_requests():
                     llm.llm_engine.step()
                     step += 1
-                    running = core(llm).scheduler.running if step % 4 == 0 else ()
-                    found += [self.largest_difference(llm, request, draft) for request in running]
+                    for request in core(llm).scheduler.running if step % 4 == 0 else ():
+                        yield self.largest_difference(llm, request, draft)
             assert counter(llm, "num_preemptions") > 0
             assert counter(llm, "prefix_cache_hits") > 0
             assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-        return found
 
     @pytest.mark.parametrize("method", [SMALL_OUROBOROS, PRICED], ids=["every step", "priced"])
     def test_follows_the_text(self, method, monkeypatch):
-        found = self.differences(monkeypatch, method)
+        found = [*self.differences(monkeypatch, method)]
         assert len(found) > 50
         assert max(found) < self.TOLERANCE
 
+    def is_seen(self, *args: Any) -> bool:
+        return any(found > 10 * self.TOLERANCE for found in self.differences(*args))
+
     def test_a_block_that_lags_is_seen(self, monkeypatch):
         monkeypatch.setattr(DraftBlocks, "mark", lambda self, *_: self.is_marked.fill(True))
-        assert max(self.differences(monkeypatch, PRICED)) > 10 * self.TOLERANCE
+        assert self.is_seen(monkeypatch, PRICED)
 
     def test_a_cache_that_lags_is_seen(self, monkeypatch):
         def lag(self, idx_mapping):
             self.num_cached[idx_mapping] = self.computed[idx_mapping]
 
         monkeypatch.setattr(Round, "catch_up", lag)
-        assert max(self.differences(monkeypatch, SMALL_OUROBOROS)) > 10 * self.TOLERANCE
+        assert self.is_seen(monkeypatch, SMALL_OUROBOROS)

@@ -14,9 +14,9 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from engines import EXAMPLES, TARGET, counter, engine
-from transformers import AutoModelForCausalLM, DynamicCache
+from slow_ouroboros import Rows, load
+from transformers import DynamicCache
 from vllm import SamplingParams
 
 K = 8
@@ -38,9 +38,7 @@ class Paper:
         self.model, self.accepted_last = model, accepted_last
         self.successors: dict[int, list[int]] = {}
         path = EXAMPLES.parent / "vllm_recycle" / "core" / "trees" / "paper-80.json"
-        nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
-        self.parents = [0, *(parent for parent, _ in nodes)]
-        self.ranks = [0, *(rank for _, rank in nodes)]
+        self.nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
         self.num_steps = self.num_accepted = 0
 
     @property
@@ -48,67 +46,45 @@ class Paper:
         """Tokens of a step that has a draft."""
         return 1 + self.num_accepted / self.num_steps
 
-    @torch.inference_mode()
     def generate(self, prompt: list[int]) -> list[int]:
-        cache, text = DynamicCache(), [*prompt]
-        text += self.step(cache, text, [None], MAX_TOKENS)
+        self.cache = DynamicCache()
+        text = [*prompt, *self.step(Rows(prompt), [], MAX_TOKENS)]
         while (left := len(prompt) + MAX_TOKENS - len(text)) > 0:
-            drafts = self.fill(text[-1])
-            emitted = self.step(cache, text, drafts, left)
-            if left > 1 and any(token is not None for token in drafts[1:]):
+            rows = Rows(text)
+            paths = self.fill(rows)
+            emitted = self.step(rows, paths, left)
+            if left > 1 and paths:
                 self.num_steps += 1
                 self.num_accepted += len(emitted) - 1
             text += emitted
         return text[len(prompt) :]
 
-    def fill(self, last: int) -> list[int | None]:
-        """The token of each row: that of the rank among the successors of its parent's token."""
-        tokens: list[int | None] = [last]
-        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
-            above = tokens[parent]
-            known = [] if above is None else self.successors.get(above, [])
-            tokens.append(known[rank] if rank < len(known) else None)
-        return tokens
+    def fill(self, rows: Rows) -> list[list[int]]:
+        """Add a row for each node that has a token, and return the rows down to each of them.
 
-    def step(
-        self, cache: DynamicCache, text: list[int], drafts: list[int | None], left: int
-    ) -> list[int]:
+        A token is that of the node's rank among the successors of its parent's token.
+        """
+        last = rows.text_length - 1
+        paths = {0: [last]}
+        for node, (parent, rank) in enumerate(self.nodes, 1):
+            path = paths.get(parent, [])
+            known = self.successors.get(rows.token_ids[path[-1]], []) if path else []
+            if rank < len(known):
+                row = rows.add(known[rank], position=last + len(path), sees=path[1:])
+                paths[node] = [*path, row]
+        return [path[1:] for path in paths.values() if path[1:]]
+
+    def step(self, rows: Rows, paths: list[list[int]], left: int) -> list[int]:
         """Verify the rows below the last token; returns what follows, at most so many tokens."""
-        known, nodes = cache.get_seq_length(), range(1, len(drafts))
-        head, paths = len(text) - known, {0: [0]}
-        for row in nodes:
-            paths[row] = [*paths[self.parents[row]], row]
-        first = head - 1  # the root is the last row of the head
-        mask = torch.full((head + len(nodes), len(text) + len(nodes)), float("-inf"))
-        mask[:head, : len(text)] = mask[:head, : len(text)].triu(known + 1)
-        for row in nodes:
-            mask[first + row, : len(text)] = 0
-            mask[first + row, [len(text) - 1 + above for above in paths[row][1:]]] = 0
-        depths = [len(paths[row]) - 1 for row in nodes]
-        positions = [*range(known, len(text)), *(len(text) - 1 + depth for depth in depths)]
-        tokens = [*text[known:], *(token or 0 for token in drafts[1:])]
-        logits = self.model(
-            torch.tensor([tokens]),
-            attention_mask=mask[None, None],
-            position_ids=torch.tensor([positions]),
-            past_key_values=cache,
-        ).logits[0, first:]
-        cache.crop(len(text) - cache.get_seq_length())
-        best = logits.argmax(dim=-1).tolist()
-        row, emitted, accepted = 0, [best[0]], [0]
-        while len(emitted) < left:
-            below = [n for n in nodes if self.parents[n] == row and drafts[n] == best[row]]
-            if not below:
-                break
-            row = below[0]
-            emitted.append(best[row])
-            accepted.append(row)
-        successors = logits.topk(K).indices.tolist()
-        for row in [*range(len(drafts)), *(accepted if self.accepted_last else ())]:
-            token = text[-1] if row == 0 else drafts[row]
-            if token is not None:
-                self.successors[token] = successors[row]
-        return emitted
+        last, known = rows.text_length - 1, self.cache.get_seq_length()
+        logits = rows.logits(self.model, known, past_key_values=self.cache)
+        self.cache.crop(rows.text_length - self.cache.get_seq_length())
+        successors = [[]] * known + logits.topk(K).indices.tolist()
+        best = [tokens[0] if tokens else -1 for tokens in successors]
+        accepted = rows.longest_walk(last, paths, best)[:left]
+        written = [*range(last, len(best)), *(accepted if self.accepted_last else ())]
+        self.successors |= {rows.token_ids[row]: successors[row] for row in written}
+        return [best[row] for row in accepted]
 
 
 def read_prompts() -> list[str]:
@@ -122,7 +98,7 @@ def read_prompts() -> list[str]:
 
 def test_the_paper_preset_accepts_what_the_papers_method_accepts():
     tokens = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    model = load(TARGET)
     papers, ours = (Paper(model, accepted_last=accepted_last) for accepted_last in (False, True))
     with engine({"method": "token_recycling", "preset": "paper"}) as llm:
         for prompt in read_prompts():

@@ -1,51 +1,43 @@
-"""Our schedulers of Model Runner V2, configured by a real engine; no model runs."""
+"""Schedulers that are configured by a real engine; no model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-from engines import core, engine
+import numpy as np
 from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
+from vllm_recycle.core.curve import TREES, Load
+from vllm_recycle.integration.draft_sizes import DraftSizes
 
 
-@contextmanager
-def schedulers(
-    method: dict[str, Any], table: list[tuple[int, int, int]], **settings: int
-) -> Iterator[Callable[..., TreeScheduler]]:
-    """Makes schedulers with the configuration of an engine, which has a table of draft sizes."""
-    method = {**method, "num_speculative_tokens_per_batch_size": table}
-    memory = {"block_size": 32, "kv_cache_memory_bytes": 256 << 20}
-    with engine(method, **memory, **settings) as llm:
-        engine_core = core(llm)
-        config = engine_core.vllm_config
-
-        def make(
-            kind: type[TreeScheduler] = AsyncTreeScheduler, *, chooses: bool = False
-        ) -> TreeScheduler:
-            settings = replace(settings_of(config), chooses_sizes=chooses)
-            config.additional_config = settings.put(config.additional_config)
-            scheduler = kind(
-                config,
-                engine_core.scheduler.kv_cache_config,
-                engine_core.structured_output_manager,
-                engine_core.scheduler.block_size,
-            )
-            scheduler.use_v2_model_runner = True
-            return scheduler
-
-        yield make
-        settings = replace(settings_of(config), chooses_sizes=False)
-        config.additional_config = settings.put(config.additional_config)
+def make_scheduler(engine_core: Any, kind: type[Scheduler]) -> Any:
+    """One with the configuration of the engine."""
+    scheduler = kind(
+        engine_core.vllm_config,
+        engine_core.scheduler.kv_cache_config,
+        engine_core.structured_output_manager,
+        engine_core.scheduler.block_size,
+    )
+    # Where steps are scheduled ahead.
+    scheduler.use_v2_model_runner = issubclass(kind, AsyncScheduler)
+    return scheduler
 
 
 def make_request(name: str, token_ids: list[int], **params: Any) -> Request:
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, **params)
     sampling.update_from_generation_config({}, 2)
     return Request(name, token_ids, sampling, None)
+
+
+def seconds_as_measured(sizes: DraftSizes, output: Any) -> float | None:
+    """In the place of `DraftSizes._seconds`: steps take what was measured of them."""
+    requests = len(output.num_scheduled_tokens)
+    if sizes.chooser is None or not requests:
+        return None
+    rows = np.array([output.total_num_scheduled_tokens])
+    [seconds] = sizes.chooser.curve.measured(TREES, Load(requests), rows)
+    return float(seconds) if np.isfinite(seconds) else None

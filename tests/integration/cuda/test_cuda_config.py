@@ -10,16 +10,14 @@ from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import platform, refusals
+from vllm_recycle.integration import platform
 from vllm_recycle.integration.draft_limits import (
     MAX_TREE_ROWS,
     draft_forward_rows,
     halving_schedule,
     largest_drafting_batch,
 )
-from vllm_recycle.integration.options import Settings
 from vllm_recycle.integration.options.ouroboros import SIZES, OuroborosOptions
-from vllm_recycle.integration.platform import PLATFORMS
 from vllm_recycle.integration.versions import FEATURES
 
 TABLE = "num_speculative_tokens_per_batch_size"
@@ -39,43 +37,45 @@ def _on_cuda(monkeypatch):
         monkeypatch.setattr(FEATURES, feature, True)
 
 
-def rewrite(method: dict | None = None, **flags) -> EngineArgs:
-    config = TOKEN_RECYCLING | (method or {})
-    return make(config, **flags)
-
-
-def make(config: dict, **flags) -> EngineArgs:
+def make(config: dict = TOKEN_RECYCLING, **flags) -> EngineArgs:
     return engine_config.rewrite(EngineArgs(TARGET, speculative_config=config, **flags))
 
 
 HEAD = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
+# As of Ouroboros: trees along a trunk.
+ALONG_A_TRUNK = PUBLISHED | {"preset": None}
 
 
 @pytest.mark.parametrize(
-    ("method", "host", "nodes"),
+    ("method", "host", "num_nodes", "chooses"),
     [
-        (TOKEN_RECYCLING, "ngram_gpu", 63),  # whole tiles, with the root
-        (TOKEN_RECYCLING | {"tree": "default"}, "ngram_gpu", 80),
-        (TOKEN_RECYCLING | {"max_nodes": 7}, "ngram_gpu", 7),
-        (TOKEN_RECYCLING | {"trunk": HEAD}, "eagle3", 63),
-        (PUBLISHED | {"preset": None}, "draft_model", 63),
-        (PUBLISHED, "draft_model", 12 + 3 * 6),
+        (TOKEN_RECYCLING, "ngram_gpu", 63, True),  # whole tiles, with the root
+        (TOKEN_RECYCLING | {"tree": "default"}, "ngram_gpu", 80, True),
+        (TOKEN_RECYCLING | {"max_nodes": 7}, "ngram_gpu", 7, True),
+        (TOKEN_RECYCLING | {"scope": "isolated"}, "ngram_gpu", 63, False),
+        (TOKEN_RECYCLING | {"preset": "paper"}, "ngram_gpu", 80, False),
+        (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, "ngram_gpu", 63, False),
+        (TOKEN_RECYCLING | {"trunk": HEAD}, "eagle3", 63, True),
+        (ALONG_A_TRUNK, "draft_model", 63, True),
+        (ALONG_A_TRUNK | {"scope": "isolated"}, "draft_model", 63, False),
+        (PUBLISHED, "draft_model", 12 + 3 * 6, False),
     ],
 )
-def test_the_host_method_drafts_as_many_tokens_as_a_tree_has_nodes(method, host, nodes):
+def test_the_host_method_drafts_as_many_tokens_as_a_tree_has_nodes(
+    method, host, num_nodes, chooses
+):
+    """Sizes are chosen by worth but where requests are isolated or the user says them."""
     made = make(method)
     assert made.worker_cls == "vllm_recycle.integration.cuda.worker.TreeGPUWorker"
     assert made.async_scheduling is None  # as vLLM likes
-    assert made.speculative_config["method"] == host
-    assert made.speculative_config["num_speculative_tokens"] == nodes
-    assert made.speculative_config.get("model") == {**method, **method.get("trunk", {})}.get(
-        "model"
-    )
+    spec = made.speculative_config
+    assert (spec["method"], spec["num_speculative_tokens"]) == (host, num_nodes)
+    assert spec.get("model") == {**method, **method.get("trunk", {})}.get("model")
+    assert spec[TABLE]
+    assert made.additional_config["vllm_recycle"]["chooses_sizes"] is chooses
 
 
-@pytest.mark.parametrize(
-    "method", [TOKEN_RECYCLING | {"trunk": HEAD}, PUBLISHED | {"preset": None}, PUBLISHED]
-)
+@pytest.mark.parametrize("method", [TOKEN_RECYCLING | {"trunk": HEAD}, ALONG_A_TRUNK, PUBLISHED])
 def test_what_model_runner_v2_lacks_is_refused(method, monkeypatch):
     monkeypatch.setattr(FEATURES, "v2_hosts", False)
     assert make(TOKEN_RECYCLING).speculative_config["method"] == "ngram_gpu"
@@ -93,42 +93,21 @@ def test_rows_have_no_price_of_the_user_s(method):
 
 
 def test_a_schedule_comes_with_the_tree_and_that_of_the_user_wins():
-    assert rewrite().speculative_config[TABLE] == halving_schedule(63, MAX_TREE_ROWS)
+    assert make().speculative_config[TABLE] == halving_schedule(63, MAX_TREE_ROWS)
     mine = [(1, 4, 16), (5, 1024, 0)]
-    assert rewrite({TABLE: mine}).speculative_config[TABLE] == mine
-
-
-@pytest.mark.parametrize(
-    ("method", "chooses"),
-    [
-        (TOKEN_RECYCLING, True),
-        (TOKEN_RECYCLING | {"tree": "default"}, True),
-        (TOKEN_RECYCLING | {"scope": "isolated"}, False),
-        (TOKEN_RECYCLING | {"preset": "paper"}, False),
-        (TOKEN_RECYCLING | {TABLE: [(1, 1024, 8)]}, False),
-        (PUBLISHED, False),
-        (PUBLISHED | {"preset": None}, True),
-        (PUBLISHED | {"preset": None, "scope": "isolated"}, False),
-    ],
-)
-def test_sizes_are_chosen_by_worth_but_where_requests_are_isolated_or_the_user_says_them(
-    method, chooses
-):
-    made = make(method)
-    assert made.additional_config["vllm_recycle"]["chooses_sizes"] is chooses
-    assert made.speculative_config[TABLE]
+    assert make(TOKEN_RECYCLING | {TABLE: mine}).speculative_config[TABLE] == mine
 
 
 def test_the_largest_graph_is_vllm_s_so_that_it_adds_none_for_batches_of_trees():
-    assert rewrite().max_cudagraph_capture_size == 512
-    assert rewrite(max_num_seqs=2).max_cudagraph_capture_size == 256  # 2 x 2 x 64
+    assert make().max_cudagraph_capture_size == 512
+    assert make(max_num_seqs=2).max_cudagraph_capture_size == 256  # 2 x 2 x 64
     # What the user has said stays.
-    assert rewrite(max_cudagraph_capture_size=1000).max_cudagraph_capture_size == 1000
+    assert make(max_cudagraph_capture_size=1000).max_cudagraph_capture_size == 1000
     for given in ({"cudagraph_capture_sizes": [8]}, {"max_cudagraph_capture_size": 64}):
-        made = rewrite(compilation_config=given)
+        made = make(compilation_config=given)
         assert made.max_cudagraph_capture_size is None
         assert [getattr(made.compilation_config, name) for name in given] == [*given.values()]
-    made = rewrite(cudagraph_capture_sizes=[8])
+    made = make(cudagraph_capture_sizes=[8])
     assert (made.max_cudagraph_capture_size, made.cudagraph_capture_sizes) == (None, [8])
 
 
@@ -170,39 +149,10 @@ def test_the_largest_batch_with_drafts():
     assert largest_drafting_batch([(1, 1024, 0)], 8) == 0
 
 
-def check_draft_model(*, max_num_batched_tokens: int = 480, last: int = 2, **given) -> None:
-    """What is refused when vLLM's configuration is known; so many requests have drafts at most."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=2048),
-        scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=256
-        ),
-        speculative_config=SimpleNamespace(
-            draft_model_config=EngineArgs(PUBLISHED["model"]).create_model_config(),
-        ),
-    )
-    options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=True)
-    table = [(1, last, 30), (last + 1, 1 << 20, 0)]
-    settings = Settings(options=options, chooses_sizes=False, table=table)
-    config.additional_config = settings.put({})
-    refusals.check_draft_model(config, options, PLATFORMS["cuda"])
-
-
-def test_draft_forwards_that_do_not_fit_are_refused():
-    check_draft_model()
-    check_draft_model(max_num_batched_tokens=240, last=1)
-    with pytest.raises(ValueError, match="got 239, expected at least the 240 rows"):
-        check_draft_model(max_num_batched_tokens=239, last=1)
-    with pytest.raises(ValueError, match="got 480, expected at least the 720 rows"):
-        check_draft_model(last=3)
-    with pytest.raises(ValueError, match="has 260 rows of a request, expected at most 257"):
-        check_draft_model(window=24)
-
-
 def test_model_runner_v1_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        rewrite()
+        make()
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 15, 80, 255])

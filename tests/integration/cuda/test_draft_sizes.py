@@ -7,20 +7,21 @@ report is made here.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from statistics import mode
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import TOKEN_RECYCLING
-from schedulers import make_request, schedulers
+import schedulers
+from engines import TOKEN_RECYCLING, core, engine
+from schedulers import make_request
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_recycle.core.curve import TREES, TRUNKS, Load
+from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule
 from vllm_recycle.integration.draft_sizes import DraftReport, DraftSizes
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
 
 NODES = 80
@@ -31,29 +32,32 @@ ROWS = range(1, 513)
 DRAFTING: dict[str, dict[int, float]] = {TREES: {}}
 FREE = GraphTimes({GraphShape(rows, rows, rows): (1e-2, 0.0) for rows in ROWS}, DRAFTING)
 DEAR = GraphTimes({GraphShape(rows, rows, rows): (1e-2 * rows, 0.0) for rows in ROWS}, DRAFTING)
-SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": BUDGET, "max_model_len": 512}
+METHOD = {**TOKEN_RECYCLING, "max_nodes": NODES, "num_speculative_tokens_per_batch_size": TABLE}
+SEATS = 64
+SETTINGS = {"max_num_seqs": SEATS, "max_num_batched_tokens": BUDGET, "max_model_len": 512}
+SETTINGS |= {"block_size": 32, "kv_cache_memory_bytes": 256 << 20}
 OPTED_OUT = {"extra_args": {"speculate": False}}
 WORTH = [0.9, 0.5, 0.3, *[0.01] * (NODES - 3)]
 
 
 @pytest.fixture(scope="module")
 def make_scheduler():
-    with schedulers({**TOKEN_RECYCLING, "max_nodes": NODES}, TABLE, **SETTINGS) as make:
-        yield partial(make, chooses=True)
+    with engine(METHOD, **SETTINGS) as llm:
+
+        def make(kind: Any = AsyncTreeScheduler, *, chooses: bool = True) -> TreeScheduler:
+            config = core(llm).vllm_config
+            settings = replace(settings_of(config), chooses_sizes=chooses)
+            config.additional_config = settings.put(config.additional_config)
+            scheduler = schedulers.make_scheduler(core(llm), kind)
+            scheduler.use_v2_model_runner = True
+            return scheduler
+
+        yield make
 
 
 @pytest.fixture(autouse=True)
 def _seconds_as_measured(monkeypatch):
-    """Steps take what was measured of them."""
-
-    def seconds(sizes: DraftSizes, output: Any) -> float | None:
-        if sizes.chooser is None:
-            return None
-        rows = np.array([output.total_num_scheduled_tokens])
-        load, curve = Load(len(output.num_scheduled_tokens)), sizes.chooser.curve
-        return float(curve.measured(TREES, load, rows)[0])
-
-    monkeypatch.setattr(DraftSizes, "_seconds", seconds)
+    monkeypatch.setattr(DraftSizes, "_seconds", schedulers.seconds_as_measured)
 
 
 def add(scheduler: TreeScheduler, count: int, **given) -> None:
@@ -90,60 +94,65 @@ def report_of(times: GraphTimes | None, requests: int, *, kind: str = TREES) -> 
     return DraftReport(requests * np.array(WORTH, dtype=np.float32), requests, kind, times)
 
 
-def watch_drafts(scheduler: TreeScheduler) -> list[dict[str, int]]:
-    """How many nodes each request has in each step that it is in, from now on."""
+def watch(scheduler: TreeScheduler) -> list[Any]:
+    """The outputs of the scheduler, of all steps from now on."""
     schedule, seen = scheduler.schedule, []
 
     def watched() -> Any:
-        output = schedule()
-        assert output.total_num_scheduled_tokens <= BUDGET
-        drafts = output.scheduled_spec_decode_tokens
-        seen.append({name: len(drafts.get(name, ())) for name in output.num_scheduled_tokens})
-        return output
+        seen.append(schedule())
+        assert seen[-1].total_num_scheduled_tokens <= BUDGET
+        return seen[-1]
 
     scheduler.schedule = watched
     return seen
 
 
+def nodes_of(output: Any) -> dict[str, int]:
+    """How many nodes each request of a step has."""
+    drafts = output.scheduled_spec_decode_tokens
+    return {name: len(drafts.get(name, ())) for name in output.num_scheduled_tokens}
+
+
 def test_one_request_has_the_whole_tree_beside_one_that_opts_out(make_scheduler):
     scheduler = make_scheduler(chooses=False)
-    seen = watch_drafts(scheduler)
+    seen = watch(scheduler)
     add(scheduler, 1)
     add(scheduler, 1, **OPTED_OUT)
     for _ in range(5):
         step(scheduler, accepted=4)
-    assert seen == [{"0": 0, "1": 0}, *[{"0": NODES, "1": 0}] * 4]
+    assert [*map(nodes_of, seen)] == [{"0": 0, "1": 0}, *[{"0": NODES, "1": 0}] * 4]
 
 
 @pytest.mark.parametrize("has_one_size", [False, True])
 def test_nobody_starves_among_many_requests(make_scheduler, has_one_size):
     scheduler = make_scheduler(chooses=False)
     if has_one_size:
-        scheduler.dynamic_sd_lookup = [NODES] * (1 + SETTINGS["max_num_seqs"])
-    seen = watch_drafts(scheduler)
-    add(scheduler, 64)
+        scheduler.dynamic_sd_lookup = [NODES] * (1 + SEATS)
+    steps = watch(scheduler)
+    add(scheduler, SEATS)
     for _ in range(20):
         step(scheduler, accepted=4)
-    assert all(len(nodes) == 64 for nodes in seen)
+    seen = [*map(nodes_of, steps)]
+    assert all(len(nodes) == SEATS for nodes in seen)
     # One size would be 81 rows each; there is room for less, the same for all.
     assert all(len(set(nodes.values())) == 1 and max(nodes.values()) <= 2 for nodes in seen)
     assert max(seen[-1].values()) > 0
 
 
-def test_before_anything_is_known_the_table_is_followed(make_scheduler):
-    scheduler = make_scheduler()
+@pytest.mark.parametrize(
+    ("chooses", "times"),
+    [
+        pytest.param(True, None, id="gains without times say nothing"),
+        pytest.param(True, GraphTimes(drafting={TREES: {64: 1.0}}), id="without graphs"),
+        pytest.param(False, DEAR, id="a user's"),
+    ],
+)
+def test_the_table_is_followed_before_anything_is_known(make_scheduler, chooses, times):
+    scheduler = make_scheduler(chooses=chooses)
+    assert (scheduler.sizes is not None) == chooses
     add(scheduler, 4)
-    assert [step(scheduler) for _ in range(3)] == [40] * 3
-    # Gains without times say nothing.
-    assert step(scheduler, report_of(None, 4)) == 40
-    assert step(scheduler) == 40
-
-
-def test_a_user_s_table_is_followed_throughout(make_scheduler):
-    scheduler = make_scheduler(chooses=False)
-    assert scheduler.sizes is None
-    add(scheduler, 4)
-    assert [step(scheduler, report_of(DEAR, 4)) for _ in range(3)] == [40] * 3
+    reports = [None, report_of(times, 4), report_of(times, 4), None]
+    assert [step(scheduler, report) for report in reports] == [40] * 4
 
 
 @pytest.mark.parametrize("kind", [TreeScheduler, AsyncTreeScheduler])
@@ -160,13 +169,6 @@ def test_times_and_gains_decide(make_scheduler, kind):
     assert settle(scheduler) > 0
 
 
-def test_without_graphs_the_table_is_followed(make_scheduler):
-    scheduler = make_scheduler()
-    add(scheduler, 4)
-    timed_drafting_alone = GraphTimes(drafting={TREES: {64: 1.0}})
-    assert [step(scheduler, report_of(timed_drafting_alone, 4)) for _ in range(3)] == [40] * 3
-
-
 def test_a_size_stays_what_it_was_where_steps_have_no_graph(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 4)
@@ -181,34 +183,31 @@ def test_a_size_stays_what_it_was_where_steps_have_no_graph(make_scheduler):
     assert [step(scheduler, accepted=2) for _ in range(2)][-1] == 10
 
 
-def test_requests_without_drafts_are_not_counted_on(make_scheduler):
+AMONG_OTHERS = [(33, 33, 1), (64, 64, 41), (256, 64, 41)]
+
+
+@pytest.mark.parametrize(
+    ("drafting", "others", "seconds", "expected"),
+    [
+        pytest.param(0, 4, [], 0, id="none drafts"),
+        # Half of the budget, and a row for each of the others.
+        pytest.param(3, 30, [], 40, id="free rows"),
+        # 33 rows and 3 x 10 are in the second graph.
+        pytest.param(3, 30, [1.0, 1.05, 3.0], 10, id="the rows that the step has are paid for"),
+        # A size whose step has no graph is none, however cheap.
+        pytest.param(3, 30, [1.0], 0, id="no graph for a tree"),
+    ],
+)
+def test_trees_are_sized_by_the_requests_that_draft(
+    make_scheduler, drafting, others, seconds, expected
+):
     scheduler = make_scheduler()
-    add(scheduler, 4, **OPTED_OUT)
-    step(scheduler, report_of(FREE, 4))
-    assert [step(scheduler) for _ in range(3)] == [0] * 3
-
-
-def test_trees_are_sized_by_the_requests_that_draft(make_scheduler):
-    scheduler = make_scheduler()
-    add(scheduler, 3)
-    add(scheduler, 30, **OPTED_OUT)
-    step(scheduler, report_of(FREE, 3))
-    # Half of the budget, and a row for each of the others.
-    assert settle(scheduler) == 40
-
-
-def test_trees_are_paid_for_by_the_rows_that_the_step_has(make_scheduler):
-    scheduler = make_scheduler()
-    add(scheduler, 3)
-    add(scheduler, 30, **OPTED_OUT)
-    graphs = {(33, 33, 1): 1.0, (64, 64, 41): 1.05, (256, 64, 41): 3.0}
-    timed = {GraphShape(*shape): (seconds, 0.0) for shape, seconds in graphs.items()}
-    step(scheduler, report_of(GraphTimes(timed, DRAFTING), 3))
-    # 33 rows and 3 x 10 are in the second graph.
-    assert settle(scheduler) == 10
-    # A size whose step has no graph is none, however cheap.
-    scheduler.sizes.take_times(GraphTimes({GraphShape(33, 33, 1): (1.0, 0.0)}, DRAFTING))
-    assert settle(scheduler) == 0
+    add(scheduler, drafting)
+    add(scheduler, others, **OPTED_OUT)
+    pairs = zip(AMONG_OTHERS, seconds, strict=False)
+    graphs = {GraphShape(*shape): (time, 0.0) for shape, time in pairs}
+    step(scheduler, report_of(GraphTimes(graphs, DRAFTING) if graphs else FREE, 4))
+    assert settle(scheduler) == expected
 
 
 def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):
@@ -225,21 +224,15 @@ def test_requests_that_come_between_two_looks_are_counted_on(make_scheduler):
 def test_a_step_says_how_it_drafts_and_what_comes_back_is_that_kind_s(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 4)
-    made, schedule = [], scheduler.schedule
-
-    def watched_schedule() -> Any:
-        output = schedule()
-        made.append(output.step_note.kind)
-        return output
-
-    scheduler.schedule = watched_schedule
+    steps = watch(scheduler)
     # A round of the draft model takes as long as nine steps, growing alone takes no time.
     times = replace(FREE, drafting={TRUNKS: {64: 9e-2}, TREES: {64: 0.0}})
     step(scheduler, report_of(times, 4, kind=TRUNKS), accepted=2)
     for _ in range(64):  # what was never seen is looked at
-        step(scheduler, report_of(None, 4, kind=made[-1]), accepted=2)
-    assert made[0] == TRUNKS
-    assert made[-4:] == [TREES] * 4
+        step(scheduler, report_of(None, 4, kind=steps[-1].step_note.kind), accepted=2)
+    kinds = [output.step_note.kind for output in steps]
+    assert kinds[0] == TRUNKS
+    assert kinds[-4:] == [TREES] * 4
     assert scheduler.sizes.chooser.trusts[TREES].factor != 1.0
 
 

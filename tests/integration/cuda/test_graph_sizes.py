@@ -10,10 +10,9 @@ from operator import attrgetter, ge
 
 import pytest
 import torch
-from engines import TARGET
+from engines import make_config
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -41,18 +40,12 @@ TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
 CAPTURE_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST + 1, 16)]
 
 
-def make_config(max_num_reqs: int, largest: int | None) -> VllmConfig:
+def config_of(max_num_reqs: int, largest: int | None) -> VllmConfig:
     """vLLM's, as on a GPU, of a method with our table."""
-    speculative = {"method": "ngram", "num_speculative_tokens": NODES}
-    speculative["num_speculative_tokens_per_batch_size"] = TABLE
-    config = EngineArgs(
-        TARGET,
-        speculative_config=speculative,
-        max_num_seqs=max_num_reqs,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=1 << 24,
-        enforce_eager=False,
-    ).create_engine_config()
+    method = {"method": "ngram", "num_speculative_tokens": NODES}
+    method["num_speculative_tokens_per_batch_size"] = TABLE
+    given = {"max_num_seqs": max_num_reqs, "max_num_batched_tokens": 8192}
+    config = make_config(method, enforce_eager=False, **given)
     # What the platform of a CPU has turned off.
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     config.compilation_config.max_cudagraph_capture_size = largest
@@ -64,7 +57,7 @@ def make_config(max_num_reqs: int, largest: int | None) -> VllmConfig:
 
 def make_manager(max_num_reqs: int, largest: int | None = LARGEST, loras: tuple[int, ...] = (0,)):
     """vLLM's manager, with its own choice of graphs, as if they were captured."""
-    config = make_config(max_num_reqs, largest)
+    config = config_of(max_num_reqs, largest)
     manager = object.__new__(CudaGraphManager)  # without a group of ranks
     manager.vllm_config, manager.compilation_config = config, config.compilation_config
     manager.cudagraph_mode = config.compilation_config.cudagraph_mode
@@ -109,6 +102,11 @@ def assert_fits(desc: BatchExecutionDescriptor, lengths: list[int]) -> None:
     assert all(room >= need for room, need in zip(shape_of(desc), step, strict=True))
 
 
+def rows_of(sizes_of_batch: list[list[int]]) -> list[tuple[int, int]]:
+    """Numbers of requests, and the rows that each may have."""
+    return [(n, nodes + 1) for n, sizes in enumerate(sizes_of_batch) for nodes in sizes]
+
+
 @pytest.fixture(scope="module", params=[grown, by_table])
 def make_sizes(request):
     return request.param
@@ -125,17 +123,16 @@ def manager(make_sizes, sizes_of_batch):
 
 
 def test_every_uniform_step_has_a_full_graph_and_is_filled_up_little(sizes_of_batch, manager):
-    for num_reqs, sizes in enumerate(sizes_of_batch):
-        for nodes in sizes:
-            rows = num_reqs * (nodes + 1)
-            desc = dispatch(manager, [nodes + 1] * num_reqs)
-            assert_fits(desc, [nodes + 1] * num_reqs)
-            assert desc.uniform_token_count is None
-            assert desc.num_tokens - rows <= max(FILLED, rows // 4)
-            # Of few requests no program of attention finds nothing to do, of others not many.
-            room = 1 if num_reqs in (1, 2, 3, 4, 8) else 2 * SPREAD
-            assert room > 1 or desc.num_tokens == rows
-            assert programs(shape_of(desc)) <= room * programs((rows, num_reqs, nodes + 1))
+    for num_reqs, length in rows_of(sizes_of_batch):
+        rows = num_reqs * length
+        desc = dispatch(manager, [length] * num_reqs)
+        assert_fits(desc, [length] * num_reqs)
+        assert desc.uniform_token_count is None
+        assert desc.num_tokens - rows <= max(FILLED, rows // 4)
+        # Of few requests no program of attention finds nothing to do, of others not many.
+        room = 1 if num_reqs in (1, 2, 3, 4, 8) else 2 * SPREAD
+        assert room > 1 or desc.num_tokens == rows
+        assert programs(shape_of(desc)) <= room * programs((rows, num_reqs, length))
 
 
 def programs(shape: tuple[int, int, int]) -> int:
@@ -144,13 +141,13 @@ def programs(shape: tuple[int, int, int]) -> int:
 
 
 def test_every_mixture_of_trees_and_plain_requests_has_a_full_graph(sizes_of_batch, manager):
-    for num_reqs, sizes in enumerate(sizes_of_batch):
-        for nodes, drafting in product(sizes, {1, num_reqs // 2, num_reqs - 1} - {0}):
-            lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
+    for num_reqs, length in rows_of(sizes_of_batch):
+        for drafting in {1, num_reqs // 2, num_reqs - 1} - {0}:
+            lengths = [length] * drafting + [1] * (num_reqs - drafting)
             desc = dispatch(manager, lengths)
             assert_fits(desc, lengths)
             # Never more than its rows, or a part of those that all would have had.
-            most = max(sum(lengths), num_reqs * (nodes + 1))
+            most = max(sum(lengths), num_reqs * length)
             assert desc.num_tokens - most <= max(FILLED, most // 4)
 
 
@@ -181,11 +178,10 @@ def test_a_tree_that_is_cut_among_others_has_a_full_graph(sizes_of_batch, manage
 def test_any_number_of_requests_has_its_graphs(make_sizes, max_num_reqs):
     sizes_of_batch = make_sizes(max_num_reqs)
     manager = with_ours(sizes_of_batch)
-    for num_reqs, sizes in enumerate(sizes_of_batch):
-        for nodes in sizes:
-            assert_fits(dispatch(manager, [nodes + 1] * num_reqs), [nodes + 1] * num_reqs)
-            mixed = [nodes + 1] + [1] * (num_reqs - 1)
-            assert_fits(dispatch(manager, mixed), mixed)
+    for num_reqs, length in rows_of(sizes_of_batch):
+        for other in (length, 1):
+            lengths = [length] + [other] * (num_reqs - 1)
+            assert_fits(dispatch(manager, lengths), lengths)
 
 
 def test_plain_steps_keep_the_graphs_that_they_have_without_speculation(manager):
@@ -202,11 +198,6 @@ def test_a_step_with_a_prompt_has_a_piecewise_graph(manager):
         assert desc.cg_mode == CUDAGraphMode.PIECEWISE
 
 
-def test_plain_requests_beside_trees_have_no_graph_of_vllm_s_choice():
-    vllm_s = make_manager(256, largest=None)
-    assert dispatch(vllm_s, [81, 1]).cg_mode == CUDAGraphMode.PIECEWISE
-
-
 def counts(manager: CudaGraphManager) -> tuple[int, int, int]:
     """Graphs of plain decoding, of trees, and piecewise ones."""
     full = manager._capture_descs[CUDAGraphMode.FULL]
@@ -215,12 +206,12 @@ def counts(manager: CudaGraphManager) -> tuple[int, int, int]:
 
 
 def test_few_graphs_are_captured():
-    vllm_s = counts(make_manager(256, largest=None))
-    ours = counts(with_ours(grown(256), among_others=True))
-    templates = counts(with_ours(by_table(256)))
-    assert vllm_s == (54, 251, 70)
-    assert ours == (35, 85, len(CAPTURE_SIZES))
-    assert templates == (35, 15, len(CAPTURE_SIZES))
+    vllm_s = make_manager(256, largest=None)
+    assert counts(vllm_s) == (54, 251, 70)
+    assert counts(with_ours(grown(256), among_others=True)) == (35, 85, len(CAPTURE_SIZES))
+    assert counts(with_ours(by_table(256))) == (35, 15, len(CAPTURE_SIZES))
+    # Of vLLM's choice there is none for plain requests beside trees.
+    assert dispatch(vllm_s, [81, 1]).cg_mode == CUDAGraphMode.PIECEWISE
 
 
 def test_the_largest_graph_is_captured_first(manager):

@@ -42,14 +42,12 @@ class TestEverySource:
         plain = result["plain with mtp" if name == "mtp" else "plain"]
         assert result[name]["token ids"] == plain
 
-    def test_trunks_are_vllms_own_chains_behind_the_same_text(self, result, name):
-        found = result[name]
+        assert result[name]["seen"]["accepted"] > 10
+
+    def test_trunks_are_vllms_own_chains_in_trees_whose_rows_are_moved(self, result, name):
+        found, seen = result[name], result[name]["seen"]
         assert len(found["trunks"]) > 20
         assert found["trunks"] == found["chains of vLLM"]
-
-    def test_trunks_are_in_trees_whose_rows_are_moved(self, result, name):
-        seen = result[name]["seen"]
-        assert seen["accepted"] > 10
         assert name == "ngram_gpu" or seen["moved rows"] > 0
         # For n-grams the text has few matches.
         assert seen["trunks in trees"] > (0 if name == "ngram_gpu" else 10)
@@ -96,24 +94,22 @@ class WatchedChains:
         self.req_states: Any = None
         self.num_calls = 0
         for of_class in SPECULATORS:
-            self._watch_class(of_class)
+            of_class.propose = self.watched(of_class.propose)
 
-    def _watch_class(self, of_class: Any) -> None:
-        propose = of_class.propose
-
-        def watched(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, propose: Any) -> Any:
+        def call(speculator: Any, *args: Any, **kwargs: Any) -> Any:
             drafts = propose(speculator, *args, **kwargs)
-            self.num_calls += not kwargs.get("dummy_run")
-            is_round = kwargs.get("num_speculative_tokens") != 0 and not kwargs.get("dummy_run")
-            if is_round and self.req_states is not None:
+            if kwargs.get("dummy_run"):
+                return drafts
+            self.num_calls += 1
+            if kwargs.get("num_speculative_tokens") != 0 and self.req_states is not None:
                 batch, num_sampled = args[0], args[5]
                 for place, index in enumerate(batch.idx_mapping.tolist()):
                     if num_sampled[place] > 0:
-                        text = text_of(self.req_states, index)
-                        self.chains[text] = drafts[place].tolist()
+                        self.chains[text_of(self.req_states, index)] = drafts[place].tolist()
             return drafts
 
-        of_class.propose = watched
+        return call
 
     def watch(self, llm: Any) -> Chains:
         """Forget what was seen, and watch this engine."""
@@ -176,21 +172,18 @@ def serve(model: str, trunk: dict[str, Any], watched: WatchedChains) -> dict[str
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
     both = [text for text in texts if text in expected]
-    return {
-        "token ids": token_ids,
+    trunks = {
         "trunks": [chains[text] for text in both],
         "chains of vLLM": [expected[text] for text in both],
-        "seen": seen,
-        "waits": waits.seen,
-        "calls": calls,
-        "counted": counted,
     }
+    found = {"token ids": token_ids, "seen": seen, "waits": waits.seen, "calls": calls}
+    return found | trunks | {"counted": counted}
 
 
 def serve_priced(trunk: dict[str, Any]) -> dict[str, Any]:
     """In the process with the engines: one that is told what a round takes."""
     method = {"method": "token_recycling", "trunk": trunk, "max_nodes": NODES, "context_mib": 1}
-    token_ids, rounds = [], {}
+    result: dict[str, Any] = {"token ids": [], "rounds": {}}
     with engine(method, model=TARGET, **ARGUMENTS) as llm:
         sizes, drafter = core(llm).scheduler.sizes, runner(llm).tree_drafter
         timed = runner(llm).speculator.times.drafting
@@ -199,14 +192,11 @@ def serve_priced(trunk: dict[str, Any]) -> dict[str, Any]:
             graphs = {GraphShape(64, 64, 64): (60.0, 0.0)}
             sizes.take_times(GraphTimes(graphs, {TRUNKS: {1: seconds}, TREES: {1: 0.0}}))
             before = drafter.num_rounds
-            token_ids.append(tokens_of(llm, BATCHES["three"]))
-            rounds[name] = drafter.num_rounds - before
-    times = {"alone timed": timed[TREES], "rounds timed": timed[TRUNKS]}
-    return {
-        "token ids": token_ids,
-        "rounds": rounds,
-        **{name: of_batches[max(of_batches)] for name, of_batches in times.items()},
-    }
+            result["token ids"].append(tokens_of(llm, BATCHES["three"]))
+            result["rounds"][name] = drafter.num_rounds - before
+    for name, of_batches in {"alone timed": timed[TREES], "rounds timed": timed[TRUNKS]}.items():
+        result[name] = of_batches[max(of_batches)]
+    return result
 
 
 def refused(trunk: dict[str, Any], **flags: Any) -> str:

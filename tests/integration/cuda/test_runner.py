@@ -31,7 +31,7 @@ from vllm_recycle.integration.cuda import sampling
 
 CLASSES = ("greedy", "sampled")  # in the order of the counts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 # Batches of requests: which tokens of TEXT are the prompt, and the sampling parameters.
 MIXED = [

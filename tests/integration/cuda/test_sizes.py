@@ -1,34 +1,62 @@
 """The scheduler of Model Runner V2 takes the size of trees that is worth its time, or none.
 
 What steps cost is replaced between batches of requests, so that rows are free, or dear.
+
+And steps are replayed from full graphs, whatever rows their requests have. The graphs are those of
+`v2_graphs`: what vLLM's manager captures and dispatches to is a recording of launches on the
+tensors of the capture. Plain steps are not captured: their attention is vLLM's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from engines import core, counter, engine, runner
-from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TREE, Waits, tokens_of
-from v2_graphs import Graph
+import v2_graphs
+from engines import core, counter, engine, runner, watch_steps
+from schedulers import seconds_as_measured
+from v2_engines import (
+    GREEDY,
+    GROWN,
+    LLM_ARGUMENTS,
+    SCHEDULE,
+    SEEDED,
+    TREE,
+    Waits,
+    tokens_of,
+    with_sizes,
+)
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.eplb_utils import EPLBController
 
-from vllm_recycle.core.curve import TREES, Load
+from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda import runner as v2_runner
-from vllm_recycle.integration.cuda.graphs import replace_full_graphs
+from vllm_recycle.integration.cuda.graphs import plan_full_graphs, replace_full_graphs
 from vllm_recycle.integration.cuda.time_steps import ROUNDS, time_graphs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 NODES = TREE.num_nodes
 BATCH = [((0, 16), GREEDY | {"max_tokens": 24}), ((0, 20), SEEDED | {"max_tokens": 24})]
+# As many batches, which are replayed.
+REPLAYED = [
+    # Trees beside requests without: one looks back, one has opted out.
+    [
+        ((0, 16), GREEDY),
+        ((0, 33), {**GREEDY, "repetition_penalty": 1.3}),
+        ((3, 40), SEEDED),
+        ((0, 24), {**GREEDY, "extra_args": {"speculate": False}}),
+    ],
+    # One whose prompt takes several steps, while another decodes; its trees are cut at the end.
+    [((0, 16), {**GREEDY, "max_tokens": 88}), ((0, 84), {**GREEDY, "max_tokens": 28})],
+]
 # Seconds of a row more than the first, whose step takes a second.
 FREE, DEAR = 0.0, 1.0
 
@@ -78,6 +106,21 @@ def test_each_captured_graph_is_replayed(result):
     assert result["lengths"] == [*[1] * 6, *[1 + longest] * 6, *[9] * 6, *[9 + longest] * 6]
 
 
+def test_tokens_of_replayed_steps_equal_those_without_speculation(result):
+    assert result["replayed"]["token ids"] == result["plain of replayed"]
+    assert result["replayed"]["seen"]["accepted tokens"] > 0
+
+
+def test_every_step_of_trees_without_a_prompt_is_replayed(result):
+    seen = result["replayed"]["seen"]
+    for kind in ("trees alone", "trees beside plain requests", "trees of several sizes"):
+        assert seen[kind] > 0
+        assert seen[f"{kind}, replayed"] == seen[kind]
+    assert seen["filled up"] > 0
+    assert seen["trees beside a prompt"] > 0
+    assert "trees beside a prompt, replayed" not in seen
+
+
 def test_timing_is_no_load_of_experts(result):
     can_suppress = hasattr(EPLBController, "suppress")  # vLLM 0.33 and later
     assert result["timed"]["load of experts counts"] == (not can_suppress)
@@ -107,35 +150,87 @@ def watch_timing() -> dict[str, Any]:
     return seen
 
 
-def left_by(drafter: Any) -> dict[str, int]:
-    """What is known when the engine has started."""
-    return {
-        "entries": drafter.state.matrix.num_written,
-        "tokens": int(drafter.texts.lengths.sum()),
-        "stamps": int(drafter.stamps.count_nonzero()),
-    }
+def capture(model_runner: Any) -> None:
+    """As the start of an engine does on a GPU, of the graphs for trees."""
+    manager = model_runner.cudagraph_manager
+    manager.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 1, 1, 1)
+    manager._capture_descs[CUDAGraphMode.FULL] = [full]
+    shapes = plan_full_graphs(
+        model_runner.sizes_of_batch, [LLM_ARGUMENTS["max_num_batched_tokens"]]
+    )
+    replace_full_graphs(manager, [shape for shape in shapes if shape.max_query_len > 1])
+    manager.capture(
+        model_runner.model,
+        model_runner.model_state,
+        model_runner.input_buffers,
+        model_runner.intermediate_tensors,
+        model_runner.block_tables,
+        model_runner.attn_groups,
+        model_runner.kv_cache_config,
+    )
+
+
+def kind_of(input_batch: Any) -> str:
+    """What a step is like."""
+    num_nodes = input_batch.num_draft_tokens_per_req
+    if num_nodes is None:
+        return "no trees"
+    if input_batch.has_prefill:
+        return "trees beside a prompt"
+    if (num_nodes == 0).any():
+        return "trees beside plain requests"
+    return "trees alone" if len(set(num_nodes)) == 1 else "trees of several sizes"
+
+
+def watch_replays(model_runner: Any, seen: Counter) -> None:
+    """In the process with the engines: count what steps are like, and which are replayed."""
+    prepare_attn, manager = model_runner.prepare_attn, model_runner.cudagraph_manager
+    run_fullgraph = manager.run_fullgraph
+
+    def watched_prepare_attn(input_batch: Any) -> Any:
+        model_runner.kind = kind_of(input_batch)
+        seen[model_runner.kind] += 1
+        seen["filled up"] += input_batch.num_tokens < input_batch.num_tokens_after_padding
+        return prepare_attn(input_batch)
+
+    def watched_run_fullgraph(desc: Any) -> Any:
+        seen[f"{model_runner.kind}, replayed"] += 1
+        return run_fullgraph(desc)
+
+    model_runner.prepare_attn, manager.run_fullgraph = watched_prepare_attn, watched_run_fullgraph
+
+
+def serve_replayed() -> dict[str, Any]:
+    """In the process with the engines: one that replays steps of trees."""
+    v2_graphs.install()
+    seen: Counter = Counter()
+    with engine(with_sizes(GROWN, SCHEDULE), **LLM_ARGUMENTS) as llm:
+        capture(runner(llm))
+        watch_replays(runner(llm), seen)
+        token_ids = tokens_of(llm, *REPLAYED)
+        seen["accepted tokens"] = counter(llm, "spec_decode_num_accepted_tokens")
+    return {"token ids": token_ids, "seen": seen}
 
 
 def main(_: Path) -> dict[str, Any]:
-    """In the process with the engines: one without trees, and one with them."""
+    """In the process with the engines: one without trees, and two with them."""
     with engine(**LLM_ARGUMENTS) as llm:
         result: dict[str, Any] = {"plain": tokens_of(llm, BATCH)}
+        result["plain of replayed"] = tokens_of(llm, *REPLAYED)
     result["timed"] = watch_timing()
     with engine(GROWN, **LLM_ARGUMENTS) as llm:
-        result["left"] = left_by(runner(llm).tree_drafter)
+        drafter, steps = runner(llm).tree_drafter, watch_steps(llm)
+        result["left"] = {
+            "entries": drafter.state.matrix.num_written,
+            "tokens": int(drafter.texts.lengths.sum()),
+            "stamps": int(drafter.stamps.count_nonzero()),
+        }
         scheduler, speculator, waits = core(llm).scheduler, runner(llm).speculator, Waits()
-        sizes: list[int] = []
         reports: list[int] = []
         times: list[GraphTimes] = []
         grown_at_0: list[int] = []
-        schedule, report = scheduler.schedule, speculator._report
-        learn = scheduler.sizes.learn
-
-        def watched_schedule(*args: Any) -> Any:
-            output = schedule(*args)
-            if output.total_num_scheduled_tokens:
-                sizes.append(output.num_spec_tokens_to_schedule)
-            return output
+        report, learn = speculator._report, scheduler.sizes.learn
 
         def watched_report(input_batch: Any, num_speculative_tokens: int | None) -> None:
             grown_at_0.append(num_speculative_tokens == 0)
@@ -147,28 +242,24 @@ def main(_: Path) -> dict[str, Any]:
                 times.extend([said.times] if said.times else [])
             learn(scheduler_output, model_runner_output)
 
-        def as_measured(output: Any) -> float | None:
-            """Steps take what graphs are said to, and not what they take in the interpreter."""
-            requests, chooser = len(output.num_scheduled_tokens), scheduler.sizes.chooser
-            if chooser is None or not requests:
-                return None
-            rows = np.array([output.total_num_scheduled_tokens])
-            [seconds] = chooser.curve.measured(TREES, Load(requests), rows)
-            return float(seconds) if np.isfinite(seconds) else None
-
-        scheduler.schedule, scheduler.sizes.learn = watched_schedule, watched_learn
-        scheduler.sizes._seconds = as_measured
+        scheduler.sizes.learn = watched_learn
+        # Steps take what graphs are said to, and not what they take in the interpreter.
+        scheduler.sizes._seconds = partial(seconds_as_measured, scheduler.sizes)
         speculator._report = watched_report
         waits.watch(speculator, "propose")
 
         def serve() -> dict[str, Any]:
-            sizes.clear()
+            steps.clear()
             grown_at_0.clear()
             before = counter(llm, "spec_decode_num_accepted_tokens")
             token_ids = tokens_of(llm, BATCH)
             return {
                 "token ids": token_ids,
-                "sizes": list(sizes),
+                "sizes": [
+                    step.num_spec_tokens_to_schedule
+                    for step in steps
+                    if step.total_num_scheduled_tokens
+                ],
                 "grown at 0": sum(grown_at_0),
                 "accepted tokens": counter(llm, "spec_decode_num_accepted_tokens") - before,
             }
@@ -193,7 +284,7 @@ def main(_: Path) -> dict[str, Any]:
         descs = sorted(manager._capture_descs[CUDAGraphMode.FULL], key=lambda desc: desc.num_tokens)
         lengths: list[int] = []
         seq_lens = runner(llm).input_buffers.seq_lens
-        manager.graphs = {desc: Graph() for desc in descs}
+        manager.graphs = {desc: v2_graphs.Graph() for desc in descs}
         for graph in manager.graphs.values():
             graph.launches.append(lambda: lengths.append(int(seq_lens[0])))
         manager.hidden_states = torch.zeros(NODES + 1, runner(llm).model_config.get_hidden_size())
@@ -201,4 +292,4 @@ def main(_: Path) -> dict[str, Any]:
             result["timed graphs"] = sorted(time_graphs(runner(llm)))
         result["replays"] = [graph.num_replays for graph in manager.graphs.values()]
         result["lengths"] = lengths
-    return result | {"waits": waits.seen}
+    return result | {"waits": waits.seen, "replayed": serve_replayed()}

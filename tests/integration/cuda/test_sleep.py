@@ -36,24 +36,15 @@ GARBAGE = 0x3F  # as any byte: a small number, or an integer that is no place of
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tokens_are_the_same_after_each_sleep(result, method):
-    for tokens in result[method]["token ids"]:
-        assert tokens == result["plain"]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_was_learnt_is_there_and_serves(result, method):
+def test_tokens_and_what_was_learnt_are_the_same_after_each_sleep(result, method):
     found = result[method]
-    for before, after in found["known"]:
-        assert after == before
+    assert all(tokens == result["plain"] for tokens in found["token ids"])
+    assert all(before == after for before, after in found["known"])
     first, *later = found["accepted tokens"]
     assert min(later) >= first > 0
-
-
-def test_memory_was_given_up(result):
-    for method in METHODS:
-        light, deep = result[method]["bytes overwritten"]
-        assert 0 < light < deep
+    # Memory was given up.
+    light, deep = found["bytes overwritten"]
+    assert 0 < light < deep
 
 
 class Pool(TorchDispatchMode):
@@ -145,16 +136,13 @@ def serve(method: dict[str, Any]) -> dict[str, Any]:
     """In the process with the engines: an engine that sleeps at each level."""
     Pool.memory.clear()
     Overwriting.num_bytes.clear()
-    found: dict[str, Any] = {"token ids": [], "accepted tokens": [], "known": []}
+    found: dict[str, Any] = {"known": []}
     with engine(method, **LLM_ARGUMENTS, enable_sleep_mode=True) as llm:
 
-        def generate() -> None:
-            before = counter(llm, "spec_decode_num_accepted_tokens")
-            found["token ids"].append(tokens_of(llm, BATCH))
-            after = counter(llm, "spec_decode_num_accepted_tokens")
-            found["accepted tokens"].append(after - before)
+        def accepted() -> int:
+            return counter(llm, "spec_decode_num_accepted_tokens")
 
-        generate()
+        found |= {"token ids": [tokens_of(llm, BATCH)], "accepted tokens": [accepted()]}
         parameters = runner(llm).model.named_parameters()
         weights = [(name, weight.detach().clone()) for name, weight in parameters]
         for level in LEVELS:
@@ -165,7 +153,8 @@ def serve(method: dict[str, Any]) -> dict[str, Any]:
                 with torch.no_grad():
                     runner(llm).reload_weights(iter(weights), is_checkpoint_format=False)
             found["known"].append((before, known(llm)))
-            generate()
+            found["token ids"].append(tokens_of(llm, BATCH))
+            found["accepted tokens"].append(accepted() - sum(found["accepted tokens"]))
     return found | {"bytes overwritten": [*Overwriting.num_bytes]}
 
 

@@ -22,6 +22,10 @@ def speed_up() -> None:
     _patch_language_once(interpreter)
     _find_types_once(interpreter)
     _share_shapes(interpreter.tl)
+    _compare_types_at_once(interpreter.tl)
+    _leave_out_checks(interpreter)
+    _keep_operands(interpreter)
+    _call_builtins_at_once(interpreter)
     _sort_at_once(interpreter)
     interpreter.ReduceOps.generic_reduce = _reduce_pairs
     _find_grids_first(interpreter.GridExecutor)
@@ -68,8 +72,7 @@ def _share_shapes(tl: Any) -> None:
     def make_type(self: Any, element: Any, shape: Any) -> None:
         unwrapped = [size.value if type(size) is tl.constexpr else size for size in shape]
         self.element_ty = element
-        self.numel, self.shape, name, self.sizes = sizes(*unwrapped)
-        self.name = f"<{name}, {element}>"
+        self.numel, self.shape, self.shape_name, self.sizes = sizes(*unwrapped)
 
     def make(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -81,7 +84,76 @@ def _share_shapes(tl: Any) -> None:
 
     tl.tensor.__init__ = make
     tl.block_type.__init__ = make_type
+    tl.block_type.name = property(
+        lambda self: f"<{self.shape_name}, {self.element_ty}>", lambda self, name: None
+    )
     tl.tuple.__eq__ = is_same
+
+
+def _compare_types_at_once(tl: Any) -> None:
+    """Most types that are equal are one object."""
+    is_equal = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
+
+
+def _leave_out_checks(interpreter: Any) -> None:
+    """Those whose verdict the interpreter drops without Triton's `debug`, and of its own arrays."""
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+
+
+def _keep_operands(interpreter: Any) -> None:
+    """Operands of one type and shape as they are, and numbers in the type and shape of the other.
+
+    Else each operation asks again for the types of both, and makes an array of a number.
+    """
+    tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
+    check = semantic.binary_op_type_checking_impl
+    # 16 bits are widened to be divided.
+    plain = {tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.float32, tl.float64}
+    plain |= {tl.uint8, tl.uint16, tl.uint32, tl.uint64}
+    numbers: dict[Any, Any] = {}
+
+    def check_once(self: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = getattr(left, "dtype", None)
+        if type(dtype) is not tl.dtype or dtype not in plain:
+            return check(self, left, right, *args, **kwargs)
+        shape = left.shape
+        if type(right) is tl.tensor:
+            if shape is right.shape and dtype is right.dtype:
+                return left, right
+        elif type(right) in (int, float, bool):
+            # The shapes of `_share_shapes` live on.
+            key = dtype, id(shape), type(right), right, args, *kwargs.items()
+            if key in numbers:
+                return left, numbers[key]
+            operand, number = check(self, left, right, *args, **kwargs)
+            if operand is left:
+                number.handle.data.flags.writeable = False
+                numbers[key] = number
+            return operand, number
+        return check(self, left, right, *args, **kwargs)
+
+    semantic.binary_op_type_checking_impl = check_once
+
+
+def _call_builtins_at_once(interpreter: Any) -> None:
+    """Triton's functions, told of the interpreter without the layers that look for it."""
+    semantic = interpreter.interpreter_semantic
+    wrapper = interpreter.tl.core.builtin(lambda: None).__code__
+
+    def patch(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        is_wrapped = getattr(member, "__code__", None) is wrapper
+        function = member.__wrapped__ if is_wrapped else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _sort_at_once(interpreter: Any) -> None:

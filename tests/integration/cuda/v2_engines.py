@@ -9,7 +9,7 @@ of the GPU's layout. What still differs from a GPU:
 
     FlashAttention's functions, for the rows that are no tree, are torch's
     trees are attended to in larger tiles than float32 has, and no context is split
-    nothing is captured into CUDA graphs (but in `test_full_graphs`)
+    nothing is captured into CUDA graphs (but in `test_sizes`)
     vLLM's kernels for top-k and top-p do not run in the interpreter: no request asks for them
     float32, so that outputs compare; the interpreter knows nothing of tensor cores
     one process, one rank (but `test_ranks`)

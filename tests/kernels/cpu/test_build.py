@@ -14,13 +14,24 @@ from vllm_recycle.kernels.cpu import build
 
 # Compiled for speed, the same sources take ten times as long.
 QUICK = ("-O0", *build.FLAGS[1:])
+# Compiles once, and gives the same library whenever it is called again.
+COMPILER = """#!/bin/sh
+for output; do :; done
+test -e {folder}/kept && exec cp {folder}/kept "$output"
+{compiler} "$@" && cp "$output" {folder}/kept
+"""
 
 
 @pytest.fixture(scope="module")
 def full_cache(tmp_path_factory):
-    """A cache with the kernels, quickly compiled."""
+    """A cache with the kernels, and in `bin` the compiler that they are from."""
     folder = tmp_path_factory.mktemp("full")
+    compiler = folder / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(COMPILER.format(folder=folder, compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.delenv("CXX", raising=False)
         patch.setattr(build, "FLAGS", QUICK)
@@ -34,6 +45,7 @@ def cache(full_cache, tmp_path, monkeypatch):
     shutil.copytree(full_cache, tmp_path / "cache")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("PATH", str(full_cache / "bin"), prepend=os.pathsep)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "FLAGS", QUICK)

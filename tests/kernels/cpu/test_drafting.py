@@ -12,7 +12,9 @@ from growth_settings import some_grammars, some_owner, some_trunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recycling_steps import ends_of, make_matrix, started, write
-from strategies import batch_trees, repetitive_drafts, samples, trees
+from strategies import trees
+from test_learn import MAX_NUM_REQS, make_step, part_of
+from test_walk import ragged_steps
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import (
@@ -25,7 +27,6 @@ from vllm_recycle.core.adjacency import (
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.grow import Allowed, TextEnds
-from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.cpu import calls
 
@@ -37,16 +38,17 @@ MANY = settings(max_examples=60, deadline=None)
 
 @st.composite
 def tables(draw) -> AdjacencyMatrix:
-    """A matrix of which much is known, and three requests that run."""
+    """A matrix of which much is known, and requests that run."""
     matrix = make_matrix(
         draw(st.sampled_from(SCOPES)),
         vocab_size=draw(st.sampled_from(VOCABS)),
         k=draw(st.integers(1, 3)),
         contexts=draw(st.sampled_from(LENGTHS)),
         slots=draw(st.sampled_from([1, 4, 256])),
+        max_num_reqs=MAX_NUM_REQS,
     )
     torch.manual_seed(draw(st.integers(0, 10**6)))
-    for req_state_idx in range(3):
+    for req_state_idx in range(MAX_NUM_REQS):
         for _ in range(1 + req_state_idx):
             matrix.begin(req_state_idx, req_state_idx % NUM_COUNTED, draw(some_owner(matrix)))
         reference.seed(matrix, req_state_idx, torch.tensor(random_texts(matrix, 1, 40)[0]))
@@ -156,52 +158,34 @@ def test_seed_equals_the_reference(matrix, length, for_all):
 
 
 @MANY
-@given(matrix=tables(), data=st.data(), batch=st.integers(1, 3), counts=st.booleans())
-def test_walk_and_learn_equal_the_reference(matrix, data, batch, counts):
-    layout = matrix.layout
-    templates = [data.draw(trees(max_nodes=12)) for _ in range(batch)]
-    drafts = [data.draw(repetitive_drafts(template)) for template in templates]
-    token_ids, sampled, starts = [], [], [0]
-    for template, draft, text in zip(templates, drafts, random_texts(matrix, batch), strict=True):
-        count = data.draw(st.integers(0, template.num_nodes))
-        at_rows = data.draw(samples(template, draft, vocab_size=layout.vocab_size))
-        token_ids += [text[-1], *draft[:count]]
-        sampled += at_rows[: count + 1]
-        starts.append(len(sampled))
-    tree = batch_trees(templates)
-    padded = torch.tensor([[*draft, *[-1] * (tree.num_nodes - len(draft))] for draft in drafts])
-    flat, cu_num_logits = torch.tensor(sampled), torch.tensor(starts)
-    expected, got = (
-        walk(flat, padded, cu_num_logits, trees=tree) for walk in (reference.walk, calls.walk)
-    )
+@given(step=ragged_steps())
+def test_walk_equals_the_reference(step):
+    rows, trees = step
+    expected, got = (walk(*rows, trees=trees) for walk in (reference.walk, calls.walk))
     for name in ("path", "token_ids", "lengths"):
         assert getattr(got, name).equal(getattr(expected, name)), name
+
+
+@MANY
+@given(
+    matrix=tables(),
+    seed=st.integers(0, 10**6),
+    max_rows=st.sampled_from([1, 5, 13]),
+    counts=st.booleans(),
+)
+def test_learn_equals_the_reference(matrix, seed, max_rows, counts):
+    layout = matrix.layout
     # Near the most that is counted, so that halving is seen.
     shape = (NUM_CLASSES, len(layout.contexts), 2, layout.k, 5, 2)
-    seen = [torch.randint(1990, 2001, shape).double() if counts else None]
-    seen += [counter if counter is None else counter.clone() for counter in seen]
-    matrices = [copy.deepcopy(matrix), copy.deepcopy(matrix)]
-    ends = ends_of(random_texts_like(token_ids, starts))
-    for _ in range(3):  # what is learnt first is read, and written over
-        others = torch.rand(len(sampled), layout.vocab_size).argsort(1)[:, : layout.k]
-        others[:, 0] = flat
-        step = VerifiedStep(
-            idx_mapping=torch.arange(batch),
-            parents=tree.parents,
-            row_token_ids=torch.tensor(token_ids),
-            cu_num_logits=cu_num_logits,
-            successors=others.int(),
-            walked=expected,
-        )
-        for twin, one, counter in zip((reference, calls), matrices, seen, strict=True):
-            twin.learn(one, counter, ends, step)
-        assert matrices[1].table.equal(matrices[0].table)
-        assert not counts or seen[1].equal(seen[0])
-
-
-def random_texts_like(token_ids: list[int], starts: list[int]) -> list[list[int]]:
-    """Texts that end with the tokens of the roots."""
-    return [[0, 1, 2, token_ids[start]][-1 - start % 4 :] for start in starts[:-1]]
+    counter = torch.randint(1990, 2001, shape).double() if counts else None
+    expected, got = copy.deepcopy((matrix, counter)), (matrix, counter)
+    for index in range(3):  # what is learnt first is read, and written over
+        texts, step = make_step(seed + index, layout, max_rows=max_rows, device="cpu")
+        part = part_of(texts, step, [*range(len(step.idx_mapping))])
+        reference.learn(*expected, *part)
+        calls.learn(*got, *part)
+        assert got[0].table.equal(expected[0].table)
+        assert not counts or got[1].equal(expected[1])
 
 
 # Top k.

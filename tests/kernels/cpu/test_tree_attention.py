@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_steps import UNTOUCHED
 from cache_layouts import LAYOUTS, STALE, every_layout, skip_reason
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import LARGEST, trees
-from tolerance import is_within_tolerance
-from tree_steps import BUSH, UNTOUCHED, Step, bushes, sinks_of, softmax_rows, texts_of
+from tree_steps import BUSH, Step, bushes, is_within_tolerance, sinks_of, softmax_rows, texts_of
 
 from vllm_recycle.core.lookahead import lookahead_template
 
@@ -42,12 +42,24 @@ def test_any_trees_equal_a_softmax_over_context_and_ancestors(data, own):
     assert is_within_tolerance(output, softmax_rows(texts, window=window))
 
 
+# Less than a path of the tree, less than a context, parts of blocks, and longer than all of them.
 @every_layout
-def test_rows_outside_the_trees_are_left_alone(layout, own):
-    texts = bushes(layout)
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [*((window, False) for window in (None, 1, 3, 20, 33, 64, 200)), (None, True), (20, True)],
+)
+def test_rows_equal_a_softmax_over_what_they_see(layout, own, window, has_sinks):
+    """With a window up to their own position, and a sink that is a score of each head."""
+    texts, sinks = bushes(layout), sinks_of(layout) if has_sinks else None
     step = Step.make(layout, texts, own=own)
-    output = step.attend()
-    assert is_within_tolerance(step.tree_rows(output), softmax_rows(texts))
+    output = step.attend(window=window, sinks=sinks)
+    rows = step.tree_rows(output)
+    assert is_within_tolerance(rows, softmax_rows(texts, window=window, sinks=sinks))
+    others = [(window, None), (window, sinks.roll(1))] if has_sinks else []
+    others += [(window + 1, sinks)] if window and window < 64 else []
+    for one, some in others:
+        assert not is_within_tolerance(rows, softmax_rows(texts, window=one, sinks=some))
+    # Rows of no tree are left alone.
     outside = torch.ones(len(output), dtype=torch.bool)
     for index in range(len(texts)):
         outside[step.rows_of(index)] = False
@@ -94,18 +106,6 @@ def test_a_context_is_read_from_the_cache(layout):
         assert is_nan.all() if text.context else not is_nan.any()
 
 
-# Less than a path of the tree, less than a context, parts of blocks, and longer than all of them.
-@every_layout
-@pytest.mark.parametrize("window", [1, 3, 20, 33, 64, 200])
-def test_rows_see_what_is_in_the_window_up_to_their_own_position(layout, own, window):
-    texts = bushes(layout)
-    step = Step.make(layout, texts, own=own)
-    output = step.tree_rows(step.attend(window=window))
-    assert is_within_tolerance(output, softmax_rows(texts, window=window))
-    if window < 64:
-        assert not is_within_tolerance(output, softmax_rows(texts, window=window + 1))
-
-
 @every_layout
 def test_blocks_that_fell_out_of_the_window_are_others(layout, own):
     """vLLM gives them away; what it leaves in the block table is theirs by now."""
@@ -118,17 +118,6 @@ def test_blocks_that_fell_out_of_the_window_are_others(layout, own):
     assert step.attend(window=window).equal(expected)
     assert is_within_tolerance(step.tree_rows(expected), softmax_rows(texts, window=window))
     assert not is_within_tolerance(step.attend(), expected)
-
-
-@every_layout
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_sink_is_a_score_of_each_head(layout, own, window):
-    texts, sinks = bushes(layout), sinks_of(layout)
-    step = Step.make(layout, texts, own=own)
-    output = step.tree_rows(step.attend(window=window, sinks=sinks))
-    assert is_within_tolerance(output, softmax_rows(texts, window=window, sinks=sinks))
-    for others in (None, sinks.roll(1)):
-        assert not is_within_tolerance(output, softmax_rows(texts, window=window, sinks=others))
 
 
 @every_layout

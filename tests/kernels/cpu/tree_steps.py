@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from attention_steps import NO_BLOCK, TOLERANCE, UNTOUCHED
 from cache_layouts import STALE, Layout, write
 
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.cpu.cache_calls import TreeQueries, tree_attention
 
-UNTOUCHED = -7.0
-# What block tables hold behind the last token that is in the cache.
-NO_BLOCK = 2**30
 DEEP_END = ((9, 0), (9, 1), (21, 0), (23, 0), (24, 1))
 BUSH = TreeTemplate((*load_tree("paper-80").nodes[:20], *DEEP_END))
 
@@ -162,3 +160,7 @@ def softmax_rows(
             weights = scores.softmax(dim=0)[: len(seen), :, None]
             output.append((weights * values[seen]).sum(dim=0))
     return torch.stack(output)
+
+
+def is_within_tolerance(output: torch.Tensor, reference: torch.Tensor) -> bool:
+    return bool((output.double() - reference.double()).abs().max() <= TOLERANCE[output.dtype])

@@ -1,45 +1,43 @@
 """What `compile_kernels` compiles: launches of all of our kernels, in sizes of real models.
 
 A case calls the functions that serving calls, with tensors of the same types and sizes, so that
-Triton finds what to compile from what it is given, as it does on a GPU. Contents mean nothing.
+Triton finds what to compile from what it is given, as it does on a GPU. Contents mean nothing. A
+step's kernels get what the GPU benchmarks give them.
 """
 
 from __future__ import annotations
 
+import copy
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import fake_gpu
 import torch
 from attention_steps import Request, Shape, Step, below_chain
 
-from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import Trunks
-from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.tree import TreeTemplate, load_tree
+from vllm_recycle.core.tree import load_tree
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
-from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.attention.tiles import choose_tile
-from vllm_recycle.kernels.triton.inputs import place_tree_rows
-from vllm_recycle.kernels.triton.kv_cache import compact_path
-from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
-from vllm_recycle.kernels.triton.matrix.learn import learn
 from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
 from vllm_recycle.kernels.triton.ouroboros.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
-from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 from vllm_recycle.kernels.triton.trunks import DeviceTrunks
-from vllm_recycle.kernels.triton.walk import walk
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Case:
 VOCAB = 128_256  # Llama-3's
 TREE_ROWS = 81
 MAX_NUM_REQS, BATCH, MAX_MODEL_LEN = 8, 2, 64
-CONTEXTS = (1, 2, 4, 16)
 # Heads of a group and head size: Llama-3, Gemma 3, Phi-2, Phi-3, Qwen2.
 HEADS = [(4, 128), (2, 256), (1, 80), (1, 96), (7, 64)]
 
@@ -73,29 +70,14 @@ int64 = partial(torch.zeros, dtype=torch.int64)
 
 def cases() -> Iterator[Case]:
     yield from attention_cases()
-    yield Case("walk", walk_step)
+    yield from step_cases()
     yield Case("penalise", penalise)
     yield Case("ban", ban)
-    yield Case("place", place)
-    yield Case("compact", compact)
     for dtype, width in ((torch.int32, ()), (torch.int64, ()), (torch.bfloat16, (4096,))):
         yield Case(f"move-{str(dtype).removeprefix('torch.')}", partial(move, dtype, *width))
     for name, has_probabilities in (("a head", True), ("ngram", False)):
         yield Case(f"trunks-{name}", partial(count_and_take, has_probabilities))
-    yield Case("top-k-bf16", lambda: top_k(torch.zeros(3, VOCAB, dtype=torch.bfloat16), 8))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8))
-    # The default k and contexts; and the largest, of sequences that share nothing.
-    default = make_matrix()
-    largest = make_matrix(64, tuple(range(1, 17)), "isolated")
-    for name, matrix in (("default", default), ("largest", largest)):
-        yield Case(f"learn-{name}", partial(learn_step, matrix))
-        yield Case(f"seed-{name}", partial(seed_prompts, matrix))
-    yield Case("grow", partial(grow_trees, default), (80, 90, 100, 120))
-    yield Case("grow-rows64", partial(grow_trees, default, rows=64), (90,))
-    yield Case("grow-beam32", partial(grow_trees, default, beam=32), (90,))
-    yield Case("grow-trunk", partial(grow_trees, default, gamma=4))
-    for name in ("default", "paper-80"):
-        yield Case(f"fill-{name}", partial(fill_trees, default, load_tree(name)))
     yield from ouroboros_cases()
 
 
@@ -109,17 +91,18 @@ def attention_cases() -> Iterator[Case]:
             yield case(rows, 4, 128)
         yield case(32, 2, 256)
         yield case(TREE_ROWS, 4, 128, block_size=128)
-        yield case(TREE_ROWS, 4, 128, dtype=torch.float16, num_splits=1)
+        yield case(TREE_ROWS, 4, 128, torch.float16, num_splits=1)
         # The smallest tiles, in contexts that are too short for shares.
         for rows in (8, 4):
             yield case(rows, 4, 128, num_splits=1)
-        yield case(TREE_ROWS, 4, 128, dtype=torch.float32)
+        yield case(TREE_ROWS, 4, 128, torch.float32)
         yield case(TREE_ROWS, 4, 128, own=True)
         yield case(TREE_ROWS, 4, 128, window=20)
         yield case(TREE_ROWS, 2, 256, window=20)
         # GPT-OSS, whose sinks go to the second kernel where there is one.
-        yield case(TREE_ROWS, 8, 64, window=20, num_splits=1, sinks=True)
-        yield case(TREE_ROWS, 8, 64, sinks=True)
+        sinks = torch.zeros(16, dtype=torch.bfloat16)
+        yield case(TREE_ROWS, 8, 64, window=20, num_splits=1, sinks=sinks)
+        yield case(TREE_ROWS, 8, 64, sinks=sinks)
     for arch in (100, 120):
         yield attention_case(arch, TREE_ROWS, 4, 128)
 
@@ -129,14 +112,13 @@ def attention_case(
     rows: int,
     group: int,
     head_size: int,
+    dtype: torch.dtype = torch.bfloat16,
     *,
     block_size: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-    num_splits: int = 2,
     own: bool = False,
-    window: int | None = None,
-    sinks: bool = False,
+    **given: Any,
 ) -> Case:
+    """With two splits, or what else is given."""
     tile = choose_tile(rows * group, head_size, itemsize=dtype.itemsize, capability=arch // 10)
 
     def launch() -> None:
@@ -146,44 +128,62 @@ def attention_case(
         if own:
             tree, requests = below_chain(tree, 4), (Request(rows + 4, 40, padding=2),)
         step = Step.make(tree, requests, shape, own=own)
-        given = torch.zeros(group * 2, dtype=dtype) if sinks else None
-        step.attend(tile=tile, num_splits=num_splits, window=window, sinks=given)
+        step.attend(**{"tile": tile, "num_splits": 2, **given})
 
-    features = [
-        *([] if num_splits > 1 else ["unsplit"]),
-        *(["own"] if own else []),
-        *([] if window is None else ["windowed"]),
-        *(["sinks"] if sinks else []),
-    ]
-    sizes = f"{str(dtype).removeprefix('torch.')}-rows{rows}-group{group}-head{head_size}"
-    name = "-".join(("attend", sizes, f"block{block_size}", *features))
+    sizes = f"{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
+    name = "-".join(("attend", sizes.removeprefix("torch."), *["own"] * own, *given))
     return Case(name, launch, (arch,), tile.resident)
 
 
-def make_trees(rows: int = TREE_ROWS, depth: int = 8) -> DeviceTrees:
-    return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=depth, device="cpu")
+def step_cases() -> Iterator[Case]:
+    """The default k and contexts; and the largest, of sequences that share nothing."""
+    default = make_step()
+    largest = copy.copy(default)
+    given = {"contexts": tuple(range(1, 17)), "slots": 1 << 16, "scope": "isolated"}
+    largest.matrix = AdjacencyMatrix(VOCAB, 64, **given, max_num_reqs=MAX_NUM_REQS)
+    largest.counts, largest.stamps = None, int32(len(largest.matrix.table))
+    largest.successors = int32(BATCH * TREE_ROWS, 64)
+    for name in ("place", "top_k", "walk", "compact"):
+        yield Case(name, getattr(default, name))
+    for name, step in (("default", default), ("largest", largest)):
+        yield Case(f"learn-{name}", step.learn)
+        yield Case(f"seed-{name}", partial(seed_prompts, step))
+    yield Case("grow", default.grow, (80, 90, 100, 120))
+    yield Case("grow-rows64", partial(grow_trees, default, rows=64), (90,))
+    yield Case("grow-beam32", partial(grow_trees, default, beam=32), (90,))
+    yield Case("grow-trunk", partial(grow_trees, default, gamma=4))
+    for name in ("default", "paper-80"):
+        tree = load_tree(name)
+        yield Case(f"fill-{name}", partial(fill, *drafting(default, tree.num_nodes), tree=tree))
+
+
+def make_step() -> Any:
+    """A step of the GPU benchmarks, of two requests of Llama-3-8B."""
+    sys.path.append(str(Path(__file__).parents[3] / "examples" / "gpu"))
+    import kernel_timing
+
+    os.environ.pop("TRITON_INTERPRET", None)  # which it has set where there is no GPU
+    kernel_timing.DEVICE, kernel_timing.DTYPE = "cpu", torch.bfloat16
+    import kernel_step
+
+    # Not all requests teach.
+    learns = torch.zeros(BATCH, dtype=torch.bool)
+    kernel_step.learn = partial(kernel_step.learn, learns=learns)
+    fake_gpu.select(80, lambda *_: None)
+    sizes = {"max_num_reqs": MAX_NUM_REQS, "slots": 1 << 16, "text": MAX_MODEL_LEN, "layers": 2}
+    step = kernel_step.StepInputs(kernel_step.StepCase(BATCH, TREE_ROWS, **sizes))
+    # As vLLM has them.
+    step.idx_mapping = step.idx_mapping.int()
+    step.expanded_idx_mapping = step.expanded_idx_mapping.int()
+    return step
+
+
+def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
+    return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=8, device="cpu")
 
 
 def make_texts() -> Texts:
     return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
-
-
-def make_matrix(
-    k: int = 8, contexts: tuple[int, ...] = CONTEXTS, scope: str = "sequence"
-) -> AdjacencyMatrix:
-    given = {"contexts": contexts, "slots": 1 << 16, "scope": scope}
-    return AdjacencyMatrix(VOCAB, k, **given, max_num_reqs=MAX_NUM_REQS)
-
-
-def walk_step() -> WalkResult:
-    trees = make_trees(depth=16)
-    return walk(
-        int64(BATCH * TREE_ROWS),
-        int64(MAX_NUM_REQS, TREE_ROWS - 1),
-        int32(BATCH + 1),
-        trees=trees,
-        idx_mapping=int32(BATCH),
-    )
 
 
 def penalise() -> None:
@@ -195,42 +195,14 @@ def penalise() -> None:
 
 
 def ban() -> None:
-    words = BadWords(
-        int32(MAX_NUM_REQS, 64),
-        int32(MAX_NUM_REQS, 65),
-        int32(MAX_NUM_REQS),
-        int32(MAX_NUM_REQS, MAX_MODEL_LEN),
-        int32(MAX_NUM_REQS),
-        int32(MAX_NUM_REQS),
-    )
+    widths = ((64,), (65,), (), (MAX_MODEL_LEN,), (), ())
+    words = BadWords(*(int32(MAX_NUM_REQS, *width) for width in widths))
     ban_words(*sampled_rows(), parents=make_trees().parents, words=words, most_words=3)
 
 
 def sampled_rows() -> tuple[torch.Tensor, ...]:
     """Logits, tokens, places in their trees and requests of some rows."""
     return torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)
-
-
-def place() -> None:
-    rows = BATCH * TREE_ROWS
-    place_tree_rows(
-        int32(rows),
-        int64(rows),
-        int64(rows),
-        int32(rows),
-        trees=make_trees(),
-        idx_mapping=int32(BATCH),
-        expanded_idx_mapping=int32(rows),
-        tree_indices=int64(MAX_NUM_REQS),
-    )
-
-
-def compact() -> None:
-    """In Llama-3-8B's cache in 16 bits."""
-    caches = [torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
-    rows = BATCH * TREE_ROWS
-    path = int64(BATCH, 9)
-    compact_path(PagedLayers.make(caches), int64(rows), int64(rows), int32(BATCH + 1), path)
 
 
 def move(dtype: torch.dtype, *width: int) -> None:
@@ -251,46 +223,21 @@ def count_and_take(has_probabilities: bool) -> None:
     trunks.take(int32(BATCH), make_texts(), Trunks(*drafted))
 
 
-def learn_step(matrix: AdjacencyMatrix) -> None:
-    rows = BATCH * TREE_ROWS
-    walked = WalkResult(int64(BATCH, 17), int64(BATCH, 17), int32(BATCH))
-    step = VerifiedStep(
-        idx_mapping=int32(BATCH),
-        parents=make_trees().parents,
-        row_token_ids=int64(rows),
-        cu_num_logits=int32(BATCH + 1),
-        successors=int32(rows, matrix.layout.k),
-        walked=walked,
-    )
-    counts = DeviceCounts.of(AcceptanceTable(matrix.layout)) if matrix.layout.has_shared else None
-    learns = torch.zeros(BATCH, dtype=torch.bool)
-    stamps = int32(len(matrix.table))
-    learn(matrix, stamps, counts, make_texts(), step, max_rows=TREE_ROWS, learns=learns)
-
-
-def seed_prompts(matrix: AdjacencyMatrix) -> None:
+def seed_prompts(step: Any) -> None:
     given = {"req_state_indices": [0, 1], "lengths": [20, 30]}
-    seed(matrix, int32(len(matrix.table)), int32(50), **given)
+    seed(step.matrix, step.stamps, int32(50), **given)
 
 
-def what_drafts(matrix: AdjacencyMatrix, num_nodes: int) -> tuple:
+def drafting(step: Any, num_nodes: int) -> tuple:
     """What `grow` and `fill` begin with."""
     drafts, worths = int64(BATCH, num_nodes), torch.zeros(BATCH, num_nodes)
-    rates = AcceptanceTable(matrix.layout).rates().float()
-    return drafts, worths, matrix, rates, int32(BATCH), make_texts()
+    return drafts, worths, step.matrix, step.counts.rates, step.idx_mapping, step.texts
 
 
-def grow_trees(
-    matrix: AdjacencyMatrix, *, rows: int = TREE_ROWS, beam: int = 16, gamma: int = 0
-) -> None:
-    trees = make_trees(rows)
+def grow_trees(step: Any, *, rows: int = TREE_ROWS, beam: int = 16, gamma: int = 0) -> None:
     shape = (MAX_NUM_REQS, gamma, CHOICES)
     trunks = Trunks(int64(shape), torch.zeros(shape)) if gamma else None
-    grow(*what_drafts(matrix, rows - 1), trees=trees, beam=beam, trunks=trunks)
-
-
-def fill_trees(matrix: AdjacencyMatrix, tree: TreeTemplate) -> None:
-    fill(*what_drafts(matrix, tree.num_nodes), tree=tree)
+    grow(*drafting(step, rows - 1), trees=make_trees(rows), beam=beam, trunks=trunks)
 
 
 def ouroboros_cases() -> Iterator[Case]:
@@ -305,17 +252,11 @@ def ouroboros_cases() -> Iterator[Case]:
     yield Case("insert-replacing", partial(insert, replaced=torch.zeros_like(phrases)))
     yield Case("harvest", partial(harvest, int64(rows), int64(rows), int32(3), shape=shape))
     start = RoundStart.make(BATCH, 20, 256, torch.device("cpu"))
-    yield Case(
-        "begin-round",
-        partial(
-            begin_round,
-            start,
-            int64(BATCH),
-            texts=int32(MAX_NUM_REQS, MAX_MODEL_LEN),
-            last_token_ids=int64(MAX_NUM_REQS, 1),
-            num_computed=int32(MAX_NUM_REQS),
-            num_cached=int64(MAX_NUM_REQS),
-            block_tables=int32(MAX_NUM_REQS, 256),
-            block_size=16,
-        ),
-    )
+    given = {
+        "texts": int32(MAX_NUM_REQS, MAX_MODEL_LEN),
+        "last_token_ids": int64(MAX_NUM_REQS, 1),
+        "num_computed": int32(MAX_NUM_REQS),
+        "num_cached": int64(MAX_NUM_REQS),
+        "block_tables": int32(MAX_NUM_REQS, 256),
+    }
+    yield Case("begin-round", partial(begin_round, start, int64(BATCH), **given, block_size=16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 
 import recycling_steps
 import torch
@@ -39,15 +40,21 @@ def make_matrix(scope: str, contexts: tuple[int, ...], k: int, **sizes: int) -> 
 
 
 def make_step(
-    seed: int, layout: MatrixLayout, *, max_rows: int, unfilled: float = 0.1
-) -> tuple[torch.Tensor, VerifiedStep]:
+    seed: int,
+    layout: MatrixLayout,
+    *,
+    max_rows: int,
+    unfilled: float = 0.1,
+    device: torch.device | str = DEVICE,
+) -> tuple[Texts, VerifiedStep]:
     """Some requests' texts, and trees with the target's tokens and a path of each to be walked."""
     rng = random.Random(seed)
     batch = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
-    parents = torch.tensor(
-        [[rng.randrange(row) if row else 0 for row in range(max_rows)] for _ in range(MAX_NUM_REQS)]
-    )
-    tokens, starts, tails, path, token_ids = [], [0], [], [], []
+    parents = [
+        [rng.randrange(row) if row else 0 for row in range(max_rows)] for _ in range(MAX_NUM_REQS)
+    ]
+    texts = Texts(torch.full((MAX_NUM_REQS, 20), -9), torch.zeros(MAX_NUM_REQS))
+    tokens, starts, path, token_ids = [], [0], [], []
     for req_state_idx in batch:
         num_rows = rng.choice([0, 1, rng.randint(1, max_rows), max_rows])
         of_rows = [
@@ -55,13 +62,15 @@ def make_step(
             for row in range(num_rows)
         ]
         text = [rng.randrange(layout.vocab_size) for _ in range(rng.randint(1, 2 * layout.reach))]
-        tails.append([*of_rows[:1], *text, *[-1] * layout.reach][: layout.reach])
+        text = [*text, *of_rows[:1]][-layout.reach :]
+        texts.token_ids[req_state_idx, : len(text)] = torch.tensor(text)
+        texts.lengths[req_state_idx] = len(text)
         visits = [0] if of_rows else []
         while visits:
             below = [
                 row
                 for row in range(1, num_rows)
-                if parents[req_state_idx, row] == visits[-1] and of_rows[row] >= 0
+                if parents[req_state_idx][row] == visits[-1] and of_rows[row] >= 0
             ]
             if not below or rng.random() < 0.1:
                 break
@@ -73,35 +82,25 @@ def make_step(
         tokens += of_rows
         starts.append(len(tokens))
     successors = [rng.sample(range(layout.vocab_size), layout.k) for _ in range(len(tokens) + 1)]
-    lengths = torch.tensor([sum(row >= 0 for row in visits) for visits in path], dtype=torch.int32)
-    walked = WalkResult(torch.tensor(path), torch.tensor(token_ids), lengths)
+    lengths = [sum(row >= 0 for row in visits) for visits in path]
+    narrow = partial(torch.tensor, dtype=torch.int32, device=device)
+    wide = partial(torch.tensor, dtype=torch.int64, device=device)
     step = VerifiedStep(
-        idx_mapping=torch.tensor(batch, dtype=torch.int32).to(DEVICE),
-        parents=parents.to(DEVICE, torch.int32),
-        row_token_ids=torch.tensor(tokens, dtype=torch.int64).to(DEVICE),
-        cu_num_logits=torch.tensor(starts, dtype=torch.int32).to(DEVICE),
-        successors=torch.tensor(successors, dtype=torch.int32).to(DEVICE),
-        walked=WalkResult(*(getattr(walked, name).to(DEVICE) for name in walked.__slots__)),
+        idx_mapping=narrow(batch),
+        parents=narrow(parents),
+        row_token_ids=wide(tokens),
+        cu_num_logits=narrow(starts),
+        successors=narrow(successors),
+        walked=WalkResult(wide(path), wide(token_ids), narrow(lengths)),
     )
-    return torch.tensor(tails).to(DEVICE), step
+    return Texts(*(values.to(device, torch.int32) for values in texts)), step
 
 
-def texts_of(tails: torch.Tensor, step: VerifiedStep) -> Texts:
-    """Where the device reads the ends of the step's texts."""
-    texts = [[token for token in tail if token >= 0][::-1] for tail in tails.tolist()]
-    token_ids = torch.full((MAX_NUM_REQS, 20), -9, dtype=torch.int32)
-    lengths = torch.zeros(MAX_NUM_REQS, dtype=torch.int32)
-    for state, text in zip(step.idx_mapping.tolist(), texts, strict=True):
-        token_ids[state, : len(text)] = torch.tensor(text, dtype=torch.int32)
-        lengths[state] = len(text)
-    return Texts(token_ids.to(DEVICE), lengths.to(DEVICE))
-
-
-def part_of(step: VerifiedStep, learns: list[int]) -> VerifiedStep:
+def part_of(texts: Texts, step: VerifiedStep, learns: list[int]) -> tuple[Ends, VerifiedStep]:
     """The requests of a step of which it is said that they teach, as the core takes them."""
     starts, states = step.cu_num_logits.tolist(), step.idx_mapping[learns].long()
     rows = [row for b in learns for row in range(starts[b], starts[b + 1])]
-    return VerifiedStep(
+    part = VerifiedStep(
         idx_mapping=states,
         parents=step.parents[states].long(),
         row_token_ids=step.row_token_ids[rows],
@@ -109,6 +108,7 @@ def part_of(step: VerifiedStep, learns: list[int]) -> VerifiedStep:
         successors=step.successors[rows],
         walked=WalkResult(*(getattr(step.walked, name)[learns] for name in step.walked.__slots__)),
     )
+    return Ends(texts.token_ids[states], (texts.lengths[states] - 1).tolist()), part
 
 
 @settings(max_examples=15, deadline=None)
@@ -133,17 +133,13 @@ def test_a_step_teaches_what_it_teaches_the_core(
         table.counts[:, 0, ..., 1] = 1999.5
     counts = DeviceCounts.of(acceptance) if counted else None
     for index in range(3):
-        tails, step = make_step(seed + index, matrix.layout, max_rows=max_rows)
-        batch = len(tails)
+        texts, step = make_step(seed + index, matrix.layout, max_rows=max_rows)
+        batch = len(step.idx_mapping)
         learns = [b for b in range(batch) if not some_learn or b % 2 == seed % 2]
         which = torch.arange(batch, device=DEVICE) % 2 == seed % 2 if some_learn else None
-        texts = texts_of(tails, step)
         learn(matrix, stamps, counts, texts, step, max_rows=max_rows, learns=which)
         their_counts = theirs.counts if counted else None
-        part = part_of(step, learns)
-        last = (texts.lengths[part.idx_mapping] - 1).tolist()
-        ends = Ends(texts.token_ids[part.idx_mapping], last)
-        core.learn(expected, their_counts, ends, part)
+        core.learn(expected, their_counts, *part_of(texts, step, learns))
         assert matrix.table.equal(expected.table)
         assert not stamps.any()
         assert acceptance.counts.equal(theirs.counts)
@@ -156,6 +152,6 @@ def test_entries_become_steady():
     matrix = make_matrix("sequence", (1, 2, 4), 8, vocab_size=50_000, slots=1 << 22)
     stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     for seed in [0, 1, 2, 0, 1, 0, 2, 0]:  # what came before comes again
-        tails, step = make_step(seed, matrix.layout, max_rows=20, unfilled=0.0)
-        learn(matrix, stamps, None, texts_of(tails, step), step, max_rows=20)
+        texts, step = make_step(seed, matrix.layout, max_rows=20, unfilled=0.0)
+        learn(matrix, stamps, None, texts, step, max_rows=20)
     assert int((matrix.table[:, 0] & 3).max()) == 3

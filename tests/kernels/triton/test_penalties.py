@@ -8,7 +8,7 @@ import torch
 from grown_trees import on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch_trees
+from strategies import batch_trees, paths_of
 from strategies import trees as templates_of
 
 from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
@@ -20,13 +20,22 @@ VOCABULARY = torch.arange(VOCAB)
 REPETITION, FREQUENCY, PRESENCE = [1.0, 1.3, 1.0, 0.7], [0.0, 0.2, -0.5, 0.0], [0.0, 0.0, 0.4, 0.3]
 
 
-def rows_of(templates, whose: list[int], vocab: int) -> tuple[list, torch.Tensor, tuple]:
-    """Request and node of each row, random tokens, and what the kernels are told of them."""
-    rows = [(b, node) for b, tree in enumerate(templates) for node in range(tree.num_nodes + 1)]
-    token_ids = torch.randint(-1, vocab, (len(rows),))
-    local_pos = torch.tensor([node for _, node in rows], dtype=torch.int32)
-    owners = torch.tensor([whose[b] for b, _ in rows])
-    return rows, token_ids, tuple(one.to(DEVICE) for one in (token_ids, local_pos, owners))
+def step_of(templates, seed: int, vocab: int) -> tuple[list, list[torch.Tensor], torch.Tensor]:
+    """Random tokens in trees of some of four requests.
+
+    Of each row the request and the tokens of its path; what the kernels are told of the rows; and
+    the parents.
+    """
+    torch.manual_seed(seed)
+    whose = torch.randperm(4)[: len(templates)].tolist()
+    rows, given = [], []
+    for state, tree in zip(whose, templates, strict=True):
+        token_ids = torch.randint(-1, vocab, (tree.num_nodes + 1,))
+        rows += [(state, token_ids[path[1:]]) for path in paths_of(tree)]
+        given += [(int(token), node, state) for node, token in enumerate(token_ids)]
+    columns = [torch.tensor(column, device=DEVICE) for column in zip(*given, strict=True)]
+    columns[1] = columns[1].int()
+    return rows, columns, on_device(batch_trees(templates), whose, 4, DEVICE).parents
 
 
 TREES = st.lists(templates_of(max_nodes=20), min_size=1, max_size=4)
@@ -35,41 +44,32 @@ TREES = st.lists(templates_of(max_nodes=20), min_size=1, max_size=4)
 @settings(max_examples=40, deadline=None)
 @given(templates=TREES, seed=st.integers(0, 99))
 def test_they_are_those_of_the_chain_that_leads_to_the_row(templates, seed):
-    torch.manual_seed(seed)
-    batch = len(templates)
-    whose = torch.randperm(4)[:batch].tolist()
-    trees = batch_trees(templates)
+    rows, given, parents = step_of(templates, seed, VOCAB)
     penalties = Penalties(
         *(torch.tensor(values, device=DEVICE) for values in (REPETITION, FREQUENCY, PRESENCE)),
         torch.randint(-(1 << 31), 1 << 31, (4, 2), dtype=torch.int32, device=DEVICE),
         torch.randint(0, 2, (4, VOCAB), dtype=torch.int32, device=DEVICE),
     )
-    rows, token_ids, given = rows_of(templates, whose, VOCAB)
     logits = torch.randn(len(rows), VOCAB)
     got = logits.clone().to(DEVICE)
-    parents = on_device(trees, whose, 4, DEVICE).parents
     penalise_paths(got, *given, parents=parents, penalties=penalties)
-    for row, (b, node) in enumerate(rows):
-        path = trees.ancestor_mask[b, node, : templates[b].num_nodes + 1].nonzero().flatten()
-        tokens = token_ids[row - node + path[1:]]
-        counts = penalties.output_counts[whose[b]].cpu() + (tokens[:, None] == VOCABULARY).sum(0)
-        words = penalties.prompt_bits[whose[b]].cpu()
+    for row, (state, tokens) in enumerate(rows):
+        counts = penalties.output_counts[state].cpu() + (tokens[:, None] == VOCABULARY).sum(0)
+        words = penalties.prompt_bits[state].cpu()
         in_prompt = (words[VOCABULARY // 32] >> (VOCABULARY % 32) & 1).bool()
         expected, seen = logits[row].clone(), in_prompt | (counts > 0)
-        factor = torch.where(seen, torch.tensor(REPETITION[whose[b]]), 1.0)
+        factor = torch.where(seen, torch.tensor(REPETITION[state]), 1.0)
         expected *= torch.where(expected > 0, 1.0 / factor, factor)
-        expected -= torch.tensor(FREQUENCY[whose[b]]) * counts
-        expected -= torch.tensor(PRESENCE[whose[b]]) * (counts > 0)
+        expected -= torch.tensor(FREQUENCY[state]) * counts
+        expected -= torch.tensor(PRESENCE[state]) * (counts > 0)
         torch.testing.assert_close(got[row].cpu(), expected)
 
 
 @settings(max_examples=40, deadline=None)
 @given(templates=TREES, seed=st.integers(0, 99))
 def test_a_word_that_a_path_begins_is_not_ended(templates, seed):
-    torch.manual_seed(seed)
-    batch = len(templates)
-    whose, trees = torch.randperm(4)[:batch].tolist(), batch_trees(templates)
     vocab, most = 3, 9  # so few tokens that words come up
+    rows, of_rows, parents = step_of(templates, seed, vocab)
     prompts, outputs = torch.randint(1, 6, (4,)), torch.randint(1, 4, (4,))
     texts = torch.randint(vocab, (4, 12))
     words = [
@@ -83,23 +83,19 @@ def test_a_word_that_a_path_begins_is_not_ended(templates, seed):
     token_ids = torch.tensor([[*some, *[-7] * 40][:40] for some in flat])
     counts = torch.tensor([len(some) for some in words])
     given = (token_ids, offsets, counts, texts, prompts, prompts + outputs)
-    rows, tokens, of_rows = rows_of(templates, whose, vocab)
     got = torch.zeros(len(rows), vocab, device=DEVICE)
     ban_words(
         got,
         *of_rows,
-        parents=on_device(trees, whose, 4, DEVICE).parents,
+        parents=parents,
         words=BadWords(*(one.to(DEVICE, torch.int32) for one in given)),
         most_words=most,
     )
-    for row, (b, node) in enumerate(rows):
-        path = trees.ancestor_mask[b, node, : templates[b].num_nodes + 1].nonzero().flatten()
-        end = int(prompts[whose[b]] + outputs[whose[b]])
-        output = texts[whose[b], int(prompts[whose[b]]) : end].tolist()
-        output += tokens[row - node + path[1:]].tolist()
+    for row, (state, tokens) in enumerate(rows):
+        end = int(prompts[state] + outputs[state])
+        output = texts[state, int(prompts[state]) : end].tolist()
+        output += tokens.tolist()
         banned = {
-            last
-            for *others, last in words[whose[b]]
-            if others == output[len(output) - len(others) :]
+            last for *others, last in words[state] if others == output[len(output) - len(others) :]
         }
         assert got[row].isneginf().nonzero().flatten().tolist() == sorted(banned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from test_learn import DEVICE, MAX_NUM_REQS, make_matrix
 
 from vllm_recycle.core import learn as core
-from vllm_recycle.core.adjacency import SCOPES
+from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
 from vllm_recycle.kernels.triton.matrix.seed import seed
 
 
@@ -25,6 +26,16 @@ def make_texts(rng: random.Random, vocab_size: int, length: int) -> torch.Tensor
         for _ in range(MAX_NUM_REQS)
     ]
     return torch.tensor([text[:length] for text in texts], dtype=torch.int32).to(DEVICE)
+
+
+def take_in(
+    function: Callable, matrix: AdjacencyMatrix, texts: list, indices: list[int], **given: int
+) -> None:
+    """Seed texts of some requests."""
+    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
+    of_texts = {"req_state_indices": indices, "lengths": [*map(len, texts)]}
+    function(matrix, stamps, torch.cat(texts).to(DEVICE), **of_texts, **given)
+    assert not stamps.any()
 
 
 @settings(max_examples=12, deadline=None)
@@ -40,23 +51,14 @@ def test_texts_are_seeded_a_slice_at_a_time(seeding, scope, contexts, slots, sli
     rng = random.Random(seeding)
     matrix = make_matrix(scope, contexts, k, vocab_size=7, slots=slots)
     expected = copy.deepcopy(matrix)
-    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     for _ in range(2):
         all_token_ids = make_texts(rng, 8, 30)  # one is no token of the vocabulary
         indices = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
         lengths = [rng.choice([1, 2, rng.randint(3, 30), 30]) for _ in indices]
         texts = [all_token_ids[i, :length] for i, length in zip(indices, lengths, strict=True)]
         for one, function in ((matrix, seed), (expected, twin.seed)):
-            function(
-                one,
-                stamps,
-                torch.cat(texts),
-                req_state_indices=indices,
-                lengths=lengths,
-                slice_size=slice_size,
-            )
+            take_in(function, one, texts, indices, slice_size=slice_size)
         assert matrix.table.equal(expected.table)
-        assert not stamps.any()
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -65,23 +67,15 @@ def test_where_nothing_is_lost_it_is_what_is_seeded_one_by_one(scope, contexts, 
     """A position at a time; or contexts that have no more than three followers."""
     matrix = make_matrix(scope, contexts, 4, vocab_size=40, slots=1 << 20)
     expected = copy.deepcopy(matrix)
-    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
     rng = random.Random(1)
     texts = [[0], [5]]
     for text in texts:
         while len(text) < 25:
             text.append((3 * text[-1] + rng.choice([1, 1, 1, 2, 3])) % 40)
-    lengths = [25, 18]
-    seed(
-        matrix,
-        stamps,
-        torch.tensor([*texts[0], *texts[1][:18]], dtype=torch.int32, device=DEVICE),
-        req_state_indices=[0, 1],
-        lengths=lengths,
-        slice_size=slice_size,
-    )
-    for req_state_idx, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        core.seed(expected, req_state_idx, torch.tensor(text[:length]))
+    texts = [torch.tensor(text, dtype=torch.int32) for text in (texts[0], texts[1][:18])]
+    take_in(seed, matrix, texts, [0, 1], slice_size=slice_size)
+    for req_state_idx, text in enumerate(texts):
+        core.seed(expected, req_state_idx, text)
     assert matrix.table.equal(expected.table)
     assert matrix.num_written > 10
 
@@ -92,8 +86,7 @@ def test_a_text_that_is_nobodys_is_seeded_for_all(scope):
     matrix.begin(0)
     expected, before = copy.deepcopy(matrix), matrix.table.clone()
     text = torch.tensor([3 * place % 37 for place in range(50)], dtype=torch.int32, device=DEVICE)
-    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
-    seed(matrix.of_all(), stamps, text, req_state_indices=[0], lengths=[50])
+    take_in(seed, matrix.of_all(), [text], [0])
     core.seed(expected.of_all(), 0, text)
     assert matrix.table.equal(expected.table)
     assert matrix.shared_entries().equal(matrix.table)

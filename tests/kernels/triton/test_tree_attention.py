@@ -27,6 +27,7 @@ from grown_trees import on_device
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import BRIEF, LARGEST, batch_trees, trees
+from tree_steps import Text, softmax_rows
 
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
@@ -43,21 +44,13 @@ LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, leng
 def test_the_torch_twin_is_a_softmax_over_context_and_ancestors(tree, requests, own, window, sinks):
     step = Step.make(tree, requests, own=own)
     output = step.attend_in_torch(window=window, sinks=sinks)
+    texts = []
     for index, request in enumerate(requests):
-        for row in range(request.rows):
-            path = [row]
-            while path[0]:
-                path.insert(0, tree.nodes[request.padding + path[0] - 1][0] - request.padding)
-            seen = [*range(request.context), *(request.context + row for row in path)]
-            seen = seen[-(window or len(seen)) :]
-            flat = step.rows_of(index).start + row
-            for head in range(step.query.shape[1]):
-                keys = step.keys[index][seen, head // 2].double()
-                values = step.values[index][seen, head // 2].double()
-                scores = keys @ step.query[flat, head].double() * step.scale
-                sink = [] if sinks is None else [sinks[head, None].double()]
-                weights = torch.cat([scores, *sink]).softmax(dim=0)[: len(seen)]
-                assert_close(output[flat, head], weights @ values)
+        parents = tree.parents[request.padding :][: request.rows] - request.padding
+        given = (step.keys[index], step.values[index], step.query[step.rows_of(index)])
+        texts.append(Text(*given, request.context, parents.tolist()))
+    rows = torch.cat([output[step.rows_of(index)] for index in range(len(requests))])
+    assert_close(rows, softmax_rows(texts, window=window, sinks=sinks))
 
 
 LONG_CHAIN = TreeTemplate(tuple((row, 0) for row in range(MAX_NODES)))
@@ -95,10 +88,12 @@ def cases() -> Iterator[Case]:
     yield Case(
         "more shares than are combined at once", requests=requests, own=(False,), splits=(12,)
     )
+    # Every two values of type, layout and place together.
     for dtype in (torch.float16, torch.bfloat16):
         for tokens_first in (True, False):
             shape = Shape(dtype=dtype, tokens_first=tokens_first, head_size=128)
-            yield Case(f"{dtype}, tokens first {tokens_first}", shape=shape, splits=(1, 2))
+            own = ((dtype == torch.float16) != tokens_first,)
+            yield Case(f"{dtype}, tokens first {tokens_first}", shape=shape, own=own, splits=(1, 2))
     contexts = (0, 1, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129)
     requests = tuple(Request(36, context) for context in contexts)
     for tokens in (16, 32, 64):
@@ -154,9 +149,10 @@ def test_attention_equals_the_reference(case, own):
         assert_close(step.attend(tile=case.tile, num_splits=num_splits, **given), expected)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("idx_type", [torch.int32, torch.int64])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("num_splits", "idx_type", "window"),
+    [(1, torch.int32, None), (3, torch.int64, None), (1, torch.int64, 20), (3, torch.int32, 20)],
+)
 def test_each_request_sees_the_ancestors_of_its_own_tree(num_splits, idx_type, window):
     star = TreeTemplate(tuple((0, rank) for rank in range(40)))
     placed = on_device(batch_trees([CHAIN, PAPER.prefix(40), star]), [3, 0, 2], 5, DEVICE)

@@ -11,26 +11,9 @@ from hypothesis import strategies as st
 from strategies import batch_trees, trees
 
 from vllm_recycle.kernels.triton import inputs
-from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = [torch_twins.place_tree_rows, inputs.place_tree_rows]
-
-
-def place(place_tree_rows, step: list[torch.Tensor], trees: DeviceTrees, whose: list[int]):
-    """The tokens of rows of some requests; each request is told once."""
-    expanded = torch.tensor(whose, dtype=torch.int64, device=DEVICE)
-    idx_mapping = torch.tensor(list(dict.fromkeys(whose)), dtype=torch.int32, device=DEVICE)
-    tree_indices = torch.full((8,), 99, device=DEVICE)
-    row_token_ids = place_tree_rows(
-        *step,
-        trees=trees,
-        idx_mapping=idx_mapping,
-        expanded_idx_mapping=expanded,
-        tree_indices=tree_indices,
-    )
-    assert tree_indices.tolist() == [*idx_mapping.tolist(), *[99] * 8][:8]
-    return row_token_ids
 
 
 either = pytest.mark.parametrize("place_tree_rows", FUNCTIONS, ids=["torch", "triton"])
@@ -58,8 +41,19 @@ def test_rows_are_placed_as_a_plain_loop_places_them(place_tree_rows, step):
     changed = torch.tensor(positions, device=DEVICE)
     rows = torch.tensor(logits_indices, dtype=torch.int64, device=DEVICE)
     tree_rows = torch.tensor(places, dtype=torch.int32, device=DEVICE)
-    placed = on_device(batch_trees(templates), [0, 1, 2], 3, DEVICE)
-    row_token_ids = place(place_tree_rows, [input_ids, changed, rows, tree_rows], placed, whose)
+    states = [*dict.fromkeys(whose)]
+    tree_indices = torch.full((8,), 99, device=DEVICE)
+    row_token_ids = place_tree_rows(
+        input_ids,
+        changed,
+        rows,
+        tree_rows,
+        trees=on_device(batch_trees(templates), [0, 1, 2], 3, DEVICE),
+        idx_mapping=torch.tensor(states, dtype=torch.int32, device=DEVICE),
+        expanded_idx_mapping=torch.tensor(whose, dtype=torch.int64, device=DEVICE),
+        tree_indices=tree_indices,
+    )
+    assert tree_indices.tolist() == [*states, *[99] * 8][:8]
     assert row_token_ids.dtype == torch.int64
     assert row_token_ids.tolist() == [token_ids[row] for row in logits_indices]
     for token_row, b, tree_row in zip(logits_indices, whose, places, strict=True):

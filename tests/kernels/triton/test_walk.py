@@ -7,7 +7,7 @@ import torch
 from grown_trees import on_device as place_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch_trees, drafts, samples, trees
+from strategies import batch_trees, drafts, repetitive_drafts, samples, trees
 
 from vllm_recycle.core import verification
 from vllm_recycle.core.tree import Trees, TreeTemplate
@@ -21,16 +21,25 @@ def on_device(*lists: list) -> list[torch.Tensor]:
 
 
 @st.composite
-def ragged_steps(draw):
-    """Trees of one to four requests, the drafts of all nodes, and tokens of a prefix of rows."""
+def ragged_steps(draw) -> tuple[list[torch.Tensor], Trees]:
+    """Trees of one to four requests, the drafts of all nodes, and tokens of a prefix of rows.
+
+    The drafts of siblings may be equal.
+    """
     templates, drafted, sampled = [], [], []
     for _ in range(draw(st.integers(1, 4))):
         tree = draw(trees(max_nodes=30))
         templates.append(tree)
-        drafted.append(draw(drafts(tree, vocab_size=7)))
+        drafted.append(draw(drafts(tree, vocab_size=7) | repetitive_drafts(tree)))
         tokens = draw(samples(tree, drafted[-1], vocab_size=7))
         sampled.append(tokens[: draw(st.integers(1, tree.num_nodes + 1) | st.just(len(tokens)))])
-    return templates, drafted, sampled
+    trees_of_batch = batch_trees(templates)
+    nodes = trees_of_batch.num_nodes
+    # Behind the last row lie tokens that belong to nobody.
+    flat = torch.tensor([token for tokens in sampled for token in tokens] + [0] * nodes)
+    padded = torch.tensor([[*tokens, *[-1] * nodes][:nodes] for tokens in drafted])
+    starts = torch.tensor([0, *map(len, sampled)]).cumsum(0)
+    return [flat, padded, starts], trees_of_batch
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,13 +50,9 @@ def ragged_steps(draw):
 )
 def test_walk_equals_torch(step, index_type, deeper):
     """Where drafts and trees are those of the batch, and where they are those of all requests."""
-    templates, drafted, sampled = step
-    trees = batch_trees(templates)
-    batch, nodes = len(templates), trees.num_nodes
-    # Behind the last row lie tokens that belong to nobody.
-    flat = torch.tensor([token for tokens in sampled for token in tokens] + [0] * nodes)
-    padded = torch.tensor([[*tokens, *[-1] * nodes][:nodes] for tokens in drafted])
-    starts = torch.tensor([0, *map(len, sampled)]).cumsum(0).to(index_type)
+    (flat, padded, starts), trees = step
+    batch, nodes = padded.shape
+    starts = starts.to(index_type)
     expected = verification.walk(flat, padded, starts, trees=trees)
     flat, padded, starts = (one.to(DEVICE) for one in (flat, padded, starts))
     if deeper is None:
