@@ -133,6 +133,7 @@ def test_a_wrong_value_of_the_environment_is_refused_by_its_name(said, message, 
 
 def test_vllm_knows_the_variable(monkeypatch):
     monkeypatch.setenv("VLLM_RECYCLE", '{"method": "token_recycling"}')
+    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)  # vLLM sets it, and does not know it
     register()
     EngineArgs(TARGET, dtype="float32", fail_on_environ_validation=True).create_engine_config()
 
