@@ -50,7 +50,8 @@ FEWER_RANKS = "draft_tensor_parallel_size: got 1, expected none or that of the t
         ({}, {"kv_cache_dtype": "float16"}, "float16 on a CPU|float16\" is incompatible with d"),
         (TRUNK | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
         (PUBLISHED | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
-        ({"trunk": HOSTED["trunk"] | ONE_RANK}, {"tensor_parallel_size": 2}, FEWER_RANKS),
+        pytest.param({"trunk": HOSTED["trunk"] | ONE_RANK}, {"tensor_parallel_size": 2},
+                     FEWER_RANKS, id="vLLM's trunk on fewer ranks"),
     ],
 )  # fmt: skip
 def test_features_that_are_not_supported(method, flags, message):

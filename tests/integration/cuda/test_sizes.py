@@ -154,6 +154,7 @@ def capture(model_runner: Any) -> None:
     """As the start of an engine does on a GPU, of the graphs for trees."""
     manager = model_runner.cudagraph_manager
     manager.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    manager.pool = object()  # which vLLM 0.31 asks a GPU for
     full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 1, 1, 1)
     manager._capture_descs[CUDAGraphMode.FULL] = [full]
     shapes = plan_full_graphs(
