@@ -97,7 +97,7 @@ def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
     assert ngram["speedups"] == pytest.approx([2 / 1, 8 / 5, 2 / 3])
 
 
-def test_a_report_has_the_variables_of_vllm_that_are_set(monkeypatch):
+def test_a_report_has_the_variables_of_vllm_that_are_set(monkeypatch, tmp_path):
     for name in [*os.environ]:
         if name.startswith("VLLM_") or name in ("OMP_NUM_THREADS", "LD_PRELOAD"):
             monkeypatch.delenv(name)
@@ -108,7 +108,7 @@ def test_a_report_has_the_variables_of_vllm_that_are_set(monkeypatch):
         "VLLM_RECYCLE": '{"method": "token_recycling"}',
     }
     hidden = {
-        "LD_PRELOAD": "/home/user/libtcmalloc.so",
+        "LD_PRELOAD": str(tmp_path / "libtcmalloc.so"),
         "OTHER": "0",
         "VLLM_API_KEY": "secret",
         "VLLM_CACHE_ROOT": "~/cache",

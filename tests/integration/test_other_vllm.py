@@ -6,9 +6,13 @@ import re
 import subprocess
 import sys
 
+import pytest
 import vllm
 from engines import TARGET
+from vllm.engine.arg_utils import EngineArgs
 
+from vllm_recycle.integration import versions
+from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
 # All cases are children of one process, which imports what they need and loads no plugin.
@@ -73,3 +77,26 @@ def test_only_our_methods_are_refused_and_once_a_warning_says_so():
         assert all(message.startswith(reasons[case]) for message in refused)
     warnings = re.findall("are refused, all else runs as without them", output)
     assert len(warnings) == len(reasons)
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.1rc2", "0.33.3.dev7+g12ab.cpu"])
+def test_versions_that_are_supported(version, monkeypatch):
+    monkeypatch.setattr(versions.vllm, "__version__", version)
+    versions.check_vllm_version()
+
+
+@pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "0.35.0rc1+cu130", "dev"])
+def test_a_version_that_is_not_supported_must_be_asked_for(version, monkeypatch):
+    monkeypatch.setattr(versions.vllm, "__version__", version)
+    message = f"supports vllm {SUPPORTED_VLLM}, found {version}; set VLLM_RECYCLE_ALLOW_UNTESTED"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        versions.check_vllm_version()
+    monkeypatch.setenv("VLLM_RECYCLE_ALLOW_UNTESTED_VLLM", "1")
+    versions.check_vllm_version()
+
+
+def test_registering_again_changes_nothing():
+    register()
+    before = EngineArgs.create_engine_config
+    register()
+    assert EngineArgs.create_engine_config is before

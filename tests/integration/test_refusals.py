@@ -263,3 +263,41 @@ def test_installed_logits_processors_are_refused(monkeypatch):
     monkeypatch.setattr(refusals, "entry_points", lambda group: [group])
     with pytest.raises(NotImplementedError, match=r"vllm\.logits_processors"):
         make_config()
+
+
+@pytest.mark.parametrize("method", [None, PUBLISHED])
+@pytest.mark.parametrize(
+    ("flags", "raises"),
+    [
+        ({}, True),
+        ({"max_num_batched_tokens": 512}, True),
+        ({"max_num_batched_tokens": 512, "max_num_scheduled_tokens": 300}, True),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 4}, False),
+    ],
+)
+def test_with_lora_steps_are_as_large_as_without(flags, raises, method, monkeypatch):
+    """Where vLLM asks for more rows than a step has, it gets them, and one line says so."""
+    lines = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *args: lines.append(line % args))
+    plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
+    rows = lora.scheduler_config.max_num_seqs * (1 + lora.num_speculative_tokens)
+    plain, lora = plain.scheduler_config, lora.scheduler_config
+    assert lora.max_num_seqs == plain.max_num_seqs
+    assert lora.max_num_scheduled_tokens == plain.max_num_scheduled_tokens
+    assert lora.max_num_batched_tokens == (rows if raises else plain.max_num_batched_tokens)
+    assert [f"from {plain.max_num_batched_tokens} to {rows}, " in line for line in lines] == (
+        [True] * raises
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "or equal to max_num_seqs"),
+        ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, "smaller than max_mod"),
+    ],
+)
+def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
+    for on in (False, True):
+        with pytest.raises(ValueError, match=message):
+            make_config(enable_lora=on, **flags)

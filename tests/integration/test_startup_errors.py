@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from engines import (
     HOSTED,
     OUROBOROS,
     PAPER,
-    PUBLISHED,
     TARGET,
     TOKEN_RECYCLING,
     TRUNK,
@@ -26,7 +24,6 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import versions
 from vllm_recycle.integration.options import METHODS, has_settings, settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.options.given import given_keys
@@ -361,71 +358,9 @@ def test_bad_tree_file(tmp_path):
         make_config({"tree": str(path)})
 
 
-@pytest.mark.parametrize("method", [None, PUBLISHED])
-@pytest.mark.parametrize(
-    ("flags", "raises"),
-    [
-        ({}, True),
-        ({"max_num_batched_tokens": 512}, True),
-        ({"max_num_batched_tokens": 512, "max_num_scheduled_tokens": 300}, True),
-        ({"max_num_batched_tokens": 512, "max_num_seqs": 4}, False),
-    ],
-)
-def test_with_lora_steps_are_as_large_as_without(flags, raises, method, monkeypatch):
-    """Where vLLM asks for more rows than a step has, it gets them, and one line says so."""
-    lines = []
-    monkeypatch.setattr(engine_config.logger, "info", lambda line, *args: lines.append(line % args))
-    plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
-    rows = lora.scheduler_config.max_num_seqs * (1 + lora.num_speculative_tokens)
-    plain, lora = plain.scheduler_config, lora.scheduler_config
-    assert lora.max_num_seqs == plain.max_num_seqs
-    assert lora.max_num_scheduled_tokens == plain.max_num_scheduled_tokens
-    assert lora.max_num_batched_tokens == (rows if raises else plain.max_num_batched_tokens)
-    assert [f"from {plain.max_num_batched_tokens} to {rows}, " in line for line in lines] == (
-        [True] * raises
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "or equal to max_num_seqs"),
-        ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, "smaller than max_mod"),
-    ],
-)
-def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
-    for on in (False, True):
-        with pytest.raises(ValueError, match=message):
-            make_config(enable_lora=on, **flags)
-
-
 def test_null_says_nothing_and_a_path_may_be_one(tmp_path):
     plain = options_of()
     keys = [field.name for field in dataclasses.fields(plain)]
     null = dict.fromkeys([*keys, "num_speculative_tokens"]) | {"method": "token_recycling"}
     assert options_of(**null) == plain
     assert options_of(matrix_file=tmp_path / "matrix").matrix_file == str(tmp_path / "matrix")
-
-
-@pytest.mark.parametrize("version", ["0.30.0", "0.32.1rc2", "0.33.3.dev7+g12ab.cpu"])
-def test_versions_that_are_supported(version, monkeypatch):
-    monkeypatch.setattr(versions.vllm, "__version__", version)
-    versions.check_vllm_version()
-
-
-@pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "0.35.0rc1+cu130", "dev"])
-def test_a_version_that_is_not_supported_must_be_asked_for(version, monkeypatch):
-    monkeypatch.setattr(versions.vllm, "__version__", version)
-    message = (
-        f"supports vllm {versions.SUPPORTED_VLLM}, found {version}; set VLLM_RECYCLE_ALLOW_UNTESTED"
-    )
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        versions.check_vllm_version()
-    monkeypatch.setenv("VLLM_RECYCLE_ALLOW_UNTESTED_VLLM", "1")
-    versions.check_vllm_version()
-
-
-def test_registering_again_changes_nothing():
-    before = EngineArgs.create_engine_config
-    register()
-    assert EngineArgs.create_engine_config is before

@@ -150,7 +150,6 @@ class Chooser:
         self.trusts = {kind: Trust() for kind in curve.kinds}
         self.best = (curve.kinds[0], 1)
         self._longer = 1.0  # the last step with drafts, in parts of its expected seconds
-        self._doubtful: list[str] = []  # kinds of drafts, as last logged
 
     def look(self, load: Load) -> Arm | None:
         """The arm of the next step if it is a look; None if the step is to be the best."""
@@ -267,13 +266,15 @@ class Chooser:
 
     def _trust(self, kinds: Sequence[str], load: Load, tokens: int, expected: float | None) -> None:
         """Take in whether drafts of these kinds kept their promise; none for a plain step."""
+        doubtful = []
         for kind, trust in self.trusts.items():
             if kind not in kinds:
                 trust.forget(FORGET_OTHER if kinds else FORGET)
             elif expected is not None:
-                trust.count(tokens / load.requests - 1.0, expected / load.requests)
-        doubtful = [kind for kind, trust in self.trusts.items() if trust.is_doubtful]
-        if not {*doubtful} <= {*self._doubtful}:
+                accepted = tokens / load.requests - 1.0
+                if trust.count(accepted, expected / load.requests):
+                    doubtful.append(kind)
+        if doubtful:
             logger.warning(
                 "drafts (%s): of %d tokens per request that were expected to be accepted, less "
                 "than %g %% were; such drafts are smaller now",
@@ -281,7 +282,6 @@ class Chooser:
                 PROMISED,
                 100 * DOUBTFUL,
             )
-        self._doubtful = doubtful
 
 
 def arm_of(kind: str, rows: float) -> Arm:

@@ -90,17 +90,22 @@ class Trust:
     def factor(self) -> float:
         return self._accepted / self._expected
 
-    def count(self, accepted: float, expected: float) -> None:
-        """Take in a step with such drafts, in tokens of all requests by their number."""
+    def count(self, accepted: float, expected: float) -> bool:
+        """Take in a step with such drafts, in tokens of all requests by their number.
+
+        Returns whether they have become doubtful with it.
+        """
         self.forget(FORGET)
         self._accepted += accepted
         self._expected += expected
         self._kept += accepted
         self._promised += expected
-        if self._promised >= PROMISED:
-            part = self._kept / self._promised
-            self.is_doubtful = part < (1 + self.is_doubtful) * DOUBTFUL
-            self._kept = self._promised = 0.0
+        if self._promised < PROMISED:
+            return False
+        was_doubtful, part = self.is_doubtful, self._kept / self._promised
+        self.is_doubtful = part < (1 + was_doubtful) * DOUBTFUL
+        self._kept = self._promised = 0.0
+        return self.is_doubtful and not was_doubtful
 
     def forget(self, part: float) -> None:
         """Forget a part of what is known: no promise can be kept in a step without such drafts."""

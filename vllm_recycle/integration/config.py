@@ -21,10 +21,12 @@ from vllm.platforms import current_platform
 
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.integration import draft_limits, refusals, shims
+from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options import (
     METHODS,
     DraftModelOptions,
     HostedTrunkOptions,
+    MethodOptions,
     Settings,
     TokenRecyclingOptions,
     options_class,
@@ -70,25 +72,15 @@ def rewrite(engine_args: Any) -> Any | None:
         given = given_keys(engine_args, METHODS)
         if given is None:
             return None
-        method = given.pop("method")
-        platform = get_platform(method)
-        given_table = given.pop(TABLE, None)
-        options = options_class(method, given).parse(given, on_gpu=platform.on_v2)
-        table = check_table(given_table, options.num_nodes) or options.schedule(
+        platform = get_platform(given["method"])
+        options, given_table = _parse(given, platform)
+        table = given_table or options.schedule(
             on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
         )
     except ValueError as error:
         raise OptionError(str(error)) from None
-    # Refused here, since vLLM would first ask for another flag, or we overwrite theirs.
-    runner = envs.VLLM_USE_V2_MODEL_RUNNER
-    early = {
-        f"VLLM_USE_V2_MODEL_RUNNER={int(bool(runner))}": runner is not None
-        and runner != platform.on_v2,
-        "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
-    }
-    refusals.refuse(method, early)
-    refusals.refuse(method, refusals.before_a_version(options, on_v2=platform.on_v2))
-    _check_places(engine_args)
+    method = options.method
+    _refuse_flags(engine_args, options, platform)
     rewritten = copy.copy(engine_args)
     rewritten.spec_method = rewritten.spec_model = rewritten.spec_tokens = None
     if not platform.has_kernels():  # a warning says so
@@ -122,6 +114,26 @@ def rewrite(engine_args: Any) -> Any | None:
     if isinstance(options, DraftModelOptions):
         _keep_method(rewritten, options.model)
     return rewritten
+
+
+def _parse(given: dict[str, Any], platform: Platform) -> tuple[MethodOptions, Schedule | None]:
+    """The options of the keys that the user gives, and vLLM's table if it is among them."""
+    keys = {key: value for key, value in given.items() if key not in ("method", TABLE)}
+    options = options_class(given["method"], keys).parse(keys, on_gpu=platform.on_v2)
+    return options, check_table(given.get(TABLE), options.num_nodes)
+
+
+def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) -> None:
+    """Refuse flags for which vLLM would first ask for another one, or which we overwrite."""
+    runner = envs.VLLM_USE_V2_MODEL_RUNNER
+    flags = {
+        f"VLLM_USE_V2_MODEL_RUNNER={int(bool(runner))}": runner is not None
+        and runner != platform.on_v2,
+        "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
+    }
+    refusals.refuse(options.method, flags)
+    refusals.refuse(options.method, refusals.before_a_version(options, on_v2=platform.on_v2))
+    _check_places(engine_args)
 
 
 def _create_host(
