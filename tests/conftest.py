@@ -18,10 +18,11 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # on, so that each method is run compiled too; on a GPU engines run as they are served.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", str(int(not Path("/dev/nvidiactl").exists())))
 
-import cpu_torchvision
 import pytest
 import torch
-import triton_interpreter
+
+from tests.integration.cuda import triton_interpreter
+from tests.integration.models import cpu_torchvision
 
 cpu_torchvision.add()
 
@@ -59,7 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needy = [item for item in items if item.path.parent.name != "core"]
     if not needy:
         return
-    from other_versions import reason_to_leave_out  # imports vLLM, which reads what is set above
+    from tests.integration.other_versions import (
+        reason_to_leave_out,  # imports vLLM, which reads what is set above
+    )
 
     for item in needy:
         if reason := reason_to_leave_out(item.nodeid):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from kernel_timing import DEVICE, DTYPE, HAS_GPU, Call, Peaks, count, host_us, measure, random
 from torch.nn import functional as F
-from torch_twins import tree_attention as torch_tree_attention
 
+from tests.kernels.triton.torch_twins import tree_attention as torch_tree_attention
 from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tree_attention import tree_attention

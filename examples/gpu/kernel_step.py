@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from kernel_attention import BLOCK_SIZE
 from kernel_timing import DEVICE, Call, Peaks, count, host_us, in_turn, measure, random, random_ids
-from torch_twins import compact_path as torch_compact_path
-from torch_twins import place_tree_rows as torch_place_tree_rows
 
+from tests.kernels.triton.torch_twins import compact_path as torch_compact_path
+from tests.kernels.triton.torch_twins import place_tree_rows as torch_place_tree_rows
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends

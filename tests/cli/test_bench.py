@@ -9,10 +9,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import fake_worker
 import pytest
-from commands import DRAFT_MODEL, FAKE_WORKER, PROMPTS, ROOT, bench
 
+from tests.cli import fake_worker
+from tests.cli.commands import DRAFT_MODEL, FAKE_WORKER, PROMPTS, ROOT, bench
 from vllm_recycle.cli import RunError, main
 from vllm_recycle.cli.bench import driver, methods
 from vllm_recycle.cli.bench.plan import Plan

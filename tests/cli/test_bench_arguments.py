@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from commands import DRAFT_MODEL, MODEL, bench, refused
+
+from tests.cli.commands import DRAFT_MODEL, MODEL, bench, refused
 
 
 @pytest.mark.parametrize(

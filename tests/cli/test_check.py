@@ -10,11 +10,11 @@ import sys
 
 import pytest
 import vllm
-from commands import refused
-from derived_models import qwen2_audio
-from engines import OUROBOROS, TARGET
 
 import vllm_recycle
+from tests.cli.commands import refused
+from tests.integration.engines import OUROBOROS, TARGET
+from tests.integration.models.derived_models import qwen2_audio
 from vllm_recycle.cli import main
 from vllm_recycle.kernels.cpu import build
 

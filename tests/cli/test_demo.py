@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import MODEL, ROOT, refused
-from commands import PROMPTS as GSM8K
 
+from tests.cli.commands import MODEL, ROOT, refused
+from tests.cli.commands import PROMPTS as GSM8K
 from vllm_recycle.cli import demo, main
 from vllm_recycle.cli.bench.prompts import read_prompts
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from commands import refused
 
+from tests.cli.commands import refused
 from vllm_recycle.cli import main
 from vllm_recycle.core.tree import from_rank_paths, load_tree
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import vllm
-from commands import MODEL, PROMPTS, ROOT
 
 import vllm_recycle
+from tests.cli.commands import MODEL, PROMPTS, ROOT
 
 PACKAGE = ROOT / "vllm_recycle"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from recycling_steps import K, ends_of, make_matrix, write_entries
 
+from tests.core.recycling_steps import K, ends_of, make_matrix, write_entries
 from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED, SCOPES, AdjacencyMatrix
 from vllm_recycle.core.grow import Allowed, Growth, TextEnds, Trunks, grow
 from vllm_recycle.core.owners import Owner

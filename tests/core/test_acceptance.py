@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recycling_steps import K, address_of, learn_text, make_matrix, verify
 
+from tests.core.recycling_steps import K, address_of, learn_text, make_matrix, verify
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SAMPLED, MatrixLayout
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState

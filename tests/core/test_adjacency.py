@@ -10,9 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, address_of, make_matrix, seen, started, write, write_entries
-from strategies import BRIEF
 
+from tests.core.recycling_steps import (
+    VOCAB,
+    K,
+    address_of,
+    make_matrix,
+    seen,
+    started,
+    write,
+    write_entries,
+)
+from tests.core.strategies import BRIEF
 from vllm_recycle.core import adjacency, owners
 from vllm_recycle.core.adjacency import SCOPES, check_contexts, slots_in
 from vllm_recycle.core.learn import seed

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH, seconds_by_rows
 
+from tests.core.strategies import THOROUGH, seconds_by_rows
 from vllm_recycle.core import choose as module
 from vllm_recycle.core.choose import least_slopes
 from vllm_recycle.core.curve import TREES, Load, MeasuredCurve

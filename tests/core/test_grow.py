@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from growth_settings import TOKENS, Setting, settings_of_growth, some_grammars, some_trunks
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import K
-from strategies import BRIEF, THOROUGH
-from strategies import trees as templates
 
+from tests.core.growth_settings import (
+    TOKENS,
+    Setting,
+    settings_of_growth,
+    some_grammars,
+    some_trunks,
+)
+from tests.core.recycling_steps import K
+from tests.core.strategies import BRIEF, THOROUGH
+from tests.core.strategies import trees as templates
 from vllm_recycle.core.grow import fill
 
 

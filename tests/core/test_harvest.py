@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH
 
+from tests.core.strategies import THOROUGH
 from vllm_recycle.core.harvest import corrections_of_branches, phrases_of_trunk
 
 tokens = st.integers(0, 2)  # few, so that draft and target agree often

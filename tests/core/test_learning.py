@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, ends_of, seen, started, write
-from strategies import THOROUGH
 
+from tests.core.recycling_steps import VOCAB, K, ends_of, seen, started, write
+from tests.core.strategies import THOROUGH
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SCOPES
 from vllm_recycle.core.learn import VerifiedStep, learn, seed
 from vllm_recycle.core.verification import WalkResult

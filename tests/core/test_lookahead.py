@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, THOROUGH, paths_of
 
+from tests.core.strategies import BRIEF, THOROUGH, paths_of
 from vllm_recycle.core.lookahead import advance_window, lengthened_template, lookahead_template
 
 sizes = st.fixed_dictionaries(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH
 
+from tests.core.strategies import THOROUGH
 from vllm_recycle.core.phrase_pool import PhrasePool, insert_phrases, newest_phrases
 
 VOCAB, PER_TOKEN, LENGTH = 5, 3, 2

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_ouroboros import Rows, Sequence, SlowOuroboros
+
+from tests.core.slow_ouroboros import Rows, Sequence, SlowOuroboros
 
 VOCAB = 7
 

@@ -8,15 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_settings import settings_of_growth
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import VOCAB, K, as_tensors, ends_of, make_matrix, verify, write_entries
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strategies import BRIEF, THOROUGH, seconds_by_rows
-from strategies import trees as templates
 
+from tests.core.growth_settings import settings_of_growth
+from tests.core.recycling_steps import (
+    VOCAB,
+    K,
+    as_tensors,
+    ends_of,
+    make_matrix,
+    verify,
+    write_entries,
+)
+from tests.core.strategies import BRIEF, THOROUGH, seconds_by_rows
+from tests.core.strategies import trees as templates
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import MAX_STEADINESS, SCOPES
 from vllm_recycle.core.choose import Price, choose

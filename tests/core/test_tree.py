@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BRIEF, THOROUGH, paths_of, trees
 
+from tests.core.strategies import BRIEF, THOROUGH, paths_of, trees
 from vllm_recycle.core.tree import (
     FORMAT,
     MAX_NODES,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recycling_steps import ends_of
-from strategies import BRIEF
 
+from tests.core.recycling_steps import ends_of
+from tests.core.strategies import BRIEF
 from vllm_recycle.core.acceptance import PRIOR_WEIGHT
 from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED
 from vllm_recycle.core.grow import TextEnds, Trunks

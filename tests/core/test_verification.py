@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples, trees
 
+from tests.core.strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples, trees
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult, step_down, walk
 

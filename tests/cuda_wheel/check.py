@@ -1,6 +1,6 @@
 """What a CUDA wheel of vLLM and this package say to each other, on a machine without a GPU.
 
-    python tests/cuda_wheel/check.py FOLDER
+    python -m tests.cuda_wheel.check FOLDER
 
 FOLDER has `libcuda.so.1` (`stub_driver`); PYTHONPATH has PyTorch for CUDA, and vLLM's wheel. GPUs
 are made up, by their compute capability. What the shim of other tests imitates is real here: vLLM's
@@ -24,7 +24,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
-sys.path[1:1] = [str(ROOT / "tests" / "integration")]
 
 NUM_GPUS = 2
 FLAGS: list[dict[str, Any]] = [
@@ -112,10 +111,10 @@ def check_configurations() -> int:
 def check_attention(capability: tuple[int, int], folder: Path) -> None:
     """Which backend layers get on this kind of GPU."""
     import torch
-    from random_models import gpt_oss
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
+    from tests.integration.models.random_models import gpt_oss
     from vllm_recycle.integration.attention_override import override_backend
     from vllm_recycle.integration.cuda.worker import TreeGPUWorker
     from vllm_recycle.integration.options import settings_of
@@ -152,7 +151,8 @@ def main(folder: Path, gpu: str | None = None) -> None:
     print(f"{import_all()} modules", flush=True)
     print(f"{check_configurations()} configurations", flush=True)
     for major, minor in EXPECTED:
-        subprocess.run([sys.executable, __file__, str(folder), f"{major}.{minor}"], check=True)
+        command = [sys.executable, "-m", "tests.cuda_wheel.check", str(folder)]
+        subprocess.run([*command, f"{major}.{minor}"], check=True)
     print(f"attention of {len(EXPECTED)} kinds of GPUs")
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import EXAMPLES, TARGET
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.integration.engines import EXAMPLES, TARGET
 
 sys.path.insert(0, str(EXAMPLES / "models"))
 

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import engine
-from ray_processes import marked, wait_for_end
 from vllm import SamplingParams
+
+from tests.integration.engines import engine
+from tests.integration.server.ray_processes import marked, wait_for_end
 
 pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
 

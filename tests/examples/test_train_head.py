@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import TARGET, engine, generate, read_prompts, watched_chains
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
+
+from tests.integration.engines import TARGET, engine, generate, read_prompts, watched_chains
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "models"))

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from v2_scripts import run_script
+
+from tests.integration.cuda.v2_scripts import run_script
 
 
 @pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])

@@ -16,8 +16,9 @@ from typing import Any
 
 import openai
 import psutil
-from servers import Server
-from traffic import Case
+
+from tests.integration.server.servers import Server
+from tests.soak.traffic import Case
 
 FILE_LIMIT = 1 << 20  # bytes; a matrix file is larger, and a log is not
 

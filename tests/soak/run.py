@@ -22,17 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "integration")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
-import faults  # noqa: E402
-import psutil  # noqa: E402
-from adapters import write_adapter  # noqa: E402
-from engines import TARGET  # noqa: E402
-from servers import Server  # noqa: E402
-from traffic import ADAPTER, Case, make_cases  # noqa: E402
+import psutil
+
+from tests.integration.engines import TARGET
+from tests.integration.models.adapters import write_adapter
+from tests.integration.server.servers import Server
+from tests.soak import faults
+from tests.soak.traffic import ADAPTER, Case, make_cases
 
 CLIENTS = 12
 TINY_CACHE = ("--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "1024")

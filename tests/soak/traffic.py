@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from engines import read_prompts
+from tests.integration.engines import read_prompts
 
 SCHEMA = {
     "type": "object",

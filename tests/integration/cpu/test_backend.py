@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import GROWN, TOKEN_RECYCLING, counter, engine, read_prompts
 from vllm import SamplingParams
 
+from tests.integration.engines import GROWN, TOKEN_RECYCLING, counter, engine, read_prompts
 from vllm_recycle.integration.cpu.backend import TreeCPUAttentionMetadataBuilder, TreeMetadata
 from vllm_recycle.integration.options import settings_of
 

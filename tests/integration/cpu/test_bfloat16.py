@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from engines import TARGET, TOKEN_RECYCLING, counter, engine, generate, read_prompts
-from random_models import deepseek
 from vllm import SamplingParams
+
+from tests.integration.engines import (
+    TARGET,
+    TOKEN_RECYCLING,
+    counter,
+    engine,
+    generate,
+    read_prompts,
+)
+from tests.integration.models.random_models import deepseek
 
 PROMPTS = read_prompts(12)
 # A price that does not go by how busy this machine is.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engines import GROWN, engine, generate, read_prompts, runner
 from vllm import SamplingParams
 
+from tests.integration.engines import GROWN, engine, generate, read_prompts, runner
 from vllm_recycle.core.adjacency import GREEDY, SAMPLED
 
 PROMPTS = read_prompts(2)

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engines import GROWN, counter, engine, generate
-from test_structured_output import GREEDY, JSON
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.integration.engines import GROWN, counter, engine, generate
+from tests.integration.outputs.test_structured_output import GREEDY, JSON
 from vllm_recycle.integration.cpu.grammar_ahead import GrammarsAhead, use_all_cores
 
 

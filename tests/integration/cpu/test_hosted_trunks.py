@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import heads
 import pytest
-from engines import (
+from vllm import SamplingParams
+
+from tests.integration.engines import (
     HOSTED,
     NEEDS_SUFFIX,
     TARGET,
@@ -25,7 +26,7 @@ from engines import (
     runner,
     watched_chains,
 )
-from vllm import SamplingParams
+from tests.integration.models import heads
 
 LENGTH = 3
 PROMPTS = read_prompts(4)

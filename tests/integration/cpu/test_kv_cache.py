@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_layouts import gather_keys_values
-from engines import PAPER, core, engine, read_prompts, runner
 from vllm import SamplingParams
 
+from tests.integration.engines import PAPER, core, engine, read_prompts, runner
+from tests.kernels.cpu.cache_layouts import gather_keys_values
 from vllm_recycle.integration.cpu import accepted_step
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 

@@ -7,9 +7,15 @@ from functools import cache
 from typing import Any
 
 import pytest
-from engines import SMALL_OUROBOROS, TOKEN_RECYCLING, engine, generate, read_prompts
 from vllm import SamplingParams
 
+from tests.integration.engines import (
+    SMALL_OUROBOROS,
+    TOKEN_RECYCLING,
+    engine,
+    generate,
+    read_prompts,
+)
 from vllm_recycle.kernels.cpu import build
 
 PROMPTS = read_prompts(2)

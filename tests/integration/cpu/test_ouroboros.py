@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_layouts import gather_keys_values
-from engines import (
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+
+from tests.core.slow_ouroboros import Phrase, SlowOuroboros, load
+from tests.integration.engines import (
     EXAMPLES,
     OUROBOROS,
     SMALL_OUROBOROS,
@@ -24,11 +27,8 @@ from engines import (
     read_prompts,
     runner,
 )
-from random_models import gemma4
-from slow_ouroboros import Phrase, SlowOuroboros, load
-from transformers import AutoTokenizer
-from vllm import SamplingParams
-
+from tests.integration.models.random_models import gemma4
+from tests.kernels.cpu.cache_layouts import gather_keys_values
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.rounds import Rounds

@@ -14,10 +14,11 @@ import json
 from typing import Any
 
 import pytest
-from engines import EXAMPLES, TARGET, counter, engine
-from slow_ouroboros import Rows, load
 from transformers import DynamicCache
 from vllm import SamplingParams
+
+from tests.core.slow_ouroboros import Rows, load
+from tests.integration.engines import EXAMPLES, TARGET, counter, engine
 
 K = 8
 MAX_TOKENS = 64

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import (
+from vllm import SamplingParams
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.integration.engines import (
     GROWN,
     SMALL_BUDGET,
     TOKEN_RECYCLING,
@@ -18,11 +22,8 @@ from engines import (
     runner,
     watch_steps,
 )
-from random_models import falcon_h1, mamba2
-from reach_table import NGRAM
-from vllm import SamplingParams
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.sampling_params import StructuredOutputsParams
+from tests.integration.models.random_models import falcon_h1, mamba2
+from tests.integration.reach.reach_table import NGRAM
 
 PROMPTS = read_prompts(8, max_words=60)
 TOKENS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from strategies import paths_of
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.core.strategies import paths_of
 from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from v2_scripts import run_script
 
+from tests.integration.cuda.v2_scripts import run_script
 from vllm_recycle.integration.versions import FEATURES
 
 # Files that import what drafts by models or by vLLM's speculators.

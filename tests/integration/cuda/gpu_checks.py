@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from engines import runner
 from vllm import SamplingParams
+
+from tests.integration.engines import runner
 
 BEST = 4  # tokens of a row whose logprobs are compared
 KNOWN = 20  # among so many of the judge's, as many as an engine gives

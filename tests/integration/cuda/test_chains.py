@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import TOKEN_RECYCLING, counter, engine, make_config, runner
-from random_models import granite_hybrid, mamba1
-from test_runner import GRAMMARS, LOOKING_BACK, MIXED
-from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, generate, watch_moves
 from vllm import SamplingParams
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+from tests.integration.cuda.test_runner import GRAMMARS, LOOKING_BACK, MIXED
+from tests.integration.cuda.v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, generate, watch_moves
+from tests.integration.engines import TOKEN_RECYCLING, counter, engine, make_config, runner
+from tests.integration.models.random_models import granite_hybrid, mamba1
 from vllm_recycle.core import adjacency
 from vllm_recycle.integration.draft_limits import UNLIMITED
 from vllm_recycle.integration.options import settings_of

@@ -10,18 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import heads
 import pytest
-from compiler_process import printed_by
-from engines import TARGET, core, engine, runner
-from recorded_launches import Recorder
-from test_ouroboros import METHOD as OUROBOROS
-from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TEXT
 from vllm import SamplingParams
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.integration.cuda.test_ouroboros import METHOD as OUROBOROS
+from tests.integration.cuda.v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SEEDED, TEXT
+from tests.integration.engines import TARGET, core, engine, runner
+from tests.integration.models import heads
+from tests.kernels.triton.compiler_process import printed_by
+from tests.kernels.triton.recorded_launches import Recorder
 from vllm_recycle.integration.cuda import sampling
 from vllm_recycle.kernels.triton.attention import tiles, tree_attention
 
@@ -72,7 +72,7 @@ def test_there_were_tiles_of_all_heights_beside_prompts(result):
 
 
 def test_all_that_is_launched_compiles(result):
-    found = printed_by("compile_kernels.py", "--recorded", result["launches"])
+    found = printed_by("compile_kernels", "--recorded", result["launches"])
     served = {kernel for name in ENGINES for kernel in result[name]["served"]}
     assert served <= {one["kernel"] for one in found}
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.integration.engines import PUBLISHED, TARGET, TOKEN_RECYCLING
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import platform
 from vllm_recycle.integration.draft_limits import (

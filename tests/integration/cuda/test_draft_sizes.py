@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import schedulers
-from engines import TOKEN_RECYCLING, core, engine
-from schedulers import make_request
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.integration.cuda import schedulers
+from tests.integration.cuda.schedulers import make_request
+from tests.integration.engines import TOKEN_RECYCLING, core, engine
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from engines import PUBLISHED, TARGET, TOKEN_RECYCLING, make_config
-from random_models import gpt_oss
 from vllm.v1.attention.backends import fa_utils, flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from tests.integration.engines import PUBLISHED, TARGET, TOKEN_RECYCLING, make_config
+from tests.integration.models.random_models import gpt_oss
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import TABLE

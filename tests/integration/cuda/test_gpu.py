@@ -16,8 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import write_adapter
-from engines import (
+from transformers import AutoTokenizer
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.integration.cuda.gpu_checks import (
+    Answer,
+    Row,
+    Verdict,
+    judge,
+    judge_rows,
+    serve,
+    watch_rows,
+)
+from tests.integration.cuda.v2_engines import with_sizes
+from tests.integration.engines import (
     OUROBOROS,
     TARGET,
     TOKEN_RECYCLING,
@@ -27,12 +40,8 @@ from engines import (
     read_prompts,
     runner,
 )
-from gpu_checks import Answer, Row, Verdict, judge, judge_rows, serve, watch_rows
-from random_models import granite_hybrid, qwen3_next
-from transformers import AutoTokenizer
-from v2_engines import with_sizes
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import StructuredOutputsParams
+from tests.integration.models.adapters import write_adapter
+from tests.integration.models.random_models import granite_hybrid, qwen3_next
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine
-from gpu_checks import Row, judge, judge_rows, serve, watch_rows
-from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, SCHEDULE, TEXT, with_sizes
+
+from tests.integration.cuda.gpu_checks import Row, judge, judge_rows, serve, watch_rows
+from tests.integration.cuda.v2_engines import (
+    GREEDY,
+    GROWN,
+    LLM_ARGUMENTS,
+    SCHEDULE,
+    TEXT,
+    with_sizes,
+)
+from tests.integration.engines import engine
 
 pytestmark = pytest.mark.slow
 

@@ -10,13 +10,13 @@ from operator import attrgetter, ge
 
 import pytest
 import torch
-from engines import make_config
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
+from tests.integration.engines import make_config
 from vllm_recycle.core.curve import TREES, Load
 from vllm_recycle.core.graph_curve import ROWS_OF_A_PROGRAM, GraphCurve, GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.graphs import (

@@ -6,13 +6,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import heads
 import pytest
 import torch
-from engines import OUROBOROS, TARGET, core, counter, engine, runner
-from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of, with_sizes
 from vllm import SamplingParams
 
+from tests.integration.cuda.v2_engines import (
+    GREEDY,
+    LLM_ARGUMENTS,
+    SEEDED,
+    Waits,
+    tokens_of,
+    with_sizes,
+)
+from tests.integration.engines import OUROBOROS, TARGET, core, counter, engine, runner
+from tests.integration.models import heads
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda import hosted_trunk

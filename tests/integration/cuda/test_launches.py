@@ -7,7 +7,8 @@ from; then drafts are made. Beside ours stand vLLM's own steps. The table has to
 where a step launches less, so that it can only go down:
 
     cd tests/integration/cuda
-    python v2_scripts.py test_launches.py v2_launches.json /tmp
+    PYTHONPATH=../../.. python -m tests.integration.cuda.v2_scripts \
+        test_launches.py v2_launches.json /tmp
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import heads
 import pytest
-from engines import TARGET, core, engine, runner
 from torch.utils._python_dispatch import TorchDispatchMode
-from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, TREE, tokens_of, with_sizes
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from tests.integration.cuda.v2_engines import (
+    GREEDY,
+    GROWN,
+    LLM_ARGUMENTS,
+    TREE,
+    tokens_of,
+    with_sizes,
+)
+from tests.integration.engines import TARGET, core, engine, runner
+from tests.integration.models import heads
 from vllm_recycle.integration.cuda import backend
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import v2_graphs
-from engines import OUROBOROS, TARGET, counter, engine
-from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, TEXT, tokens_of, with_sizes
 from vllm.config.compilation import CUDAGraphMode
-from watched_rounds import SIZES, Watch
+
+from tests.integration.cuda import v2_graphs
+from tests.integration.cuda.v2_engines import (
+    GREEDY,
+    LLM_ARGUMENTS,
+    SEEDED,
+    TEXT,
+    tokens_of,
+    with_sizes,
+)
+from tests.integration.cuda.watched_rounds import SIZES, Watch
+from tests.integration.engines import OUROBOROS, TARGET, counter, engine
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +78,7 @@ CACHE_TOLERANCE = 1e-3
 @pytest.fixture(scope="module")
 def slow_rounds(result) -> list[list]:
     """Trunk and branches of the first rounds behind a prompt, and of those when it comes again."""
-    from slow_ouroboros import SlowOuroboros, load
+    from tests.core.slow_ouroboros import SlowOuroboros, load
 
     slow = SlowOuroboros(load(TARGET), load(OUROBOROS["model"]), **SIZES, max_forwards=FORWARDS)
     found = []

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import TARGET, core, counter, engine, runner
-from test_ouroboros import OPTED_OUT, TRUNK
-from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of
 
+from tests.integration.cuda.test_ouroboros import OPTED_OUT, TRUNK
+from tests.integration.cuda.v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, Waits, tokens_of
+from tests.integration.engines import TARGET, core, counter, engine, runner
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 

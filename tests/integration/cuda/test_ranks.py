@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from derived_models import mixtral
-from engines import TARGET, TOKEN_RECYCLING, core, counter, engine, runner
-from test_ouroboros import METHOD as OUROBOROS
-from test_ouroboros import TRUNK
-from v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
-from v2_scripts import command_of
+
+from tests.integration.cuda.test_ouroboros import METHOD as OUROBOROS
+from tests.integration.cuda.test_ouroboros import TRUNK
+from tests.integration.cuda.v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tokens_of
+from tests.integration.cuda.v2_scripts import ROOT, command_of
+from tests.integration.engines import TARGET, TOKEN_RECYCLING, core, counter, engine, runner
+from tests.integration.models.derived_models import mixtral
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
             command = command_of(__file__, outputs[rank], folder / f"{rank}.safetensors")
             of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with log.open("w") as said:
-                process = subprocess.Popen(command, env=of_rank, stdout=said, stderr=said)
+                process = subprocess.Popen(command, cwd=ROOT, env=of_rank, stdout=said, stderr=said)
             processes.append(process)
         end = time.monotonic() + 550
         # Where one has died the other waits for it.

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import core, counter, engine, runner
-from v2_engines import (
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+from tests.integration.cuda.v2_engines import (
     BLOCK_SIZE,
     GREEDY,
     GROWN,
@@ -22,10 +23,9 @@ from v2_engines import (
     watch_moves,
     with_sizes,
 )
-from v2_learning import watch_learning
-from v2_worker import TreeV2Runner
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-
+from tests.integration.cuda.v2_learning import watch_learning
+from tests.integration.cuda.v2_worker import TreeV2Runner
+from tests.integration.engines import core, counter, engine, runner
 from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.integration.cuda import sampling
 

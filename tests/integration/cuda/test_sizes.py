@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-import v2_graphs
-from engines import core, counter, engine, runner, watch_steps
-from schedulers import seconds_as_measured
-from v2_engines import (
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.eplb_utils import EPLBController
+
+from tests.integration.cuda import v2_graphs
+from tests.integration.cuda.schedulers import seconds_as_measured
+from tests.integration.cuda.v2_engines import (
     GREEDY,
     GROWN,
     LLM_ARGUMENTS,
@@ -31,10 +34,7 @@ from v2_engines import (
     tokens_of,
     with_sizes,
 )
-from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.eplb_utils import EPLBController
-
+from tests.integration.engines import core, counter, engine, runner, watch_steps
 from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda import runner as v2_runner

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from engines import OUROBOROS, counter, engine, runner
-from test_ouroboros import FORWARDS, SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, MODEL, SEEDED, tokens_of
-from v2_worker import TreeV2Worker
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu_worker import Worker
+
+from tests.integration.cuda.test_ouroboros import FORWARDS, SIZES
+from tests.integration.cuda.v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, MODEL, SEEDED, tokens_of
+from tests.integration.cuda.v2_worker import TreeV2Worker
+from tests.integration.engines import OUROBOROS, counter, engine, runner
 
 pytestmark = pytest.mark.slow
 

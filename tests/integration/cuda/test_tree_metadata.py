@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import TARGET, TOKEN_RECYCLING
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.integration.engines import TARGET, TOKEN_RECYCLING
 from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.cuda.backend import TreeFlashAttentionMetadataBuilder
 from vllm_recycle.integration.plugin import register

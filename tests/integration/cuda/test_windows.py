@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from derived_models import with_windows
-from engines import core, counter, engine, runner
-from random_models import gemma4, gpt_oss
-from test_ouroboros import METHOD, SCHEDULE
-from v2_engines import (
+
+from tests.integration.cuda.test_ouroboros import METHOD, SCHEDULE
+from tests.integration.cuda.v2_engines import (
     GREEDY,
     GROWN,
     LLM_ARGUMENTS,
@@ -24,6 +22,9 @@ from v2_engines import (
     watch_moves,
     with_sizes,
 )
+from tests.integration.engines import core, counter, engine, runner
+from tests.integration.models.derived_models import with_windows
+from tests.integration.models.random_models import gemma4, gpt_oss
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """Runs what a test file does with engines of Model Runner V2, in a process of its own.
 
-    python tests/integration/cuda/v2_scripts.py FILE OUTPUT FOLDER
+    python -m tests.integration.cuda.v2_scripts FILE OUTPUT FOLDER
 
 installs `v2_shim`, which must come before vLLM, calls `main(FOLDER)` of the file, and writes what
 that returns as JSON. Without arguments it reads such arguments from its input, a JSON list and a
@@ -23,17 +23,19 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 550
+ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-m", "tests.integration.cuda.v2_scripts"]
 
 
 def command_of(file: Path | str, output: Path, argument: Path) -> list[str]:
-    return [sys.executable, __file__, *map(str, (file, output, argument))]
+    return [*COMMAND, *map(str, (file, output, argument))]
 
 
 @cache
 def script_server() -> subprocess.Popen[str]:
     """What forks the processes of this test process; it ends with its input."""
-    command = [sys.executable, __file__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(COMMAND, cwd=ROOT, text=True, **pipes)
 
 
 def run_script(file: Path | str, folder: Path) -> dict[str, Any]:
@@ -47,17 +49,16 @@ def run_script(file: Path | str, folder: Path) -> dict[str, Any]:
 
 def prepare() -> None:
     """Import what all scripts need."""
-    tests = Path(__file__).parents[2]
-    sys.path[1:1] = [str(tests / "integration"), str(tests / "kernels" / "triton")]
-    import v2_shim
+    from tests.integration.cuda import v2_shim
 
     v2_shim.install()
-    importlib.import_module("v2_engines")
+    importlib.import_module("tests.integration.cuda.v2_engines")
 
 
 def run_main(file: str, output: str, folder: str) -> None:
     """In the process of a script."""
-    result = importlib.import_module(Path(file).stem).main(Path(folder))
+    name = ".".join(Path(file).resolve().relative_to(ROOT).with_suffix("").parts)
+    result = importlib.import_module(name).main(Path(folder))
     Path(output).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -21,8 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton_interpreter
-from engines import spare_later_engines
+
+from tests.integration.cuda import triton_interpreter
+from tests.integration.engines import spare_later_engines
 
 
 def install() -> None:
@@ -211,7 +212,9 @@ def _bring_our_worker() -> None:
     """What `platform.PLATFORMS` says of CUDA, for this platform."""
     from vllm_recycle.integration.platform import PLATFORMS, Platform
 
-    PLATFORMS["cpu"] = Platform("v2_worker.TreeV2Worker", PLATFORMS["cuda"].hosts, True, None)
+    PLATFORMS["cpu"] = Platform(
+        "tests.integration.cuda.v2_worker.TreeV2Worker", PLATFORMS["cuda"].hosts, True, None
+    )
 
 
 def _attend_to_trees_in_few_programs() -> None:

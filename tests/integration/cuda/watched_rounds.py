@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import torch
-import v2_graphs
-from engines import OUROBOROS, core, runner
-from v2_engines import LLM_ARGUMENTS, Waits, watch_moves
 
+from tests.integration.cuda import v2_graphs
+from tests.integration.cuda.v2_engines import LLM_ARGUMENTS, Waits, watch_moves
+from tests.integration.engines import OUROBOROS, core, runner
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import ChoiceAcceptance

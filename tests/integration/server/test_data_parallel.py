@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import write_adapter
-from engines import TARGET, engine
 from safetensors.torch import load_file
-from servers import MAX_TOKENS
-from test_server import PROMPTS, MethodServer
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+
+from tests.integration.engines import TARGET, engine
+from tests.integration.models.adapters import write_adapter
+from tests.integration.server.servers import MAX_TOKENS
+from tests.integration.server.test_server import PROMPTS, MethodServer
 
 # By adapter, as the client calls them; the first is the base model.
 MODELS = ("target", "adapter")

@@ -13,24 +13,25 @@ import time
 from pathlib import Path
 
 import pytest
-from engines import TOKEN_RECYCLING, core, counter, engine, generate, read_prompts
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
+from tests.integration.engines import TOKEN_RECYCLING, core, counter, engine, generate, read_prompts
+
 PROMPTS = read_prompts(6)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-FOLDER = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
 def test_output_equals_vllm_with_ranks_on_two_nodes(tmp_path):
     pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
-    import ray_platform
-    from ray_processes import marked, wait_for_end
+    from tests.integration.server import ray_platform
+    from tests.integration.server.ray_processes import marked, wait_for_end
 
     ray_platform.install(tmp_path)
     output, matrix = tmp_path / "output.json", tmp_path / "matrix.safetensors"
-    path = os.pathsep.join([str(FOLDER), str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with marked() as environment, (tmp_path / "log").open("w+") as log:
         command = [sys.executable, __file__, str(output), str(matrix)]
         run = subprocess.run(

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from engines import SMALL_OUROBOROS, TARGET, engine, read_prompts
-from servers import MAX_TOKENS, Server
 from vllm import SamplingParams
+
+from tests.integration.engines import SMALL_OUROBOROS, TARGET, engine, read_prompts
+from tests.integration.server.servers import MAX_TOKENS, Server
 
 PROMPTS = read_prompts(8)
 # Of each method: its options, the option that names its file, and what its start-up line says.

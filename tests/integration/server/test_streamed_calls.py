@@ -11,8 +11,9 @@ from typing import Any
 
 import anthropic
 import pytest
-from engines import EXAMPLES
-from servers import Server
+
+from tests.integration.engines import EXAMPLES
+from tests.integration.server.servers import Server
 
 pytestmark = pytest.mark.slow
 

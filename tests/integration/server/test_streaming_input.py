@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import write_adapter
-from engines import SMALL_OUROBOROS, TARGET, TOKEN_RECYCLING, read_prompts
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
@@ -18,6 +16,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
+from tests.integration.engines import SMALL_OUROBOROS, TARGET, TOKEN_RECYCLING, read_prompts
+from tests.integration.models.adapters import write_adapter
 from vllm_recycle.integration.versions import FEATURES
 
 CHUNK = 24

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from engines import GROWN, engine, read_prompts
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from vllm import SamplingParams
 
+from tests.integration.engines import GROWN, engine, read_prompts
 from vllm_recycle.integration.tracing import ACCEPTED, DRAFTED, STEPS
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_layouts import HAS_AMX, Layout, halves
-from tree_steps import Step, Text, fill, sinks_of, texts_of
 from vllm import _custom_ops as ops
+
+from tests.kernels.cpu.cache_layouts import HAS_AMX, Layout, halves
+from tests.kernels.cpu.tree_steps import Step, Text, fill, sinks_of, texts_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx2_supported(), reason="the bits are those of x86"

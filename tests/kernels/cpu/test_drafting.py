@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_layouts import STALE
-from growth_settings import some_grammars, some_owner, some_trunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recycling_steps import ends_of, make_matrix, started, write
-from strategies import trees
-from test_learn import MAX_NUM_REQS, make_step, part_of
-from test_walk import ragged_steps
 
+from tests.core.growth_settings import some_grammars, some_owner, some_trunks
+from tests.core.recycling_steps import ends_of, make_matrix, started, write
+from tests.core.strategies import trees
+from tests.kernels.cpu.cache_layouts import STALE
+from tests.kernels.triton.test_learn import MAX_NUM_REQS, make_step, part_of
+from tests.kernels.triton.test_walk import ragged_steps
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import (
     NUM_CLASSES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_layouts import every_layout, gather_keys_values, write
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from tests.kernels.cpu.cache_layouts import every_layout, gather_keys_values, write
 from vllm_recycle.kernels.cpu.cache_calls import move_slots
 from vllm_recycle.kernels.cpu.kv_cache import slot_elements
 

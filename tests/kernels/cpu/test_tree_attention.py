@@ -9,13 +9,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_steps import UNTOUCHED
-from cache_layouts import LAYOUTS, STALE, every_layout, skip_reason
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import LARGEST, trees
-from tree_steps import BUSH, Step, bushes, is_within_tolerance, sinks_of, softmax_rows, texts_of
 
+from tests.core.strategies import LARGEST, trees
+from tests.kernels.cpu.cache_layouts import LAYOUTS, STALE, every_layout, skip_reason
+from tests.kernels.cpu.tree_steps import (
+    BUSH,
+    Step,
+    bushes,
+    is_within_tolerance,
+    sinks_of,
+    softmax_rows,
+    texts_of,
+)
+from tests.kernels.triton.attention_steps import UNTOUCHED
 from vllm_recycle.core.lookahead import lookahead_template
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from attention_steps import NO_BLOCK, TOLERANCE, UNTOUCHED
-from cache_layouts import STALE, Layout, write
 
+from tests.kernels.cpu.cache_layouts import STALE, Layout, write
+from tests.kernels.triton.attention_steps import NO_BLOCK, TOLERANCE, UNTOUCHED
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.cpu.cache_calls import TreeQueries, tree_attention
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch_twins
 
+from tests.kernels.triton import torch_twins
 from vllm_recycle.core.tree import TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tiles import Tile

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fake_gpu
 import torch
-from attention_steps import Request, Shape, Step, below_chain
 
+from tests.kernels.triton import fake_gpu
+from tests.kernels.triton.attention_steps import Request, Shape, Step, below_chain
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import Trunks

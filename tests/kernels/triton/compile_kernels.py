@@ -1,7 +1,7 @@
 """Compile Triton kernels for GPUs that need not be there, and print what came out as JSON.
 
-    python tests/kernels/triton/compile_kernels.py [part of a case's name]
-    python tests/kernels/triton/compile_kernels.py --recorded FILE
+    python -m tests.kernels.triton.compile_kernels [part of a case's name]
+    python -m tests.kernels.triton.compile_kernels --recorded FILE
 
 Kernels are compiled as on a GPU, by launching them (`fake_gpu`). Without TRITON_INTERPRET, under
 which they never are, and what only the compiler refuses goes unseen. `compile_cases` lists the
@@ -31,10 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_gpu
-import recorded_launches
 import triton  # noqa: TID253 - a script of its own, which nothing imports
-from compile_cases import cases
+
+from tests.kernels.triton import fake_gpu, recorded_launches
+from tests.kernels.triton.compile_cases import cases
 
 
 def compiled_by(launch: Callable[[], object], arch: int) -> list[Any]:

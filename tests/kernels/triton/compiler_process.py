@@ -9,17 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[2]
+ROOT = Path(__file__).parents[3]
 
 
-def printed_by(script: str, *arguments: object) -> Any:
-    """The JSON that a script of this folder prints; fails where the script does."""
+def printed_by(module: str, *arguments: object) -> Any:
+    """The JSON that a module of this folder prints; fails where the module does."""
     # Behind what is there already, which may be another Triton.
     paths = filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    command = [sys.executable, "-m", f"tests.kernels.triton.{module}", *map(str, arguments)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout)

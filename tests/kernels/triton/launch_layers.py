@@ -12,10 +12,11 @@ import json
 from dataclasses import fields, replace
 from typing import Any
 
-import fake_gpu
 import torch
-from attention_steps import PAPER, Request, Shape, Step
 from triton.runtime.jit import JITFunction  # noqa: TID253 - a script of its own
+
+from tests.kernels.triton import fake_gpu
+from tests.kernels.triton.attention_steps import PAPER, Request, Shape, Step
 
 
 class Seen:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compiler_process import printed_by
+
+from tests.kernels.triton.compiler_process import printed_by
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ SHARED_MEMORY = {90: 227 * KB, 100: 227 * KB, 80: 99 * KB, 120: 99 * KB}
 @pytest.fixture(scope="module")
 def figures() -> list[dict[str, Any]]:
     """Of every case; see `compile_kernels`."""
-    return printed_by("compile_kernels.py")
+    return printed_by("compile_kernels")
 
 
 def test_nothing_spills(figures):

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_settings import Setting, settings_of_growth, some_trunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recycling_steps import K, make_matrix, write_entries
-from strategies import trees
 
+from tests.core.growth_settings import Setting, settings_of_growth, some_trunks
+from tests.core.recycling_steps import K, make_matrix, write_entries
+from tests.core.strategies import trees
 from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SAMPLED
 from vllm_recycle.core.grow import Trunks

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.triton import torch_twins
 from vllm_recycle.kernels.triton import kv_cache
 from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from attention_steps import PAPER, SINKS, Shape, Step, assert_close
-from compiler_process import printed_by
 
+from tests.kernels.triton.attention_steps import PAPER, SINKS, Shape, Step, assert_close
+from tests.kernels.triton.compiler_process import printed_by
 from vllm_recycle.core.adjacency import MatrixLayout
 from vllm_recycle.kernels.triton.attention import tree_attention
 from vllm_recycle.kernels.triton.matrix.find import Layout
@@ -44,7 +44,7 @@ def test_layers_whose_tensors_lie_otherwise_are_of_other_kinds():
 
 @pytest.mark.slow
 def test_the_launches_of_other_layers_are_those_that_triton_would_make():
-    found = printed_by("launch_layers.py")
+    found = printed_by("launch_layers")
     assert found["again"]["launches"] == found["anew"]["launches"] != found["first"]["launches"]
     assert [launch[0] for launch in found["again"]["launches"]] == [
         "attend_kernel",

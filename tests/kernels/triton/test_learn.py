@@ -6,11 +6,11 @@ import copy
 import random
 from functools import partial
 
-import recycling_steps
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core import recycling_steps
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import NUM_COUNTED, SCOPES, AdjacencyMatrix, Ends, MatrixLayout

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
-from grown_trees import on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch_trees, paths_of
-from strategies import trees as templates_of
 
+from tests.core.strategies import batch_trees, paths_of
+from tests.core.strategies import trees as templates_of
+from tests.kernels.triton.grown_trees import on_device
 from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import pytest
 import torch
-import torch_twins
 
+from tests.kernels.triton import torch_twins
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch_twin_of_seed as twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_learn import DEVICE, MAX_NUM_REQS, make_matrix
 
+from tests.kernels.triton import torch_twin_of_seed as twin
+from tests.kernels.triton.test_learn import DEVICE, MAX_NUM_REQS, make_matrix
 from vllm_recycle.core import learn as core
 from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
 from vllm_recycle.kernels.triton.matrix.seed import seed

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_steps import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.strategies import BRIEF, LARGEST, batch_trees, trees
+from tests.kernels.cpu.tree_steps import Text, softmax_rows
+from tests.kernels.triton.attention_steps import (
     CHAIN,
     CHAINED,
     DEVICE,
@@ -23,12 +28,7 @@ from attention_steps import (
     assert_close,
     below_chain,
 )
-from grown_trees import on_device
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import BRIEF, LARGEST, batch_trees, trees
-from tree_steps import Text, softmax_rows
-
+from tests.kernels.triton.grown_trees import on_device
 from vllm_recycle.core.lookahead import lookahead_template
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.kernels.triton.attention.tiles import WAVES, Tile, choose_num_splits, choose_tile

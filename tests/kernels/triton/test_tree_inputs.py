@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch_twins
-from grown_trees import on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch_trees, trees
 
+from tests.core.strategies import batch_trees, trees
+from tests.kernels.triton import torch_twins
+from tests.kernels.triton.grown_trees import on_device
 from vllm_recycle.kernels.triton import inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

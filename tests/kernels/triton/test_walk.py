@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grown_trees import on_device as place_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch_trees, drafts, repetitive_drafts, samples, trees
 
+from tests.core.strategies import batch_trees, drafts, repetitive_drafts, samples, trees
+from tests.kernels.triton.grown_trees import on_device as place_trees
 from vllm_recycle.core import verification
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.kernels.triton.walk import walk

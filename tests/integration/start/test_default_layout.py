@@ -1,0 +1,64 @@
+"""Engines as `LLM(...)` and `vllm serve` lay them out: the scheduler and the worker are processes.
+
+Other tests have both in their own process, to look inside. What drafts gain must be the same.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.integration.engines import GROWN, counter, engine, generate, use_two_ranks
+from tests.integration.outputs.test_structured_output import GREEDY, KINDS, PLAIN, SEEDED, UNSEEN
+
+LONG = {"max_tokens": 60}
+
+
+def serve(method: dict[str, Any] | None, backend: str, **layout: Any) -> tuple[list[Any], float]:
+    """What requests get, and tokens a step of those that follow what none did before.
+
+    What their drafts are is what the grammar tells.
+    """
+    before = [StructuredOutputsParams(**grammar) for _, grammar in KINDS[backend]]
+    unseen = StructuredOutputsParams(regex=UNSEEN)
+    with engine(method, structured_outputs_config={"backend": backend}, **layout) as llm:
+        # Others first: with these the worker gets its compiler.
+        params = [SamplingParams(**GREEDY, structured_outputs=one) for one in before]
+        outputs = generate(llm, [text for text, _ in KINDS[backend]], params)
+        count = counter(llm, "spec_decode_num_accepted_tokens")
+        ways = [SamplingParams(**way | LONG, structured_outputs=unseen) for way in (GREEDY, SEEDED)]
+        ours = generate(llm, PLAIN, ways)
+        accepted = counter(llm, "spec_decode_num_accepted_tokens") - count
+        tokens = sum(len(text) for (text,) in ours)
+        return outputs + ours, tokens / (tokens - accepted)
+
+
+@cache
+def serve_plainly(backend: str) -> list[Any]:
+    return serve(None, backend)[0]
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, monkeypatch):
+    plain = serve_plainly(backend)
+    here, tokens_here = serve(GROWN, backend)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    there, tokens_there = serve(GROWN, backend)
+    assert here == there == plain
+    assert tokens_here > 1.5
+    assert tokens_there > 0.9 * tokens_here
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_drafts_grow_with_grammars_on_two_ranks(monkeypatch):
+    plain = serve_plainly("xgrammar")
+    use_two_ranks(monkeypatch)
+    outputs, tokens = serve(GROWN, "xgrammar", tensor_parallel_size=2)
+    assert outputs == plain
+    assert tokens > 1.5

@@ -1,0 +1,303 @@
+"""What the methods do not go with is named before an engine starts, or chains are drafted there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.integration.engines import HOSTED, PUBLISHED, TARGET, TRUNK, make_config
+from tests.integration.models.random_models import granite_hybrid
+from vllm_recycle.integration import config as engine_config
+from vllm_recycle.integration import platform, refusals
+from vllm_recycle.integration.options import has_settings, settings_of
+from vllm_recycle.integration.plugin import register
+
+pytestmark = pytest.mark.versions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register()
+
+
+EXPERTS = {"hf_overrides": {"num_local_experts": 4}}
+# Of a draft model, whose ranks are to be those of the target.
+ONE_RANK = {"model": TARGET, "draft_tensor_parallel_size": 1}
+FEWER_RANKS = "draft_tensor_parallel_size: got 1, expected none or that of the target, 2"
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({}, {"async_scheduling": True}, "--async-scheduling"),
+        ({}, {"convert": "embed"}, "--runner pooling"),
+        ({}, EXPERTS | {"data_parallel_size": 2},
+         "--data-parallel-size above 1 with a mixture-of-experts model"),
+        ({}, EXPERTS | {"enable_expert_parallel": True, "tensor_parallel_size": 2},
+         "--enable-expert-parallel on several ranks on a CPU"),
+        ({}, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 on a CPU"),
+        # vLLM 0.33 has words of its own.
+        ({}, {"kv_cache_dtype": "float16"}, "float16 on a CPU|float16\" is incompatible with d"),
+        (TRUNK | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
+        (PUBLISHED | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
+        pytest.param({"trunk": HOSTED["trunk"] | ONE_RANK}, {"tensor_parallel_size": 2},
+                     FEWER_RANKS, id="vLLM's trunk on fewer ranks"),
+    ],
+)  # fmt: skip
+def test_features_that_are_not_supported(method, flags, message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        make_config(method, **flags)
+
+
+RECYCLING = '{"method": "token_recycling"}'
+TEMPLATE = '{"method": "token_recycling", "tree": "paper-80"}'
+CROSSED = """{"method": "token_recycling",
+    "trunk": {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}}"""
+
+
+@pytest.fixture
+def logged(monkeypatch) -> list[tuple[str, str]]:
+    """What the package says while configurations are made: (level, line)."""
+    lines: list[tuple[str, str]] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            engine_config.logger,
+            level,
+            lambda line, *args, level=level: lines.append((level, line % args)),
+        )
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "reason"),
+    [
+        (RECYCLING, {"pipeline_parallel_size": 2}, "support --pipeline-parallel-size above 1"),
+        (RECYCLING, {"logits_processors": ["a:b"]}, "does not support --logits-processors"),
+        (RECYCLING, {"async_scheduling": True}, "does not support --async-scheduling"),
+        (RECYCLING, {"worker_cls": "a.B"}, "--worker-cls: got 'a.B', expected none"),
+        (RECYCLING, {"max_num_batched_tokens": 1, "max_num_seqs": 1}, "budget_share is 0.5"),
+        (TEMPLATE, {"kv_cache_dtype": "fp8"}, "does not support --kv-cache-dtype fp8"),
+        (TEMPLATE, {"max_model_len": 6}, "depth 6, expected less than --max-model-len 6"),
+        (CROSSED, {}, "prompt_lookup_min=5 must be <= prompt_lookup_max=2"),
+        # vLLM's own words, which have several lines.
+        ('{"method": "ouroboros", "model": "/none"}', {}, "local directory specified: '/none'."),
+    ],
+)
+def test_an_engine_that_the_environment_does_not_go_with_is_plain(
+    variable, flags, reason, logged, monkeypatch
+):
+    arguments = EngineArgs(TARGET, dtype="float32", enforce_eager=True, **flags)
+    plain = copy.copy(arguments).create_engine_config()
+    monkeypatch.setenv("VLLM_RECYCLE", variable)
+    config = arguments.create_engine_config()
+    assert config.speculative_config is None
+    assert config.compute_hash() == plain.compute_hash()
+    [(level, line)] = logged
+    assert level == "warning"
+    assert line.startswith("VLLM_RECYCLE is not used for this engine: ")
+    assert reason in line
+    assert "\n" not in line
+    assert "--speculative-config" not in line
+
+
+def sentence_transformer(folder: Path) -> str:
+    """The target as a folder of sentence-transformers, which embeds without a flag."""
+    shutil.copytree(TARGET, folder)
+    parts = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for i, (path, name) in enumerate(parts.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"runner": "pooling"}, {"convert": "embed"}, {"convert": "classify"}, {}]
+)
+def test_a_pooling_engine_is_left_alone_by_the_environment(
+    flags, logged, caplog, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_RECYCLE", RECYCLING)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    model = TARGET if flags else sentence_transformer(tmp_path / "model")
+    config = EngineArgs(model, dtype="float32", **flags).create_engine_config()
+    assert config.model_config.runner_type == "pooling"
+    assert (config.speculative_config, has_settings(config)) == (None, False)
+    assert [level for level, _ in logged] == ["info"]
+    assert "VLLM_RECYCLE is not used for this engine: " in logged[0][1]
+    assert not [record for record in caplog.records if "speculative" in record.getMessage().lower()]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [("/none", {}), (TARGET, {"max_model_len": 1 << 40}), (TARGET, {"quantization": "oak"})],
+)
+def test_an_error_of_plain_vllm_stays_that(model, flags, monkeypatch):
+    errors = []
+    for variable in ("", RECYCLING):
+        monkeypatch.setenv("VLLM_RECYCLE", variable)
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            EngineArgs(model, **flags).create_engine_config()
+        errors.append(raised.value)
+    plain, error = errors
+    assert (type(error), str(error)) == (type(plain), str(plain))
+
+
+REFUSED_BY_CONFIG = {
+    "decode_context_parallel_size": ("parallel_config", 2),
+    "prefill_context_parallel_size": ("parallel_config", 2),
+    "enable_dbo": ("parallel_config", True),
+    "enable_elastic_ep": ("parallel_config", True),
+    "enable_batch_sharded_sampling": ("parallel_config", True),
+    "return_sampling_mask": ("model_config", True),
+    "enable_trace_replay": ("model_config", True),
+    "logits_processors": ("model_config", ["a:b"]),
+    "enable_return_routed_experts": ("aux_output_config", True),
+    "watermark_config": (None, object()),
+    "diffusion_config": (None, object()),
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"kv_offloading_size": 1.0}, "--kv-transfer-config or --kv-offloading-size"),
+        ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
+        ({"hf_overrides": {"attn_logit_softcapping": 30.0}}, "a model with a logits soft cap"),
+        ({"dtype": "float16"}, "a model with float16 on a CPU"),
+        ({"hf_overrides": {"head_dim": 40}},
+         "a model with heads of 40 numbers (no multiple of 16) on a CPU"),
+    ],
+)  # fmt: skip
+def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
+    said = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda *words: said.append(words))
+    options = settings_of(make_config({"max_nodes": 10}, **flags)).options
+    assert said == [("%s drafts chains: trees do not go with %s", "token_recycling", feature)]
+    assert (options.tree, options.num_nodes) == ("chain", 10)
+    for method in ({"tree": "default"}, {"preset": "paper"}):
+        with pytest.raises(NotImplementedError, match=re.escape(f"does not support {feature}")):
+            make_config(method, **flags)
+
+
+def test_models_with_states_have_short_chains(tmp_path):
+    model = granite_hybrid(tmp_path / "model")
+    for method, num_nodes in (({}, 4), ({"tree": "chain", "max_nodes": 9}, 9)):
+        options = settings_of(make_config(method, model=model)).options
+        assert (options.tree, options.num_nodes) == ("chain", num_nodes)
+    with pytest.raises(NotImplementedError, match="does not support a hybrid or Mamba model;"):
+        make_config({"tree": "default"}, model=model)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
+def test_every_refusal_names_its_flag(name):
+    """Those that this machine or model cannot turn on by themselves: set on a good config."""
+    config = make_config()
+    part, value = REFUSED_BY_CONFIG[name]
+    owner = config if part is None else getattr(config, part)
+    object.__setattr__(owner, name, value)
+    with pytest.raises(NotImplementedError, match=f"--{name.replace('_', '-')}"):
+        engine_config.finish(config)
+
+
+def refused_on_a_gpu_alone(config: Any) -> list[str]:
+    on_cpu, on_gpu = (refusals.unsupported(config, on_v2=on_v2) for on_v2 in (False, True))
+    assert not any(on_cpu.values())
+    return [feature for feature, present in on_gpu.items() if present]
+
+
+def test_what_was_right_on_a_cpu_alone_is_refused_on_a_gpu():
+    config = make_config(kv_sharing_fast_prefill=True)
+    config.ec_transfer_config = object()
+    flags = ("--kv-sharing-fast-prefill", "--ec-transfer-config")
+    assert refused_on_a_gpu_alone(config) == [f"{flag} on a GPU" for flag in flags]
+
+
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_states_in_the_prefix_cache_are_refused_on_a_gpu(caches_prefixes, tmp_path):
+    model = granite_hybrid(tmp_path / "model")
+    config = make_config(model=model, enable_prefix_caching=caches_prefixes)
+    refused = ["--enable-prefix-caching with recurrent layers on a GPU"] * caches_prefixes
+    assert refused_on_a_gpu_alone(config) == refused
+
+
+def test_other_platforms_are_refused(monkeypatch):
+    other = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
+    monkeypatch.setattr(platform, "current_platform", other)
+    message = r"got platform 'abacus', expected one of \['cpu', 'cuda'\]"
+    with pytest.raises(NotImplementedError, match=message):
+        make_config()
+
+
+def test_model_runner_v2_is_refused_on_cpu(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        make_config()
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    config = make_config()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT=1"):
+        engine_config.finish(config)
+
+
+def test_installed_logits_processors_are_refused(monkeypatch):
+    monkeypatch.setattr(refusals, "entry_points", lambda group: [group])
+    with pytest.raises(NotImplementedError, match=r"vllm\.logits_processors"):
+        make_config()
+
+
+@pytest.mark.parametrize("method", [None, PUBLISHED])
+@pytest.mark.parametrize(
+    ("flags", "raises"),
+    [
+        ({}, True),
+        ({"max_num_batched_tokens": 512}, True),
+        ({"max_num_batched_tokens": 512, "max_num_scheduled_tokens": 300}, True),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 4}, False),
+    ],
+)
+def test_with_lora_steps_are_as_large_as_without(flags, raises, method, monkeypatch):
+    """Where vLLM asks for more rows than a step has, it gets them, and one line says so."""
+    lines = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *args: lines.append(line % args))
+    plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
+    rows = lora.scheduler_config.max_num_seqs * (1 + lora.num_speculative_tokens)
+    plain, lora = plain.scheduler_config, lora.scheduler_config
+    assert lora.max_num_seqs == plain.max_num_seqs
+    assert lora.max_num_scheduled_tokens == plain.max_num_scheduled_tokens
+    assert lora.max_num_batched_tokens == (rows if raises else plain.max_num_batched_tokens)
+    assert [f"from {plain.max_num_batched_tokens} to {rows}, " in line for line in lines] == (
+        [True] * raises
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "or equal to max_num_seqs"),
+        ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, "smaller than max_mod"),
+    ],
+)
+def test_what_vllm_refuses_without_lora_it_refuses_with_it(flags, message):
+    for on in (False, True):
+        with pytest.raises(ValueError, match=message):
+            make_config(enable_lora=on, **flags)

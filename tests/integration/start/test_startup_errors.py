@@ -1,0 +1,366 @@
+"""Bad input ends in one clear error before an engine starts, naming what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from vllm.config.speculative import SpeculativeMethod
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.integration.engines import (
+    GROWN,
+    HOSTED,
+    OUROBOROS,
+    PAPER,
+    TARGET,
+    TOKEN_RECYCLING,
+    TRUNK,
+    make_config,
+)
+from vllm_recycle.integration import config as engine_config
+from vllm_recycle.integration.options import METHODS, has_settings, settings_of
+from vllm_recycle.integration.options.base import TABLE
+from vllm_recycle.integration.options.given import given_keys
+from vllm_recycle.integration.options.hosted import FIXED
+from vllm_recycle.integration.plugin import register
+
+pytestmark = pytest.mark.versions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register()
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "num_tokens"),
+    [
+        ({"k": 4, "tree": "default", "max_nodes": 3, "scope": "shared"}, {}, 3),
+        ({"seed-from-prompt": False, "num_speculative_tokens": 7}, {}, 7),
+        ({}, {"spec_tokens": 8}, 8),
+    ],
+)
+def test_good_options_are_accepted(options, flags, num_tokens):
+    config = make_config(options, **flags)
+    assert config.speculative_config.num_speculative_tokens == num_tokens
+
+
+def options_of(**options: Any) -> Any:
+    return settings_of(make_config(options)).options
+
+
+def test_a_preset_stands_for_the_keys_that_are_not_given():
+    paper = options_of(preset="paper", tree=None)
+    assert (paper.tree, paper.num_nodes, paper.row_cost) == ("paper-80", 80, 0)
+    assert (list(paper.contexts), paper.scope, paper.seed_from_prompt) == ([1], "shared", False)
+    other = options_of(preset="paper", scope="sequence", tree="dynamic")
+    assert (other.tree, other.num_nodes, other.scope) == ("dynamic", 80, "sequence")
+    assert (list(other.contexts), other.row_cost) == ([1], 0)
+
+
+def test_other_methods_are_left_alone():
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    made = EngineArgs(TARGET, dtype="float32", speculative_config=config).create_engine_config()
+    assert made.speculative_config.method == "ngram"
+    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+HEAD = {"method": "eagle3", "model": "/no/head"}
+LINE = 700  # characters that a message has at most
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+VARIABLE = '{"method": "token_recycling", "max_nodes": 7}'
+PLAIN = {"additional_config": {"vllm_recycle": False}}
+
+
+@pytest.mark.parametrize(
+    ("said", "flags", "method"),
+    [
+        (VARIABLE, {}, "custom_class"),
+        (VARIABLE, {"speculative_config": NGRAM}, "ngram"),
+        (VARIABLE, PLAIN, None),
+        (VARIABLE, PLAIN | {"speculative_config": GROWN | {"max_nodes": 7}}, "custom_class"),
+        *((said, {}, None) for said in ("", " ", "0", "Off", "false", "NO", "none", "null")),
+    ],
+)
+def test_the_environment_turns_a_method_on_where_nothing_is_given(said, flags, method, monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", said)
+    arguments = EngineArgs(TARGET, dtype="float32", **flags)
+    config = arguments.create_engine_config()
+    assert (arguments.speculative_config is None) == ("speculative_config" not in flags)
+    assert (config.speculative_config and config.speculative_config.method) == method
+    assert has_settings(config) == (method == "custom_class")
+    assert method != "custom_class" or settings_of(config).options.num_nodes == 7
+
+
+def test_only_false_keeps_an_engine_plain_beside_the_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", VARIABLE)
+    arguments = EngineArgs(TARGET, additional_config={"vllm_recycle": "off"})
+    with pytest.raises(ValueError, match="vllm_recycle is 'off', expected false"):
+        arguments.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        *(
+            (said, r'got .*, expected an object with a "method" of token_recycling, ouroboros')
+            for said in ("yes", "[]", '{"method": "ngram"}', '{"max_nodes": 7}', "[" * 20_000)
+        ),
+        ('{"method": "token_recycling", "nodes": 3}', ".*of token_recycling: unknown key 'nodes'"),
+        ('{"method": "token_recycling", "k": 0}', ".*k is 0, expected an integer 1 to 64"),
+        ('{"method": "token_recycling", "tree": "oak"}', ".*expected one of .*'paper-80'"),
+        ('{"method": "ouroboros"}', ".*'model' is missing"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_wrong_value_of_the_environment_is_refused_by_its_name(said, message, monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", said)
+    with pytest.raises(ValueError, match=f"^VLLM_RECYCLE: {message}[^\n]*$") as refused:
+        EngineArgs(TARGET, dtype="float32").create_engine_config()
+    assert len(str(refused.value)) < LINE
+
+
+def test_vllm_knows_the_variable(monkeypatch):
+    monkeypatch.setenv("VLLM_RECYCLE", '{"method": "token_recycling"}')
+    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)  # vLLM sets it, and does not know it
+    register()
+    EngineArgs(TARGET, dtype="float32", fail_on_environ_validation=True).create_engine_config()
+
+
+def test_engine_arguments_can_be_used_twice():
+    arguments = EngineArgs(TARGET, speculative_config={"method": "token_recycling"})
+    arguments.create_engine_config()
+    assert arguments.speculative_config == {"method": "token_recycling"}
+    arguments.create_engine_config()
+
+
+OTHER_KEYS = ("max_model_len", "kv_cache_dtype", TABLE, "prompt_lookup_max", "fly_window_size")
+SMALL_STEP = {"max_num_batched_tokens": 64, "max_model_len": 64}
+BAD_OPTIONS = [
+    ({"branches": 3}, r"unknown key 'branches', expected any of \['method', 'preset', 'k'"),
+    ({"k": 0}, "k is 0, expected an integer 1 to 64"),
+    ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
+    ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
+    ({"max_nodes": True}, "max_nodes is True, expected an integer"),
+    ({"tree": "paper-80", "max_nodes": 200}, "got 200, expected at most the 80 nodes"),
+    ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 16"),
+    ({"contexts": [1, 17]}, r"got \[1, 17\], expected lengths ascending"),
+    ({"contexts": [1] * 100_000}, r"got \[1, .*\.\.\. \(300,000 characters\), expected lengths"),
+    ({"contexts": 4}, "contexts is 4, expected a list"),
+    ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
+    ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
+    ({"preset": "oak"}, r"preset is 'oak', expected one of \['paper'\]"),
+    ({"preset": "paper", "max_nodes": 81}, "got 81, expected at most the 80 nodes of tree 'pa"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
+    ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
+    ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
+    ({"matrix_file": ""}, "matrix_file is '', expected a path"),
+    ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
+    ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
+    ({"matrix_file": "/no/such/"}, "expected a directory that exists, or a file"),
+    ({"save_every": -1}, "save_every is -1, expected 0, or a number of seconds from 0.01 to 1,000"),
+    ({"save_every": 1e-9}, "save_every is 1e-09, expected 0, or a number of seconds from 0.01"),
+    ({"save_every": 60}, "save_every is 60, expected none without a file for what is learnt"),
+    ({"seed_from_prompt": "yes"}, "seed_from_prompt is 'yes', expected true or false"),
+    ({"budget_share": 0}, "budget_share is 0, expected a number above 0"),
+    ({"budget_share": 1e-300}, "budget_share is 1e-300, expected a token or more of --max-num"),
+    ({"row-cost": 0, "row_cost": 0}, "'row-cost' and 'row_cost' are one key"),
+    ({3: 4}, "key 3, expected names"),
+    ({"x" * 10_000: 1}, r"unknown key 'x{199}\.\.\. \(10,002 characters\), expected any"),
+    ({"tree": "y" * 10_000}, r"tree 'y{199}\.\.\. \(10,002 characters\): expected one of"),
+    ({"matrix_file": "z" * 10_000}, r"matrix_file is 'z{199}\.\.\. .*: File name too long"),
+    ({"matrix_file": "m\0"}, r"matrix_file is 'm\\x00', expected a path without NUL"),
+    ({"matrix_file": "\ud800"}, "expected a path that UTF-8 can express"),
+    ({"tree": "oak"}, "expected one of .*'paper-80'.* or the path of a JSON file"),
+    ({"tree": 7}, "tree is 7, expected a name or a path"),
+    ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
+    ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
+    ({"trunk": {"method": "oak"}}, r"of trunk is 'oak', expected one of \['eagle', 'eagle3', 'mtp"),
+    ({"trunk": {"method": "ouroboros"}}, "method of trunk is 'ouroboros', expected one of"),
+    ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected one of"),
+    ({"trunk": NGRAM | {1: 2}}, "key 1 of trunk, expected names"),
+    ({"trunk": NGRAM | {"nope": 1}}, r"key 'nope' of trunk, expected any of \['method'"),
+    ({"trunk": NGRAM | {"model": "x"}}, "key 'model' of trunk, expected any of"),
+    ({"trunk": NGRAM | {"num-speculative-tokens": 3}}, "are one key of trunk, expected one of"),
+    ({"trunk": NGRAM | {"prompt-lookup-max": 0}}, "prompt_lookup_max is 0: Input should be"),
+    ({"trunk": NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 2}}, "min=5 must be <= "),
+    ({"trunk": {"method": "eagle"}}, "model of trunk is None, expected a path or a name on the"),
+    ({"trunk": HOSTED["trunk"] | {"model": 5}}, "model of trunk is 5, expected a path or a name"),
+    ({"trunk": HOSTED["trunk"] | {"model": "/no/head"}}, "local directory.* '/no/head'"),
+    ({"trunk": HOSTED["trunk"] | {"draft_tensor_parallel_size": 4}}, "size=4 cannot be"),
+    ({"trunk": NGRAM | {"num_speculative_tokens": 0}}, "of trunk is 0, expected an integer 1 to"),
+    *(
+        ({"trunk": HEAD | {key: True}}, f"{key} of trunk is True, expected none or {value!r}")
+        for key, value in FIXED.items()
+    ),
+    ({"trunk": HEAD | {"draft-sample-method": "probabilistic"}}, "of trunk is 'probabilistic'"),
+    *(
+        ({"trunk": HEAD | {key: None, "method": method}}, f"key {key!r} of trunk, expected any")
+        for method in ("eagle3", "draft_model")
+        for key in OTHER_KEYS
+    ),
+    ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
+    ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
+    ({"trunk": {"method": "suffix"}, "scope": "isolated"}, "'suffix' with scope 'isolated'"),
+    ({"trunk": NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is 0, expected"),
+]
+BAD_OPTIONS_OF_OUROBOROS_AS_PUBLISHED = [
+    ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),
+    ({"model": None}, "'model' is missing"),
+    ({"model": 7}, "model is 7, expected a draft model's name or path"),
+    ({"model": "org/eagle3"}, "is 'org/eagle3', which vLLM takes for one of its method 'eagle3'"),
+    ({"pool_file": ""}, "pool_file is '', expected a path"),
+    ({"gamma": 0}, "gamma is 0, expected an integer from 1"),
+    ({"window": "20"}, "window is '20', expected an integer from 0"),
+    ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
+    ({"phrase_length": 2}, "phrase_length is 2, expected an integer from 3"),
+    ({"branches": -1}, "branches is -1, expected an integer from 0"),
+    ({"guesses": 90}, r"guesses \* \(phrase_length - 1\) is 274, expected at most 256"),
+    ({"gamma": 250}, r"gamma \+ branches .* is 259, expected at most 256"),
+    ({"gamma": 12, "max_forwards": 13}, "max_forwards is 13, expected an integer 1 to gamma"),
+    ({"harvest_trunk": 1}, "harvest_trunk is 1, expected true or false"),
+    ({"scope": "isolated"}, r"scope is 'isolated', expected one of \['shared', 'request'\]"),
+    ({"scope": "request", "pool_file": "p"}, "pool_file is given with scope 'request'"),
+    ({"pool_file": "/no/such/folder/p"}, "expected a file in a directory that exists"),
+    ({"budget_share": 2}, "budget_share is 2, expected a number above 0, at most 1"),
+]
+BAD_OPTIONS_OF_TREES_ALONG_A_TRUNK = [
+    ({"gamma": 17}, "gamma is 17, expected an integer 1 to 16"),
+    ({"window": 3}, "unknown key 'window', expected any of"),
+    ({"preset": "dynamic"}, r"preset is 'dynamic', expected one of \['paper'\]"),
+    ({"tree": "paper-80"}, "tree is 'paper-80', expected 'dynamic'"),
+    ({"k": 0}, "k is 0, expected an integer 1 to 64"),
+    ({"k": 2}, "k is 2, expected at least the 3 choices of a draft model"),
+]
+BAD_TABLES = [
+    ([[1, 4, 81]], "has 81 nodes, expected at most the 80 that a tree has"),
+    ([["1", 4, 8]], r"is \[\['1', 4, 8\]\], expected a list of \[first batch size, last"),
+    ([[1, 4, True]], "expected a list of"),
+    ([[1, 4]], "expected a list of"),
+    ([], r"is \[\], expected a list of"),
+    ({}, "is {}, expected a list of"),
+    ([[2, 4, 8]], "The first batch-size range must start at 1"),
+    ([[1, 4, 8], [3, 5, 4]], "Batch-size ranges must be non-overlapping"),
+]
+NO_CONFIGURATIONS = [
+    ([], r"got \[\], expected an object, such as {\"method\": \"token_recycling\"}"),
+    ([{"method": "token_recycling"}], r"got \[{'method': .*\], expected an object"),
+    (0, "got 0, expected an object"),
+    ("token_recycling", "got 'token_recycling', expected an object"),
+    ({"method": ["token_recycling"]}, r"method is \['token_recycling'\], expected a name"),
+    ({"method": 7}, "method is 7, expected a name"),
+    ({"method": "ouroboros"}, "'model' is missing"),
+]
+NEARLY_OURS = {
+    "token_recycling": ("token-recycling", "Token_Recycling", "tokenrecycling", "recycling"),
+    "ouroboros": ("Ouroboros", "ouroborus"),
+}
+OTHERS = [
+    (TOKEN_RECYCLING, {"worker_cls": "a.B"}, "--worker-cls: got 'a.B', expected none"),
+    (TOKEN_RECYCLING, {"scheduler_cls": "a.B"}, "--scheduler-cls: got 'a.B'"),
+    (GROWN | {"num_speculative_tokens": 7}, {"spec_tokens": 8}, "--spec-tokens is given and 'num_"),
+    (PAPER, {"max_model_len": 6}, "expected less than --max-model-len 6"),
+    (OUROBOROS | {"window": 20, "guesses": 20}, SMALL_STEP, "64, expected at least the 104 rows"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "message"),
+    [
+        *((TOKEN_RECYCLING | options, {}, message) for options, message in BAD_OPTIONS),
+        *((OUROBOROS | case[0], {}, case[1]) for case in BAD_OPTIONS_OF_OUROBOROS_AS_PUBLISHED),
+        *((TRUNK | case[0], {}, case[1]) for case in BAD_OPTIONS_OF_TREES_ALONG_A_TRUNK),
+        *((TOKEN_RECYCLING | {TABLE: case[0]}, {}, f"{TABLE}.*{case[1]}") for case in BAD_TABLES),
+        *((case[0], {}, f"config( of ouroboros)?: {case[1]}") for case in NO_CONFIGURATIONS),
+        *(
+            ({"method": given}, {}, f"method is '{given}', did you mean '{name}'")
+            for name in NEARLY_OURS
+            for given in NEARLY_OURS[name]
+        ),
+        *OTHERS,
+    ],
+)
+def test_what_is_refused(given, flags, message):
+    arguments = EngineArgs(TARGET, dtype="float32", speculative_config=given, **flags)
+    with pytest.raises(ValueError, match=message) as refused:
+        arguments.create_engine_config()
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < LINE
+
+
+def test_keys_of_a_trunk_reach_vllm():
+    given = {"moe_backend": "triton", "use-heterogeneous-vocab": True, "revision": "1"}
+    trunk = HOSTED["trunk"] | FIXED | given | {"draft_load_config": {"load_format": "dummy"}}
+    config = make_config({"trunk": trunk | {"model": Path(TRUNK["model"])}}).speculative_config
+    assert (config.model, config.moe_backend, config.revision) == (TRUNK["model"], "triton", "1")
+    assert (config.use_heterogeneous_vocab, config.draft_load_config.load_format) == (True, "dummy")
+
+
+def test_no_method_of_vllm_is_nearly_ours():
+    flags = dict.fromkeys(("spec_method", "spec_model", "spec_tokens"))
+    names = get_args(SpeculativeMethod)
+    assert "ngram" in names
+    for name in (*names, "xyz", "", None):
+        engine_args = SimpleNamespace(speculative_config={"method": name}, **flags)
+        assert given_keys(engine_args, METHODS) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_position_embeddings": 1024}, "--max-model-len: got 2048, expected at most the 1024"),
+        ({"vocab_size": 4000}, "vocab"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit(changed, message, tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(OUROBOROS["model"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match=message):
+        make_config(OUROBOROS | {"model": str(folder)})
+
+
+@pytest.mark.parametrize(
+    "path", ["eagle-cluster/draft", "llama-eagle3", "DFlash-1b", "dspark_draft"]
+)
+def test_words_of_methods_in_the_path_of_a_draft_model(path, tmp_path):
+    """A folder may be called anything; an architecture that vLLM drafts otherwise is refused."""
+    link = tmp_path / path
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(OUROBOROS["model"])
+    config = make_config(OUROBOROS | {"model": str(link)})
+    spec = config.speculative_config
+    draft = spec.draft_model_config
+    assert spec.method == "draft_model"
+    assert {spec.model, draft.model, draft.hf_config._name_or_path} == {str(link)}
+    assert draft.hf_config.model_type == "llama"
+    spec.method = "mtp"
+    with pytest.raises(ValueError, match="takes for one of its method 'mtp', expected an ordinary"):
+        engine_config.finish(config)
+
+
+def test_bad_tree_file(tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps({"format": "vllm_recycle.tree/1", "nodes": [[0, 0], [5, 0]]}))
+    with pytest.raises(ValueError, match="node 1: parent row 5 has not come before it"):
+        make_config({"tree": str(path)})
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=f"tree file {path}: not JSON: nested too deep"):
+        make_config({"tree": str(path)})
+
+
+def test_null_says_nothing_and_a_path_may_be_one(tmp_path):
+    plain = options_of()
+    keys = [field.name for field in dataclasses.fields(plain)]
+    null = dict.fromkeys([*keys, "num_speculative_tokens"]) | {"method": "token_recycling"}
+    assert options_of(**null) == plain
+    assert options_of(matrix_file=tmp_path / "matrix").matrix_file == str(tmp_path / "matrix")
