@@ -17,6 +17,8 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # Compiling a model takes longer than all that a test makes of it. The tests of examples switch it
 # on, so that each method is run compiled too; on a GPU engines run as they are served.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", str(int(not Path("/dev/nvidiactl").exists())))
+if "PTX_ARCH" in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # The tensors of kernels are to be the CPU's.
 
 import pytest
 import torch
@@ -37,9 +39,15 @@ def import_triton_kernels() -> None:
     """Import our Triton kernels, to run in Triton's interpreter where there is no GPU.
 
     A kernel is compiled or interpreted by what the environment says when it is imported; the
-    engines in this process and its children are not to see that.
+    engines in this process and its children are not to see that. With `PTX_ARCH`, a compute
+    capability times ten, kernels are compiled for it, and their PTX is interpreted.
     """
-    interpret = not torch.cuda.is_available()
+    arch = os.environ.get("PTX_ARCH")
+    interpret = not arch and not torch.cuda.is_available()
+    if arch:
+        from tests.kernels.triton.ptx import launch  # imports Triton, which is to compile
+
+        launch.select(int(arch))
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"
         # Imported at a first launch otherwise, when the environment no longer says so.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -24,36 +25,37 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_recycle"
 VLLM = Path(find_spec("vllm").origin).parent
 STATS = "v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats"
-# What is said of a name, where in a file one text becomes another.
-CHANGES = {
-    STATS: (
-        "v1/core/sched/scheduler.py", "make_spec_decoding_stats(", "make_stats(", "**missing**"
-    ),
-    "logger.init_logger": (
-        "logger.py", "init_logger(name: str)", "init_logger(label: str, /, *, level=2)",
-        "parameters: `-name +label +level=2`",
-    ),
-    "v1.engine.output_processor.OutputProcessor": (
-        "v1/engine/output_processor.py", "class OutputProcessor", "class Processor", "**missing**"
-    ),
-    "distributed.parallel_state.get_tp_group": (
-        "distributed/parallel_state.py", "assert _TP is not None", "assert _TP", "code differs"
-    ),
-}  # fmt: skip
+# Names, where in their files one text becomes another, and what is said then.
+CHANGES = [
+    (STATS, "make_spec_decoding_stats(", "make_stats(", "**missing**"),
+    ("logger.init_logger", "init_logger(name: str)", "init_logger(label: str, /, *, level=2)",
+     "parameters: `-name +label +level=2`"),
+    ("v1.engine.output_processor.OutputProcessor", "class OutputProcessor", "class Processor",
+     "**missing**"),
+    ("distributed.parallel_state.get_tp_group", "assert _TP is not None", "assert _TP",
+     "code differs"),
+]  # fmt: skip
 
 
-def table_of(*arguments: object) -> tuple[int, dict[str, list[str]]]:
-    """The exit status, and by name: how it is used, in which files, and what became of it."""
+def run(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "patches/compatibility.py"), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode in (0, 1), result.stderr
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def table_of(result: subprocess.CompletedProcess) -> dict[str, list[str]]:
+    """By name: how it is used, in which files, and what became of it."""
     rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", result.stdout, re.MULTILINE)
-    return result.returncode, {name: row.split(" | ", 2) for name, row in rows}
+    return {name: row.split(" | ", 2) for name, row in rows}
 
 
-def test_every_name_is_in_the_installed_vllm():
-    status, table = table_of()
-    assert status == 0
+@pytest.fixture(scope="module")
+def installed() -> subprocess.CompletedProcess:
+    return run()
+
+
+def test_every_name_is_in_the_installed_vllm(installed):
+    table = table_of(installed)
+    assert installed.returncode == 0, installed.stderr
     assert {said for _, _, said in table.values()} == {"same"}
     replaced = table["engine.arg_utils.EngineArgs.create_engine_config"]
     assert replaced[:2] == ["replaced", "integration/shims"]
@@ -63,21 +65,23 @@ def test_every_name_is_in_the_installed_vllm():
     assert "v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn" in table
 
 
-def test_what_another_version_changed_is_seen(tmp_path):
+def test_what_another_version_changed_is_seen(installed, tmp_path):
     shutil.copytree(VLLM, tmp_path / "vllm", copy_function=os.symlink)
-    for name, old, new, _ in CHANGES.values():
-        file = tmp_path / "vllm" / name
+    for name, old, new, _ in CHANGES:
+        module = re.match(r"[a-z0-9_.]+(?=\.)", name)[0]
+        file = tmp_path.joinpath("vllm", *module.split(".")).with_suffix(".py")
         text = file.read_text()
         assert text.count(old) >= 1
         file.unlink()
         file.write_text(text.replace(old, new))
-    status, table = table_of(tmp_path / "vllm")
-    assert status == 1
-    for name, (*_, said) in CHANGES.items():
+    result = run(tmp_path / "vllm")
+    table = table_of(result)
+    assert result.returncode == 1, result.stderr
+    for name, *_, said in CHANGES:
         assert table[name][2] == said
     unchanged = "v1.sample.metadata.SamplingMetadata"
     assert unchanged not in table
-    assert unchanged in table_of()[1]
+    assert unchanged in table_of(installed)
 
 
 def test_tests_run_with_what_users_have():
@@ -121,7 +125,9 @@ def test_the_page_names_the_files_that_replace_functions_of_vllm():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.endswith("replace_function") for call in calls):
             replaced.add((file, "the process"))
-        functions = functions_of(tree) | methods & imports_of(tree)
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imported = {alias.asname or alias.name for node in froms for alias in node.names}
+        functions = functions_of(tree) | methods & imported
         if any(
             attribute == "__class__" or is_function(value, functions, methods)
             for attribute, value in set_attributes(tree)
@@ -141,11 +147,6 @@ def functions_of(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef)
         and not any(ast.unparse(name).endswith("property") for name in node.decorator_list)
     }
-
-
-def imports_of(tree: ast.Module) -> set[str]:
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name for node in froms for alias in node.names}
 
 
 def set_attributes(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
@@ -176,7 +177,6 @@ def is_function(value: ast.expr, functions: set[str], methods: set[str]) -> bool
 
 
 def test_a_folder_that_is_no_vllm_is_refused(tmp_path):
-    command = [sys.executable, str(ROOT / "patches/compatibility.py"), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run(tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"no vllm in {tmp_path}, expected the folder of the package\n"

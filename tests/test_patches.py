@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import py_compile
 import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from vllm import __version__
+from vllm import SamplingParams, __version__
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tests.integration.engines import SMALL_BUDGET, engine, generate, watch_steps
 from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
@@ -101,50 +101,27 @@ def test_the_readme_lists_exactly_the_patches_there():
             assert word in section
 
 
-SEEDED_REQUESTS = """
-import json, sys
-import vllm
-from vllm import LLM, SamplingParams
-
-model, prompts = sys.argv[1:]
-prompts = [json.loads(line)["prompt"] for line in open(prompts).readlines()[:4]]
-params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=8) for i in range(4)]
-result = {"vllm": vllm.__file__}
-for budget in (2048, 24):
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        max_num_seqs=2,
-        max_num_batched_tokens=budget,
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=2**27,
-    )
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    result[str(budget)] = [list(output.outputs[0].token_ids) for output in outputs]
-    del llm
-print(json.dumps(result))
-"""
-
-
 @needs_patch
-def test_with_0001_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(tmp_path):
-    shutil.copytree(VLLM, tmp_path / "vllm", copy_function=os.symlink)
-    (patch,) = (patch for patch in PATCHES if patch.name.startswith("0001"))
-    for name in touched(patch):
-        (tmp_path / name).unlink()
+def test_with_0001_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(tmp_path, monkeypatch):
+    patch = next(patch for patch in PATCHES if patch.name.startswith("0001"))
+    [name] = touched(patch)
     copy_touched(patch, tmp_path)
     assert apply(patch, tmp_path).returncode == 0
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tmp_path),
-        "VLLM_PLUGINS": "",  # plain vLLM
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    files = [ROOT / "examples/models/target", ROOT / "examples/prompts/gsm8k.jsonl"]
-    command = [sys.executable, "-c", SEEDED_REQUESTS, *map(str, files)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
-    assert result["vllm"] == str(tmp_path / "vllm/__init__.py")
-    assert result["24"] == result["2048"]
+    spec = spec_from_file_location("vllm.v1.worker.patched", tmp_path / name)
+    patched = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, patched)
+    spec.loader.exec_module(patched)
+    for method in ("_sample", "_bookkeeping_sync"):
+        monkeypatch.setattr(GPUModelRunner, method, getattr(patched.GPUModelRunner, method))
+    # One prompt is whole in a step; of two the second is cut.
+    prompts = [{"prompt_token_ids": [*range(first, first + 20)]} for first in range(10, 90, 20)]
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=8) for seed in range(4)
+    ]
+    with engine(max_num_seqs=2, **SMALL_BUDGET | {"max_num_batched_tokens": 24}) as llm:
+        alone = [
+            generate(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
+        ]
+        steps = watch_steps(llm)
+        assert generate(llm, prompts, params) == alone
+    assert {*steps[0].num_scheduled_tokens.values()} == {20, 4}

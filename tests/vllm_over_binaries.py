@@ -20,10 +20,7 @@ LEFT_OUT = {".so", ".h", ".hpp", ".cuh", ".cu", ".inl"}
 
 
 def merge(wheel: Path, folder: Path) -> None:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    installed = Path(spec.origin).parent
+    installed = Path(find_spec("vllm").origin).parent
     shutil.rmtree(folder / "vllm", ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.startswith("vllm/")]

@@ -1,98 +1,36 @@
-"""`vllm-recycle bench`: real runs, what is measured and compared, children that fail."""
+"""`vllm-recycle bench`: what is measured and compared, where a run is, children that fail."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from tests.cli import fake_worker
-from tests.cli.commands import DRAFT_MODEL, FAKE_WORKER, PROMPTS, ROOT, bench
+from tests.cli.commands import DRAFT_MODEL, PROMPTS, bench
 from vllm_recycle.cli import RunError, main
-from vllm_recycle.cli.bench import driver, methods
+from vllm_recycle.cli.bench import driver, methods, progress
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt
 from vllm_recycle.cli.bench.report import make_report, origin
 
-EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
-OUROBOROS_OF_6 = f'ouroboros={{"method": "ouroboros", "model": "{DRAFT_MODEL}", "gamma": 6}}'
-RESULT_KEYS = {
-    "method",
-    "concurrency",
-    "tokens_per_s",
-    "speedup",
-    "mean_accepted_tokens",
-    "mean_accepted_tokens_first_pass",
-    "steps",
-    "step_ms",
-    "outputs_equal",
-}
-
-
-def test_methods_are_measured_side_by_side(tmp_path):
-    arguments = bench("--num-prompts=2", "--max-tokens=8", "--repeats=1", "--dtype=float32")
-    files = ["--json", str(tmp_path / "result.json")]
-    command = [sys.executable, "-m", "vllm_recycle", *arguments, "--methods=none,ngram", *files]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    report = json.loads(run.stdout.splitlines()[-1])
-    assert report == json.loads((tmp_path / "result.json").read_text())
-
-    assert report["conditions"]["versions"].keys() >= {"vllm", "torch", "vllm_recycle"}
-    assert report["conditions"]["methods_without_plugin"] == ["none", "ngram"]
-    none, ngram = report["results"]
-    for row, method in ((none, "none"), (ngram, "ngram")):
-        assert row.keys() >= RESULT_KEYS
-        assert (row["method"], row["concurrency"]) == (method, 1)
-        assert row["outputs_equal"] is True
-        assert row["tokens"] == 2 * 8
-    assert none["speedup"] == none["mean_accepted_tokens"] == 1
-    assert none["steps"] == 2 * 7  # the prompt's step gives the first token
-    assert ngram["rows_per_step"] > none["rows_per_step"] == 1
-
-
-@pytest.mark.slow
-def test_methods_with_a_draft_model_are_measured_side_by_side(tmp_path):
-    arguments = bench("--num-prompts=2", "--max-tokens=16", "--repeats=1", "--dtype=float32")
-    arguments += ["--draft-model", str(DRAFT_MODEL), "--methods=none,draft_model,ouroboros"]
-    arguments += ["--engine-args", EAGER, "--json", str(tmp_path / "result.json")]
-    whole = {"method": "ouroboros", "model": str(DRAFT_MODEL), "row_cost": 0}
-    arguments += ["--speculative-config", f"ouroboros={json.dumps(whole)}"]
-    command = [sys.executable, "-m", "vllm_recycle", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert report["conditions"]["methods_without_plugin"] == ["none", "draft_model"]
-    none, draft_model, ouroboros = report["results"]
-    assert none["draft_forwards_per_round"] is None
-    assert draft_model["draft_forwards_per_round"] == methods.DEFAULT_DRAFT_TOKENS
-    assert 1 <= ouroboros["draft_forwards_per_round"] <= 12
-    for row in report["results"]:
-        assert row["outputs_equal"] is True
-    assert draft_model["mean_accepted_tokens"] > 1
-    assert ouroboros["mean_accepted_tokens"] > 1
-    head = next(line for line in run.stdout.splitlines() if "tokens/s" in line)
-    assert "draft forwards" in head
-
 
 def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
-    def one(seconds: float) -> driver.Reply:
-        request = {"start": 0, "stop": 1}
-        return fake_worker.run({}, request) | {"wall_s": seconds}
-
+    counts = ("requests", "tokens", "steps", "engine_steps", "draft_tokens", "accepted_tokens")
+    reply = dict.fromkeys((*counts, "step_ms", "others_cpu_share"), 1) | {"outputs": [[1]]}
     # The machine was slow in the second pass of both.
-    passes = {("none", 1): [one(2), one(8), one(2)], ("ngram", 1): [one(1), one(5), one(3)]}
-    engine = {"versions": {}, "dtype": "float32", "device": "cpu"}
-    names = ("none", "ngram")
-    firsts = {name: one(1) for name in names}
-    found = driver.Measurement(dict.fromkeys(names, engine), firsts, passes)
-    plan = Plan("m", PROMPTS, (Prompt(("a",)),), dict.fromkeys(names), repeats=3)
-    _, ngram = make_report(plan, found)["results"]
+    seconds = {("none", 1): (2, 8, 2), ("ngram", 1): (1, 5, 3)}
+    passes = {key: [reply | {"wall_s": wall} for wall in walls] for key, walls in seconds.items()}
+    engines = {"none": {"versions": {}, "dtype": "float32", "device": "cpu"}}
+    firsts = dict.fromkeys(("none", "ngram"), reply | {"wall_s": 1})
+    plan = Plan("m", PROMPTS, (Prompt(("a",)),), dict.fromkeys(firsts), repeats=3)
+    _, ngram = make_report(plan, driver.Measurement(engines, firsts, passes))["results"]
     assert ngram["speedup"] == pytest.approx(8 / 5)
     assert ngram["speedups"] == pytest.approx([2 / 1, 8 / 5, 2 / 3])
 
@@ -119,30 +57,27 @@ def test_a_report_has_the_variables_of_vllm_that_are_set(monkeypatch, tmp_path):
     assert origin()["environment"] == shown
 
 
-def test_every_number_of_draft_tokens_is_a_method(monkeypatch, tmp_path):
-    monkeypatch.setattr(driver, "WORKER", FAKE_WORKER)
+def test_every_number_of_draft_tokens_is_a_method(monkeypatch):
+    plans = []
+    monkeypatch.setattr(driver, "measure", lambda plan: sys.exit(plans.append(plan)))
     monkeypatch.setattr(methods, "find_spec", lambda name: None)  # no suffix
-    file = tmp_path / "result.json"
-    arguments = bench("--draft-model", str(DRAFT_MODEL), "--draft-tokens=4,8", "--json", str(file))
-    assert main([*arguments, "--num-prompts=2", "--speculative-config", OUROBOROS_OF_6]) == 0
-    chosen = json.loads(file.read_text())["conditions"]["methods"]
+    given = {"method": "ouroboros", "model": str(DRAFT_MODEL), "gamma": 6}
+    arguments = bench(f"--draft-model={DRAFT_MODEL}", "--draft-tokens=4,8")
+    with pytest.raises(SystemExit):
+        main([*arguments, "--speculative-config", f"ouroboros={json.dumps(given)}"])
+    chosen = plans[0].methods
     names = ["none", "ngram", "draft_model-4", "draft_model-8", "token_recycling", "ouroboros"]
     assert list(chosen) == names
     assert chosen["draft_model-8"]["num_speculative_tokens"] == 8
-    assert chosen["ouroboros"]["gamma"] == 6
+    assert chosen["ouroboros"] == given
 
 
 def test_passes_share_the_prompts_out_when_they_are_to_be_fresh():
     plan = Plan("m", PROMPTS, tuple("abcdefghij"), {}, repeats=2, concurrency=(1, 2))
     assert {plan.prompts_of(number) for number in range(5)} == {(0, 10)}
-    fresh = Plan("m", PROMPTS, plan.prompts, {}, repeats=2, concurrency=(1, 2), fresh_prompts=True)
-    assert [fresh.prompts_of(number) for number in range(5)] == [
-        (0, 2),
-        (2, 4),
-        (4, 6),
-        (6, 8),
-        (8, 10),
-    ]
+    fresh = replace(plan, fresh_prompts=True)
+    shares = [fresh.prompts_of(number) for number in range(5)]
+    assert shares == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
 
 
 def test_no_more_engines_are_alive_than_asked_for():
@@ -207,3 +142,21 @@ def test_no_child_outlives_an_interrupted_run(number, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert [process.returncode for process in processes] == [-9, -9]
+
+
+def test_a_part_that_takes_long_is_told_again_where_there_is_no_terminal(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
+    with progress.Progress(3, unit="passes") as parts:
+        parts.begin("load")
+        parts.finish()
+        parts.begin("measure")
+        time.sleep(0.35)
+    time.sleep(0.2)
+    first, second, *others = capfd.readouterr().err.splitlines()
+    assert first == "[0/3 passes, 0:00] load"
+    assert second == "[1/3 passes, 0:00] measure"
+    assert others
+    for line in others:
+        assert re.fullmatch(r"\[1/3 passes, 0:\d\d\] still at measure, \d+ s", line)
+    time.sleep(0.3)
+    assert not capfd.readouterr().err  # it is over

@@ -9,10 +9,7 @@ import subprocess
 import sys
 
 import pytest
-import vllm
 
-import vllm_recycle
-from tests.cli.commands import refused
 from tests.integration.engines import OUROBOROS, TARGET
 from tests.integration.models.derived_models import qwen2_audio
 from vllm_recycle.cli import main
@@ -141,23 +138,6 @@ def test_kernels_are_built_ahead_without_a_model(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "")
     assert main(["check", "--build"]) == 1
     assert f"{'not built':18}no C++ compiler found\n" in capsys.readouterr().out
-
-
-def test_neither_a_model_nor_kernels(capsys):
-    assert refused(["check"], capsys).endswith("error: expected a MODEL, or --build\n")
-
-
-def test_versions(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--version"])
-    assert exit_.value.code == 0
-    expected = f"vllm-recycle {vllm_recycle.__version__}, vllm {vllm.__version__}\n"
-    assert capsys.readouterr().out == expected
-
-
-def test_flags_that_vllm_does_not_have(capsys):
-    line = refused(["check", TARGET, "--no-such-flag"], capsys)
-    assert line == "vllm-recycle check: error: unrecognized arguments: --no-such-flag\n"
 
 
 def test_a_draft_model_with_other_token_ids_is_warned_of(capsys, tmp_path):

@@ -29,7 +29,7 @@ class Round:
 
     draft_forwards: int
     trunk: list[int]
-    branches: list[Phrase]  # by row of the trunk, of each the newest phrase first
+    branches: list[Phrase]  # the newest phrase first
     new_tokens: list[int]  # accepted ones and the free one
 
 
@@ -116,62 +116,49 @@ class SlowOuroboros:
     def __post_init__(self) -> None:
         self.beta, self.levels = self.phrase_length - 1, self.phrase_length - 2
 
-    def generate(self, prompt_token_ids: list[int], num_rounds: int) -> list[Round]:
-        """Decode so many rounds behind a prompt, whose last token is the first to be verified."""
-        sequence = self.begin(prompt_token_ids)
-        return [self.step(sequence) for _ in range(num_rounds)]
+    def begin_behind(self, prompt_token_ids: list[int]) -> Sequence:
+        """Start a sequence with the token that ends the prompt's own step.
 
-    def begin(self, prompt_token_ids: list[int]) -> Sequence:
-        """Start a sequence, its window of one level filled from the prompt."""
+        Its window is of one level, which is filled from the prompt.
+        """
         length = len(prompt_token_ids)
         places = torch.rand(self.window, generator=torch.Generator().manual_seed(0)) * length
         level = [prompt_token_ids[min(int(place), length - 1)] for place in places]
-        return Sequence(list(prompt_token_ids), [level])
+        first = Rows(prompt_token_ids).outputs(self.target)[-1]
+        return Sequence([*prompt_token_ids, first], [level])
 
-    def begin_behind(self, prompt_token_ids: list[int]) -> Sequence:
-        """Start a sequence with the token that ends the prompt's own step."""
-        sequence = self.begin(prompt_token_ids)
-        sequence.token_ids.append(Rows(prompt_token_ids).outputs(self.target)[-1])
-        return sequence
+    def step(self, sequence: Sequence, *, most_nodes: int | None = None) -> Round:
+        """One round: draft, verify, harvest, and lengthen the sequence.
 
-    def step(self, sequence: Sequence) -> Round:
-        """One round: draft, verify, harvest, and lengthen the sequence."""
-        text = sequence.token_ids
+        Of the trunk, and of the branches behind it, only the first nodes are verified where the
+        step has no room for more.
+        """
+        text, gamma = sequence.token_ids, self.gamma
         trunk, draft_forwards = self.draft_trunk(sequence)
-        branches = self.branches_of([text[-1], *trunk])
+        branches = self.phrases_of(trunk[-1])[: self.branches] if len(trunk) == gamma else []
 
-        rows = Rows(text)
-        trunk_rows = rows.add_chain(tuple(trunk))
-        chains = [
-            (start, rows.add_chain(branch, below=trunk_rows[:start])) for start, branch in branches
-        ]
+        most_nodes = gamma + self.branches * self.beta if most_nodes is None else most_nodes
+        rows, root = Rows(text), len(text) - 1
+        trunk_rows = rows.add_chain(tuple(trunk[:most_nodes]))
+        chains = []
+        for number, branch in enumerate(branches):
+            left = max(0, most_nodes - gamma - number * self.beta)
+            chains.append(rows.add_chain(branch[:left], below=trunk_rows))
         outputs = rows.outputs(self.target)
-        root = len(text) - 1
-        visited = rows.longest_walk(root, [trunk_rows, *(chain for _, chain in chains)], outputs)
-        agreeing = len(rows.longest_walk(root, [trunk_rows], outputs)) - 1
+        visited = rows.longest_walk(root, [trunk_rows, *chains], outputs)
 
-        below = [root, *trunk_rows]
+        said = [outputs[row] for row in [root, *trunk_rows]]
         if self.harvest_trunk:
-            self.harvest_from_trunk([text[-1], *trunk], [outputs[row] for row in below])
-        if self.harvest_branches:
-            tokens = [text[-1], *trunk]
-            tried = [(s, chain) for s, chain in chains if s <= agreeing]
-            for start, chain in tried:
-                phrase = tuple(rows.token_ids[row] for row in chain[start:])
-                self.remove(tokens[start], phrase)
-            for start, chain in tried[::-1]:  # the oldest first
-                said = [outputs[row] for row in [below[start], *chain[start:-1]]]
-                self.insert(tokens[start], tuple(said))
+            self.harvest_from_trunk([text[-1], *trunk[:most_nodes]], said)
+        if self.harvest_branches and said[:-1] == trunk:
+            tried = [chain for chain in chains if len(chain) == gamma + self.beta]
+            for branch in branches[: len(tried)]:
+                self.remove(trunk[-1], branch)
+            for chain in tried[::-1]:  # the oldest first
+                self.insert(trunk[-1], tuple(outputs[row] for row in chain[gamma - 1 : -1]))
         new_tokens = [outputs[row] for row in visited]
         text += new_tokens
-        return Round(draft_forwards, trunk, [branch for _, branch in branches], new_tokens)
-
-    def branches_of(self, tokens: list[int]) -> list[tuple[int, Phrase]]:
-        """Phrases below a whole trunk, each with the row that it is below."""
-        if len(tokens) <= self.gamma:
-            return []
-        phrases = self.phrases_of(tokens[self.gamma])[: self.branches]
-        return [(self.gamma, phrase) for phrase in phrases]
+        return Round(draft_forwards, trunk, branches, new_tokens)
 
     def draft_trunk(self, sequence: Sequence) -> tuple[list[int], int]:
         """Draft forwards until there are gamma tokens, or phrases where forwards ran out."""

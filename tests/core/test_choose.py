@@ -21,10 +21,6 @@ def choose(worths: torch.Tensor, seconds: torch.Tensor, **given) -> torch.Tensor
     return torch.tensor(module.choose(worths.tolist(), seconds.tolist(), **given)[0])
 
 
-def linear(row_cost: float, max_rows: int) -> torch.Tensor:
-    return MeasuredCurve.linear(row_cost, max_rows, [TREES]).by_rows(TREES, Load(1))
-
-
 def rate_of(worths: list[list[float]], sizes: tuple[int, ...], times) -> float:
     """Tokens by time of a step with these prefixes; 0 where it has no room for them."""
     rows = len(worths) + sum(sizes)
@@ -88,26 +84,6 @@ def test_no_other_blocks_give_more_tokens_for_the_time_where_worths_rise(worths,
     assert tuple(chosen.tolist()) == tried[rates.index(max(rates))]
 
 
-LINEAR = linear(0.2, 20)
-
-
-@pytest.mark.parametrize(
-    ("worths", "seconds", "expected"),
-    [
-        pytest.param([[0.5, 0.4, 0.1, 0.05]], LINEAR, [2], id="what pays"),
-        pytest.param([[0.5, 0.0, 0.9, 0.0]], LINEAR, [3], id="a better node behind a hole"),
-        pytest.param([[0.5, 0.0, 0.3, 0.0]], LINEAR, [1], id="none that pays for the hole"),
-        # Nobody computes rows behind the last node that is filled.
-        pytest.param([[0.5, 0.0, 0.3, 0.0]], linear(0.0, 20), [3], id="free rows"),
-        pytest.param([[0.5, 0.25], [0.75, 0.5]], linear(0.0, 3), [0, 1], id="room for one"),
-        # One row gives a token in 1, three rows 1.75 tokens in 1.75.
-        pytest.param([[0.5, 0.25]], [1, 1, 1.75, 1.75], [0], id="the least of equally good"),
-    ],
-)
-def test_what_is_chosen_by_hand(worths, seconds, expected):
-    assert choose(torch.tensor(worths), torch.as_tensor(seconds)).tolist() == expected
-
-
 def test_a_few_sizes_that_all_drafts_share_are_the_nodes_of_one():
     # Three requests, of which two draft: 2 rows of each size more.
     seconds = torch.full((20,), torch.inf, dtype=torch.float64)
@@ -123,8 +99,11 @@ def test_a_few_sizes_that_all_drafts_share_are_the_nodes_of_one():
 
 
 def test_drafts_that_are_not_trusted_are_smaller():
-    worths = torch.tensor([[0.5, 0.4, 0.1, 0.05]])
-    sizes = [int(choose(worths, LINEAR, trust=trust)) for trust in (1.0, 0.5, 0.3)]
+    worths, seconds = (
+        torch.tensor([[0.5, 0.4, 0.1, 0.05]]),
+        MeasuredCurve.linear(0.2, 20, [TREES]).by_rows(TREES, Load(1)),
+    )
+    sizes = [int(choose(worths, seconds, trust=trust)) for trust in (1.0, 0.5, 0.3)]
     assert sizes == [2, 1, 0]
 
 

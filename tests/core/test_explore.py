@@ -7,6 +7,7 @@ few sizes, worths are a step old, and what a step gave is known two steps later.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -71,10 +72,8 @@ def in_turns(*worths: np.ndarray, steps: int) -> Worths:
 
 def changed_for_a_while(worth: np.ndarray, **changed: float) -> Case:
     """For as long as it takes to look at all that is stale, and for a whole window."""
-
-    def machine(step: int) -> Machine:
-        return Machine(**changed) if 400 <= step < 1500 else Machine()
-
+    times = range(400, 1500)
+    machine = lambda step: Machine(**changed if step in times else {})  # noqa: E731
     return Case(same(worth), same(worth), machine, steps=2000)
 
 
@@ -109,23 +108,18 @@ class Engine:
 
     def __init__(self, case: Case, *, on_v2: bool) -> None:
         self.case, self.noise, self.on_v2 = case, np.random.default_rng(int(on_v2)), on_v2
-        points = {
-            kind: {
-                (requests, context): {
-                    requests * n: case.start.seconds(kind, requests * n, requests)
-                    for n in (1, 2, 4, 8, 16, 33)
-                }
-                for requests, context in LOADS
-            }
-            for kind in KINDS
-        }
-        most = dict.fromkeys(KINDS, 1 + NODES)
+        points: dict[str, dict] = {kind: {} for kind in KINDS}
+        for kind, (requests, context) in itertools.product(KINDS, LOADS):
+            rows = [requests * n for n in (1, 2, 4, 8, 16, 33)]
+            seconds = [case.start.seconds(kind, count, requests) for count in rows]
+            points[kind][requests, context] = dict(zip(rows, seconds, strict=True))
         curve = MeasuredCurve(points, case.requests * (1 + NODES))
+        most = dict.fromkeys(KINDS, 1 + NODES)
         self.chooser = Chooser(curve, most, ahead=2 if on_v2 else 0)
         self.load = Load(case.requests, 300.0, case.requests)
         self.taken: list[float] = []  # seconds of each step
         self.needed: list[float] = []  # by plain steps
-        self.made: list[tuple[str | None, int]] = []  # kind, and rows of all requests
+        self.kinds: list[str | None] = []
 
     def decide(self, step: int) -> tuple[str | None, list[int], float]:
         """The kind of the drafts, the nodes of each, and what is expected of them."""
@@ -138,26 +132,22 @@ class Engine:
             kind, most = arm
             sizes = [most - 1] * self.case.requests
         else:
-            kind, sizes = self.best(promised)
+            chooser, offers = self.chooser, []
+            for kind, worths in promised.items():
+                price = chooser.price(kind, chooser.curve.by_rows(kind, self.load), self.load)
+                given = worths.tolist(), price.seconds.tolist()
+                counts, rate = choose(*given, trust=price.trust)
+                offers.append((rate, kind, counts))
+            _, kind, sizes = max(offers, key=lambda offer: offer[0])
+            chooser.best = kind, 1 + sum(sizes) // self.case.requests
         if not any(sizes):
             return None, sizes, 0.0
         pairs = zip(promised[kind], sizes, strict=True)
         return kind, sizes, float(sum(worth[:size].sum() for worth, size in pairs))
 
-    def best(self, promised: dict[str, np.ndarray]) -> tuple[str, list[int]]:
-        chooser, offers = self.chooser, []
-        for kind, worths in promised.items():
-            price = chooser.price(kind, chooser.curve.by_rows(kind, self.load), self.load)
-            given = worths.tolist(), price.seconds.tolist()
-            counts, rate = choose(*given, trust=price.trust)
-            offers.append((rate, kind, counts))
-        _, kind, sizes = max(offers, key=lambda offer: offer[0])
-        chooser.best = kind, 1 + sum(sizes) // self.case.requests
-        return kind, sizes
-
-    def run(self, steps: int) -> None:
+    def run(self) -> Engine:
         pending: deque = deque()
-        for step in range(steps):
+        for step in range(self.case.steps):
             kind, sizes, expected = self.decide(step)
             machine, rows = self.case.machine(step), self.case.requests + sum(sizes)
             seconds = machine.seconds(kind, rows, self.case.requests)
@@ -170,7 +160,7 @@ class Engine:
             plain = machine.seconds(None, self.case.requests, self.case.requests)
             self.taken.append(seconds)
             self.needed.append(tokens / self.case.requests * plain)
-            self.made.append((kind, rows))
+            self.kinds.append(kind)
             measured = seconds * float(self.noise.lognormal(sigma=0.03))
             if self.noise.random() < 0.005:
                 measured *= 20  # a stall, which plain steps have too
@@ -179,6 +169,7 @@ class Engine:
                 kind, rows, tokens, measured, expected = pending.popleft()
                 given = {"tokens": tokens, "seconds": measured, "expected": expected or None}
                 self.chooser.served(kind, self.load, rows, **given)
+        return self
 
     def most_lost(self) -> float:
         """The largest part of the time of 1,000 steps in a row that plain steps would not take."""
@@ -191,19 +182,13 @@ class Engine:
         return sum(self.needed[-last:]) / sum(self.taken[-last:])
 
 
-def served(case: Case, *, on_v2: bool) -> Engine:
-    engine = Engine(case, on_v2=on_v2)
-    engine.run(case.steps)
-    return engine
-
-
 on_v1_and_v2 = pytest.mark.parametrize("on_v2", [False, True], ids=["v1", "v2"])
 
 
 @on_v1_and_v2
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_thousand_steps_lose_no_more_than_two_of_a_hundred(case, on_v2):
-    assert served(HOSTILE[case], on_v2=on_v2).most_lost() <= MOST_LOST
+    assert Engine(HOSTILE[case], on_v2=on_v2).run().most_lost() <= MOST_LOST
 
 
 @on_v1_and_v2
@@ -217,7 +202,8 @@ def test_a_thousand_steps_lose_no_more_than_two_of_a_hundred(case, on_v2):
     ],
 )
 def test_the_best_is_found_after_a_start_that_misled(start, on_v2):
-    engine = served(Case(same(GOOD), same(GOOD), start=start, steps=1500), on_v2=on_v2)
+    case = Case(same(GOOD), same(GOOD), start=start, steps=1500)
+    engine = Engine(case, on_v2=on_v2).run()
     best = max(
         (1 + GOOD[:nodes].sum() * (0.9 if kind == CHAINS else 1.0))
         * Machine().seconds(None, 1, 1)
@@ -231,7 +217,7 @@ def test_the_best_is_found_after_a_start_that_misled(start, on_v2):
 @on_v1_and_v2
 def test_drafts_that_give_again_what_they_promise_are_made_again(on_v2):
     bad_then_good = Case(same(GOOD), in_turns(NOISE, GOOD, steps=1000), steps=2000)
-    assert served(bad_then_good, on_v2=on_v2).speed(500) > 1.2
+    assert Engine(bad_then_good, on_v2=on_v2).run().speed(500) > 1.2
 
 
 @on_v1_and_v2
@@ -240,15 +226,17 @@ def test_the_other_kind_is_found_where_it_gives_more(on_v2):
         better = TREES if step < 1000 else CHAINS
         return GOOD if kind == better else falling(0.4, 0.5)
 
-    kinds = [kind for kind, _ in served(Case(worths, worths, steps=2000), on_v2=on_v2).made]
+    engine = Engine(Case(worths, worths, steps=2000), on_v2=on_v2).run()
+    kinds = engine.kinds
     assert kinds[500:1000].count(TREES) > 450
     assert kinds[1500:].count(CHAINS) > 450
 
 
 @on_v1_and_v2
 def test_looks_are_rare(on_v2):
-    engine = served(Case(same(COPIES, 0.5), same(COPIES, 0.5), steps=2000), on_v2=on_v2)
-    kinds = [kind for kind, _ in engine.made[500:]]
+    case = Case(same(COPIES, 0.5), same(COPIES, 0.5), steps=2000)
+    engine = Engine(case, on_v2=on_v2).run()
+    kinds = engine.kinds[500:]
     assert kinds.count(None) <= 6 * len(kinds) / STALE + 6
     assert kinds.count(CHAINS) <= 4 * len(kinds) / LOOK_EVERY
 

@@ -64,13 +64,6 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
     assert found == [(known[::-1] + gaps)[:count] for known in expected]
 
 
-def test_clear_forgets_everything():
-    pool = make_pool([(4, [0, 1])])
-    assert pool.num_phrases == 1
-    pool.clear()
-    assert pool.num_phrases == 0
-
-
 @pytest.mark.parametrize("name", ["per_token", "length"])
 def test_sizes_below_one_are_refused(name):
     sizes = {"per_token": 1, "length": 1}
@@ -79,34 +72,32 @@ def test_sizes_below_one_are_refused(name):
         PhrasePool(VOCAB, **sizes | {name: 0})
 
 
-def test_a_saved_pool_is_loaded_as_it_was(tmp_path):
+def test_a_saved_pool_is_loaded_as_it_was_and_forgotten(tmp_path):
     pool, loaded = make_pool([(4, [0, 1]), (4, [0, 2]), (1, [3, 3])]), make_pool([(2, [1, 1])])
     pool.save(tmp_path / "pool", fingerprint="f")
     loaded.load(tmp_path / "pool", fingerprint="f")
     assert loaded.phrases.equal(pool.phrases)
+    loaded.clear()
+    assert loaded.num_phrases == 0
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fingerprint", "message"),
+    ("sizes", "fingerprint", "row", "message"),
     [
-        ({}, "g", "fingerprint is g, expected f"),
-        ({"per_token": 2}, "f", "per_token is 2, expected 3"),
-        ({"length": 4}, "f", "length is 4, expected 2"),
+        ({}, "g", None, "fingerprint is g, expected f"),
+        ({"per_token": 2}, "f", None, "per_token is 2, expected 3"),
+        ({"length": 4}, "f", None, "length is 4, expected 2"),
+        ({}, "f", [[0, 1], [-1, -1], [0, 1]], "it has phrases with gaps"),
+        ({}, "f", [[-1, -1], [-1, -1], [0, -1]], "it has phrases with gaps"),
     ],
 )
-def test_a_pool_of_another_kind_is_refused(tmp_path, sizes, fingerprint, message):
-    sizes = {"per_token": PER_TOKEN, "length": LENGTH, **sizes}
-    PhrasePool(VOCAB, **sizes).save(tmp_path / "pool", fingerprint=fingerprint)
+def test_another_pool_and_one_with_gaps_are_refused(tmp_path, sizes, fingerprint, row, message):
+    saved = PhrasePool(VOCAB, **{"per_token": PER_TOKEN, "length": LENGTH, **sizes})
+    if row:
+        saved.phrases[3] = torch.tensor(row)
+    saved.save(tmp_path / "pool", fingerprint=fingerprint)
+    pool = make_pool([(0, [2, 2])])
     with pytest.raises(ValueError, match=f"state file .*: {message}"):
-        make_pool().load(tmp_path / "pool", fingerprint="f")
-
-
-@pytest.mark.parametrize("row", [[[0, 1], [-1, -1], [0, 1]], [[-1, -1], [-1, -1], [0, -1]]])
-def test_a_pool_with_gaps_is_refused(tmp_path, row):
-    broken, pool = make_pool(), make_pool([(0, [2, 2])])
-    broken.phrases[3] = torch.tensor(row)
-    broken.save(tmp_path / "pool", fingerprint="f")
-    with pytest.raises(ValueError, match="it has phrases with gaps"):
         pool.load(tmp_path / "pool", fingerprint="f")
     assert pool.num_phrases == 1
 

@@ -1,18 +1,23 @@
-"""Files that outlive an engine: refused places, whole writes, leftovers, hostile content."""
+"""Files that outlive an engine: refused places, whole writes, hostile content, shared folders."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
 import stat
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.core.strategies import THOROUGH
 from vllm_recycle.core import state_file
 from vllm_recycle.core.state_file import (
     ABANDONED_AFTER,
@@ -27,6 +32,7 @@ from vllm_recycle.core.state_file import (
     save_tensors,
     write_file,
 )
+from vllm_recycle.core.state_place import StatePlace
 
 TENSORS = {"numbers": torch.arange(12, dtype=torch.int32).view(3, 4)}
 FACTS = {"k": 4}
@@ -108,12 +114,10 @@ def read_only_folder():
 def test_what_can_only_be_read_is_accepted_where_that_is_enough(name, read_only_folder):
     path = read_only_folder / name
     for may_be_read_only in (False, True):
-        place = {"may_be_folder": True, "may_be_read_only": may_be_read_only}
-        if may_be_read_only and name != "new":
-            check_place(path, kind="matrix_file", **place)
-        else:
-            with pytest.raises(ValueError, match="can be read and written: Permission denied"):
-                check_place(path, kind="matrix_file", **place)
+        is_refused = pytest.raises(ValueError, match="can be read and written: Permission denied")
+        with nullcontext() if may_be_read_only and name != "new" else is_refused:
+            flags = {"may_be_folder": True, "may_be_read_only": may_be_read_only}
+            check_place(path, kind="matrix_file", **flags)
     assert not is_writable(path)
     assert load(read_only_folder / "file")["numbers"].equal(TENSORS["numbers"])
 
@@ -184,28 +188,30 @@ def test_an_error_of_any_kind_is_one_of_the_file(tmp_path, monkeypatch):
         load(tmp_path / "matrix")
 
 
-@pytest.mark.parametrize("content", ["pipe", "torn", "header", "huge header", "other", "facts"])
-def test_a_hostile_file_is_found_by_its_header(content, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "no numbers: "),  # a pipe
+        (lambda whole: whole[:-1], "no numbers: "),
+        (lambda whole: whole[:8] + b"[" * 64, "no numbers: "),
+        (lambda whole: (1 << 62).to_bytes(8, "little") + whole[8:], "no numbers: "),
+        ({"k": "5" * 1000}, f"k is {'5' * 200}, expected 4"),
+        (
+            {"numbers": torch.zeros(2, 4)},
+            "numbers is torch.float32 [2, 4], expected torch.int32 [3, 4]",
+        ),
+    ],
+)
+def test_a_hostile_file_is_found_by_its_header(change, message, tmp_path):
     path = tmp_path / "matrix"
-    save(path)
-    whole, message = path.read_bytes(), "no numbers: "
-    bad_bytes = {
-        "torn": whole[:-1],
-        "header": whole[:8] + b"[" * 64,
-        "huge header": (1 << 62).to_bytes(8, "little") + whole[8:],
-    }
-    if content in bad_bytes:
-        path.write_bytes(bad_bytes[content])
-    elif content == "pipe":
+    changed = change if isinstance(change, dict) else {}
+    given = {**TENSORS, **FACTS, **changed}
+    save_tensors(path, {"numbers": given["numbers"]}, facts={"k": given["k"]}, kind="matrix_file")
+    if change is None:
         path.unlink()
         os.mkfifo(path)
-    elif content == "other":
-        other = {"numbers": torch.zeros(2, 4)}
-        save_tensors(path, other, facts=FACTS, kind="matrix_file")
-        message = "numbers is torch.float32 [2, 4], expected torch.int32 [3, 4]"
-    else:
-        save_tensors(path, TENSORS, facts={"k": "5" * 1000}, kind="matrix_file")
-        message = f"k is {'5' * 200}, expected 4"
+    elif callable(change):
+        path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"^matrix_file {re.escape(f'{path}: {message}')}"):
         check_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
 
@@ -227,3 +233,143 @@ def test_json_is_read_and_what_is_none_is_refused_by_name(content, message, tmp_
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^tree file {re.escape(str(path))}: {message}"):
         read_json(path, kind="tree file")
+
+
+# A file, or a folder that replicas share.
+
+
+def write(place: StatePlace, content: str) -> Path:
+    return place.write(lambda path: path.write_text(content))
+
+
+def contents(place: StatePlace) -> list[str]:
+    return [path.read_text() for path in place.files()]
+
+
+def make_older(path: Path, seconds: float) -> None:
+    written = path.stat().st_mtime_ns - int(seconds * 1e9)
+    os.utime(path, ns=(written, written))
+
+
+def test_a_file_is_what_all_write_and_read(tmp_path):
+    path = tmp_path / "matrix"
+    first, second = StatePlace(path, name="a"), StatePlace(path, name="a")
+    assert first.files() == []
+    write(first, "first")
+    write(second, "second")
+    assert contents(first) == ["second"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_in_a_folder_each_replaces_its_own_file_and_the_newest_comes_first(tmp_path):
+    (tmp_path / "a-gone.safetensors").symlink_to(tmp_path / "nowhere")  # removed meanwhile
+    for age in range(3):
+        place = StatePlace(tmp_path, name="a")
+        before, after = write(place, "before"), write(place, str(age))
+        assert before != after, "expected no name to be used twice"
+        make_older(after, age)
+    assert contents(StatePlace(tmp_path, name="a")) == ["0", "1", "2"]
+    assert contents(StatePlace(tmp_path, name="b")) == []
+
+
+def test_files_of_others_are_new_until_they_are_taken_in(tmp_path):
+    place, other = StatePlace(tmp_path, name="a"), StatePlace(tmp_path, name="a")
+    write(place, "mine")
+    for content in ("first", "second"):
+        path = write(other, content)
+        assert place.new_files() == [path]
+        place.note_taken_in(path)
+        assert place.new_files() == []
+
+
+def test_a_file_goes_once_it_is_taken_in_and_old_by_the_clock_of_the_folder(tmp_path):
+    place = StatePlace(tmp_path, name="a", stale_after=60)
+    old, young, future = (write(StatePlace(tmp_path, name="a"), "") for _ in range(3))
+    make_older(old, 61)
+    make_older(young, 30)
+    make_older(future, -1e9)
+    write(place, "mine")
+    assert {old, young, future} < set(place.files()), "expected what nobody took in to stay"
+    for path in (old, young, future):
+        place.note_taken_in(path)
+    mine = write(place, "mine, and theirs")
+    assert set(place.files()) == {young, mine}
+
+
+class Replica:
+    """It knows numbers; its file has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = StatePlace(folder, name="a", stale_after=10)
+        self.known: set[str] = set()
+        self.take_in(self.place.files())
+
+    def take_in(self, paths: list[Path]) -> None:
+        for path in paths:
+            self.known |= set(path.read_text().split())
+            self.place.note_taken_in(path)
+
+
+class SharedFolder(RuleBasedStateMachine):
+    """Replicas that start, learn, exchange, write, and end or are killed, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = tempfile.TemporaryDirectory()
+        self.folder = Path(self.root.name)
+        self.replicas = [Replica(self.folder)]
+        self.numbers = map(str, itertools.count())
+        self.written: set[str] = set()
+
+    def pick(self, index: int) -> Replica:
+        return self.replicas[index % len(self.replicas)]
+
+    index = st.integers(0, 5)
+
+    @rule()
+    def start(self) -> None:
+        self.replicas.append(Replica(self.folder))
+
+    @rule(index=index)
+    def learn(self, index: int) -> None:
+        self.pick(index).known.add(next(self.numbers))
+
+    @rule(index=index)
+    def exchange(self, index: int) -> None:
+        replica = self.pick(index)
+        replica.take_in(replica.place.new_files())
+
+    @rule(index=index, other=index)
+    def write(self, index: int, other: int | None) -> None:
+        replica = self.pick(index)
+        known = set(replica.known)  # a copy: what it learns meanwhile is not in the file
+
+        def save(path: Path) -> None:
+            path.write_text(" ".join(known))
+            if other is not None and self.pick(other) is not replica:
+                self.write(other, None)  # meanwhile
+
+        replica.place.write(save)
+        self.written |= known
+
+    @rule(index=index)
+    def end(self, index: int) -> None:
+        if len(self.replicas) > 1:
+            self.replicas.remove(self.pick(index))
+
+    @rule(seconds=st.integers(1, 20))
+    def wait(self, seconds: int) -> None:
+        for path in self.folder.iterdir():
+            make_older(path, seconds)
+
+    @invariant()
+    def nothing_that_was_written_is_lost(self) -> None:
+        texts = [path.read_text() for path in self.folder.iterdir()]
+        assert self.written <= set(" ".join(texts).split())
+
+    def teardown(self) -> None:
+        self.root.cleanup()
+
+
+TestNothingIsLost = SharedFolder.TestCase
+TestNothingIsLost.settings = THOROUGH

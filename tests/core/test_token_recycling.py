@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.core.growth_settings import settings_of_growth
 from tests.core.recycling_steps import (
@@ -132,33 +132,18 @@ def test_a_text_is_taken_in_for_one_request_or_for_all(scope, whose):
     assert knows == [is_shared or whose == req_state_idx for req_state_idx in (0, 1)]
 
 
-def test_a_longer_context_makes_it_fewer_steps():
-    steps = [
-        steps_of(make_proposer(contexts=contexts), 0, [1, 1], 80) for contexts in ((1,), (1, 2))
-    ]
-    assert steps[1] < 0.7 * steps[0]
+def test_a_longer_context_and_what_others_left_and_a_prompt_make_it_fewer_steps():
+    def steps(length=30, *, before=0, prompt=(1, 1), seeds=True, **options) -> int:
+        proposer = make_proposer(**options)
+        proposer.seed_from_prompt = seeds
+        return [steps_of(proposer, 0, [*prompt], length) for _ in range(1 + before)][-1]
 
-
-def test_a_request_starts_from_what_others_left_only_where_entries_are_shared():
-    for scope, starts_warm in (("sequence", True), ("shared", True), ("isolated", False)):
-        proposer = make_proposer(scope=scope)
-        first, second = (steps_of(proposer, 0, [1, 1], 30) for _ in range(2))
-        assert (second < 0.7 * first) == starts_warm
-
-
-def test_a_prompt_is_drafted_from_at_once():
+    assert steps(80) < 0.7 * steps(80, contexts=(1,))
     prompt = greedy([1, 1], 18)
-    seeded, not_seeded = make_proposer(), make_proposer()
-    not_seeded.seed_from_prompt = False
-    assert steps_of(seeded, 0, prompt, 36) < 0.7 * steps_of(not_seeded, 0, prompt, 36)
-
-
-@st.composite
-def any_trees(draw, batch: int, nodes: int) -> Trees:
-    below = st.lists(st.integers(0, nodes), min_size=nodes, max_size=nodes)
-    drawn = [draw(below) for _ in range(batch)]
-    parents = [[0, *(back % (row + 1) for row, back in enumerate(backs))] for backs in drawn]
-    return Trees.from_parents(torch.tensor(parents))
+    assert steps(36, prompt=prompt) < 0.7 * steps(36, prompt=prompt, seeds=False)
+    for scope in SCOPES:
+        starts_warm = steps(scope=scope, before=1) < 0.7 * steps(scope=scope)
+        assert starts_warm == (scope != "isolated")
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -182,7 +167,8 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
         counts = torch.arange(1, nodes + 1).where(drafts >= 0, 0).max(1).values.tolist()
         assert bool((trees.depths <= nodes).all())
         if chance.random() < 0.3:  # drafts of another kind: often right, at times one text twice
-            trees = data.draw(any_trees(batch, nodes))
+            parents = [[0, *(chance.randint(0, row) for row in range(nodes))] for _ in texts]
+            trees = Trees.from_parents(torch.tensor(parents))
             drafts = torch.tensor([[chance.randrange(VOCAB) for _ in range(nodes)] for _ in texts])
             counts = [nodes] * batch
         counts = [chance.randint(0, count) for count in counts]
@@ -232,8 +218,6 @@ def test_where_rows_cost_nothing_a_whole_template_is_drafted_and_else_what_pays(
         sizes.append(sum(token >= 0 for token in drafts))
         assert drafts == filled[: sizes[-1]] + [-1] * (5 - sizes[-1])
     assert sizes[0] == 5 > sizes[1] > sizes[2] == 0
-    with pytest.raises(ValueError, match=f"rank {K} is not below k = {K}"):
-        make_proposer(tree=TreeTemplate(((0, K),)))
 
 
 def test_chains_are_drafted_where_they_promise_more_for_their_time():
@@ -257,121 +241,103 @@ def test_chains_are_drafted_where_they_promise_more_for_their_time():
 # The file.
 
 
-@pytest.fixture
-def learnt() -> TokenRecyclingState:
-    proposer = make_proposer()
-    steps_of(proposer, 0, [1, 1], 30)
-    return proposer.state
-
-
 def make_state(**options) -> TokenRecyclingState:
     return TokenRecyclingState(make_matrix(**options))
 
 
-def test_a_saved_state_is_loaded_without_what_requests_wrote_for_themselves(tmp_path, learnt):
-    path = tmp_path / "matrix.safetensors"
+def learn_something(**options) -> TokenRecyclingState:
+    proposer = make_proposer(**options)
+    steps_of(proposer, 0, [1, 1], 30)
+    return proposer.state
+
+
+@pytest.fixture
+def learnt() -> TokenRecyclingState:
+    return learn_something()
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_saved_state_is_loaded_without_what_requests_wrote_for_themselves(tmp_path, scope):
+    path, learnt, loaded = tmp_path / "matrix", learn_something(scope=scope), make_state()
     learnt.save(path, fingerprint=FINGERPRINT)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    loaded = make_state()
     write_entries(loaded.matrix, [4, 5], 1, [1] * K, own=True, shared=True)
     loaded.load(path, fingerprint=FINGERPRINT)
     assert loaded.matrix.table.equal(learnt.matrix.shared_entries())
     assert loaded.acceptance.counts.equal(learnt.acceptance.counts)
-    assert not loaded.acceptance.counts.equal(make_state().acceptance.counts)
-    with safe_open(str(path), "pt") as file:
-        heads = file.get_tensor("adjacency_matrix")[:, 0]
-    assert 0 < (heads >= 0).sum() < learnt.matrix.num_written
+    # An isolated state has nothing to save.
+    is_new = loaded.acceptance.counts.equal(make_state().acceptance.counts)
+    assert is_new == (loaded.matrix.num_written == 0) == (scope == "isolated")
+    heads = load_file(path)["adjacency_matrix"][:, 0]
+    assert ((heads >= 0).sum() == learnt.matrix.num_written) == (scope == "shared")
     assert not (heads[heads >= 0] & 4).any()
 
 
-def test_an_isolated_state_has_nothing_to_save(tmp_path):
-    proposer = make_proposer(scope="isolated")
-    steps_of(proposer, 0, [1, 1], 30)
-    proposer.state.save(tmp_path / "matrix", fingerprint=FINGERPRINT)
-    loaded = make_state()
-    loaded.load(tmp_path / "matrix", fingerprint=FINGERPRINT)
-    assert loaded.matrix.num_written == 0
-    assert loaded.acceptance.counts.equal(make_state().acceptance.counts)
+OLDER, NEWER = (f"vllm_recycle.adjacency_matrix/{version}" for version in (3, 4))
+MATRIX, ACCEPTANCE = "adjacency_matrix", "acceptance"
+
+
+def put(place: tuple[int, ...], value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What changes one number of a tensor."""
+    return lambda tensor: tensor.index_put([*map(torch.tensor, place)], tensor.new_tensor(value))
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "message"),
+    ("options", "changed", "message"),
     [
-        ({"vocab_size": VOCAB + 1}, f"vocab_size is {VOCAB + 1}, expected {VOCAB}"),
-        ({"k": K + 1}, f"k is {K + 1}, expected {K}"),
-        ({"contexts": (1, 3)}, "contexts is [1, 3], expected [1, 2]"),
-        ({"slots": 128}, "slots is 128, expected 256"),
-        ({"fingerprint": "model-b"}, "fingerprint is model-b, expected model-a"),
+        # Of another model or size.
+        ({"vocab_size": VOCAB + 1}, {}, f"vocab_size is {VOCAB + 1}, expected {VOCAB}"),
+        ({"k": K + 1}, {}, f"k is {K + 1}, expected {K}"),
+        ({"contexts": (1, 3)}, {}, "contexts is [1, 3], expected [1, 2]"),
+        ({"slots": 128}, {}, "slots is 128, expected 256"),
+        ({}, {"fingerprint": "model-b"}, "fingerprint is model-b, expected model-a"),
+        # Of an older format, whose tensors differ too, or of this one with others.
+        (
+            {},
+            {"format": OLDER, ACCEPTANCE: lambda counts: counts[0]},
+            f"format is {OLDER}, expected {NEWER}; remove it to learn anew",
+        ),
+        (
+            {},
+            {ACCEPTANCE: lambda counts: counts[..., :4, :]},
+            "acceptance is torch.float64 [2, 2, 2, 3, 4, 2], expected",
+        ),
+        # With numbers that cannot be.
+        ({}, {MATRIX: put((3, 1), VOCAB)}, "it has numbers that are no token ids"),
+        ({}, {MATRIX: put((3, K), -2)}, "it has numbers that are no token ids"),
+        ({}, {ACCEPTANCE: put((0, 1, 0, 0, 2, 0), -1.0)}, "it has counts that are none"),
+        ({}, {ACCEPTANCE: put((1, 1, 0, 0, 2, 0), 1e9)}, "it has counts that are none"),
+        ({}, {ACCEPTANCE: put((1, 0, 1, 2, 4, 1), float("nan"))}, "it has counts that are none"),
+        (None, {}, "no adjacency matrix and acceptance: "),
     ],
 )
-def test_a_state_of_another_model_or_size_is_refused(tmp_path, learnt, saved_as, message):
+def test_another_file_is_refused(tmp_path, learnt, options, changed, message):
     path = tmp_path / "matrix.safetensors"
-    fingerprint = saved_as.pop("fingerprint", FINGERPRINT)
-    make_state(**saved_as).save(path, fingerprint=fingerprint)
-    refuses_to_load(learnt, path, message)
-
-
-def save_with(state: TokenRecyclingState, path, **changed) -> None:
-    """A file like that of a state, with other facts or tensors."""
-    given = {**state.contents(), **state.facts, "fingerprint": FINGERPRINT, **changed}
-    tensors = {name: given.pop(name).contiguous() for name in state.tensors}
-    save_file(tensors, path, {name: str(value) for name, value in given.items()})
-
-
-def test_a_file_of_an_older_format_is_refused_by_name(tmp_path, learnt):
-    path, older = tmp_path / "matrix.safetensors", "vllm_recycle.adjacency_matrix/3"
-    save_with(learnt, path, format=older, acceptance=learnt.acceptance.counts[0])
-    expected = (
-        f"format is {older}, expected vllm_recycle.adjacency_matrix/4; remove it to learn anew"
-    )
-    refuses_to_load(learnt, path, expected)
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        learnt.check(path, fingerprint=FINGERPRINT)
-
-
-def test_no_file_and_one_of_other_tensors_are_refused(tmp_path, learnt):
-    path = tmp_path / "matrix.safetensors"
-    refuses_to_load(learnt, path, "no adjacency matrix and acceptance: ")
-    save_with(learnt, path, acceptance=learnt.places["acceptance"][..., :4, :])
-    refuses_to_load(learnt, path, "acceptance is torch.float64 [2, 2, 2, 3, 4, 2], expected")
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "value", "message"),
-    [
-        ("adjacency_matrix", (3, 1), VOCAB, "it has numbers that are no token ids"),
-        ("adjacency_matrix", (3, K), -2, "it has numbers that are no token ids"),
-        ("acceptance", (0, 1, 0, 0, 2, 0), -1.0, "it has counts that are none"),
-        ("acceptance", (1, 1, 0, 0, 2, 0), 1e9, "it has counts that are none"),
-        ("acceptance", (1, 0, 1, 2, 4, 1), float("nan"), "it has counts that are none"),
-    ],
-)
-def test_a_state_with_impossible_numbers_is_refused(tmp_path, learnt, name, place, value, message):
-    path = tmp_path / "matrix.safetensors"
-    tensor = learnt.contents()[name].clone()
-    tensor[place] = value
-    save_with(learnt, path, **{name: tensor})
-    refuses_to_load(learnt, path, message)
-
-
-def refuses_to_load(state: TokenRecyclingState, path, message: str) -> None:
-    before = [tensor.clone() for tensor in state.tensors.values()]
-    with pytest.raises(ValueError, match=re.escape(f"state file {path}: {message}")):
-        state.load(path, fingerprint=FINGERPRINT)
-    assert all(map(torch.equal, state.tensors.values(), before))
+    if options is not None:
+        state = make_state(**options) if options else learnt
+        given = {**state.contents(), **state.facts, "fingerprint": FINGERPRINT}
+        for name, change in changed.items():
+            given[name] = change(given[name]) if callable(change) else change
+        tensors = {name: given.pop(name).contiguous() for name in state.tensors}
+        save_file(tensors, path, {name: str(value) for name, value in given.items()})
+    before = [tensor.clone() for tensor in learnt.tensors.values()]
+    # What the numbers are is not in the header.
+    for read in (learnt.load,) if message.startswith("it has") else (learnt.load, learnt.check):
+        with pytest.raises(ValueError, match=re.escape(f"state file {path}: {message}")):
+            read(path, fingerprint=FINGERPRINT)
+    assert all(map(torch.equal, learnt.tensors.values(), before))
 
 
 def test_of_two_entries_the_steadier_one_is_taken_and_ours_of_equal_ones():
-    def state_of(*written: tuple[int, int, int]) -> TokenRecyclingState:
+    def state_of(times: list[int], successor: int) -> TokenRecyclingState:
         """Behind each token a successor, that was said so many times."""
         matrix = make_matrix("shared", contexts=(1,))
-        for token, successor, times in written:
-            for _ in range(times):
-                write_entries(matrix, [token], 0, [successor] * K, own=False, shared=True)
+        for token, successors in enumerate([[successor] * K] * count for count in times):
+            for said in successors:
+                write_entries(matrix, [token], 0, said, own=False, shared=True)
         return TokenRecyclingState(matrix)
 
-    ours = state_of((0, 0, 1), (1, 0, 2), (2, 0, 2), (3, 0, 1))
-    theirs = state_of((0, 1, 1), (1, 1, 1), (2, 1, 3), (4, 1, 1))
+    ours, theirs = state_of([1, 2, 2, 1, 0], 0), state_of([1, 1, 3, 0, 1], 1)
     counts = ours.acceptance.counts.clone()
     for _ in range(2):
         assert all(ours.merge(theirs.contents()))
@@ -380,15 +346,11 @@ def test_of_two_entries_the_steadier_one_is_taken_and_ours_of_equal_ones():
 
 
 def test_entries_that_a_sequence_wrote_for_itself_stay():
-    theirs = TokenRecyclingState(make_matrix("sequence", contexts=(1, 2)))
-    table = theirs.matrix.table
-    table[:] = 1
-    table[:, 0] = 8 | MAX_STEADINESS
-    ours = TokenRecyclingState(make_matrix("sequence", contexts=(1, 2)))
+    ours = make_state()
     write_entries(ours.matrix, [0, 1], 5, [3] * K, own=True, shared=True)
     before = ours.matrix.table.clone()
-    is_own = before[:, -1] == 5
+    theirs, is_own = torch.ones_like(before), before[:, -1] == 5
+    theirs[:, 0] = 8 | MAX_STEADINESS
     assert is_own.sum() == 2
-    assert all(ours.merge({"adjacency_matrix": table}))
-    assert ours.matrix.table[is_own].equal(before[is_own])
-    assert ours.matrix.table[~is_own].equal(table[~is_own])
+    assert all(ours.merge({"adjacency_matrix": theirs}))
+    assert ours.matrix.table.equal(before.where(is_own[:, None], theirs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from operator import mul
 
 import pytest
@@ -159,16 +160,14 @@ def test_trunks_that_share_a_forward_pay_equal_parts_of_it():
 @BRIEF
 @given(data=st.data(), batch=st.integers(1, 3), gamma=st.integers(1, 4))
 def test_choices_are_counted_where_the_trunk_before_them_was_right(data, batch, gamma):
-    def of_places(values, shape):
-        flat = st.lists(values, min_size=shape.numel(), max_size=shape.numel())
-        return torch.tensor(data.draw(flat)).view(shape)
+    def of_places(values, *shape: int) -> torch.Tensor:
+        count = math.prod(shape)
+        return torch.tensor(data.draw(st.lists(values, min_size=count, max_size=count))).view(shape)
 
-    shape = torch.Size((batch, gamma, CHOICES))
-    trunks = Trunks(
-        of_places(st.integers(-1, 2), shape), of_places(st.floats(0, 1), shape).double()
-    )
-    followed = of_places(st.integers(-1, 2), torch.Size((batch, data.draw(st.integers(1, 6)))))
-    idx_mapping = of_places(st.integers(0, len(CLASSES) - 1), torch.Size((batch,)))
+    some, shape = st.integers(-1, 2), (batch, gamma, CHOICES)
+    trunks = Trunks(of_places(some, *shape), of_places(st.floats(0, 1), *shape).double())
+    followed = of_places(some, batch, data.draw(st.integers(1, 6)))
+    idx_mapping = of_places(st.integers(0, len(CLASSES) - 1), batch)
     acceptance = ChoiceAcceptance(CLASSES)
     acceptance.count(trunks, idx_mapping, followed)
     expected = torch.zeros(NUM_CLASSES, CHOICES, PARTS, 2, dtype=torch.float64)

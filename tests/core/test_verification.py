@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples, trees
+from tests.core.strategies import THOROUGH, batch_trees, drafts, repetitive_drafts, samples
+from tests.core.strategies import trees as templates_of
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult, step_down, walk
 
@@ -19,7 +20,7 @@ Step = tuple[list[TreeTemplate], list[list[int]], list[list[int]]]
 @st.composite
 def steps(draw) -> Step:
     """The trees of one to three sequences, their drafts, and the tokens at the scheduled rows."""
-    templates = [draw(trees(max_nodes=20)) for _ in range(draw(st.integers(1, 3)))]
+    templates = [draw(templates_of(max_nodes=20)) for _ in range(draw(st.integers(1, 3)))]
     drafted, sampled = [], []
     for tree in templates:
         kind = draw(st.sampled_from([drafts(tree, vocab_size=VOCAB), repetitive_drafts(tree)]))
@@ -54,63 +55,47 @@ def walk_by_hand(tree: TreeTemplate, draft: list[int], sampled: list[int]) -> li
     return max(paths, key=lambda path: (len(path), -path[-1]))
 
 
-def walk_all(sampled: list[list[int]], drafted: list[list[int]], trees: Trees) -> WalkResult:
-    """The walk of sequences that may have fewer rows than the tree."""
-    starts = torch.tensor([0, *(len(rows) for rows in sampled)]).cumsum(0)
-    flat = torch.tensor([token for rows in sampled for token in rows])
-    return walk(flat, torch.tensor(drafted), starts, trees=trees)
-
-
 def padded(values: list[int], width: int) -> list[int]:
     return [*values, *[-1] * (width - len(values))]
+
+
+def walk_all(step: Step) -> tuple[WalkResult, torch.Tensor, Trees]:
+    """The walk of sequences that may have fewer rows than the tree, and what was scheduled."""
+    templates, drafted, sampled = step
+    trees = batch_trees(templates)
+    starts = torch.tensor([0, *map(len, sampled)]).cumsum(0)
+    scheduled = [
+        padded(draft[: len(rows) - 1], trees.num_nodes)
+        for draft, rows in zip(drafted, sampled, strict=True)
+    ]
+    whole = torch.tensor([padded(draft, trees.num_nodes) for draft in drafted])
+    flat = torch.tensor([token for rows in sampled for token in rows])
+    return walk(flat, whole, starts, trees=trees), torch.tensor(scheduled), trees
 
 
 @THOROUGH
 @given(step=steps())
 def test_the_walk_follows_the_drafts_as_a_plain_loop_does(step):
-    templates, drafted, sampled = step
-    tree = batch_trees(templates)
-    result = walk_all(sampled, [padded(draft, tree.num_nodes) for draft in drafted], tree)
-    for sequence, tokens in enumerate(sampled):
-        path = walk_by_hand(templates[sequence], drafted[sequence], tokens)
+    result, _, trees = walk_all(step)
+    for sequence, (template, draft, tokens) in enumerate(zip(*step, strict=True)):
+        path = walk_by_hand(template, draft, tokens)
         emitted = [tokens[row] for row in path]
-        assert result.path[sequence].tolist() == padded(path, tree.depth + 1)
-        assert result.token_ids[sequence].tolist() == padded(emitted, tree.depth + 1)
+        assert result.path[sequence].tolist() == padded(path, trees.depth + 1)
+        assert result.token_ids[sequence].tolist() == padded(emitted, trees.depth + 1)
         assert result.lengths[sequence] == len(path)
 
 
 @THOROUGH
 @given(step=steps())
 def test_going_down_a_level_at_a_time_reaches_the_rows_whose_text_was_emitted(step):
-    templates, drafted, sampled = step
-    tree = batch_trees(templates)
-    scheduled = [
-        padded(draft[: len(rows) - 1], tree.num_nodes)
-        for draft, rows in zip(drafted, sampled, strict=True)
-    ]
-    result = walk_all(sampled, scheduled, tree)
-    reached = torch.zeros(len(templates), tree.num_nodes + 1, dtype=torch.bool)
+    result, scheduled, trees = walk_all(step)
+    reached = torch.zeros(len(scheduled), trees.num_nodes + 1, dtype=torch.bool)
     reached[:, 0] = True
     for depth, token in enumerate(result.token_ids.T):
-        for sequence, template in enumerate(templates):
+        for sequence, (template, draft, sampled) in enumerate(zip(*step, strict=True)):
             emitted = tuple(result.token_ids[sequence, :depth].tolist())
-            texts = texts_of(template, drafted[sequence])[: len(sampled[sequence])]
+            texts = texts_of(template, draft)[: len(sampled)]
             rows = [row for row, text in enumerate(texts) if text == emitted and -1 not in text]
             assert reached[sequence].nonzero().flatten().tolist() == rows
-        reached = step_down(reached, token, torch.tensor(scheduled), trees=tree)
+        reached = step_down(reached, token, scheduled, trees=trees)
     assert not reached.any()
-
-
-def test_the_walk_ends_above_the_first_row_that_disagrees():
-    trees = TreeTemplate(((0, 0), (1, 0), (2, 0))).of_batch(1)
-    accepted = walk_all([[5, 6, 4, 3]], [[5, 6, 4]], trees)
-    assert accepted.token_ids.tolist() == [[5, 6, 4, 3]]
-    disagreeing = walk_all([[5, 2, 4, 3]], [[5, 6, 4]], trees)
-    assert disagreeing.path.tolist() == [[0, 1, -1, -1]]
-    assert disagreeing.token_ids.tolist() == [[5, 2, -1, -1]]
-
-
-def test_a_node_without_draft_ends_the_walk_although_its_child_agrees():
-    trees = TreeTemplate(((0, 0), (1, 0), (0, 1))).of_batch(1)
-    for draft, path in (([5, 6, 1], [0, 1, 2]), ([-1, 6, -1], [0, -1, -1])):
-        assert walk_all([[5, 6, 4, 3]], [draft], trees).path.tolist() == [path]

@@ -26,16 +26,9 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
 
 NUM_GPUS = 2
-FLAGS: list[dict[str, Any]] = [
-    {},
-    {"max_num_seqs": 1},
-    {"max_num_seqs": 1024},
-    {"data_parallel_size": 2},
-    {"tensor_parallel_size": 2},
-    {"enforce_eager": True},
-    {"enable_lora": True},
-    {"cudagraph_capture_sizes": [8, 16]},
-]
+FLAGS: list[dict[str, Any]] = [{}, {"max_num_seqs": 1}, {"max_num_seqs": 1024}]
+FLAGS += [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {"enforce_eager": True}]
+FLAGS += [{"enable_lora": True}, {"cudagraph_capture_sizes": [8, 16]}]
 # By compute capability: the class that a model without and one with attention sinks gets, and
 # whether the latter's drafts are trees.
 EXPECTED = {
@@ -51,16 +44,9 @@ def make_up_gpus(driver: Path, capability: tuple[int, int]) -> None:
     ctypes.CDLL(str(driver / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     import torch
 
-    properties = SimpleNamespace(
-        name="made up",
-        major=capability[0],
-        minor=capability[1],
-        total_memory=80 << 30,
-        multi_processor_count=132,
-        uuid="0",
-        warp_size=32,
-        L2_cache_size=50 << 20,
-    )
+    sizes = {"total_memory": 80 << 30, "multi_processor_count": 132, "L2_cache_size": 50 << 20}
+    sizes |= {"warp_size": 32, "major": capability[0], "minor": capability[1]}
+    properties = SimpleNamespace(name="made up", uuid="0", **sizes)
     torch.cuda.device_count = lambda: NUM_GPUS
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: capability

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,21 +13,18 @@ from packaging.specifiers import SpecifierSet
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.integration.engines import EXAMPLES, TARGET, TRUNK
 from vllm_recycle.cli import main
 from vllm_recycle.integration.versions import SUPPORTED_VLLM
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
 IMAGES = {"cpu": "vllm/vllm-openai-cpu", "cuda": "vllm/vllm-openai"}
-TARGET = str(EXAMPLES / "models" / "target")
 
 
 def image_arguments(device: str, *flags: str) -> list[str]:
     """What the command of an image gives `vllm serve`, of a model and flags."""
     text = (EXAMPLES / "docker" / f"Dockerfile.{device}").read_text()
-    shell, option, script, *rest = json.loads(
-        re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[0]
-    )
+    [entry_point] = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    shell, option, script, *rest = json.loads(entry_point)
     assert "exec vllm serve" in script
     script = script.replace("exec vllm serve", "printf '%s\\n'")
     command = [shell, option, script, *rest, TARGET, "--served-model-name", "a b", *flags]
@@ -62,7 +58,7 @@ def test_their_arguments_turn_the_method_on(arguments, device, capsys, monkeypat
 
 @pytest.mark.parametrize("device", IMAGES)
 def test_a_method_that_an_image_is_given_replaces_ours(device, capsys):
-    method = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft")}
+    method = {"method": "ouroboros", "model": TRUNK["model"]}
     given = image_arguments(device, "--speculative-config", json.dumps(method))
     assert main(["check", *given]) == 0
     assert "with ouroboros" in capsys.readouterr().out
@@ -74,26 +70,7 @@ def test_images_have_vllm_as_it_is_supported_and_copy_what_is_there(device):
     [version] = re.findall(rf"^FROM {IMAGES[device]}:v(\S+)$", text, re.MULTILINE)
     assert SpecifierSet(SUPPORTED_VLLM).contains(version)
     for names in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
-        assert all((ROOT / name).exists() for name in names.split())
-
-
-RULES = """
-rule_files: [{rules}]
-evaluation_interval: 1m
-tests:
-  - interval: 1m
-    input_series:
-      - {{series: '{drafts}{{model_name="m", instance="tree"}}', values: 0+60x60}}
-      - {{series: '{accepted}{{model_name="m", instance="tree"}}', values: 0+{num_accepted}x60}}
-      - {{series: '{requests}{{model_name="m", instance="tree"}}', values: 0+9x60}}
-      - {{series: '{time}_sum{{model_name="m", instance="tree"}}', values: 0+{seconds}x60}}
-      - {{series: '{time}_count{{model_name="m", instance="tree"}}', values: 0+9x60}}
-      - {{series: '{time}_sum{{model_name="m", instance="plain"}}', values: 0+4x60}}
-      - {{series: '{time}_count{{model_name="m", instance="plain"}}', values: 0+9x60}}
-    alert_rule_test:
-      - {{alertname: DraftsDoNotPay, eval_time: 45m}}
-      - {{alertname: SlowerThanPlain, eval_time: 45m}}
-"""
+        assert all((EXAMPLES.parent / name).exists() for name in names.split())
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
@@ -107,19 +84,29 @@ tests:
     ],
 )
 def test_alerts_fire_when_they_should(num_accepted, seconds, expected, tmp_path):
-    test = RULES.format(
-        rules=EXAMPLES / "alerts.yaml",
-        drafts="vllm:spec_decode_num_drafts_total",
-        accepted="vllm:spec_decode_num_accepted_tokens_total",
-        requests="vllm:recycle_request_accepted_tokens_per_step_count",
-        time="vllm:request_time_per_output_token_seconds",
-        num_accepted=num_accepted,
-        seconds=seconds,
-    )
-    (tmp_path / "test.yaml").write_text(test)
+    time = "request_time_per_output_token_seconds"
+    grows = {  # in a minute
+        ("spec_decode_num_drafts_total", "tree"): 60,
+        ("spec_decode_num_accepted_tokens_total", "tree"): num_accepted,
+        ("recycle_request_accepted_tokens_per_step_count", "tree"): 9,
+        (f"{time}_sum", "tree"): seconds,
+        (f"{time}_count", "tree"): 9,
+        (f"{time}_sum", "plain"): 4,
+        (f"{time}_count", "plain"): 9,
+    }
+    labels = '{{model_name="m", instance="{}"}}'
+    series = [
+        {"series": f"vllm:{name}{labels.format(instance)}", "values": f"0+{rate}x60"}
+        for (name, instance), rate in grows.items()
+    ]
+    # It expects none of both alerts, and names those that are there all the same.
+    names = ("DraftsDoNotPay", "SlowerThanPlain")
+    alerts = [{"alertname": name, "eval_time": "45m"} for name in names]
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": alerts}
+    rules = {"rule_files": [str(EXAMPLES / "alerts.yaml")], "evaluation_interval": "1m"}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(rules | {"tests": [test]}))
     command = ["promtool", "test", "rules", str(tmp_path / "test.yaml")]
     run = subprocess.run(command, capture_output=True, text=True)
     output = run.stdout + run.stderr
-    # It expects none of both alerts, and names those that are there all the same.
     assert re.findall(r"alertname: (\w+), time: 45m", output) == expected, output
     assert (run.returncode == 0) == (not expected), output

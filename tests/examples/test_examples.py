@@ -14,35 +14,52 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from vllm import LLM, AsyncEngineArgs
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
 
+from tests.integration.engines import EXAMPLES, TRUNK, spare_later_engines
 from vllm_recycle.core.tree import load_tree
 from vllm_recycle.integration.options import OuroborosOptions
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-EAGER = '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'
+DRAFT_MODEL = TRUNK["model"]
 # Options of scripts that change the configuration of an engine, with a value; and the others.
-CONFIGURING = {"--draft-model": str(EXAMPLES / "models" / "draft"), "--state": "state"}
-CONFIGURING["--dtype"] = "float32"
+CONFIGURING = {"--draft-model": DRAFT_MODEL, "--state": "state", "--dtype": "float32"}
 OTHERS = {"--batch", "--chat", "--epochs", "--format", "--help", "--json", "--learning-rate"}
 OTHERS |= {"--max-nodes", "--max-replicas", "--max-tokens", "--min-replicas", "--model"}
 OTHERS |= {"--num-prompts", "--output", "--prompts", "--replicas", "--samples", "--workers"}
+MISSING = set() if find_spec("arctic_inference") else {"suffix"}
 # Scripts that make no engine themselves, or what others share.
-HAS_SUFFIX = find_spec("arctic_inference")
 WITHOUT_ENGINE = {"ray_replicas.py", "what_would_i_gain.py"}
 SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITHOUT_ENGINE)
 
 
-def run_example(name, *arguments, cwd, compiled=False):
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    environment = os.environ | {"TORCH_COMPILE_DISABLE": "0" if compiled else "1"}
-    run = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+@pytest.fixture
+def run_example(monkeypatch, tmp_path, capfd):
+    """Run an example in this process, which has imported vLLM; gives what it prints."""
+    monkeypatch.chdir(tmp_path)
+    llms, start = [], LLM.__init__
+
+    def started(llm, *args, **kwargs):
+        llms.append(llm)
+        start(llm, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "__init__", started)
+    spare_later_engines()
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    yield run
+    for llm in llms:
+        llm.llm_engine.engine_core.shutdown()
 
 
 class ConfiguredError(Exception):
@@ -59,10 +76,6 @@ def stops_when_configured(monkeypatch, tmp_path):
 
     Ray need not be installed.
     """
-    from vllm import LLM, AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     def on_ray(engine_kwargs, model_source=None, model_loading_config=None, **_):
         model = model_source or model_loading_config["model_source"]
@@ -113,7 +126,7 @@ def test_every_combination_of_options_configures_an_engine(
     assert options.keys() <= {*CONFIGURING, *OTHERS, "--method"}, "list what is new above"
     values = [[[], [name, CONFIGURING[name]]] for name in options if name in CONFIGURING]
     if "--method" in options:
-        names = [name for name in options["--method"].choices if name != "suffix" or HAS_SUFFIX]
+        names = {*options["--method"].choices} - MISSING
         values.append([["--method", name] for name in names])
     for combination in itertools.product(*values):
         monkeypatch.setattr(sys, "argv", [script, *itertools.chain(*combination)])
@@ -123,41 +136,43 @@ def test_every_combination_of_options_configures_an_engine(
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    "draft_model", [None, pytest.param(EXAMPLES / "models" / "draft", marks=pytest.mark.slow)]
+    "method", ["token_recycling", pytest.param("ouroboros", marks=pytest.mark.slow)]
 )
-def test_offline_batch_prints_every_output_and_what_was_accepted(draft_model, tmp_path):
-    arguments = ["--num-prompts=3", "--max-tokens=16"]
-    if draft_model:
-        arguments.append(f"--draft-model={draft_model}")
-    output = run_example("offline_batch.py", *arguments, cwd=tmp_path, compiled=True)
+def test_offline_batch_prints_every_output_and_what_was_accepted(method):
+    """Compiled: the smallest model there is, which has two layers."""
+    arguments = [f"--model={DRAFT_MODEL}", "--num-prompts=3", "--max-tokens=16"]
+    arguments += [f"--draft-model={DRAFT_MODEL}"] * (method == "ouroboros")
+    command = [sys.executable, str(EXAMPLES / "offline_batch.py"), *arguments]
+    compiled = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
+    output = subprocess.check_output(command, env=compiled, text=True)
     assert len(re.findall(r"^[\"']Question: .*\.\.\. -> [\"'].+[\"']$", output, re.MULTILINE)) == 3
     assert re.search(r"^\d+ trees verified", output, re.MULTILINE)
     assert mean_accepted(output) >= 1  # where the machine is busy, rows may be too dear for trees
 
 
-def test_custom_tree_is_written_shown_and_used(tmp_path):
-    output = run_example("custom_tree.py", "--max-tokens=16", cwd=tmp_path)
+def test_custom_tree_is_written_shown_and_used(run_example, tmp_path):
+    output = run_example("custom_tree.py", "--max-tokens=16")
     assert load_tree(tmp_path / "my_tree.json").num_nodes == 16
-    assert re.search(
-        "^mine: 16 nodes, depth 4, nodes per depth 5 / 6 / 4 / 1", output, re.MULTILINE
-    )
+    shown = "^mine: 16 nodes, depth 4, nodes per depth 5 / 6 / 4 / 1"
+    assert re.search(shown, output, re.MULTILINE)
     assert re.search(r"\nAnswer: ?\w+", output)
     trees, nodes = re.search(r"(\d+) trees of at most 16 nodes, (\d+) nodes", output).groups()
     assert 0 < int(trees) < int(nodes) <= 16 * int(trees)
     assert mean_accepted(output) > 1
 
 
-def test_a_hint_makes_it_fewer_steps(tmp_path):
-    output = run_example("hints.py", "--max-tokens=48", cwd=tmp_path)
+def test_a_hint_makes_it_fewer_steps(run_example):
+    output = run_example("hints.py", "--max-tokens=48")
     none, right, _wrong = map(int, re.findall(r"^48 tokens, (\d+) steps$", output, re.MULTILINE))
     assert right < none
 
 
 @pytest.mark.slow
-def test_what_would_be_gained_is_said_for_every_load(tmp_path):
+def test_what_would_be_gained_is_said_for_every_load(run_example):
+    eager = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     arguments = ["--num-prompts=6", "--max-tokens=16", "--repeats=1", "--concurrency=1,2"]
-    arguments += ["--methods=none,ngram", f"--engine-args={EAGER}", "--dtype=float32"]
-    output = run_example("what_would_i_gain.py", *arguments, cwd=tmp_path)
+    arguments += ["--methods=none,ngram", f"--engine-args={json.dumps(eager)}", "--dtype=float32"]
+    output = run_example("what_would_i_gain.py", *arguments)
     says = r"no method is faster|ngram is \d\.\d\d times as fast as plain vLLM"
     assert len(re.findall(rf"^[12] in flight: (?:{says})", output, re.MULTILINE)) == 2
 
@@ -183,9 +198,9 @@ def test_a_gain_is_one_of_every_pass(speedups, said):
     assert (json.dumps(config) in found) == (min(speedups) > 1)
 
 
-def test_a_template_is_measured_best_first(tmp_path):
+def test_a_template_is_measured_best_first(run_example, tmp_path):
     arguments = ["--num-prompts=2", "--max-tokens=24", "--dtype=float32", "--max-nodes=12"]
-    output = run_example("tune_tree.py", *arguments, cwd=tmp_path)
+    output = run_example("tune_tree.py", *arguments)
     tree = load_tree(tmp_path / "tree.json")
     expected = list(tree.provenance["mean accepted tokens by nodes"].values())
     assert 1 < expected[0] < expected[-1]
@@ -218,9 +233,9 @@ def mean_accepted(output):
 
 
 @pytest.mark.slow
-def test_roll_outs_are_sampled_and_trained_on(tmp_path):
+def test_roll_outs_are_sampled_and_trained_on(run_example):
     arguments = ["--prompts=2", "--samples=2", "--epochs=2", "--max-tokens=12"]
-    output = run_example("rollouts.py", *arguments, cwd=tmp_path)
+    output = run_example("rollouts.py", *arguments)
     says = r"^epoch [01]: reward (\d\.\d\d), (\d+\.\d\d) tokens a call, sampling took"
     steps = re.findall(says, output, re.MULTILINE)
     assert len(steps) == 2

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-HARNESS = ROOT / "examples" / "gpu"
-LAUNCHES = ROOT / "tests" / "integration" / "cuda" / "v2_launches.json"
+from tests.integration.engines import EXAMPLES
+
+HARNESS = EXAMPLES / "gpu"
+LAUNCHES = EXAMPLES.parent / "tests/integration/cuda/v2_launches.json"
 KERNELS = {"place", "top_k", "walk", "compact", "learn", "grow", "together"}
-
-
-def run(name, *arguments):
-    command = [sys.executable, str(HARNESS / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def load(name, monkeypatch):
@@ -33,58 +29,55 @@ def load(name, monkeypatch):
     return importlib.import_module(name)
 
 
-@pytest.fixture(scope="module")
-def first_hour(tmp_path_factory) -> Path:
-    """The folder of `first_hour.sh`, which ran everything at tiny sizes."""
-    folder = tmp_path_factory.mktemp("first hour")
-    command = ["bash", str(HARNESS / "first_hour.sh"), str(folder), "--smoke"]
+@pytest.mark.slow
+def test_the_first_hour_runs_at_tiny_sizes_without_a_verdict(tmp_path):
+    command = ["bash", str(HARNESS / "first_hour.sh"), str(tmp_path), "--smoke"]
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     statuses = re.findall(r"^(\w+): exit status (\d+)", done.stdout, re.MULTILINE)
     names = ("twins", "engines", "kernels", "step_time")
     assert statuses == [(name, "0") for name in names], done.stdout + done.stderr
-    return folder
-
-
-@pytest.mark.slow
-def test_the_verdict_says_what_was_not_run_or_measured(first_hour):
-    lines = (first_hour / "verdict.txt").read_text().splitlines()
+    lines = (tmp_path / "verdict.txt").read_text().splitlines()
     assert lines[0] == "kernels against their references: none ran"
     assert lines[-1] == "0 of 0 estimates held"
     assert sum(line.endswith(": not measured") for line in lines) > 10
 
-
-@pytest.mark.slow
-def test_kernels_are_checked_and_measured(first_hour):
-    report = json.loads((first_hour / "kernels.json").read_text())
-    for row in report["attention"]:
+    kernels, step_time = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names[2:])
+    for report in (kernels, step_time):
+        assert report["conditions"]["times"].startswith("mean nothing")
+    log = (tmp_path / "kernels.log").read_text()
+    assert len(kernels["marks"]) == log.count("not judged: ") == 3
+    for row in kernels["attention"]:
         assert {"tree", "chain", "sdpa", "copy"} <= set(row["times"])
-    assert [step["batch"] for step in report["steps"]] == [1, 2]
-    for step in report["steps"]:
+    assert [step["batch"] for step in kernels["steps"]] == [1, 2]
+    for step in kernels["steps"]:
         assert set(step["host_us"]) == set(step["times"]) == KERNELS
         assert min(step["nodes"], step["accepted"]) > 0
-    assert any(step["moved_rows"] for step in report["steps"])
-    assert report["conditions"]["times"].startswith("mean nothing")
-    assert (first_hour / "kernels.log").read_text().count("not judged: ") == 3
-    assert len(report["marks"]) == 3
+    assert any(step["moved_rows"] for step in kernels["steps"])
+
+    results = [(row["name"], row["batch"]) for row in step_time["results"]]
+    assert results == [*itertools.product(("plain", "tree-8", "grown-8"), (1, 2))]
+    for row in step_time["results"]:
+        assert min(row["step_ms"], row["ratio"]) > 0
+        assert (row["requests_scheduled"], row["rows_scheduled"]) == (row["batch"], row["rows"])
+    for profile in step_time["profiles"].values():
+        assert (tmp_path / profile["trace"]).stat().st_size > 0
+    log = (tmp_path / "step_time.log").read_text()
+    assert "not judged: step of 8 rows / plain step, batch 1" in log
 
 
-@pytest.mark.parametrize("broken", [None, "place", "walk", "compact", "grow", "learn"])
+@pytest.mark.parametrize("broken", ["place", "walk", "compact", "grow", "learn"])
 def test_a_kernel_that_is_wrong_ends_the_run(broken, monkeypatch):
     module, kernels = load("kernel_step", monkeypatch), load("kernels", monkeypatch)
     torch.manual_seed(0)
     inputs = module.StepInputs(module.StepCase(batch=2, rows=13, **kernels.TINY_STEP))
-    if broken is None:
-        module.check_step(inputs)
-        return
-    if broken == "grow":
-        inputs.worths += 1
-    elif broken == "walk":
-        inputs.walk = lambda: dataclasses.replace(inputs.walked, lengths=inputs.walked.lengths + 1)
-    elif broken == "place":
-        inputs.place = lambda: inputs.row_token_ids  # and nothing is placed
-    else:
-        setattr(inputs, broken, lambda: None)
+    inputs.worths += broken == "grow"
+    wrong = {
+        "walk": lambda: dataclasses.replace(inputs.walked, lengths=inputs.walked.lengths + 1),
+        "place": lambda: inputs.row_token_ids,  # and nothing is placed
+    }
+    if broken != "grow":
+        setattr(inputs, broken, wrong.get(broken, lambda: None))
     with pytest.raises(SystemExit, match=f"wrong: {broken}: "):
         module.check_step(inputs)
 
@@ -104,24 +97,10 @@ def test_attention_that_is_wrong_in_a_row_ends_the_run(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["kernels.py", "step_time.py"])
 def test_a_missing_gpu_is_said_at_once(name, tmp_path):
-    done = run(name, "--json", tmp_path / "x.json")
+    command = [sys.executable, str(HARNESS / name), "--json", str(tmp_path / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "no GPU: --smoke runs" in done.stderr
-
-
-@pytest.mark.slow
-def test_step_times_with_and_without_trees(first_hour):
-    report = json.loads((first_hour / "step_time.json").read_text())
-    names = [(row["name"], row["batch"]) for row in report["results"]]
-    assert names == [(name, batch) for name in ("plain", "tree-8", "grown-8") for batch in (1, 2)]
-    assert all(row["step_ms"] > 0 and row["ratio"] > 0 for row in report["results"])
-    for row in report["results"]:
-        assert (row["requests_scheduled"], row["rows_scheduled"]) == (row["batch"], row["rows"])
-    for profile in report["profiles"].values():
-        assert (first_hour / profile["trace"]).stat().st_size > 0
-    assert report["conditions"]["times"].startswith("mean nothing")
-    log = (first_hour / "step_time.log").read_text()
-    assert "not judged: step of 8 rows / plain step, batch 1" in log
 
 
 def test_a_configuration_that_fails_ends_the_run_with_its_last_line(tmp_path, monkeypatch):
@@ -187,7 +166,7 @@ def test_the_verdict_of_what_was_measured(tmp_path, monkeypatch):
 
 def test_estimates_are_of_the_graphs_and_launches_that_there_are(monkeypatch):
     estimates = load("estimates", monkeypatch)
-    described = (ROOT / "examples" / "benchmarks" / "README.md").read_text()
+    described = (EXAMPLES / "benchmarks" / "README.md").read_text()
     for table in (estimates.step_table(), estimates.trunk_table()):
         assert "\n".join(table) in described
     assert len([*estimates.program_table()]) > 10

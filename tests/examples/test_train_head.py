@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,33 +11,31 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
 
-from tests.integration.engines import TARGET, engine, generate, read_prompts, watched_chains
+from tests.integration.engines import (
+    EXAMPLES,
+    TARGET,
+    engine,
+    generate,
+    read_prompts,
+    watched_chains,
+)
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "models"))
 
-import train_head  # noqa: E402
+import train_head
 
 PROMPTS = read_prompts(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 
 
-@pytest.fixture(scope="module")
-def head(tmp_path_factory) -> str:
-    """Trained for some seconds on what lies in the file of texts, which is not gone beyond."""
-    folder = tmp_path_factory.mktemp("trained") / "head"
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (EXAMPLES / "prompts" / "humaneval.jsonl").read_text().splitlines()
-    lines += (EXAMPLES / "prompts" / "gsm8k.jsonl").read_text().splitlines()
-    texts = [tokenizer.encode(json.loads(line)["prompt"])[:128] for line in lines]
-    folder.with_suffix(".texts.json").write_text(json.dumps([texts]))
-    flags = {"model": TARGET, "output": folder, "tokens": 1000, "epochs": 10}
-    train_head.main(*(f"--{name}={value}" for name, value in flags.items()))
-    return str(folder)
-
-
 @pytest.mark.slow
-def test_vllm_drafts_what_the_trained_layer_says(head, monkeypatch):
+def test_vllm_drafts_what_the_trained_layer_says(tmp_path, monkeypatch):
+    # Trained for some seconds on what lies in the file of texts, which is not gone beyond.
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    texts = [tokenizer.encode(prompt)[:128] for prompt in read_prompts(60)]
+    (tmp_path / "head.texts.json").write_text(json.dumps([texts]))
+    head = str(tmp_path / "head")
+    train_head.main(f"--model={TARGET}", f"--output={head}", "--tokens=1000", "--epochs=8")
     trunk = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
     with engine() as llm:
         expected = generate(llm, PROMPTS, GREEDY)

@@ -18,11 +18,7 @@ CPU, CUDA = "cpu", "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 4
 
 pools = pytest.mark.parametrize(
-    ("operations", "device"),
-    [
-        pytest.param(calls, CPU, id="c++"),
-        pytest.param(triton_operations, CUDA, id="triton"),
-    ],
+    ("operations", "device"), [(calls, CPU), (triton_operations, CUDA)], ids=["c++", "triton"]
 )
 
 
@@ -54,11 +50,8 @@ def test_any_batches_leave_the_same_pool(operations: PhraseOperations, device, s
     for batch, replaces in steps:
         token_ids, phrases, replaced = columns(batch, device)
         replaced = replaced if replaces else None
-        for pool, insert in (
-            (expected, reference.insert_phrases),
-            (got, operations.insert_phrases),
-        ):
-            insert(pool.table, token_ids, phrases, replaced=replaced)
+        for pool, kernels in ((expected, reference), (got, operations)):
+            kernels.insert_phrases(pool.table, token_ids, phrases, replaced=replaced)
         assert got.phrases.equal(expected.phrases)
 
 
@@ -72,9 +65,9 @@ def test_phrases_of_one_token_far_apart_are_inserted_in_order(
     # As they come from a window: not contiguous.
     phrases, replaced = torch.randint(0, 5, (2, 3, 100), generator=generator).to(device).mT
     expected, got = make_pools(6, 3, device)
-    for pool, insert in ((expected, reference.insert_phrases), (got, operations.insert_phrases)):
-        insert(pool.table, token_ids, phrases)
-        insert(pool.table, token_ids.flip(0), phrases.flip(0), replaced=replaced)
+    for pool, kernels in ((expected, reference), (got, operations)):
+        kernels.insert_phrases(pool.table, token_ids, phrases)
+        kernels.insert_phrases(pool.table, token_ids.flip(0), phrases.flip(0), replaced=replaced)
     assert got.phrases.equal(expected.phrases)
     assert got.num_phrases > 6
 

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,20 @@ def serve(folder: Path, name: str, *flags: str, **options: Any) -> Server:
 def ends_in_traffic(folder: Path, cases: list[Case], kills: int) -> dict[str, Any]:
     """SIGKILL at any moment, some of them in mid-write, then SIGTERM; each time starting again."""
     choose, warm = random.Random(1), 0
-    for number in range(kills):
-        server = serve(folder, f"kill-{number}")
+    for number in range(kills + 1):
+        server = serve(folder, f"end-{number}")
         server.wait_until_healthy()
-        warm += _knows_something(server)
-        answered = _under_traffic(server, cases, choose.uniform(2, 6), server.kill)
-        assert answered, "nothing was answered before the kill"
-    server = serve(folder, "term")
-    server.wait_until_healthy()
-    warm += _knows_something(server)
-    status: list[int] = []
-    _under_traffic(server, cases, 3, lambda: status.append(server.stop(signal.SIGTERM)))
-    leftovers = sorted(path.name for path in folder.glob(".*"))
+        lines = server.log.read_text().splitlines()
+        learnt = next(line for line in lines if "token_recycling: dynamic trees" in line)
+        warm += ", 0 of " not in learnt
+        end = server.kill if number < kills else partial(server.stop, signal.SIGTERM)
+        answered, status = _under_traffic(server, cases, choose.uniform(2, 6), end)
+        assert answered, "nothing was answered before the end"
     return {
         "SIGKILL": kills,
         "starts that knew what was learnt": warm,
-        "exit status at SIGTERM": status[0],
-        "leftovers": leftovers,
+        "exit status at SIGTERM": status,
+        "leftovers": sorted(path.name for path in folder.glob(".*")),
     }
 
 
@@ -134,20 +132,13 @@ def _says(server: Server, *texts: str) -> bool:
     )
 
 
-def _knows_something(server: Server) -> bool:
-    """Whether it started with what earlier ones had learnt."""
-    lines = server.log.read_text().splitlines()
-    line = next(line for line in lines if "token_recycling: dynamic trees" in line)
-    return ", 0 of " not in line
-
-
 def _under_traffic(
     server: Server, cases: list[Case], seconds: float, end: Callable[[], Any]
-) -> int:
+) -> tuple[int, Any]:
     """Ask from eight clients, and `end` the server so long after the first answer.
 
     Returns:
-        How many were answered; nobody may wait for ever.
+        How many were answered, as nobody may wait for ever, and what `end` returned.
 
     """
 
@@ -161,5 +152,5 @@ def _under_traffic(
         answers = [pool.submit(ask, case) for case in cases]
         wait(answers, timeout=120, return_when=FIRST_COMPLETED)
         time.sleep(seconds)
-        end()
-        return sum(answer.result(timeout=120) for answer in answers)
+        ended = end()
+        return sum(answer.result(timeout=120) for answer in answers), ended

@@ -36,8 +36,6 @@ from tests.soak.traffic import ADAPTER, Case, make_cases
 
 CLIENTS = 12
 TINY_CACHE = ("--kv-cache-memory-bytes", str(8 << 20), "--max-model-len", "1024")
-WITH_ADAPTER = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules")
-NUM_CASES = 160
 
 
 class Report(dict[str, Any]):
@@ -54,13 +52,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the report")
     arguments = parser.parse_args()
     started = time.monotonic()
-    cases = make_cases(NUM_CASES)
-    plain = [case for case in cases if not case.wants_adapter]
-    adapted = [case for case in cases if case.wants_adapter]
+    cases = make_cases(160)
+    plain = [case for case in cases if case.settings.get("model") != ADAPTER]
+    adapted = [case for case in cases if case not in plain]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         adapter = write_adapter(folder / ADAPTER, TARGET, seed=1, has_head=True)
-        with_adapter = (*WITH_ADAPTER, f"{ADAPTER}={adapter}")
+        given = f"{ADAPTER}={adapter}"
+        with_adapter = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", given)
         # Without our plugin vLLM's kernels give requests of the base model an adapter too, where
         # there is one (patches/0006).
         expected = reference(folder, plain) + reference(folder, adapted, *with_adapter)
@@ -118,9 +117,8 @@ def soak(
                     continue
                 texts = cases[index].ask(server, stream=choose.random() < 0.3)
                 counts["answered"] += 1
-                if texts == expected[index]:
-                    counts["equal"] += 1
-                else:
+                counts["equal"] += texts == expected[index]
+                if texts != expected[index]:
                     got = {"kind": cases[index].kind, "got": texts, "expected": expected[index]}
                     differences.append(got)
 
@@ -130,24 +128,20 @@ def soak(
                 memory.append(resident_mib(server))
                 threading.Event().wait(10)
             failed = [repr(done.exception()) for done in clients if done.exception()]
+        server.wait_until_idle()
         return {
             **counts,
             "failed": failed,
             "differences": differences[:20],
             "accepted draft tokens": server.counter("spec_decode_num_accepted_tokens_total"),
             "preemptions": server.counter("num_preemptions_total"),
-            "KV cache in use at the end": idle_usage(server),
+            # Of slots that were not returned.
+            "KV cache in use at the end": server.counter("kv_cache_usage_perc"),
             "resident MiB over time": memory[:: max(1, len(memory) // 40)],
             "exit status": server.stop(),
         }
     finally:
         server.kill()
-
-
-def idle_usage(server: Server) -> float:
-    """Share of the KV cache that is in use when nobody asks; slots that were not returned."""
-    server.wait_until_idle()
-    return server.counter("kv_cache_usage_perc")
 
 
 def resident_mib(server: Server) -> int:

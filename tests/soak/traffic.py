@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -15,35 +16,35 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ADAPTER = "adapter"  # a LoRA adapter of the model
-# Of the OpenAI API, and of vLLM's extension of it.
+
+
+def vllms(**given: Any) -> dict[str, Any]:
+    """Parameters of vLLM's extension of the OpenAI API."""
+    return {"extra_body": given}
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8, "seed": 1},
-    "top-p and top-k": {"temperature": 1.0, "top_p": 0.9, "extra_body": {"top_k": 20}, "seed": 2},
-    "min-p": {"temperature": 1.0, "extra_body": {"min_p": 0.1}, "seed": 3},
+    "top-p and top-k": {"temperature": 1.0, "top_p": 0.9, "seed": 2} | vllms(top_k=20),
+    "min-p": {"temperature": 1.0, "seed": 3} | vllms(min_p=0.1),
     "logit bias": {"logit_bias": {"300": 5, "7": -100}},
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4},
-    "repetition": {"extra_body": {"repetition_penalty": 1.3}},
-    "bad words": {"extra_body": {"bad_words": ["the", "of"]}},
+    "repetition": vllms(repetition_penalty=1.3),
+    "bad words": vllms(bad_words=["the", "of"]),
     "stop string": {"stop": ["."]},
-    "at least": {"extra_body": {"min_tokens": 20}, "max_tokens": 24},
+    "at least": {"max_tokens": 24} | vllms(min_tokens=20),
     "several": {"n": 2, "temperature": 1.0, "seed": 4},
     "logprobs": {"logprobs": 3},
     "adapter": {"model": ADAPTER},
     "sampling adapter": {"model": ADAPTER, "temperature": 0.7, "seed": 5},
-    "hint": {"extra_body": {"vllm_xargs": {"hint": "The answer is that there are three of them."}}},
-    "sampled with a hint": {
-        "temperature": 0.8,
-        "seed": 6,
-        "extra_body": {"vllm_xargs": {"hint": "She has two apples, and he has none."}},
-    },
-    "opted out": {"extra_body": {"vllm_xargs": {"speculate": False}}},
-    "JSON schema": {
-        "extra_body": {"structured_outputs": {"json": SCHEMA}},
-        "max_tokens": 48,
-    },
-    "choice": {"extra_body": {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}},
-    "regex": {"extra_body": {"structured_outputs": {"regex": "[a-d]{4} [0-9]{3}"}}},
+    "hint": vllms(vllm_xargs={"hint": "The answer is that there are three of them."}),
+    "sampled with a hint": {"temperature": 0.8, "seed": 6}
+    | vllms(vllm_xargs={"hint": "She has two apples, and he has none."}),
+    "opted out": vllms(vllm_xargs={"speculate": False}),
+    "JSON schema": {"max_tokens": 48} | vllms(structured_outputs={"json": SCHEMA}),
+    "choice": vllms(structured_outputs={"choice": ["yes", "no", "perhaps"]}),
+    "regex": vllms(structured_outputs={"regex": "[a-d]{4} [0-9]{3}"}),
 }
 
 
@@ -54,10 +55,6 @@ class Case:
     kind: str
     prompt: str
     settings: dict[str, Any]
-
-    @property
-    def wants_adapter(self) -> bool:
-        return self.settings.get("model") == ADAPTER
 
     def ask(self, server: Any, *, stream: bool = False) -> list[str]:
         """The texts of the answer; through a stream they are put together here."""
@@ -81,9 +78,7 @@ def make_cases(count: int) -> list[Case]:
     choose = random.Random(0)
     prompts = read_prompts(40)
     cases = []
-    for index in range(count):
-        kind = list(KINDS)[index % len(KINDS)]
+    for _, (kind, given) in zip(range(count), itertools.cycle(KINDS.items()), strict=False):
         prompt = " ".join(choose.sample(prompts, choose.choice([1, 1, 1, 3])))
-        settings = {"max_tokens": choose.choice([8, 24, 64]), **KINDS[kind]}
-        cases.append(Case(kind, prompt, settings))
+        cases.append(Case(kind, prompt, {"max_tokens": choose.choice([8, 24, 64]), **given}))
     return cases

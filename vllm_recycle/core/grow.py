@@ -24,6 +24,14 @@ LEVELS = 16
 NO_PLACE = -1
 
 
+def bounded(chances: torch.Tensor) -> torch.Tensor:
+    """Chances from 0 to 1, whatever they were; no number is 0.
+
+    So no node is worth more than its parent, which trees rely on.
+    """
+    return chances.nan_to_num(nan=0.0).clamp(0.0, 1.0)
+
+
 class Trunks(NamedTuple):
     """What a draft model says below each text: a chain, and other choices beside its tokens.
 
@@ -41,8 +49,8 @@ class Trunks(NamedTuple):
         """The choices at a place of a trunk, and their chances; none behind its end."""
         if not 0 <= place < self.token_ids.shape[1]:
             return {}
-        token_ids, chances = self.token_ids[b, place].tolist(), self.chances[b, place].tolist()
-        pairs = zip(token_ids, chances, strict=True)
+        token_ids, chances = self.token_ids[b, place], bounded(self.chances[b, place])
+        pairs = zip(token_ids.tolist(), chances.tolist(), strict=True)
         return {token: chance for token, chance in pairs if token != NO_TOKEN}
 
 
@@ -112,6 +120,7 @@ class TextEnds:
     ) -> Iterator[tuple[list[int], Reader, int]]:
         """The tail of each text, what reads the matrix for it, and the depth of its tree."""
         salts, classes = matrix.salts[self.idx_mapping], matrix.classes[self.idx_mapping]
+        rates = bounded(rates)
         readers = [
             Reader(matrix, rates[of_class], salt)
             for salt, of_class in zip(salts.tolist(), classes.tolist(), strict=True)

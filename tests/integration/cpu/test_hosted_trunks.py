@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -51,20 +50,15 @@ def sources(tmp_path_factory) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 SOURCES = ["eagle", "eagle3", "medusa", "mtp", "draft_model", "ngram"]
-SOURCES += [pytest.param("suffix", marks=NEEDS_SUFFIX)]
+CASES = [pytest.param({"row_cost": 0}, name, id=f"whole-{name}") for name in SOURCES]
+CASES += [pytest.param({"row_cost": 0}, "suffix", id="whole-suffix", marks=NEEDS_SUFFIX)]
+# A model of vLLM's, and what needs none.
+CASES += [pytest.param({}, name, id=f"priced-{name}") for name in ("eagle", "ngram")]
 
 
-@dataclass
-class Seen:
-    """Texts of chains behind a step whose rows were moved, and what became of chains."""
-
-    moved: list[tuple[int, ...]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-
-def watch(llm: Any, chains: Chains) -> Seen:
-    """See what becomes of chains: trunks, and paths of trees."""
-    ours, seen = runner(llm), Seen()
+def watch(llm: Any, chains: Chains) -> tuple[list[tuple[int, ...]], Counter[str]]:
+    """Texts of chains behind a step whose rows were moved, and what becomes of chains."""
+    ours, moved, counts = runner(llm), [], Counter[str]()
     draft_chains, along, draft = ours.draft_chains, ours.tree_drafter.along, ours.tree_drafter.draft
     last: dict[str, Any] = {}
 
@@ -72,14 +66,14 @@ def watch(llm: Any, chains: Chains) -> Seen:
         known = set(chains)
         last["chains"] = draft_chains(length)
         if ours.moved is not None:
-            seen.moved += [text for text in chains if text not in known]
+            moved.extend(text for text in chains if text not in known)
         return last["chains"]
 
     def watched_along(texts: Any, trunks: Any) -> Any:
         last["trunks"] = trunks.token_ids[:, :, 0].tolist()
         for trunk, chain in zip(last["trunks"], last["chains"], strict=True):
             tokens = [token for token in trunk if token >= 0]
-            seen.counts["wrong trunks"] += tokens not in ([], [*map(int, chain)][: len(trunk)])
+            counts["wrong trunks"] += tokens not in ([], [*map(int, chain)][: len(trunk)])
         return along(texts, trunks)
 
     def watched_draft(*args: Any) -> Any:
@@ -87,12 +81,12 @@ def watch(llm: Any, chains: Chains) -> Seen:
         drafts = draft(*args)
         for index, trunk in enumerate(last["trunks"]):
             nodes = zip(drafts.parents[index], drafts.token_ids[index], strict=True)
-            seen.counts["trunks in trees"] += (0, trunk[0]) in set(nodes)
+            counts["trunks in trees"] += (0, trunk[0]) in set(nodes)
         return drafts
 
     ours.draft_chains, ours.tree_drafter.along = watched_chains, watched_along
     ours.tree_drafter.draft = watched_draft
-    return seen
+    return moved, counts
 
 
 def two_passes(llm: Any, params: Any) -> list[Any]:
@@ -111,19 +105,18 @@ def plain() -> Callable[[str], tuple[list[Any], list[Any]]]:
     return tokens_of
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("cost", [{"row_cost": 0}, {}], ids=["whole", "priced"])
+@pytest.mark.parametrize(("cost", "name"), CASES)
 def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain, monkeypatch):
     model, trunk = sources[name]
     mixed, greedy = plain(model)
     method = {"method": "token_recycling", "trunk": trunk, "max_nodes": 12, **cost}
     with watched_chains(monkeypatch) as chains, engine(method, model=model, **ARGUMENTS) as llm:
-        seen = watch(llm, chains)
+        moved, seen = watch(llm, chains)
         assert two_passes(llm, MIXED) == mixed
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
         drafter = runner(llm).tree_drafter
         assert drafter.num_rounds > (40 if cost else 0)
-        assert seen.counts["wrong trunks"] == 0
+        assert seen["wrong trunks"] == 0
         if not cost:
             counts = drafter.choices.counts.clone()
             drafter.weights_changed()
@@ -133,16 +126,16 @@ def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain,
         # Prompts in chunks, beside others' drafts. Plain vLLM on a CPU has no seeds with these.
         core(llm).scheduler.max_num_scheduled_tokens = 96
         llm.reset_prefix_cache()
-        for of_mixed in (chains, seen.moved, seen.counts):
+        for of_mixed in (chains, moved, seen):
             of_mixed.clear()
         assert two_passes(llm, ALL_GREEDY) == greedy
-    assert seen.counts["wrong trunks"] == 0
-    assert seen.counts["trunks in trees"] > 0
-    assert seen.moved
+    assert seen["wrong trunks"] == 0
+    assert seen["trunks in trees"] > 0
+    assert moved
     if name == "suffix":  # which drafts from all that it has seen
         return
     # Behind the same texts, as prompts without the token that the target says next.
-    texts = list(dict.fromkeys([*seen.moved, *chains]))[:60]
+    texts = list(dict.fromkeys([*moved, *chains]))[:60]
     with watched_chains(monkeypatch) as expected, engine(trunk, model=model, **ARGUMENTS) as llm:
         prompts = [{"prompt_token_ids": [*text[:-1]]} for text in texts]
         generate(llm, prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,9 +30,7 @@ from tests.kernels.cpu.cache_layouts import gather_keys_values
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.rounds import Rounds
-from vllm_recycle.integration.cpu.draft_model import Round
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
-from vllm_recycle.integration.draft_blocks import DraftBlocks
 
 DRAFT = EXAMPLES / "models" / "draft"
 PROMPTS = [
@@ -49,16 +45,11 @@ NUM_TOKENS = 40
 PRICED = {**TRUNK, "row_cost": None}
 
 
-@dataclass
-class Drafted:
-    """A round, as either side tells it."""
-
-    trunk: list[int]
-    branches: list[Phrase]
-    forwards: int
+# Of each round the trunk, the branches, and the draft model's forwards.
+Drafted = list[tuple[list[int], list[Phrase], int]]
 
 
-def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted], list, dict]:
+def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[Drafted, list, dict]:
     """Rounds of all prompts, their outputs and the pool."""
     slow = SlowOuroboros(load(TARGET), load(DRAFT), **SIZES | options)
     threads = torch.get_num_threads()
@@ -68,14 +59,14 @@ def run_slowly(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted]
         sequence = slow.begin_behind(prompt)
         while len(sequence.token_ids) - len(prompt) < NUM_TOKENS:
             done = slow.step(sequence)
-            rounds.append(Drafted(done.trunk, done.branches, done.draft_forwards))
+            rounds.append((done.trunk, done.branches, done.draft_forwards))
         outputs.append(tuple(sequence.token_ids[len(prompt) :][:NUM_TOKENS]))
-        rounds.append(Drafted([], [], 0))  # what has all its tokens is not drafted for
+        rounds.append(([], [], 0))  # what has all its tokens is not drafted for
     torch.set_num_threads(threads)
     return rounds, outputs, {token: phrases for token, phrases in slow.pool.items() if phrases}
 
 
-def run_engine(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted], list, dict]:
+def run_engine(token_ids: list[list[int]], options: dict) -> tuple[Drafted, list, dict]:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     rounds = []
     with engine({**OUROBOROS, **SIZES, **options, "row_cost": 0}) as llm:
@@ -85,12 +76,11 @@ def run_engine(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted]
         def recorded(*args: Any) -> Drafts:
             before = proposer.num_forwards
             made = draft(*args)
-            drafts = made.token_ids
-            gamma, length = proposer.shape.gamma, proposer.shape.length
-            trunk = [token for token in drafts[0][:gamma] if token >= 0]
-            branches = torch.tensor(drafts[0][gamma:]).view(-1, length).tolist()
+            drafts, gamma = made.token_ids[0], proposer.shape.gamma
+            trunk = [token for token in drafts[:gamma] if token >= 0]
+            branches = torch.tensor(drafts[gamma:]).view(-1, proposer.shape.length).tolist()
             there = [tuple(branch) for branch in branches if branch[0] >= 0]
-            rounds.append(Drafted(trunk, there, proposer.num_forwards - before))
+            rounds.append((trunk, there, proposer.num_forwards - before))
             return made
 
         drafter.draft = recorded
@@ -107,15 +97,13 @@ def run_engine(token_ids: list[list[int]], options: dict) -> tuple[list[Drafted]
     "options",
     [
         {},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"max_forwards": 2},
-                {"window": 0, "guesses": 1},  # fewer guesses than branches
-                {"guesses": 0},
-                {"harvest_trunk": False, "harvest_branches": False},
-            )
+        pytest.param(
+            {"max_forwards": 2, "harvest_trunk": False, "harvest_branches": False},
+            marks=pytest.mark.slow,
         ),
+        # Fewer guesses than branches.
+        pytest.param({"window": 0, "guesses": 1}, marks=pytest.mark.slow),
+        pytest.param({"guesses": 0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -134,9 +122,7 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
         pass
 
 
-@pytest.fixture(scope="module")
-def priced() -> dict[str, Any]:
-    """What an engine with priced rounds says at its start, and knows before rounds."""
+def test_start_up_says_what_a_forward_takes_and_rounds_know_what_is_left(monkeypatch):
     known, answers, said = [], [], []
     price_rows = TreeCPUModelRunner.price_rows
 
@@ -146,37 +132,28 @@ def priced() -> dict[str, Any]:
 
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (prompt,) = read_prompts(1)
-    with pytest.MonkeyPatch.context() as patch:
-        priced = lambda self: said.append(price_rows(self)) or said[0]  # noqa: E731
-        patch.setattr(TreeCPUModelRunner, "price_rows", priced)
-        patch.setattr(Rounds, "choose", choose)
-        patch.setattr(Rounds, "ended", lambda _, length: answers.append(length))
-        # Blocks that are not there yet do not make an answer shorter.
-        with engine(PRICED, block_size=32) as llm:
-            drafter = runner(llm).tree_drafter
-            cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
-            first = len(llm.get_tokenizer().encode(prompt)) - 1 - drafter.gamma
-            assert len(generate(llm, [prompt], params)[0][0]) == 40
-            generate(llm, [prompt], params)  # vLLM says with the next step who ended
-    return {"said": said[0], "cost": cost, "first": first, "known": known, "answers": answers}
-
-
-def test_start_up_says_what_a_forward_of_the_draft_model_takes(priced):
-    said = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
-    found = re.search(said, priced["said"])
-    assert priced["cost"] > 0
+    priced = lambda self: said.append(price_rows(self)) or said[0]  # noqa: E731
+    monkeypatch.setattr(TreeCPUModelRunner, "price_rows", priced)
+    monkeypatch.setattr(Rounds, "choose", choose)
+    monkeypatch.setattr(Rounds, "ended", lambda _, length: answers.append(length))
+    # Blocks that are not there yet do not make an answer shorter.
+    with engine(PRICED, block_size=32) as llm:
+        drafter = runner(llm).tree_drafter
+        cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
+        first = len(llm.get_tokenizer().encode(prompt)) - 1 - drafter.gamma
+        assert len(generate(llm, [prompt], params)[0][0]) == 40
+        generate(llm, [prompt], params)  # vLLM says with the next step who ended
+    sentence = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
+    found = re.search(sentence, said[0])
+    assert cost > 0
     assert found
-    assert float(found[1]) == pytest.approx(priced["cost"], abs=0.006)
-
-
-def test_what_is_known_when_it_is_decided_whether_a_prompt_is_read(priced):
-    known = priced["known"]
+    assert float(found[1]) == pytest.approx(cost, abs=0.006)
     # The steps before had no drafts, as each at a load that is new.
     plain = 38 - known[0][1]
     assert 0 < plain < 6
-    assert known[0][0] == priced["first"] + plain
+    assert known[0][0] == first + plain
     assert {behind + left for behind, left in known} == {sum(known[0])}
-    assert priced["answers"] == [40]
+    assert answers == [40]
 
 
 def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
@@ -198,85 +175,61 @@ def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
     assert rounds[:2] == [(2, 1, True), (2, 1, False)]
 
 
-class TestDraftCache:
-    """The draft's keys and values are those of the text, whatever happened to a request."""
+# The same products in GEMMs of other shapes; keys and values are of order one to ten.
+TOLERANCE = 2e-3
+# Chunked prefill; room for about three of the eight requests; prefixes that come again.
+SCARCE = {
+    "block_size": 32,
+    "num_gpu_blocks_override": 26,
+    "max_num_seqs": 8,
+    "max_model_len": 640,
+    "max_num_batched_tokens": 96,
+    "enable_prefix_caching": True,
+}
 
-    # The same products in GEMMs of other shapes; keys and values are of order one to ten.
-    TOLERANCE = 2e-3
-    # Chunked prefill; room for about three of the eight requests; prefixes that come again.
-    SETTINGS = {  # noqa: RUF012
-        "block_size": 32,
-        "num_gpu_blocks_override": 26,
-        "max_num_seqs": 8,
-        "max_model_len": 640,
-        "max_num_batched_tokens": 96,
-        "enable_prefix_caching": True,
-    }
 
-    def largest_difference(self, llm: Any, request: Any, draft: Any) -> float:
-        """Between the cache and a fresh computation, over the tokens of a request's text."""
-        drafter = runner(llm).tree_drafter
-        known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
-        text = list(request.all_token_ids)[:known]
-        if not text:
-            return 0.0  # it has nothing of it yet
-        (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        layers = runner(llm).compilation_config.static_forward_context
-        with torch.no_grad():
-            cache = draft(torch.tensor([text]), use_cache=True).past_key_values
-        differences = []
-        for name, fresh in zip(sorted(drafter.attention_layers), cache.layers, strict=True):
-            layer = layers[name]
-            pair = gather_keys_values(layer.kv_cache, blocks, layer.isa)
-            for held, expected in zip(pair, (fresh.keys, fresh.values), strict=True):
-                held = held[: len(text)].transpose(0, 1)[None]
-                differences.append((held - expected).abs().max())
-        return float(torch.stack(differences).max())
+@torch.no_grad()
+def largest_difference(llm: Any, request: Any, draft: Any) -> float:
+    """Between the draft's cache and a fresh computation, over the tokens of a request's text."""
+    drafter = runner(llm).tree_drafter
+    known = int(drafter.num_cached[runner(llm).req_state_indices[request.request_id]])
+    if not known:
+        return 0.0  # it has nothing of it yet
+    (blocks,) = core(llm).scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    layers = runner(llm).compilation_config.static_forward_context
+    cache = draft(torch.tensor([request.all_token_ids[:known]]), use_cache=True).past_key_values
+    differences = []
+    for name, fresh in zip(sorted(drafter.attention_layers), cache.layers, strict=True):
+        pair = gather_keys_values(layers[name].kv_cache, blocks, layers[name].isa)
+        for held, expected in zip(pair, (fresh.keys, fresh.values), strict=True):
+            differences.append((held[:known].transpose(0, 1)[None] - expected).abs().max())
+    return float(torch.stack(differences).max())
 
-    def differences(
-        self, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
-    ) -> Iterator[float]:
-        """Of every running request after some steps, with each kind of event among them."""
-        draft = load(DRAFT)
-        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        with engine(method, **self.SETTINGS) as llm:
-            prompts = read_prompts(10)
-            # The last ones are in the cache still.
-            for turn, batch in enumerate((prompts, prompts[::-1])):
 
-                def choose(rounds, step, behind, left, turn=turn):
-                    # Where rounds are priced, at first there are some of a part of the requests.
-                    return (left > 0) & (np.arange(len(left)) % 3 < 1 + 2 * turn)
+@pytest.mark.parametrize("method", [SMALL_OUROBOROS, PRICED], ids=["every step", "priced"])
+def test_the_draft_s_keys_and_values_are_those_of_the_text(method, monkeypatch):
+    """Of every running request after some steps, with each kind of event among them."""
+    draft, found = load(DRAFT), []
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with engine(method, **SCARCE) as llm:
+        prompts = read_prompts(10)
+        # The last ones are in the cache still.
+        for turn, batch in enumerate((prompts, prompts[::-1])):
 
-                monkeypatch.setattr(Rounds, "choose", choose)
-                for number, prompt in enumerate(batch):
-                    llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
-                step = 0
-                while llm.llm_engine.has_unfinished_requests():
-                    llm.llm_engine.step()
-                    step += 1
-                    for request in core(llm).scheduler.running if step % 4 == 0 else ():
-                        yield self.largest_difference(llm, request, draft)
-            assert counter(llm, "num_preemptions") > 0
-            assert counter(llm, "prefix_cache_hits") > 0
-            assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+            def choose(rounds, step, behind, left, turn=turn):
+                # Where rounds are priced, at first there are some of a part of the requests.
+                return (left > 0) & (np.arange(len(left)) % 3 < 1 + 2 * turn)
 
-    @pytest.mark.parametrize("method", [SMALL_OUROBOROS, PRICED], ids=["every step", "priced"])
-    def test_follows_the_text(self, method, monkeypatch):
-        found = [*self.differences(monkeypatch, method)]
-        assert len(found) > 50
-        assert max(found) < self.TOLERANCE
-
-    def is_seen(self, *args: Any) -> bool:
-        return any(found > 10 * self.TOLERANCE for found in self.differences(*args))
-
-    def test_a_block_that_lags_is_seen(self, monkeypatch):
-        monkeypatch.setattr(DraftBlocks, "mark", lambda self, *_: self.is_marked.fill(True))
-        assert self.is_seen(monkeypatch, PRICED)
-
-    def test_a_cache_that_lags_is_seen(self, monkeypatch):
-        def lag(self, idx_mapping):
-            self.num_cached[idx_mapping] = self.computed[idx_mapping]
-
-        monkeypatch.setattr(Round, "catch_up", lag)
-        assert self.is_seen(monkeypatch, SMALL_OUROBOROS)
+            monkeypatch.setattr(Rounds, "choose", choose)
+            for number, prompt in enumerate(batch):
+                llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
+            step = 0
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+                step += 1
+                running = core(llm).scheduler.running if step % 4 == 0 else ()
+                found += [largest_difference(llm, request, draft) for request in running]
+        counted = ("num_preemptions", "prefix_cache_hits", "spec_decode_num_accepted_tokens")
+        assert min(counter(llm, name) for name in counted) > 0
+    assert len(found) > 50
+    assert max(found) < TOLERANCE

@@ -18,12 +18,12 @@ from transformers import DynamicCache
 from vllm import SamplingParams
 
 from tests.core.slow_ouroboros import Rows, load
-from tests.integration.engines import EXAMPLES, TARGET, counter, engine
+from tests.integration.engines import EXAMPLES, TARGET, counter, engine, read_prompts
 
 K = 8
 MAX_TOKENS = 64
-NUM_PROMPTS = 4  # of each kind
-KINDS = ("humaneval", "gsm8k")
+# GSM8K and HumanEval.
+PROMPTS = [prompt for i, prompt in enumerate(read_prompts(12, max_words=1000)) if i % 3 < 2]
 
 
 class Paper:
@@ -88,21 +88,12 @@ class Paper:
         return [best[row] for row in accepted]
 
 
-def read_prompts() -> list[str]:
-    prompts = []
-    for kind in KINDS:
-        lines = (EXAMPLES / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines[:NUM_PROMPTS]]
-        prompts += [row.get("prompt") or row["turns"][0] for row in rows]
-    return prompts
-
-
 def test_the_paper_preset_accepts_what_the_papers_method_accepts():
     tokens = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     model = load(TARGET)
     papers, ours = (Paper(model, accepted_last=accepted_last) for accepted_last in (False, True))
     with engine({"method": "token_recycling", "preset": "paper"}) as llm:
-        for prompt in read_prompts():
+        for prompt in PROMPTS:
             [result] = llm.generate([prompt], tokens, use_tqdm=False)
             for plain in (papers, ours):
                 said = plain.generate(list(result.prompt_token_ids))

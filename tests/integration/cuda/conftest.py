@@ -12,8 +12,7 @@ from tests.integration.cuda.v2_scripts import run_script
 from vllm_recycle.integration.versions import FEATURES
 
 # Files that import what drafts by models or by vLLM's speculators.
-WITH_HOSTS = ["compiled_once", "draft_cache", "hosted_trunks", "ouroboros", "priced_rounds"]
-WITH_HOSTS += ["ranks", "sleep", "windows"]
+WITH_HOSTS = ["compiled_once", "draft_cache", "hosted_trunks", "ouroboros", "ranks", "sleep"]
 collect_ignore = [] if FEATURES.v2_hosts else [f"test_{name}.py" for name in WITH_HOSTS]
 if torch.cuda.is_available():
     # The others run in Triton's interpreter, with vLLM's workers for CPUs. When these are imported,

@@ -4,7 +4,7 @@ In 16 bits near ties fall either way, and texts that part once stay apart. So an
 speculation judges each token behind the very text that it was given: how far a greedy token is from
 the best one, and whether a seeded one is drawn again, since noise goes by seed and position. Of
 trees it judges the logits of rows that were accepted or not. `test_gpu` does this on a GPU,
-`test_gpu_checks` in the interpreter.
+`test_runner` in the interpreter.
 """
 
 from __future__ import annotations

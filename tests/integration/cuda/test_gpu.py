@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -122,29 +122,22 @@ def run(name: str, adapter: Any) -> Served:
         follow = {**FOLLOWING, "structured_outputs": grammar}
         found.grammars = [serve(llm, [(prompt, follow)])[0].text for prompt, _ in asked[:3]]
         if name in ("grown", "template"):
-            with switching_sizes(llm):
-                found.answers += serve(llm, asked)
+            switch_sizes(llm)
+            found.answers += serve(llm, asked)
         for what in ("spec_decode_num_accepted_tokens", "num_preemptions", "prefix_cache_hits"):
             found.counts[what] = counter(llm, what)
     return found
 
 
-@contextmanager
-def switching_sizes(llm: Any) -> Iterator[None]:
-    """Trees of another size in each step, none among them."""
-    scheduler = core(llm).scheduler
-    sizes = sorted({n for some in runner(llm).sizes_of_batch for n in some} | {0})
+def switch_sizes(llm: Any) -> None:
+    """Let trees be of another size in each step, none among them."""
+    turns = cycle(sorted({n for some in runner(llm).sizes_of_batch for n in some} | {0}))
 
     class Turns:
-        step = 0
-
         def __getitem__(self, num_reqs: int) -> int:
-            self.step += 1
-            return sizes[self.step % len(sizes)]
+            return next(turns)
 
-    table, scheduler.dynamic_sd_lookup = scheduler.dynamic_sd_lookup, Turns()
-    yield
-    scheduler.dynamic_sd_lookup = table
+    core(llm).scheduler.dynamic_sd_lookup = Turns()
 
 
 @pytest.fixture(scope="module")

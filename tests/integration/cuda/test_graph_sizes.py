@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from itertools import product
 from operator import attrgetter, ge
+from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -19,6 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from tests.integration.engines import make_config
 from vllm_recycle.core.curve import TREES, Load
 from vllm_recycle.core.graph_curve import ROWS_OF_A_PROGRAM, GraphCurve, GraphShape, GraphTimes
+from vllm_recycle.integration.cuda.backend import TreeFlashAttentionMetadataBuilder
 from vllm_recycle.integration.cuda.graphs import (
     FILLED,
     SPREAD,
@@ -27,11 +29,7 @@ from vllm_recycle.integration.cuda.graphs import (
     replace_full_graphs,
     shape_of,
 )
-from vllm_recycle.integration.draft_limits import (
-    MAX_TREE_ROWS,
-    halving_schedule,
-    sizes_of_batches,
-)
+from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule, sizes_of_batches
 
 NODES = 80
 LARGEST = 512
@@ -40,27 +38,21 @@ TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
 CAPTURE_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST + 1, 16)]
 
 
-def config_of(max_num_reqs: int, largest: int | None) -> VllmConfig:
-    """vLLM's, as on a GPU, of a method with our table."""
+def make_manager(max_num_reqs: int, largest: int | None = LARGEST, loras: tuple[int, ...] = (0,)):
+    """vLLM's manager as on a GPU, with its own choice of graphs, as if they were captured."""
     method = {"method": "ngram", "num_speculative_tokens": NODES}
     method["num_speculative_tokens_per_batch_size"] = TABLE
     given = {"max_num_seqs": max_num_reqs, "max_num_batched_tokens": 8192}
     config = make_config(method, enforce_eager=False, **given)
     # What the platform of a CPU has turned off.
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    config.compilation_config.max_cudagraph_capture_size = largest
-    config.compilation_config.cudagraph_capture_sizes = None
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes = largest, None
     config.model_config.enforce_eager = False
     config._set_cudagraph_sizes()
-    return config
-
-
-def make_manager(max_num_reqs: int, largest: int | None = LARGEST, loras: tuple[int, ...] = (0,)):
-    """vLLM's manager, with its own choice of graphs, as if they were captured."""
-    config = config_of(max_num_reqs, largest)
     manager = object.__new__(CudaGraphManager)  # without a group of ranks
-    manager.vllm_config, manager.compilation_config = config, config.compilation_config
-    manager.cudagraph_mode = config.compilation_config.cudagraph_mode
+    manager.vllm_config, manager.compilation_config = config, compilation
+    manager.cudagraph_mode = compilation.cudagraph_mode
     manager.max_num_reqs, manager.decode_query_len = max_num_reqs, NODES + 1
     manager.varlen_decode, manager.ubatch_runner = False, None
     manager.lora_capture_cases = list(loras)
@@ -80,9 +72,8 @@ def by_table(max_num_reqs: int) -> list[list[int]]:
     return [[nodes] if nodes else [] for nodes in nodes_of_batch]
 
 
-def with_ours(
-    sizes_of_batch: list[list[int]], *, among_others: bool = False, **given
-) -> CudaGraphManager:
+def with_ours(sizes_of_batch: list[list[int]], *, among_others: bool = False, **given):
+    """The same, with our choice of graphs."""
     manager = make_manager(len(sizes_of_batch) - 1, **given)
     sizes = manager.compilation_config.cudagraph_capture_sizes
     shapes = plan_full_graphs(sizes_of_batch, sizes, among_others=among_others)
@@ -122,33 +113,35 @@ def manager(make_sizes, sizes_of_batch):
     return with_ours(sizes_of_batch, among_others=make_sizes is grown)
 
 
-def test_every_uniform_step_has_a_full_graph_and_is_filled_up_little(sizes_of_batch, manager):
+def test_every_step_without_a_prompt_has_a_full_graph_that_is_filled_up_little(
+    sizes_of_batch, manager
+):
+    """Of trees alone, one of them cut, and of trees beside plain requests."""
     for num_reqs, length in rows_of(sizes_of_batch):
-        rows = num_reqs * length
-        desc = dispatch(manager, [length] * num_reqs)
-        assert_fits(desc, [length] * num_reqs)
-        assert desc.uniform_token_count is None
-        assert desc.num_tokens - rows <= max(FILLED, rows // 4)
-        # Of few requests no program of attention finds nothing to do, of others not many.
-        room = 1 if num_reqs in (1, 2, 3, 4, 8) else 2 * SPREAD
-        assert room > 1 or desc.num_tokens == rows
-        assert programs(shape_of(desc)) <= room * programs((rows, num_reqs, length))
-
-
-def programs(shape: tuple[int, int, int]) -> int:
-    _, num_reqs, max_query_len = shape
-    return num_reqs * -(-max_query_len // ROWS_OF_A_PROGRAM)
-
-
-def test_every_mixture_of_trees_and_plain_requests_has_a_full_graph(sizes_of_batch, manager):
-    for num_reqs, length in rows_of(sizes_of_batch):
-        for drafting in {1, num_reqs // 2, num_reqs - 1} - {0}:
-            lengths = [length] * drafting + [1] * (num_reqs - drafting)
+        all_but_one = [length] * (num_reqs - 1)
+        batches = [[*all_but_one, max(1, length - cut)] for cut in (0, 1, 2, 7)]
+        batches += [
+            [length] * n + [1] * (num_reqs - n) for n in {1, num_reqs // 2, num_reqs - 1} - {0}
+        ]
+        for lengths in batches:
             desc = dispatch(manager, lengths)
             assert_fits(desc, lengths)
             # Never more than its rows, or a part of those that all would have had.
             most = max(sum(lengths), num_reqs * length)
             assert desc.num_tokens - most <= max(FILLED, most // 4)
+            # Where the others have ended.
+            assert_fits(dispatch(manager, lengths[-2:]), lengths[-2:])
+        uniform = dispatch(manager, batches[0])
+        assert uniform.uniform_token_count is None
+        # Of few requests no program of attention finds nothing to do, of others not many.
+        room = 1 if num_reqs in (1, 2, 3, 4, 8) else 2 * SPREAD
+        assert room > 1 or uniform.num_tokens == num_reqs * length
+        assert programs(shape_of(uniform)) <= room * programs((0, num_reqs, length))
+
+
+def programs(shape: tuple[int, int, int]) -> int:
+    _, num_reqs, max_query_len = shape
+    return num_reqs * -(-max_query_len // ROWS_OF_A_PROGRAM)
 
 
 @pytest.mark.parametrize("max_num_reqs", [48, 256])
@@ -166,32 +159,20 @@ def test_a_few_trees_among_many_plain_requests_have_a_full_graph(max_num_reqs):
     assert found > 20
 
 
-def test_a_tree_that_is_cut_among_others_has_a_full_graph(sizes_of_batch, manager):
-    for num_reqs in (2, 3, 6, 24, 85):
-        for nodes, cut in product(sizes_of_batch[num_reqs], (0, 1, 2, 7)):
-            lengths = [nodes + 1] * (num_reqs - 1) + [max(1, nodes + 1 - cut)]
-            assert_fits(dispatch(manager, lengths), lengths)
-            assert_fits(dispatch(manager, lengths[-2:]), lengths[-2:])
-
-
 @pytest.mark.parametrize("max_num_reqs", [1, 7, 64, 1024])
 def test_any_number_of_requests_has_its_graphs(make_sizes, max_num_reqs):
     sizes_of_batch = make_sizes(max_num_reqs)
     manager = with_ours(sizes_of_batch)
-    for num_reqs, length in rows_of(sizes_of_batch):
-        for other in (length, 1):
-            lengths = [length] + [other] * (num_reqs - 1)
-            assert_fits(dispatch(manager, lengths), lengths)
+    for (num_reqs, length), is_alone in product(rows_of(sizes_of_batch), (False, True)):
+        lengths = [length] + [1 if is_alone else length] * (num_reqs - 1)
+        assert_fits(dispatch(manager, lengths), lengths)
 
 
-def test_plain_steps_keep_the_graphs_that_they_have_without_speculation(manager):
+def test_plain_steps_and_those_with_a_prompt_have_the_graphs_of_plain_decoding(manager):
     for num_reqs in range(1, 257):
         desc = dispatch(manager, [1] * num_reqs)
         assert (desc.cg_mode, desc.uniform_token_count) == (CUDAGraphMode.FULL, 1)
         assert desc.num_reqs == next(size for size in CAPTURE_SIZES if size >= num_reqs)
-
-
-def test_a_step_with_a_prompt_has_a_piecewise_graph(manager):
     for num_reqs, num_tokens in ((2, 82), (1, 81), (3, 9)):
         # vLLM knows of no longest query there, or of one that does not decode.
         desc = manager.dispatch(num_reqs, num_tokens, None, 0, max_query_len=None)
@@ -214,24 +195,30 @@ def test_few_graphs_are_captured():
     assert dispatch(vllm_s, [81, 1]).cg_mode == CUDAGraphMode.PIECEWISE
 
 
-def test_the_largest_graph_is_captured_first(manager):
-    # Its output is the buffer of all the others'.
-    tokens = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
-    assert tokens == sorted(tokens, reverse=True)
-    assert max(tokens) <= LARGEST
+def test_the_largest_graph_is_captured_first_and_vllm_can_make_a_batch_of_each(manager):
     descs = manager._capture_descs[CUDAGraphMode.FULL]
+    tokens = [desc.num_tokens for desc in descs]
+    # Its output is the buffer of all the others'.
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] <= LARGEST
     assert len(descs) == len(set(descs))
-
-
-def test_vllm_can_make_a_batch_of_each_graph(manager):
     buffers = InputBuffers(256, 8192, torch.device("cpu"))
-    for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+    for desc in descs:
         longest = desc.max_query_len or desc.uniform_token_count
-        batch = InputBatch.make_dummy(
-            desc.num_reqs, desc.num_tokens, buffers, max_query_len=longest
-        )
-        assert batch.num_scheduled_tokens.max() <= longest
-        assert batch.max_query_len == longest
+        given = desc.num_reqs, desc.num_tokens, buffers
+        batch = InputBatch.make_dummy(*given, max_query_len=longest)
+        assert batch.num_scheduled_tokens.max() <= longest == batch.max_query_len
+
+
+@pytest.mark.parametrize(("longest", "trees"), [(5, 3), (1, 0)])
+def test_a_captured_graph_has_trees_where_requests_may_have_several_rows(
+    longest, trees, monkeypatch
+):
+    capture = "build_for_cudagraph_capture"
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, capture, lambda self, _: self.num_trees)
+    builder = object.__new__(TreeFlashAttentionMetadataBuilder)
+    step = SimpleNamespace(max_query_len=longest, num_reqs=3)
+    assert builder.build_for_cudagraph_capture(step) == trees
 
 
 def test_adapters_have_graphs_of_their_own():

@@ -47,10 +47,7 @@ def test_nothing_waits_and_nothing_loops_over_requests(path):
     assert complaints(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["x.item()", "y = x.cpu()", "x[x.nonzero()]", "for r in batch.req_ids: pass",
-     "[r for r in range(num_reqs)]"],
-)  # fmt: skip
-def test_a_line_that_does_is_seen(line):
-    assert len(complaints(f"def step(x):\n    {line}\n")) == 1
+def test_lines_that_do_are_seen():
+    lines = ["x.item()", "y = x.cpu()", "x[x.nonzero()]", "for r in batch.req_ids: pass"]
+    lines += ["[r for r in range(num_reqs)]"]
+    assert [len(complaints(f"def step(x):\n    {line}\n")) for line in lines] == [1] * 5

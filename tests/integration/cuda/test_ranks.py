@@ -58,7 +58,7 @@ LAYOUTS = {
 }
 RUNS = [(layout, method) for layout, (_, methods) in LAYOUTS.items() for method in methods]
 # Which tokens of TEXT are the prompt, and the sampling parameters.
-BATCH = [((0, 33), GREEDY), ((3, 40), SEEDED)]
+BATCH = [((0, 33), GREEDY | {"max_tokens": 8}), ((3, 30), SEEDED | {"max_tokens": 8})]
 # Of the second of two engines, which has nothing to do before the first one has finished.
 SHORT = [((1, 30), {**GREEDY, "max_tokens": 3})]
 # A port for each engine: on that of the one before, a rank that is early finds what has ended.
@@ -72,9 +72,8 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What `main` returns in each rank, which has a path for itself."""
     folder = tmp_path_factory.mktemp("ranks")
     with ExitStack() as held:
-        servers = [
-            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_ENGINES)
-        ]
+        address = ("127.0.0.1", 0)
+        servers = [held.enter_context(socket.create_server(address)) for _ in range(NUM_ENGINES)]
         ports = [str(server.getsockname()[1]) for server in servers]
     environment = os.environ | {
         "WORLD_SIZE": str(NUM_RANKS),
@@ -82,16 +81,16 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
         PORTS: " ".join(ports),
         "OMP_NUM_THREADS": "1",  # a core each
     }
-    logs = [folder / f"{rank}.log" for rank in range(NUM_RANKS)]
-    outputs = [folder / f"{rank}.json" for rank in range(NUM_RANKS)]
-    processes = []
+    logs, outputs, processes = [], [], []
     try:
-        for rank, log in enumerate(logs):
-            command = command_of(__file__, outputs[rank], folder / f"{rank}.safetensors")
-            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("w") as said:
-                process = subprocess.Popen(command, cwd=ROOT, env=of_rank, stdout=said, stderr=said)
-            processes.append(process)
+        for rank in map(str, range(NUM_RANKS)):
+            logs.append(folder / f"{rank}.log")
+            outputs.append(folder / f"{rank}.json")
+            command = command_of(__file__, outputs[-1], folder / f"{rank}.safetensors")
+            of_rank = environment | {"RANK": rank, "LOCAL_RANK": rank}
+            with logs[-1].open("w") as log:
+                streams = {"stdout": log, "stderr": log}
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=of_rank, **streams))
         end = time.monotonic() + 550
         # Where one has died the other waits for it.
         while time.monotonic() < end and {process.poll() for process in processes} in WAITING:
@@ -112,36 +111,27 @@ def test_tokens_equal_those_without_speculation(ranks, layout, method):
         assert rank[layout][method]["accepted tokens"] > 0
 
 
-def test_each_rank_has_its_share_of_the_heads(ranks):
-    assert [rank["heads"]["ouroboros"]["KV heads"] for rank in ranks] == [1, 1]
-
-
 @pytest.mark.parametrize("method", [*LAYOUTS["heads"][1], "started again"])
-def test_ranks_know_the_same(ranks, method):
-    known = [rank["heads"][method]["known"] for rank in ranks]
-    assert known[0]["entries"] > 100
-    assert known[1] == known[0]
+def test_ranks_know_the_same_of_their_share_of_the_heads(ranks, method):
+    found = [rank["heads"][method] for rank in ranks]
+    assert found[0]["known"]["entries"] > 100
+    assert found[1]["known"] == found[0]["known"]
+    assert [of_rank["KV heads"] for of_rank in found] == [1, 1]
 
 
 def test_the_first_rank_alone_writes_the_state_file(ranks):
     assert [rank["has a file"] for rank in ranks] == [True, False]
 
 
-def test_ranks_of_one_engine_verify_trees(ranks):
+def test_ranks_of_one_engine_verify_trees_and_engines_that_keep_step_chains(ranks):
     for rank in ranks:
         found = rank["experts"]["trees"]
         assert (found["has trees"], found["sizes"][1][0]) == (True, 8)
-
-
-def test_engines_that_keep_step_draft_chains_of_one_length(ranks):
-    for rank in ranks:
         found = rank["experts of two engines"]["chains"]
+        # Of one length.
         assert (found["has trees"], found["sizes"][1:]) == (False, [[4]] * 4)
-
-
-def test_an_engine_without_work_keeps_step(ranks):
-    runs = [rank["experts of two engines"]["chains"] for rank in ranks]
-    assert [run["dummy steps"] > 0 for run in runs] == [False, True]
+        # An engine without work keeps step.
+        assert (found["dummy steps"] > 0) == (rank is ranks[1])
 
 
 def serve(method: dict[str, Any] | None, *batches: list, **arguments: Any) -> dict[str, Any]:
@@ -159,13 +149,13 @@ def serve(method: dict[str, Any] | None, *batches: list, **arguments: Any) -> di
             "dummy steps": len(dummy_steps),
         }
         if method is not None:
-            tensors = list(runner(llm).tree_drafter.state.tensors.values())
+            ours = runner(llm)
+            tensors = list(ours.tree_drafter.state.tensors.values())
             digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
             result["known"] = {"entries": int((tensors[0] >= 0).sum()), "digest": digest}
-            result["has trees"] = runner(llm).verifies_trees
-            result["sizes"] = runner(llm).sizes_of_batch
-            if result["has trees"]:
-                result["KV heads"] = runner(llm).paged_layers[0].kv_caches[0].shape[1]
+            result |= {"has trees": ours.verifies_trees, "sizes": ours.sizes_of_batch}
+            if ours.verifies_trees:
+                result["KV heads"] = ours.paged_layers[0].kv_caches[0].shape[1]
     return result
 
 

@@ -1,7 +1,8 @@
 """Engines of Model Runner V2 that sleep: what goes at each level, and what must still be there.
 
 On a GPU vLLM takes memory from pools by what it is for, and gives up that of some while it sleeps.
-Here such memory is overwritten in its place.
+Here such memory is overwritten in its place. The draft model has a window, as it may where no text
+can reach beyond it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,17 @@ from tests.integration.cuda.test_ouroboros import FORWARDS, SIZES
 from tests.integration.cuda.v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, MODEL, SEEDED, tokens_of
 from tests.integration.cuda.v2_worker import TreeV2Worker
 from tests.integration.engines import OUROBOROS, counter, engine, runner
+from tests.integration.models.derived_models import with_windows
+from tests.integration.models.random_models import gemma4
 
 pytestmark = pytest.mark.slow
 
-METHODS = {
-    "trees": {**GROWN, "row_cost": None},
-    "ouroboros": {**OUROBOROS, "model": MODEL, "max_forwards": FORWARDS, **SIZES},
-}
-BATCH = [((0, 40), GREEDY), ((3, 40), SEEDED)]
-LEVELS = (1, 2)
+SHORT = {"max_tokens": 8}
+BATCH = [((0, 36), GREEDY | SHORT), ((3, 20), SEEDED | SHORT)]
 GARBAGE = 0x3F  # as any byte: a small number, or an integer that is no place of anything
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["trees", "ouroboros"])
 def test_tokens_and_what_was_learnt_are_the_same_after_each_sleep(result, method):
     found = result[method]
     assert all(tokens == result["plain"] for tokens in found["token ids"])
@@ -46,6 +45,11 @@ def test_tokens_and_what_was_learnt_are_the_same_after_each_sleep(result, method
     # Memory was given up.
     light, deep = found["bytes overwritten"]
     assert 0 < light < deep
+
+
+def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(result):
+    named = "layers share a KV cache, as draft_model.model.layers.2.self_attn.attn does"
+    assert named in result["refused"]
 
 
 class Pool(TorchDispatchMode):
@@ -59,18 +63,18 @@ class Pool(TorchDispatchMode):
         self.tag = tag
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {pointer for pointer, _ in storages_of((args, kwargs))}
+        given = storages_of((args, kwargs))
         output = function(*args, **(kwargs or {}))
-        for pointer, storage in storages_of(output):
+        for pointer, storage in storages_of(output).items():
             if pointer not in given and not Pool.is_of_host:
                 Pool.memory[pointer] = (self.tag, storage)  # of the innermost pool
         return output
 
 
-def storages_of(values: Any) -> list[tuple[int, torch.UntypedStorage]]:
+def storages_of(values: Any) -> dict[int, torch.UntypedStorage]:
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
-    return [(storage.data_ptr(), storage) for storage in storages if storage.nbytes()]
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 class Overwriting(SleepModeBackend):
@@ -137,16 +141,18 @@ def serve(method: dict[str, Any]) -> dict[str, Any]:
     """In the process with the engines: an engine that sleeps at each level."""
     Pool.memory.clear()
     Overwriting.num_bytes.clear()
-    found: dict[str, Any] = {"known": []}
+    found: dict[str, Any] = {"known": [], "token ids": [], "accepted tokens": []}
     with engine(method, **LLM_ARGUMENTS, enable_sleep_mode=True) as llm:
 
-        def accepted() -> int:
-            return counter(llm, "spec_decode_num_accepted_tokens")
+        def ask() -> None:
+            found["token ids"].append(tokens_of(llm, BATCH))
+            accepted = counter(llm, "spec_decode_num_accepted_tokens")
+            found["accepted tokens"].append(accepted - sum(found["accepted tokens"]))
 
-        found |= {"token ids": [tokens_of(llm, BATCH)], "accepted tokens": [accepted()]}
+        ask()
         parameters = runner(llm).model.named_parameters()
         weights = [(name, weight.detach().clone()) for name, weight in parameters]
-        for level in LEVELS:
+        for level in (1, 2):
             before = known(llm)
             llm.sleep(level=level)
             llm.wake_up()
@@ -154,8 +160,7 @@ def serve(method: dict[str, Any]) -> dict[str, Any]:
                 with torch.no_grad():
                     runner(llm).reload_weights(iter(weights), is_checkpoint_format=False)
             found["known"].append((before, known(llm)))
-            found["token ids"].append(tokens_of(llm, BATCH))
-            found["accepted tokens"].append(accepted() - sum(found["accepted tokens"]))
+            ask()
     return found | {"bytes overwritten": [*Overwriting.num_bytes]}
 
 
@@ -163,5 +168,12 @@ def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines: one without drafts, and those that sleep."""
     with engine(**LLM_ARGUMENTS) as llm:
         result: dict[str, Any] = {"plain": tokens_of(llm, BATCH)}
+    ouroboros = {**OUROBOROS, "max_forwards": FORWARDS, **SIZES}
+    sharing = ouroboros | {"model": gemma4(folder / "gemma4")}
+    with pytest.raises(NotImplementedError) as error, engine(sharing, **LLM_ARGUMENTS):
+        pass
     sleep_as_on_a_gpu()
-    return result | {name: serve(method) for name, method in METHODS.items()}
+    longest = LLM_ARGUMENTS["max_model_len"]
+    draft = with_windows(folder / "draft", longest, "ss", source=MODEL)
+    result |= {"refused": str(error.value), "trees": serve({**GROWN, "row_cost": None})}
+    return result | {"ouroboros": serve(ouroboros | {"model": draft})}

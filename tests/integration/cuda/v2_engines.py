@@ -28,6 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.integration.engines import core, counter, runner
+from vllm_recycle.core.curve import TREES, TRUNKS
+from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.cuda import runner as v2_runner
 from vllm_recycle.kernels.triton.kv_cache import compact_path
@@ -161,3 +164,28 @@ def watch_moves(waits: Waits | None = None) -> Counter[str]:
 
     v2_runner.compact_path = compact
     return moved
+
+
+def serve_priced(llm: Any, prices: dict[str, tuple[list, Any, float]]) -> dict[str, Any]:
+    """What an engine that drafts along trunks gives where it is told what that takes.
+
+    Args:
+        llm: the engine. Its steps have no graphs here, and are taken to last a minute.
+        prices: by name a batch of requests, what a round is taken to last, in seconds, None for
+            what was measured, and what drafts last without one.
+
+    """
+    found: dict[str, Any] = {"token ids": {}, "rounds": {}, "accepted tokens": {}}
+    sizes, drafter = core(llm).scheduler.sizes, runner(llm).tree_drafter
+    timed = runner(llm).speculator.times.drafting
+    found |= {"rounds timed for": timed[TRUNKS], "alone timed for": timed[TREES]}
+    for name, (batch, round_seconds, alone_seconds) in prices.items():
+        drafting = timed[TRUNKS] if round_seconds is None else {1: round_seconds}
+        graphs = {GraphShape(64, 64, 64): (60.0, 0.0)}
+        sizes.take_times(GraphTimes(graphs, {TRUNKS: drafting, TREES: {1: alone_seconds}}))
+        rounds, accepted = drafter.num_rounds, counter(llm, "spec_decode_num_accepted_tokens")
+        found["token ids"][name] = tokens_of(llm, batch)
+        found["rounds"][name] = drafter.num_rounds - rounds
+        accepted = counter(llm, "spec_decode_num_accepted_tokens") - accepted
+        found["accepted tokens"][name] = accepted
+    return found

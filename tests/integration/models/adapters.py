@@ -16,8 +16,15 @@ STANDARD_DEVIATION = {"layers": 0.02, "lm_head": 0.1}
 
 def write_adapter(folder: Path, model: str, *, seed: int, has_head: bool) -> str:
     """An adapter of all linear layers of an embedded model, and of its head if told."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors, shapes = {}, _shapes(model, has_head)
+    config = AutoConfig.from_pretrained(model)
+    shapes = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(config.num_hidden_layers)
+        for name, shape in layer_shapes(model).items()
+    }
+    if has_head:
+        shapes["lm_head"] = config.vocab_size, config.hidden_size
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, (rows, columns) in shapes.items():
         deviation = STANDARD_DEVIATION["lm_head" if name == "lm_head" else "layers"]
         first = torch.randn(RANK, columns, generator=generator) / columns**0.5
@@ -30,17 +37,6 @@ def write_adapter(folder: Path, model: str, *, seed: int, has_head: bool) -> str
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-def _shapes(model: str, has_head: bool) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each layer that has an adapter, by its name."""
-    config = AutoConfig.from_pretrained(model)
-    shapes = {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(config.num_hidden_layers)
-        for name, shape in layer_shapes(model).items()
-    }
-    return shapes | ({"lm_head": (config.vocab_size, config.hidden_size)} if has_head else {})
 
 
 def layer_shapes(model: str) -> dict[str, tuple[int, int]]:

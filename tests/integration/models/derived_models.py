@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-    WhisperFeatureExtractor,
-)
 
 from tests.integration.engines import TARGET
 
@@ -105,8 +100,8 @@ def qwen2_audio(folder: Path, *, hears: bool = False) -> str:
     }
     wrapped = {f"language_model.{name}": weight for name, weight in weights.items()}
     if hears:
-        made = Qwen2AudioConfig.from_dict(config)
-        ear = random_weights(made, norms=1.0, kind=Qwen2AudioForConditionalGeneration)
+        made = transformers.Qwen2AudioConfig.from_dict(config)
+        ear = random_weights(made, norms=1.0, kind=transformers.Qwen2AudioForConditionalGeneration)
         wrapped |= {
             name.removeprefix("model."): weight
             for name, weight in ear.items()
@@ -114,7 +109,7 @@ def qwen2_audio(folder: Path, *, hears: bool = False) -> str:
         }
     write_model(folder, config, weights=wrapped)
     if hears:
-        WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
+        transformers.WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
         add_tokens(folder, AUDIO)
         change_tokenizer(folder, processor_class="Qwen2AudioProcessor")
     return str(folder)
@@ -148,13 +143,6 @@ def change_tokenizer(folder: Path, **keys: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def with_mrope(folder: Path, *, source: str = TARGET) -> str:
-    """A model as that of `mrope_model`."""
-    config, weights = as_qwen2(source)
-    changed = {"architectures": ["MRopeQwen2ForCausalLM"], "rope_parameters": mrope_of(config)}
-    return write_model(folder, config | changed, weights=weights, source=source)
-
-
 def mrope_of(config: dict[str, Any]) -> dict[str, Any]:
     """The rotary embedding of a model, with dimensions for time, height and width."""
     eighth = config["head_dim"] // 8
@@ -180,7 +168,9 @@ def random_weights(
 ) -> dict[str, torch.Tensor]:
     """Those of a model of `transformers`, of norms one number; `kind` if it only writes."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        model = (
+            transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        )
         shapes = dict(model.named_parameters())
     generator = torch.Generator().manual_seed(0)
     return {

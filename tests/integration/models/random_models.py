@@ -7,24 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    BloomConfig,
-    DeepseekV2Config,
-    FalconH1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GptOssConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    Mamba2Config,
-    MambaConfig,
-    Qwen3NextConfig,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-)
+import transformers
 
 from tests.integration.models.derived_models import (
     EXPERTS,
@@ -50,18 +33,12 @@ SMALL = {
     "head_dim": 32,
     "max_position_embeddings": 512,
 }
-MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 16,
-}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 
 
 def whisper(folder: Path) -> str:
     """A Whisper with random weights."""
-    config = WhisperConfig(
+    config = transformers.WhisperConfig(
         vocab_size=SMALL["vocab_size"],
         num_mel_bins=16,
         d_model=64,
@@ -72,34 +49,32 @@ def whisper(folder: Path) -> str:
         encoder_ffn_dim=64,
         decoder_ffn_dim=64,
         max_source_positions=100,
-        max_target_positions=448,
         architectures=["WhisperForConditionalGeneration"],
         **dict.fromkeys(("decoder_start_token_id", "bos_token_id"), 1),
         eos_token_id=2,
         pad_token_id=0,
-        suppress_tokens=None,
         begin_suppress_tokens=None,
     )
-    weights = random_weights(config, norms=1.0, kind=WhisperForConditionalGeneration)
+    weights = random_weights(config, norms=1.0, kind=transformers.WhisperForConditionalGeneration)
     write_model(folder, config.to_dict(), weights=weights)
-    WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
     change_tokenizer(folder, processor_class="WhisperProcessor")
     return str(folder)
 
 
 def random_model(
-    config_class: Any,
+    name: str,
     *,
     norms: float = 1.0,
     std: float = 0.05,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Callable[[Path], str]:
-    """Makes a model with this configuration and random weights in a folder."""
-    name = config_class.__name__.removesuffix("Config").removesuffix("Text")
+    """Makes a model with random weights in a folder, of a configuration of `transformers`."""
+    architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
 
     def make(folder: Path) -> str:
-        config = config_class(architectures=[f"{name}ForCausalLM"], **settings)
+        config = getattr(transformers, f"{name}Config")(architectures=architectures, **settings)
         weights = random_weights(config, norms=norms, std=std)
         weights = {key: weight.to(dtype) for key, weight in weights.items()}
         return write_model(folder, config.to_dict(), weights=weights)
@@ -110,7 +85,7 @@ def random_model(
 def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:
     """A GPT-OSS of windowed layers and full ones in turn, with random weights and these sinks."""
     heads = {"num_attention_heads": len(sinks), "num_key_value_heads": 2, "head_dim": 32}
-    config = GptOssConfig(
+    config = transformers.GptOssConfig(
         hidden_size=128,
         intermediate_size=64,
         num_hidden_layers=4,
@@ -129,12 +104,10 @@ def gpt_oss(folder: Path, window: int, sinks: list[float]) -> str:
 def deepseek(folder: Path, *, rope: dict[str, Any] = YARN) -> str:
     """A DeepSeek-V2 (MLA) of dense layers."""
     return random_model(
-        DeepseekV2Config,
+        "DeepseekV2",
         **SMALL | {"num_key_value_heads": 2, "head_dim": None},
         q_lora_rank=None,
-        kv_lora_rank=512,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
         v_head_dim=32,
         n_routed_experts=EXPERTS,
         n_shared_experts=1,
@@ -148,10 +121,10 @@ def deepseek(folder: Path, *, rope: dict[str, Any] = YARN) -> str:
 
 
 # Attention with a soft cap. The norms of a Gemma to 3 multiply by one more than their numbers.
-gemma2 = random_model(Gemma2Config, norms=0.0, **SMALL, query_pre_attn_scalar=32, sliding_window=64)
+gemma2 = random_model("Gemma2", norms=0.0, **SMALL, query_pre_attn_scalar=32, sliding_window=64)
 # Five windowed layers and a full one.
 gemma3 = random_model(
-    Gemma3TextConfig,
+    "Gemma3Text",
     norms=0.0,
     **SMALL | {"num_hidden_layers": 6},
     sliding_window=40,
@@ -160,7 +133,7 @@ gemma3 = random_model(
 )
 # Its last two layers read the KV cache of the second.
 gemma4 = random_model(
-    Gemma4TextConfig,
+    "Gemma4Text",
     **SMALL | {"intermediate_size": 64, "num_hidden_layers": 4, "max_position_embeddings": 2048},
     vocab_size_per_layer_input=SMALL["vocab_size"],
     hidden_size_per_layer_input=8,
@@ -170,30 +143,23 @@ gemma4 = random_model(
 )
 # Layers with chunked attention and one without.
 llama4 = random_model(
-    Llama4TextConfig,
+    "Llama4Text",
     **SMALL | {"num_hidden_layers": 4},
     intermediate_size_mlp=128,
     num_local_experts=EXPERTS,
-    num_experts_per_tok=1,
-    interleave_moe_layer_step=1,
     attention_chunk_size=64,
     no_rope_layers=[1, 1, 0, 1],
     attn_temperature_tuning=False,
     use_qk_norm=False,
 )
 # Positions are slopes (ALiBi).
-bloom = random_model(
-    BloomConfig, vocab_size=SMALL["vocab_size"], hidden_size=64, n_layer=2, n_head=2
-)
-mamba1 = random_model(
-    MambaConfig, vocab_size=SMALL["vocab_size"], hidden_size=64, num_hidden_layers=1
-)
+bloom = random_model("Bloom", vocab_size=SMALL["vocab_size"], hidden_size=64, n_layer=2, n_head=2)
+mamba1 = random_model("Mamba", vocab_size=SMALL["vocab_size"], hidden_size=64, num_hidden_layers=1)
 mamba2 = random_model(
-    Mamba2Config,
+    "Mamba2",
     vocab_size=SMALL["vocab_size"],
     hidden_size=64,
     state_size=16,
-    expand=2,
     head_dim=32,
     num_heads=4,
     n_groups=1,
@@ -201,7 +167,7 @@ mamba2 = random_model(
 )
 # Granite 4, of two layers with Mamba2 and one with attention.
 granite_hybrid = random_model(
-    GraniteMoeHybridConfig,
+    "GraniteMoeHybrid",
     **SMALL | {"num_hidden_layers": 3},
     **MAMBA,
     layer_types=["mamba", "attention", "mamba"],
@@ -211,25 +177,22 @@ granite_hybrid = random_model(
     attention_multiplier=0.2,
 )
 # Layers have attention and Mamba2 side by side; without the norm little depends on the states.
-falcon_h1 = random_model(FalconH1Config, **SMALL, **MAMBA, mamba_d_ssm=128, mamba_rms_norm=True)
+falcon_h1 = random_model("FalconH1", **SMALL, **MAMBA, mamba_d_ssm=128, mamba_rms_norm=True)
 # Two layers with short convolutions and one with attention.
 lfm2 = random_model(
-    Lfm2Config,
+    "Lfm2",
     **SMALL | {"num_hidden_layers": 3},
     layer_types=["conv", "full_attention", "conv"],
     **dict.fromkeys(("conv_dim", "conv_dim_out", "block_dim"), SMALL["hidden_size"]),
-    block_ff_dim=SMALL["intermediate_size"],
     block_auto_adjust_ff_dim=False,
     tie_word_embeddings=False,
 )
 # Gated delta nets and a layer with attention.
 qwen3_next = random_model(
-    Qwen3NextConfig,
+    "Qwen3Next",
     norms=0.0,
     **SMALL | {"num_hidden_layers": 3},
     layer_types=["linear_attention", "full_attention", "linear_attention"],
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
     linear_num_key_heads=2,
     linear_num_value_heads=2,
     num_experts=EXPERTS,

@@ -5,14 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessorPil,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-)
+import transformers
 from vllm import ModelRegistry
 
 from tests.integration.engines import TARGET
@@ -50,7 +43,7 @@ def gemma3_vision(folder: Path) -> str:
     """A Gemma 3 that sees images, with random weights."""
     let_vllm_have("gemma3_mm", "Gemma3ForConditionalGeneration")
     vocab_size = SMALL["vocab_size"]
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         architectures=["Gemma3ForConditionalGeneration"],
         text_config={
             **SMALL,
@@ -73,7 +66,7 @@ def gemma3_vision(folder: Path) -> str:
     )
     # The norms of the text multiply by one more than their numbers.
     weights, eyes = (
-        random_weights(config, norms=norms, kind=Gemma3ForConditionalGeneration)
+        random_weights(config, norms=norms, kind=transformers.Gemma3ForConditionalGeneration)
         for norms in (0.0, 1.0)
     )
     for name in [name for name in weights if "vision_tower" in name]:
@@ -81,7 +74,7 @@ def gemma3_vision(folder: Path) -> str:
         weights[name.replace("vision_tower", "vision_tower.vision_model")] = eyes[name]
     write_model(folder, config.to_dict(), weights=weights)
     size = dict.fromkeys(("height", "width"), SIDE)
-    Gemma3ImageProcessorPil(size=size).save_pretrained(folder)
+    transformers.Gemma3ImageProcessorPil(size=size).save_pretrained(folder)
     add_tokens(folder, (*GEMMA_TOKENS.values(), *NEW_LINES))
     change_tokenizer(folder, processor_class="Gemma3Processor", extra_special_tokens=GEMMA_TOKENS)
     (folder / "processor_config.json").write_text('{"image_seq_length": 4}')
@@ -96,7 +89,7 @@ def qwen2_5_vl(folder: Path) -> str:
     make_room(text, weights, len(QWEN_TOKENS))
     text |= {"model_type": "qwen2_5_vl_text", "rope_parameters": mrope_of(text)}
     places = ("vision_start", "vision_end", "image", "video")
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         architectures=["Qwen2_5_VLForConditionalGeneration"],
         text_config=text,
         vision_config={
@@ -111,7 +104,7 @@ def qwen2_5_vl(folder: Path) -> str:
         tie_word_embeddings=True,
         **{f"{name}_token_id": first + i for i, name in enumerate(places)},
     )
-    eyes = random_weights(config, norms=1.0, kind=Qwen2_5_VLForConditionalGeneration)
+    eyes = random_weights(config, norms=1.0, kind=transformers.Qwen2_5_VLForConditionalGeneration)
     wrapped = {
         name.replace("model.", "model.language_model.", 1): weight
         for name, weight in weights.items()
@@ -119,7 +112,7 @@ def qwen2_5_vl(folder: Path) -> str:
     wrapped |= {name: weight for name, weight in eyes.items() if ".visual." in name}
     write_model(folder, config.to_dict(), weights=wrapped)
     size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
-    Qwen2VLImageProcessorPil(size=size).save_pretrained(folder)
+    transformers.Qwen2VLImageProcessorPil(size=size).save_pretrained(folder)
     add_tokens(folder, QWEN_TOKENS)
     change_tokenizer(folder, processor_class="Qwen2_5_VLProcessor")
     return str(folder)

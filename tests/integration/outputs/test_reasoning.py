@@ -5,31 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.integration.engines import GROWN, THINKING, core, counter, engine, generate, read_prompts
 
 
-class UntilEqualsSign(ReasoningParser):
+class UntilEqualsSign(BaseThinkingReasoningParser):
     """What comes before the first equals sign of a text is reasoning."""
 
-    reasoning_start_str, reasoning_end_str = "<", "="
-
-    def is_reasoning_end(self, input_ids: Any) -> bool:
-        return bool(self._ends & set(input_ids))
-
-    def is_reasoning_end_streaming(self, input_ids: Any, delta_ids: Any) -> bool:
-        return self.is_reasoning_end(delta_ids)
-
-    @property
-    def _ends(self) -> set[int]:
-        return {self.vocab[text] for text in ("=", "Ġ=")}
-
-    def extract_content_ids(self, input_ids: Any) -> Any:
-        raise NotImplementedError
-
-    extract_reasoning = extract_reasoning_streaming = extract_content_ids
+    start_token, end_token = "<", "Ġ="
 
 
 def test_there_are_no_drafts_before_a_request_has_reasoned(monkeypatch):

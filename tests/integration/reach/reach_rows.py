@@ -15,42 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import LlamaConfig
 
 from tests.integration.engines import TARGET, THINKING, read_prompts
-from tests.integration.models.derived_models import (
-    AUDIO,
-    config_of,
-    mistral,
-    mixtral,
-    qwen2_audio,
-    with_mrope,
-    with_windows,
-    write_model,
-)
+from tests.integration.models import derived_models, random_models
+from tests.integration.models.mrope_model import with_mrope
 from tests.integration.models.quantized_models import awq, gptq, quantized
-from tests.integration.models.random_models import (
-    SMALL,
-    bloom,
-    deepseek,
-    falcon_h1,
-    gemma2,
-    gemma3,
-    gemma4,
-    gpt_oss,
-    granite_hybrid,
-    llama4,
-    mamba2,
-    qwen3_next,
-    random_model,
-    whisper,
-)
 from tests.integration.models.vision_models import SHOWN, SIDE, gemma3_vision, qwen2_5_vl
 
 COUNT = 6
 WAVE = np.sin(np.arange(16_000) / 20).astype(np.float32), 16_000
-BEGIN, END, SOUND = AUDIO
-HEARS = partial(qwen2_audio, hears=True)
+BEGIN, END, SOUND = derived_models.AUDIO
+HEARS = partial(derived_models.qwen2_audio, hears=True)
 
 
 def texts(_: Any) -> list[Any]:
@@ -106,7 +81,7 @@ def embeddings(llm: Any) -> list[Any]:
 
 def copied(folder: Path) -> str:
     """The target, for itself: with embeddings vLLM adds a token to a tokenizer that it keeps."""
-    return write_model(folder, config_of(TARGET))
+    return derived_models.write_model(folder, derived_models.config_of(TARGET))
 
 
 # vLLM's other attention for MLA needs AMX, and bfloat16.
@@ -163,32 +138,34 @@ EMBEDDED = "the embedded target"
 # Models that have trees.
 KINDS = {
     EMBEDDED: Row(),
-    "sinks": Row(partial(gpt_oss, window=WINDOW, sinks=SINKS), IN_BLOCKS),
-    "experts": Row(mixtral),
+    "sinks": Row(partial(random_models.gpt_oss, window=WINDOW, sinks=SINKS), IN_BLOCKS),
+    "experts": Row(derived_models.mixtral),
     "M-RoPE": Row(with_mrope),
     "W8A8": Row(quantized, W8A8),
     "AWQ": Row(awq, IN_16_BITS),
     "GPTQ": Row(gptq, IN_16_BITS),
-    "text part": Row(qwen2_audio, {"language_model_only": True}),
+    "text part": Row(derived_models.qwen2_audio, {"language_model_only": True}),
 }
 # vLLM keeps layers with a window in KV cache groups of their own, each with a block table, and
 # takes back the blocks that fell out of a window.
 WINDOWS = {
     "windows in some layers": Row(
-        partial(with_windows, window=WINDOW, windowed="fssfss"), IN_BLOCKS
+        partial(derived_models.with_windows, window=WINDOW, windowed="fssfss"), IN_BLOCKS
     ),
-    "windows in all layers": Row(partial(mistral, window=WINDOW), IN_BLOCKS),
-    "windows out of reach": Row(partial(mistral, window=IN_BLOCKS["max_model_len"]), IN_BLOCKS),
-    "Gemma 3": Row(gemma3, IN_BLOCKS),
+    "windows in all layers": Row(partial(derived_models.mistral, window=WINDOW), IN_BLOCKS),
+    "windows out of reach": Row(
+        partial(derived_models.mistral, window=IN_BLOCKS["max_model_len"]), IN_BLOCKS
+    ),
+    "Gemma 3": Row(random_models.gemma3, IN_BLOCKS),
 }
 # The shape of SmolLM2-135M, which benchmarks use: five times as deep as the embedded target, and
 # three query heads to a KV head. With weights that deviate less, greedy output is one token again
 # and again; with more, hardly a token comes twice, and no draft is accepted.
-deep = random_model(
-    LlamaConfig,
+deep = random_models.random_model(
+    "Llama",
     std=0.035,
     dtype=torch.bfloat16,
-    vocab_size=SMALL["vocab_size"],
+    vocab_size=random_models.SMALL["vocab_size"],
     num_hidden_layers=30,
     hidden_size=576,
     num_attention_heads=9,
@@ -202,16 +179,16 @@ DEEP = {"many layers": Row(deep, {"max_model_len": 256}, few, {"max_tokens": 20}
 ROWS = {
     "a thinking budget": Row(None, THINKING, thoughts, {"thinking_token_budget": 7}),
     "lm-format-enforcer, no grammar": Row(None, ENFORCER),
-    "expert parallelism on one rank": Row(mixtral, {"enable_expert_parallel": True}),
-    "soft cap": Row(gemma2, reason="soft cap"),
-    "chunked attention": Row(llama4, {"block_size": 32}, reason="chunked"),
+    "expert parallelism on one rank": Row(derived_models.mixtral, {"enable_expert_parallel": True}),
+    "soft cap": Row(random_models.gemma2, reason="soft cap"),
+    "chunked attention": Row(random_models.llama4, {"block_size": 32}, reason="chunked"),
     "reference sliding windows, which vLLM leaves out on CPU": Row(
         None, {"hf_overrides": {"rswa_window": 64}}, reason="reference sliding-window attention"
     ),
-    "ALiBi": Row(bloom, reason="ALiBi"),
+    "ALiBi": Row(random_models.bloom, reason="ALiBi"),
     "fp8 cache": Row(None, {"kv_cache_dtype": "fp8"}, reason="--kv-cache-dtype fp8"),
     "fast prefill of a shared KV cache (Gemma 4)": Row(
-        gemma4, {"kv_sharing_fast_prefill": True}, reason="--kv-sharing-fast-prefill"
+        random_models.gemma4, {"kv_sharing_fast_prefill": True}, reason="--kv-sharing-fast-prefill"
     ),
     "KV connector": Row(None, {"kv_transfer_config": KV_CONNECTOR}, reason="--kv-transfer-config"),
     "embeddings": Row(
@@ -223,12 +200,23 @@ ROWS = {
     ),
     "images (Gemma 3)": Row(gemma3_vision, {}, images, reason=INPUT),
     "images and M-RoPE (Qwen2.5-VL)": Row(qwen2_5_vl, {}, images, reason=INPUT),
-    "MLA": Row(deepseek, IN_FLOAT32, reason="MLA"),
-    "Mamba2": Row(mamba2, reason=STATES),
+    "MLA": Row(random_models.deepseek, IN_FLOAT32, reason="MLA"),
+    "Mamba2": Row(random_models.mamba2, reason=STATES),
     "Mamba2, attention and prefix caching (Granite 4)": Row(
-        granite_hybrid, {"enable_prefix_caching": True}, reason=STATES
+        random_models.granite_hybrid, {"enable_prefix_caching": True}, reason=STATES
     ),
-    "Mamba2 beside attention (Falcon-H1)": Row(falcon_h1, reason=STATES),
-    "gated delta nets (Qwen3-Next)": Row(qwen3_next, {"dtype": "bfloat16"}, reason=STATES),
-    "encoder-decoder": Row(whisper, {"max_model_len": 128}, speech, reason=INPUT),
+    "Mamba2 beside attention (Falcon-H1)": Row(random_models.falcon_h1, reason=STATES),
+    "gated delta nets (Qwen3-Next)": Row(
+        random_models.qwen3_next, {"dtype": "bfloat16"}, reason=STATES
+    ),
+    "encoder-decoder": Row(random_models.whisper, {"max_model_len": 128}, speech, reason=INPUT),
+}
+TESTED = KINDS | WINDOWS | DEEP | ROWS
+# What is compared with these.
+NO_SINKS, HALF = "no sinks", "16 bits"
+ALL = TESTED | {
+    NO_SINKS: Row(
+        partial(random_models.gpt_oss, window=WINDOW, sinks=[-100.0] * len(SINKS)), IN_BLOCKS
+    ),
+    HALF: Row(None, IN_16_BITS),
 }

@@ -26,12 +26,8 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 4,
 }
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENVIRONMENT |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 MEASURED, ENDED = "measured", {"error": "its process ended"}
 ROOT = Path(__file__).parents[3]
 OTHERS = sorted(folder.name.removeprefix("vllm-") for folder in ROOT.glob(".venv/vllm-*"))
@@ -50,12 +46,10 @@ def rows() -> dict[str, Any]:
     from tests.integration.models import cpu_torchvision
 
     cpu_torchvision.add()  # before transformers is imported
-    from tests.integration.models import mrope_model
     from tests.integration.models.derived_models import with_windows
     from tests.integration.models.random_models import deepseek, gemma4
     from tests.integration.reach.reach_rows import EMBEDDED, KINDS, ROWS, Row
 
-    mrope_model.register()
     windows = partial(with_windows, window=24, windowed="fssfss")
     return {
         EMBEDDED: KINDS[EMBEDDED],

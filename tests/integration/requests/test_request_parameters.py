@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
+import re
 from functools import cache
 from typing import Any
 
@@ -21,7 +19,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 from tests.integration.engines import GROWN, NEEDS_SUFFIX, SMALL_OUROBOROS, TARGET, TRUNK
 from vllm_recycle.core.owners import Owner
 from vllm_recycle.integration import requests
-from vllm_recycle.integration.plugin import register
 
 METHODS = {
     "sequence": GROWN,
@@ -38,7 +35,6 @@ SECRET = requests.digest("salt")
 
 @cache
 def processor_of(method: str) -> InputProcessor:
-    register()
     arguments = EngineArgs(TARGET, speculative_config=METHODS[method], max_model_len=64)
     return InputProcessor(arguments.create_engine_config())
 
@@ -53,11 +49,6 @@ def processed(method: str, extra_args: Any, salt: str | None = None) -> Any:
     return request
 
 
-def said(method: str, extra_args: Any) -> Any:
-    """What of it reaches the engine."""
-    return processed(method, extra_args).sampling_params.extra_args
-
-
 def ids_of(text: str) -> list[int]:
     return processor_of("sequence").tokenizer.encode(text, add_special_tokens=False)
 
@@ -65,27 +56,22 @@ def ids_of(text: str) -> list[int]:
 BAD_EXTRA_ARGS = [
     ({"speculate": "no"}, "extra_args: 'speculate' is 'no', expected true or false"),
     ({"speculate": 2}, "extra_args: 'speculate' is 2, expected true or false"),
-    ({"hint": 5}, "'hint' is 5, expected a text in UTF-8 or a list of token ids from 0 to"),
-    ({"hint": "\ud800"}, r"'hint' is '\\ud800', expected a text in UTF-8 or a list"),
-    ({"hint": ["a", 5]}, "'hint' is 5, expected a text in UTF-8 or a list"),
+    *(
+        ({"hint": hint}, f"'hint' is {re.escape(repr(hint))}, expected a text in UTF-8 or a list")
+        for hint in (5, "\ud800", [7, 4096], [-1], [True])
+    ),
     ({"hint": [[7], [4096]]}, r"'hint' is \[4096\], expected a text in UTF-8 or a list"),
     ({"hint": [[7] * 64, "a"]}, "expected at most the 64 tokens of max_model_len"),
     ({"hint": ["a"] * 65}, "expected at most 64 hints"),
-    ({"hint": [7, 4096]}, r"'hint' is \[7, 4096\], expected a text in UTF-8 or a list"),
-    ({"hint": [-1]}, r"'hint' is \[-1\], expected a text in UTF-8 or a list"),
-    ({"hint": [True]}, r"'hint' is \[True\], expected a text in UTF-8 or a list"),
     ({"hint": "a b " * 9999}, "expected at most the 64 tokens of max_model_len"),
-    ({"hint": [7] * 65}, "expected at most the 64 tokens of max_model_len"),
     ({"hint": "a", "prediction": {}}, "'prediction' is {}, expected none beside 'hint'"),
     ({"prediction": "a"}, "'prediction' is 'a', expected {'type': 'content', 'content'"),
     ({"prediction": {"content": 5}}, "expected {'type': 'content', 'content': TEXT}"),
     ({"prediction": {"content": [{"text": 5}]}}, "expected {'type': 'content', 'content': TEXT"),
-    ({"owner": ""}, "'owner' is '', expected an integer of 64 bits, or a text of 1 to"),
-    ({"owner": "a" * 257}, "expected an integer of 64 bits, or a text of 1 to 256"),
-    ({"owner": 1 << 63}, "expected an integer of 64 bits"),
-    ({"owner": "\ud800"}, "expected an integer of 64 bits, or a text of 1 to 256"),
-    ({"owner": True}, "'owner' is True, expected an integer"),
-    ({"owner": ["a", "salt"]}, "expected an integer of 64 bits"),
+    *(
+        ({"owner": name}, "'owner' is .*, expected an integer of 64 bits, or a text of 1 to 256")
+        for name in ("", "a" * 257, 1 << 63, "\ud800", True, ["a", "salt"])
+    ),
 ]
 
 
@@ -107,17 +93,13 @@ def test_what_is_wrong_is_refused(method, extra_args, salt, message):
         processed(method, extra_args, salt)
 
 
-@pytest.mark.parametrize("method", ["isolated", "shared", "request", "ngram"])
-def test_a_cache_salt_is_accepted(method):
-    assert processed(method, None, "salt").cache_salt == "salt"
-
-
 @pytest.mark.parametrize("method", ["sequence", "trunk"])
 @pytest.mark.parametrize("hints", [[""], ["a b"], [[]], [[0, 4095]], ["a b", [7, 8], "a b"]])
 def test_token_ids_reach_the_engine(hints, method):
-    found = said(method, {"hint": hints if len(hints) > 1 else hints[0], "others": 5})
-    assert found["hint"] == [ids_of(hint) if isinstance(hint, str) else hint for hint in hints]
-    assert found["others"] == 5
+    request = processed(method, {"hint": hints if len(hints) > 1 else hints[0], "others": 5})
+    expected = [ids_of(hint) if isinstance(hint, str) else hint for hint in hints]
+    found = request.sampling_params.extra_args
+    assert found == {"hint": expected, "prediction": None, "others": 5}
 
 
 def test_a_prediction_of_openai_is_a_hint():
@@ -126,8 +108,8 @@ def test_a_prediction_of_openai_is_a_hint():
     for content in (text, parts):
         prediction = {"type": "content", "content": content}
         chat = ChatCompletionRequest(messages=[], prediction=prediction)
-        found = said("sequence", chat.to_sampling_params(60, {}).extra_args)
-        assert found["hint"] == [ids_of(text)]
+        request = processed("sequence", chat.to_sampling_params(60, {}).extra_args)
+        assert request.sampling_params.extra_args["hint"] == [ids_of(text)]
 
 
 NOTHING = [None, {}, {"hint": None, "prediction": None}, {"speculate": False}]
@@ -137,13 +119,15 @@ NOTHING += [{"circulate": 1, "specualte": 2, 4: 5}]
 @pytest.mark.parametrize(
     ("method", "extra_args"),
     [
-        *((method, none) for method in ("sequence", "published", "ngram") for none in NOTHING),
-        ("published", {"prediction": "a"}),  # as any other engine
+        *((method, none) for method in ("sequence", "isolated", "request") for none in NOTHING),
+        ("shared", None),
+        ("request", {"prediction": "a"}),  # as any other engine
         ("ngram", {"hint": 5, "speculate": "no"}),
     ],
 )
 def test_what_says_nothing_is_left_alone(method, extra_args):
-    assert said(method, extra_args) == extra_args
+    request = processed(method, extra_args, "salt")
+    assert (request.sampling_params.extra_args, request.cache_salt) == (extra_args, "salt")
 
 
 @pytest.mark.parametrize(
@@ -170,46 +154,19 @@ def test_what_no_frontend_has_checked_is_nobodys(name):
     assert requests.hinted_text(request.sampling_params, [1, 2]) in ([], [-1, 1, 2, "a", "salt"])
 
 
-ELSEWHERE = """
-import pickle, sys
-from pathlib import Path
-config = pickle.loads(Path(sys.argv[1]).read_bytes())
-
-from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
-
-SamplingParams(min_p=0.1, logit_bias={3: 1.0})._validate_spec_decode(config.speculative_config)
-try:
-    params = SamplingParams(extra_args={"speculate": "perhaps"})
-    params._validate_spec_decode(config.speculative_config)
-except VLLMValidationError as error:
-    print(error)
-"""
-
-
-def test_a_configuration_judges_requests_in_a_process_where_none_was_made(tmp_path):
-    """As Ray Serve has it on GPUs."""
-    path = tmp_path / "config"
-    path.write_bytes(pickle.dumps(processor_of("sequence").vllm_config))
-    command = [sys.executable, "-c", ELSEWHERE, str(path)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert "'speculate' is 'perhaps', expected true or false" in found.stdout
-
-
 @pytest.mark.parametrize(
-    ("speculate", "expected"), [(True, True), (1, True), (None, True), (False, False), (0, False)]
+    ("params", "sees_paths", "expected"),
+    [
+        *(({"extra_args": {"speculate": said}}, True, True) for said in (True, 1, None)),
+        *(({"extra_args": {"speculate": said}}, True, False) for said in (False, 0)),
+        # What looks back has none where paths are not seen.
+        ({"thinking_token_budget": 0}, True, True),
+        ({"thinking_token_budget": 0}, False, False),
+        ({"repetition_penalty": 1.1, "bad_words": ["no"]}, False, True),
+    ],
 )
-def test_what_opts_out(speculate, expected):
-    assert requests.may_speculate(SamplingParams(extra_args={"speculate": speculate})) == expected
-
-
-def test_what_looks_back_has_no_drafts_where_paths_are_not_seen():
-    params = SamplingParams(thinking_token_budget=0)
-    assert requests.may_speculate(params, sees_paths=True)
-    assert not requests.may_speculate(params, sees_paths=False)
-    others = SamplingParams(repetition_penalty=1.1, bad_words=["no"])
-    assert requests.may_speculate(others, sees_paths=False)
+def test_which_requests_have_drafts(params, sees_paths, expected):
+    assert requests.may_speculate(SamplingParams(**params), sees_paths=sees_paths) == expected
 
 
 def test_where_the_input_of_a_request_is_no_token():
@@ -219,10 +176,8 @@ def test_where_the_input_of_a_request_is_no_token():
     known = [5, 9, 9, 6, 9]
     request = NewRequestData("0", known, [], None, None, ([0],), 0, None)
     assert text() == [5, 9, 9, 6, 9, 7]
-    images = [(1, 2), (4, 1)]
-    request.mm_features = [
-        MultiModalFeatureSpec(None, "image", "", PlaceholderRange(*image)) for image in images
-    ]
+    places = (PlaceholderRange(1, 2), PlaceholderRange(4, 1))
+    request.mm_features = [MultiModalFeatureSpec(None, "image", "", place) for place in places]
     assert text() == [5, -1, -1, 6, -1, 7]
     assert text(is_encoder_decoder=True) == [5, 9, 9, 6, 9, 7]
     request.prompt_is_token_ids = [False] + [True] * 4

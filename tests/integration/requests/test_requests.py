@@ -29,10 +29,16 @@ from vllm_recycle.core.tree import Trees
 from vllm_recycle.integration.cpu import time_steps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-METHODS = {"grown": GROWN, "chains": GROWN | {"tree": "chain"}, "paper-80": PAPER, "trunk": TRUNK}
-METHODS |= {"published": SMALL_OUROBOROS, "vLLM's trunk": HOSTED}
-SHARED = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
+SHORTLY = SamplingParams(temperature=0, max_tokens=12)
 BOTH = {"grown": GROWN, "published": SMALL_OUROBOROS}
+METHODS = {
+    **BOTH,
+    "chains": GROWN | {"tree": "chain"},
+    "paper-80": PAPER,
+    "trunk": TRUNK,
+    "vLLM's trunk": HOSTED,
+}
+SHARED = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
 both_methods = pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
 both_engines = pytest.mark.parametrize("llm", BOTH, indirect=True)
 
@@ -69,7 +75,7 @@ CROWDED = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "block_size": 32}
 @cache
 def crowd_without_drafts() -> list[list[tuple[int, ...]]]:
     with engine(None, **CROWDED) as llm:
-        return generate(llm, CROWD, GREEDY)
+        return generate(llm, CROWD, SHORTLY)
 
 
 @pytest.mark.parametrize(
@@ -81,49 +87,37 @@ def crowd_without_drafts() -> list[list[tuple[int, ...]]]:
     ],
 )
 def test_trees_starve_nobody_at_64_requests_and_a_small_budget(share, method):
-    prompts, expected = CROWD, crowd_without_drafts()
+    expected = crowd_without_drafts()
     with engine({**method, "budget_share": share}, **CROWDED) as llm:
-        generate(llm, prompts, GREEDY)  # a warm matrix or pool asks for full trees
-        steps, uncut = watch_steps(llm), watch_lengths(llm)
-        assert generate(llm, prompts, GREEDY) == expected
-        running_before = 0
-        for step in steps:
-            drafts = [len(draft) for draft in step.scheduled_spec_decode_tokens.values()]
-            assert sum(drafts) <= share * 256
-            # Everybody who runs has a row in every step.
-            assert len(step.scheduled_cached_reqs.req_ids) >= running_before - len(
-                step.finished_req_ids
-            )
-            running_before = len(step.num_scheduled_tokens)
-        crowded = [s for s in steps if len(s.scheduled_spec_decode_tokens) > 32]
-        cut = 0
-        for step, lengths in zip(steps, uncut, strict=True):
-            sizes = {name: len(draft) for name, draft in step.scheduled_spec_decode_tokens.items()}
-            for name, size in sizes.items():
-                # Even: who has fewer than the longest had no more to draft.
-                assert size == min(max(sizes.values()), lengths[name])
-                cut += size < lengths[name]
-        # Of Ouroboros as published a step has no room for the draft forwards of as many.
-        assert (crowded and cut) or method is SMALL_OUROBOROS
+        generate(llm, CROWD, SHORTLY)  # a warm matrix or pool asks for full trees
+        steps, scheduler, uncut = watch_steps(llm), core(llm).scheduler, []
+        kept = scheduler.room.kept
 
+        def watched(lengths: Any) -> Any:
+            uncut.append({name: len(draft) for name, draft in scheduler.set_aside.items()})
+            return kept(lengths)
 
-def watch_lengths(llm) -> list[dict[str, int]]:
-    """How long the drafts of each request were before they were cut, of all steps from now on."""
-    scheduler, seen = core(llm).scheduler, []
-    kept = scheduler.room.kept
-
-    def watched(lengths):
-        seen.append({name: len(draft) for name, draft in scheduler.set_aside.items()})
-        return kept(lengths)
-
-    scheduler.room.kept = watched
-    return seen
+        scheduler.room.kept = watched
+        assert generate(llm, CROWD, SHORTLY) == expected
+    running, crowded, cut = 0, 0, 0
+    for step, lengths in zip(steps, uncut, strict=True):
+        sizes = {name: len(draft) for name, draft in step.scheduled_spec_decode_tokens.items()}
+        assert sum(sizes.values()) <= share * 256
+        # Everybody who runs has a row in every step.
+        assert len(step.scheduled_cached_reqs.req_ids) >= running - len(step.finished_req_ids)
+        running, crowded = len(step.num_scheduled_tokens), crowded + (len(sizes) > 32)
+        for name, size in sizes.items():
+            # Even: who has fewer than the longest had no more to draft.
+            assert size == min(max(sizes.values()), lengths[name])
+            cut += size < lengths[name]
+    # Of Ouroboros as published a step has no room for the draft forwards of as many.
+    assert (crowded and cut) or method is SMALL_OUROBOROS
 
 
 @both_methods
 def test_drafts_take_no_kv_cache_that_the_rest_of_a_prompt_needs(method):
-    short = [{"prompt_token_ids": [7 + i] * 30} for i in range(4)]
-    read_in_parts = {"prompt_token_ids": [*range(3, 1003)]}
+    prompts = [{"prompt_token_ids": [7 + i] * 30} for i in range(4)]
+    prompts.append({"prompt_token_ids": [*range(3, 1003)]})  # read in parts
     answers = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         for length in (60, 60, 60, 60, 4)
@@ -136,11 +130,10 @@ def test_drafts_take_no_kv_cache_that_the_rest_of_a_prompt_needs(method):
         max_num_batched_tokens=400,
         max_model_len=1024,
         max_num_seqs=5,
-        enable_prefix_caching=False,
     ) as llm:
-        generate(llm, short, answers[:4])  # what is known now is drafted
+        generate(llm, prompts[:4], answers[:4])  # what is known now is drafted
         before = draft_tokens(llm)
-        generate(llm, [*short, read_in_parts], answers)
+        generate(llm, prompts, answers)
         assert draft_tokens(llm) > before
         assert counter(llm, "num_preemptions") == 0
 
@@ -190,33 +183,29 @@ def test_nothing_is_left_of_requests_that_end_or_are_aborted(llm):
 
 
 def test_counters_count_nodes_and_depths(llm, monkeypatch):
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    before = [counter(llm, f"spec_decode_{name}") for name in names]
-    scheduler, depths, sizes, observed = core(llm).scheduler, [], [], []
-    schedule, count = scheduler.schedule, scheduler.make_spec_decoding_stats
+    names = [f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    before = [counter(llm, name) for name in names]
+    scheduler, observed, steps = core(llm).scheduler, {}, watch_steps(llm)
+    count = scheduler.make_spec_decoding_stats
 
-    def watching_schedule(*args, **kwargs):
-        step = schedule(*args, **kwargs)
+    def watching_count(*args, **kwargs):
+        stats = count(*args, **kwargs)
+        observed[id(stats)] = stats
+        return stats
+
+    monkeypatch.setattr(scheduler, "make_spec_decoding_stats", watching_count)
+    generate(llm, read_prompts(6), GREEDY)
+    sizes, depths = [], []
+    for step in steps:
         for name, draft in step.scheduled_spec_decode_tokens.items():
             parents = step.step_note.parents[name]
             assert len(parents) == len(draft)
             sizes.append(len(draft))
             depths.append(Trees.from_drafts([parents]).depth)
-        return step
-
-    def watching_count(*args, **kwargs):
-        stats = count(*args, **kwargs)
-        if stats is not None and all(stats is not one for one in observed):
-            observed.append(stats)
-        return stats
-
-    monkeypatch.setattr(scheduler, "schedule", watching_schedule)
-    monkeypatch.setattr(scheduler, "make_spec_decoding_stats", watching_count)
-    generate(llm, read_prompts(6), GREEDY)
-    assert sum(sum(stats.num_draft_tokens_per_pos) for stats in observed) == sum(depths)
+    said = [sum(stats.num_draft_tokens_per_pos) for stats in observed.values() if stats]
+    assert sum(said) == sum(depths)
     drafts, nodes, accepted = (
-        counter(llm, f"spec_decode_{name}") - start
-        for name, start in zip(names, before, strict=True)
+        counter(llm, name) - start for name, start in zip(names, before, strict=True)
     )
     assert (len(sizes), sum(sizes)) == (drafts, nodes)
     assert drafts <= nodes <= drafts * 80
@@ -251,9 +240,9 @@ def test_start_up_lines_of_grown_trees():
     with engine({**TOKEN_RECYCLING, "contexts": [1, 2]}, max_num_seqs=5) as llm:
         lines = runner(llm).tree_drafter.describe() + runner(llm).price_rows()
         curve = runner(llm).tree_drafter.curve
-    for part in ("dynamic", "80 nodes", "cost measured", "contexts [1, 2]", "sequence", "bytes"):
-        assert part in lines
-    assert "a step by its rows, in ms, of 1 request behind 256 tokens: trees 1: " in lines
+    parts = ("dynamic", "80 nodes", "cost measured", "contexts [1, 2]", "sequence", "bytes")
+    steps = "a step by its rows, in ms, of 1 request behind 256 tokens: trees 1: "
+    assert [part for part in (*parts, steps) if part not in lines] == []
     assert {load.requests for load in curve.loads} == {1, 3, 5}
     for load in curve.loads:
         seconds = curve.by_rows("trees", load)
@@ -281,7 +270,7 @@ def test_prices_follow_served_steps(monkeypatch):
     with engine(TOKEN_RECYCLING) as llm:
         drafter = runner(llm).tree_drafter
         before = costs(drafter.curve)
-        for prompt in read_prompts(5):
+        for prompt in read_prompts(3):
             generate(llm, [prompt], params)
         after = costs(drafter.curve)
         found = statistics(llm)

@@ -13,7 +13,6 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from tests.integration.engines import EXAMPLES, TARGET, TOKEN_RECYCLING
-from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.streaming import by_token, split
 
 # Which has the texts, and vLLM's own output processor.
@@ -58,7 +57,6 @@ def test_parsers_differ_where_steps_are_not_split(name):
 
 @pytest.mark.parametrize("method", [None, TOKEN_RECYCLING])
 def test_only_servers_that_parse_for_our_engines_split(method):
-    register()
     config = EngineArgs(TARGET, dtype="float32", speculative_config=method).create_engine_config()
     server, stream = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config)), object()
     assert by_token(server, None, object(), stream) is stream

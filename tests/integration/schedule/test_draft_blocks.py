@@ -28,19 +28,16 @@ def step(
 
     Others grow. Blocks of the second of two KV cache groups.
     """
-    given = given or {}
+    cached = [*((state, one, 0) for state, one in (given or {}).items()), *resumed]
     output: Any = SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=str(state), block_ids=([], blocks), num_computed_tokens=found)
-            for state, blocks, found in new
+            SimpleNamespace(req_id=str(state), block_ids=([], one), num_computed_tokens=found)
+            for state, one, found in new
         ],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[*map(str, given), *(str(state) for state, *_ in resumed)],
-            new_block_ids=[
-                *(one and ([], one) for one in given.values()),
-                *(([], one) for _, one, _ in resumed),
-            ],
-            num_computed_tokens=[*(0 for _ in given), *(found for *_, found in resumed)],
+            req_ids=[str(state) for state, *_ in cached],
+            new_block_ids=[one and ([], one) for _, one, _ in cached],
+            num_computed_tokens=[found for *_, found in cached],
             resumed_req_ids={str(state) for state, *_ in resumed},
         ),
     )

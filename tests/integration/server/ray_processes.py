@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import psutil
+
+from tests.integration.server.servers import wait_until
 
 MARK = "VLLM_RECYCLE_TEST"
 
@@ -41,7 +42,4 @@ def find(environment: Mapping[str, str]) -> list[psutil.Process]:
 
 def wait_for_end(environment: Mapping[str, str], seconds: float = 60) -> None:
     """Return when none of them runs any more; raise where one does after so long."""
-    deadline = time.monotonic() + seconds
-    while left := find(environment):
-        assert time.monotonic() < deadline, f"still run: {left}"
-        time.sleep(0.5)
+    wait_until(lambda: not find(environment), seconds)

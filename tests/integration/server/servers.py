@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,21 @@ ENVIRONMENT = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
 }
 MAX_TOKENS = 24  # of an answer, unless told
+VLLM = str(Path(sys.executable).with_name("vllm"))
+# vLLM's command, whose engines and workers are forks that import nothing once more. On a CPU vLLM
+# spawns them, whatever the environment says.
+FORKING = """import multiprocessing
+from vllm.utils import system_utils
+system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+from vllm.entrypoints.cli.main import main
+main()"""
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
 
 
 class Server:
@@ -36,6 +52,7 @@ class Server:
         self,
         log: Path,
         *flags: str,
+        forks: bool = False,
         environment: dict[str, str] | None = None,
     ) -> None:
         """Start it.
@@ -43,6 +60,7 @@ class Server:
         Args:
             log: file for what it prints.
             flags: of `vllm serve`, beside those of all tests.
+            forks: whether its engine is a fork, which is fast, or started as vLLM does it.
             environment: beside that of this process.
 
         """
@@ -52,7 +70,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [
-            str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
+            *([sys.executable, "-c", FORKING] if forks else [VLLM]), "serve", TARGET,
             "--served-model-name", "target", "--port", str(self.port), "--host", "127.0.0.1",
             "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8",
             "--kv-cache-memory-bytes", str(64 << 20), "--chat-template", CHAT_TEMPLATE, *flags,
@@ -93,10 +111,7 @@ class Server:
 
     def wait_until_idle(self) -> None:
         """Until no request runs, half a minute at most."""
-        deadline = time.monotonic() + 30
-        while self.counter("num_requests_running"):
-            assert time.monotonic() < deadline, "requests still run"
-            time.sleep(0.1)
+        wait_until(lambda: not self.counter("num_requests_running"))
 
     def complete(self, prompt: str, **kwargs: Any) -> Any:
         settings = {"model": "target", "max_tokens": MAX_TOKENS, "temperature": 0} | kwargs

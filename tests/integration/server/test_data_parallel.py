@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -17,90 +15,53 @@ from vllm.lora.request import LoRARequest
 
 from tests.integration.engines import TARGET, engine
 from tests.integration.models.adapters import write_adapter
-from tests.integration.server.servers import MAX_TOKENS
+from tests.integration.server.servers import MAX_TOKENS, wait_until
 from tests.integration.server.test_server import PROMPTS, MethodServer
 
-# By adapter, as the client calls them; the first is the base model.
-MODELS = ("target", "adapter")
-LABELS = ('engine="0"', 'engine="1"')
-pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("adapters") / "one"
-    return write_adapter(folder, TARGET, seed=1, has_head=True)
-
-
-@pytest.fixture(scope="module")
-def expected(adapter) -> dict[str, list[str]]:
-    """By model, without speculation; the base first, see `test_lora`."""
+@pytest.mark.slow
+def test_two_ranks_answer_as_vllm_does_and_save_what_each_has_learnt(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", TARGET, seed=1, has_head=True)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    # By model, as the client calls them; the base first, see `test_lora`.
+    models, expected = {"target": None, "adapter": LoRARequest("adapter", 1, adapter)}, []
     with engine(enable_lora=True) as llm:
-        return {
-            model: [result.outputs[0].text for result in llm.generate(
-                PROMPTS, params, lora_request=lora_request, use_tqdm=False
-            )]
-            for model, lora_request in zip(
-                MODELS, (None, LoRARequest("adapter", 1, adapter)), strict=True
-            )
-        }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(adapter, tmp_path_factory) -> Iterator[MethodServer]:
+        for of in models.values():
+            results = llm.generate(PROMPTS, params, lora_request=of, use_tqdm=False)
+            expected += [result.outputs[0].text for result in results]
     server = MethodServer(
-        tmp_path_factory.mktemp("server"),
+        tmp_path,
         "token_recycling",
         *("--data-parallel-size", "2", "--enable-lora", "--lora-modules", f"adapter={adapter}"),
+        forks=True,
         VLLM_CPU_OMP_THREADS_BIND="0|1",
         VLLM_SERVER_DEV_MODE="1",
     )
+    files = [server.state_file, server.state_file.with_name("state.dp1.safetensors")]
     try:
         server.wait_until_healthy()
-        yield server
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for _ in range(2):
+                asked = product(models, PROMPTS)
+                answers = pool.map(lambda pair: server.complete(pair[1], model=pair[0]), asked)
+                assert [answer.choices[0].text for answer in answers] == expected
+            for name in ("request_success", "spec_decode_num_accepted_tokens"):
+                assert server.counter(f"{name}_total", 'engine="0"') > 0
+                assert server.counter(f"{name}_total", 'engine="1"') > 0
+            # A call to the workers reaches both; vLLM returns the result of the first engine.
+            body = json.dumps({"method": "save_draft_state"}).encode()
+            call = urllib.request.Request(
+                f"{server.url}/collective_rpc", body, {"Content-Type": "application/json"}
+            )
+            results = json.load(urllib.request.urlopen(call, timeout=60))["results"]
+            assert results == [str(server.state_file)]
+            for file in files:
+                file.unlink()  # fails where it is not there
+            # Who has learnt nothing since it was last written writes nothing.
+            list(pool.map(server.complete, PROMPTS))
+        assert server.stop() == 0
+        wait_until(lambda: all(file.exists() for file in files))
     finally:
-        if server.process.poll() is None:
-            server.stop()
-
-
-def files_of_ranks(server: MethodServer) -> list[Path]:
-    path = server.state_file
-    return [path, path.with_name("state.dp1.safetensors")]
-
-
-def test_both_ranks_answer_as_vllm_does_without_speculation(server, expected):
-    requests = [(model, index) for model in MODELS for index in range(len(PROMPTS))]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for _ in range(2):
-            answers = pool.map(lambda r: server.complete(PROMPTS[r[1]], model=r[0]), requests)
-            texts = [answer.choices[0].text for answer in answers]
-            assert texts == [expected[model][index] for model, index in requests]
-    for label in LABELS:
-        assert server.counter("request_success_total", label) > 0
-        assert server.counter("spec_decode_num_accepted_tokens_total", label) > 0
-
-
-def test_a_call_to_the_workers_reaches_both_ranks(server):
-    body = json.dumps({"method": "save_draft_state"}).encode()
-    request = urllib.request.Request(
-        f"{server.url}/collective_rpc", body, {"Content-Type": "application/json"}
-    )
-    results = json.load(urllib.request.urlopen(request, timeout=60))["results"]
-    assert results == [str(server.state_file)]  # vLLM returns those of the first engine
-    assert all(path.exists() for path in files_of_ranks(server))
-
-
-def test_both_ranks_save_what_they_learnt_at_shutdown(server):
-    """Last: it ends the server."""
-    for path in files_of_ranks(server):
-        path.unlink()
-    # Who has learnt nothing since it was last written writes nothing.
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(server.complete, PROMPTS))
-    assert server.stop() == 0
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not all(p.exists() for p in files_of_ranks(server)):
-        time.sleep(0.1)
-    first, second = (load_file(path)["adjacency_matrix"] for path in files_of_ranks(server))
+        server.kill()
+    first, second = (load_file(file)["adjacency_matrix"] for file in files)
     assert not torch.equal(first, second), "each rank has learnt from its own requests"

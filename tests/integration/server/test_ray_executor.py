@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from tests.integration.engines import TOKEN_RECYCLING, core, counter, engine, generate, read_prompts
+from tests.integration.server.servers import wait_until
 
 PROMPTS = read_prompts(6)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -34,13 +34,8 @@ def test_output_equals_vllm_with_ranks_on_two_nodes(tmp_path):
     path = os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with marked() as environment, (tmp_path / "log").open("w+") as log:
         command = [sys.executable, __file__, str(output), str(matrix)]
-        run = subprocess.run(
-            command,
-            env=environment | {"PYTHONPATH": path},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=500,
-        )
+        environment["PYTHONPATH"] = path
+        run = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=500)
         log.seek(0)
         assert run.returncode == 0, log.read()[-6000:]
         wait_for_end(environment)
@@ -69,10 +64,7 @@ def main(output: str, matrix: str) -> None:
             "accepted": counter(llm, "spec_decode_num_accepted_tokens"),
             "nodes": len({one.node_id for one in core(llm).model_executor.ray_worker_handles}),
         }
-        deadline = time.monotonic() + 60
-        while not Path(matrix).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(Path(matrix).exists, 60)
     ray.shutdown()
     cluster.shutdown()
     Path(output).write_text(json.dumps(found))

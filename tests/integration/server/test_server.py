@@ -7,8 +7,6 @@ import contextlib
 import json
 import re
 import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,8 +15,8 @@ import openai
 import pytest
 from vllm import SamplingParams
 
-from tests.integration.engines import SMALL_OUROBOROS, TARGET, engine, read_prompts
-from tests.integration.server.servers import MAX_TOKENS, Server
+from tests.integration.engines import EXAMPLES, SMALL_OUROBOROS, TARGET, engine, read_prompts
+from tests.integration.server.servers import MAX_TOKENS, VLLM, Server, wait_until
 
 PROMPTS = read_prompts(8)
 # Of each method: its options, the option that names its file, and what its start-up line says.
@@ -30,13 +28,15 @@ METHODS = {
     ),
     "ouroboros": (SMALL_OUROBOROS, "pool_file", "gamma 5, window 4, guesses 3, phrase length 4"),
 }
-EXAMPLES = Path(__file__).parents[3] / "examples"
+GREEDY = {"model": "target", "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
 class MethodServer(Server):
     """Serves with a method, and writes what it learnt to a file."""
 
-    def __init__(self, folder: Path, method: str, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, method: str, *flags: str, forks: bool, **environment: str
+    ) -> None:
         options, file_option, self.start_up_line = METHODS[method]
         self.state_file = folder / "state.safetensors"
         self.options = options = {**options, file_option: str(self.state_file)}
@@ -45,6 +45,7 @@ class MethodServer(Server):
             *("--speculative-config", json.dumps(options), "--shutdown-timeout", "20"),
             *("--per-request-spec-decode-metrics", "detailed"),
             *flags,
+            forks=forks,
             environment=environment,
         )
 
@@ -54,9 +55,9 @@ class MethodServer(Server):
     params=["token_recycling", pytest.param("ouroboros", marks=pytest.mark.slow)],
 )
 def server(request, tmp_path_factory):
-    server = MethodServer(
-        tmp_path_factory.mktemp("server"), request.param, VLLM_SERVER_DEV_MODE="1"
-    )
+    """With the first method as vLLM starts it."""
+    folder, forks = tmp_path_factory.mktemp("server"), request.param != "token_recycling"
+    server = MethodServer(folder, request.param, forks=forks, VLLM_SERVER_DEV_MODE="1")
     try:
         server.wait_until_healthy()
         yield server
@@ -77,26 +78,20 @@ def test_start_up_says_what_is_on(server):
     assert server.start_up_line in server.log.read_text()
 
 
-def test_completions_one_by_one_and_concurrent(server, expected):
+def test_completions_streams_and_chats_are_those_of_vllm(server, expected):
     assert [server.complete(prompt).choices[0].text for prompt in PROMPTS] == expected
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         texts = [answer.choices[0].text for answer in pool.map(server.complete, PROMPTS)]
     assert texts == expected
-
-
-def test_streams(server, expected):
     stream = server.complete(PROMPTS[0], stream=True)
     parts = [chunk.choices[0].text for chunk in stream if chunk.choices]
     assert len(parts) > 1
     assert "".join(parts) == expected[0]
-
-
-def test_chat(server):
-    question = [{"role": "user", "content": "Tom has 3 apples and buys 4. How many has he?"}]
+    question = "Tom has 3 apples and buys 4. How many has he?"
     answer = server.client.chat.completions.create(
-        model="target", messages=question, max_tokens=MAX_TOKENS, temperature=0
+        messages=[{"role": "user", "content": question}], **GREEDY
     )
-    plain = server.complete(f"Question: {question[0]['content']}\nAnswer:")
+    plain = server.complete(f"Question: {question}\nAnswer:")
     assert answer.choices[0].message.content == plain.choices[0].text
 
 
@@ -116,19 +111,16 @@ def test_aborting_in_mid_stream_leaves_nothing_running(server, expected):
     assert server.complete(PROMPTS[0]).choices[0].text == expected[0]
 
 
-def test_metrics(server):
+def test_metrics_are_what_the_dashboard_and_the_alerts_ask_for(server):
     names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
     drafts, nodes, accepted = (server.counter(f"spec_decode_{name}") for name in names)
     assert 0 < drafts <= nodes <= 80 * drafts
     assert 0 < accepted <= 6 * drafts
-
-
-@pytest.mark.parametrize(("file", "names"), [("grafana.json", 12), ("alerts.yaml", 5)])
-def test_dashboard_and_alerts_ask_for_what_the_server_has(server, file, names):
     there = {re.split("[{ ]", line)[0] for line in server.metrics()}
-    asked = set(re.findall(r"vllm:\w+", (EXAMPLES / file).read_text()))
-    assert len(asked) >= names
-    assert asked <= there
+    for file, count in (("grafana.json", 12), ("alerts.yaml", 5)):
+        asked = set(re.findall(r"vllm:\w+", (EXAMPLES / file).read_text()))
+        assert len(asked) >= count
+        assert asked <= there
 
 
 @pytest.mark.parametrize("stop", [None, " the"])
@@ -146,19 +138,12 @@ def test_metrics_of_a_request(server, stop):
     assert all(0 <= a <= d <= 80 for a, d in zip(accepted, drafted, strict=True))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_tokens": -1},
-        {"temperature": -2},
-        {"extra_body": {"vllm_xargs": {"speculate": "perhaps"}}},
-        {"extra_body": {"vllm_xargs": {"hint": ["a text", 5]}}},
-        {"extra_body": {"vllm_xargs": {"owner": 1.5}}},
-    ],
-)
-def test_bad_input_is_a_4xx(server, bad):
-    with pytest.raises(openai.BadRequestError):
-        server.complete(PROMPTS[0], **bad)
+def test_bad_input_is_a_4xx(server):
+    ours = ({"speculate": "perhaps"}, {"hint": ["a text", 5]}, {"owner": 1.5})
+    of_ours = [{"extra_body": {"vllm_xargs": bad}} for bad in ours]
+    for bad in ({"max_tokens": -1}, {"temperature": -2}, *of_ours):
+        with pytest.raises(openai.BadRequestError):
+            server.complete(PROMPTS[0], **bad)
 
 
 def test_a_request_can_opt_out(server, expected):
@@ -170,24 +155,24 @@ def test_a_request_can_opt_out(server, expected):
 
 def test_hints_and_learnt_texts(server, expected):
     drafts = server.options["method"] == "token_recycling"
-    hint = {"extra_body": {"vllm_xargs": {"hint": expected[0]}}}
-    call = urllib.request.Request(
-        f"{server.url}/collective_rpc",
-        json.dumps({"method": "learn_texts", "args": [["One text.", [5, 6, 7]]]}).encode(),
+    refused = (
+        contextlib.nullcontext()
+        if drafts
+        else pytest.raises((openai.BadRequestError, urllib.error.HTTPError))
     )
-    with contextlib.nullcontext() if drafts else pytest.raises(openai.BadRequestError):
+    hint = {"extra_body": {"vllm_xargs": {"hint": expected[0]}}}
+    body = {"method": "learn_texts", "args": [["One text.", [5, 6, 7]]]}
+    call = urllib.request.Request(f"{server.url}/collective_rpc", json.dumps(body).encode())
+    with refused:
         assert server.complete(PROMPTS[0], **hint).choices[0].text == expected[0]
-    with contextlib.nullcontext() if drafts else pytest.raises(urllib.error.HTTPError):
+    with refused:
         (learnt,) = json.loads(urllib.request.urlopen(call).read())["results"]
         assert int(learnt) > 3
-    prediction = {"type": "content", "content": 5}
+    is_refused = pytest.raises(openai.BadRequestError, match="'prediction' is")
     question = {"model": "target", "messages": [{"role": "user", "content": "How many?"}]}
-    with (
-        pytest.raises(openai.BadRequestError, match="'prediction' is")
-        if drafts
-        else (contextlib.nullcontext())
-    ):
-        server.client.chat.completions.create(**question, extra_body={"prediction": prediction})
+    prediction = {"prediction": {"type": "content", "content": 5}}
+    with is_refused if drafts else contextlib.nullcontext():
+        server.client.chat.completions.create(**question, extra_body=prediction)
     assert server.complete(PROMPTS[0]).choices[0].text == expected[0]
 
 
@@ -195,20 +180,13 @@ def test_shuts_down_cleanly_and_saves_what_it_learnt(server):
     """Last: it ends the server."""
     assert server.stop() == 0
     # The worker process, which has it, may outlive the command a little.
-    deadline = time.monotonic() + 30
-    while not server.state_file.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert server.state_file.exists(), server.log.read_text()[-3000:]
+    wait_until(server.state_file.exists)
 
 
-def test_bad_options_end_the_command_with_one_clear_error(tmp_path):
-    command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", TARGET,
-        "--speculative-config", '{"method": "token_recycling", "branches": 3}',
-    ]  # fmt: skip
+def test_bad_options_end_the_command_with_one_clear_error():
+    options = '{"method": "token_recycling", "branches": 3}'
+    command = [VLLM, "serve", TARGET, "--speculative-config", options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode != 0
-    assert (
-        "unknown key 'branches', expected any of ['method', 'preset', 'k'"
-        in result.stdout + result.stderr
-    )
+    said = "unknown key 'branches', expected any of ['method', 'preset', 'k'"
+    assert said in result.stdout + result.stderr

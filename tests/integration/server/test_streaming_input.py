@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
+import multiprocessing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +26,20 @@ CHUNK = 24
 PRICED = {**TOKEN_RECYCLING, "row_cost": 0.02}
 
 
-def make_engine(speculative_config: dict[str, Any] | None, **settings: Any) -> AsyncLLM:
+@pytest.fixture(autouse=True)
+def _forks(monkeypatch):
+    """Processes import nothing once more. On a CPU vLLM spawns them, whatever it is told."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda *_: fork)
+
+
+def run(
+    ask: Callable[..., Awaitable[Any]],
+    speculative_config: dict[str, Any] | None,
+    *given: Any,
+    **settings: Any,
+) -> Any:
+    """What it says of an engine and what is given."""
     arguments = AsyncEngineArgs(
         TARGET,
         dtype="float32",
@@ -35,7 +49,15 @@ def make_engine(speculative_config: dict[str, Any] | None, **settings: Any) -> A
         speculative_config=speculative_config,
         **settings,
     )
-    return AsyncLLM.from_engine_args(arguments)
+
+    async def main() -> Any:
+        engine = AsyncLLM.from_engine_args(arguments)
+        try:
+            return await ask(engine, *given)
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(main())
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -47,43 +69,42 @@ def greedy(max_tokens: int) -> SamplingParams:
     )
 
 
-async def stream(speculative_config: dict[str, Any] | None, texts: list[str]) -> list[list[int]]:
+def chunk(prompt: Any, max_tokens: int, **given: Any) -> StreamingInput:
+    ids = {"prompt_token_ids": [*prompt], **given}
+    return StreamingInput(prompt=ids, sampling_params=greedy(max_tokens))
+
+
+async def answer(engine: AsyncLLM, name: str, chunks: AsyncIterator[StreamingInput]) -> list[int]:
+    """All token ids of a session."""
+    results = engine.generate(chunks, greedy(16), request_id=name)
+    return [token async for result in results for token in result.outputs[0].token_ids]
+
+
+async def stream(engine: AsyncLLM) -> list[list[int]]:
     """Token ids of what follows the chunks of each text."""
-    engine = make_engine(speculative_config, max_num_seqs=4)
     # Short outputs of several lengths end within accepted paths, and behind them.
     lengths = [3, 5, 8, 13]
     tokenizer = engine.get_tokenizer()
 
     async def chunks(token_ids: list[int]) -> AsyncIterator[StreamingInput]:
         for index, start in enumerate(range(0, len(token_ids), CHUNK)):
-            params = greedy(lengths[index % len(lengths)])
-            prompt = {"prompt_token_ids": token_ids[start : start + CHUNK]}
-            yield StreamingInput(prompt=prompt, sampling_params=params)
+            yield chunk(token_ids[start : start + CHUNK], lengths[index % len(lengths)])
 
-    async def output(index: int, text: str) -> list[int]:
-        given = chunks(tokenizer.encode(text))
-        results = engine.generate(given, greedy(16), request_id=str(index))
-        return [token async for result in results for token in result.outputs[0].token_ids]
-
-    try:
-        return await asyncio.gather(*(output(*indexed) for indexed in enumerate(texts)))
-    finally:
-        engine.shutdown()
+    texts = map(tokenizer.encode, read_prompts(6))
+    return await asyncio.gather(
+        *(answer(engine, str(i), chunks(token_ids)) for i, token_ids in enumerate(texts))
+    )
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    return read_prompts(6)
-
-
-@pytest.fixture(scope="module")
-def expected(texts) -> list[list[int]]:
-    return asyncio.run(stream(None, texts))
+@cache
+def expected() -> list[list[int]]:
+    return run(stream, None, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("method", [PRICED, SMALL_OUROBOROS])
-def test_what_follows_each_chunk_is_the_same(method, texts, expected):
-    assert asyncio.run(stream(method, texts)) == expected
+def test_what_follows_each_chunk_is_the_same(method):
+    plain = expected()
+    assert run(stream, method, max_num_seqs=4) == plain
     # Those of the last engine, whose start unregisters what was there.
     name = "vllm:spec_decode_num_accepted_tokens"
     accepted = sum(metric.value for metric in get_metrics_snapshot() if metric.name == name)
@@ -91,40 +112,35 @@ def test_what_follows_each_chunk_is_the_same(method, texts, expected):
     assert accepted > (30 if FEATURES.cpu_runs_heads else 15)
 
 
-async def table_fill(cache_salt: str | None) -> float:
-    """The part of what is shared that a session has written, whose first chunk had this salt."""
-    engine = make_engine({**PRICED, "scope": "shared"}, max_num_seqs=2)
+async def table_fill(engine: AsyncLLM, salts: list[dict[str, str]]) -> list[float]:
+    """The part of what is shared that was written, behind sessions whose first chunks had these."""
 
-    async def chunks() -> AsyncIterator[StreamingInput]:
-        first = {"prompt_token_ids": [*range(9, 40)]}
-        if cache_salt is not None:
-            first["cache_salt"] = cache_salt
-        yield StreamingInput(first, sampling_params=greedy(4))
-        yield StreamingInput({"prompt_token_ids": [*range(50, 70)]}, sampling_params=greedy(8))
+    async def chunks(salt: dict[str, str]) -> AsyncIterator[StreamingInput]:
+        yield chunk(range(9, 40), 4, **salt)
+        yield chunk(range(50, 70), 8)
 
-    try:
-        async for _ in engine.generate(chunks(), greedy(8), request_id="session"):
-            pass
+    fills = []
+    for index, salt in enumerate(salts):
+        await answer(engine, str(index), chunks(salt))
         [statistics] = await engine.collective_rpc("draft_statistics")
-        return statistics["table_fill"]
-    finally:
-        engine.shutdown()
+        fills.append(statistics["table_fill"])
+    return fills
 
 
 def test_a_session_keeps_the_cache_salt_that_it_began_with():
-    assert asyncio.run(table_fill("salt")) == 0 < asyncio.run(table_fill(None))
+    salts = [{"cache_salt": "salt"}, {}]
+    salted, free = run(table_fill, {**PRICED, "scope": "shared"}, salts, max_num_seqs=2)
+    assert salted == 0 < free
 
 
-async def crowd(speculative_config: dict[str, Any] | None, folder: Path) -> list[list[int]]:
+async def crowd(engine: AsyncLLM, adapters: list[LoRARequest]) -> list[list[int]]:
     """A session of one adapter waits for its turn while requests of another take all places."""
-    adapters = [LoRARequest(name, i, str(folder / name)) for i, name in enumerate("ab", start=1)]
-    engine = make_engine(speculative_config, max_num_seqs=2, enable_lora=True, max_loras=1)
     first_turn, other_runs, others_ended = asyncio.Event(), asyncio.Event(), list[int]()
 
     async def chunks() -> AsyncIterator[StreamingInput]:
-        yield StreamingInput({"prompt_token_ids": [*range(9, 40)]}, sampling_params=greedy(4))
+        yield chunk(range(9, 40), 4)
         await other_runs.wait()
-        yield StreamingInput({"prompt_token_ids": [*range(50, 70)]}, sampling_params=greedy(8))
+        yield chunk(range(50, 70), 8)
 
     async def session() -> list[int]:
         token_ids: list[int] = []
@@ -149,16 +165,16 @@ async def crowd(speculative_config: dict[str, Any] | None, folder: Path) -> list
         others_ended.append(index)
         return token_ids
 
-    try:
-        return await asyncio.gather(session(), *map(other, range(3)))
-    finally:
-        engine.shutdown()
+    return await asyncio.gather(session(), *map(other, range(3)))
 
 
 @pytest.mark.slow
 def test_a_session_that_waits_takes_nobodys_place(tmp_path):
-    for seed, name in enumerate("ab"):
-        write_adapter(tmp_path / name, TARGET, seed=seed, has_head=False)
-    expected = asyncio.run(crowd(None, tmp_path))
-    assert [*map(len, expected)] == [12, 150, 150, 150]
-    assert asyncio.run(crowd(PRICED, tmp_path)) == expected
+    adapters = []
+    for index, name in enumerate("ab"):
+        path = write_adapter(tmp_path / name, TARGET, seed=index, has_head=False)
+        adapters.append(LoRARequest(name, 1 + index, path))
+    few = {"max_num_seqs": 2, "enable_lora": True, "max_loras": 1}
+    plain = run(crowd, None, adapters, **few)
+    assert [*map(len, plain)] == [12, 150, 150, 150]
+    assert run(crowd, PRICED, adapters, **few) == plain

@@ -6,7 +6,6 @@ Other tests have both in their own process, to look inside. What drafts gain mus
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,14 +18,14 @@ from tests.integration.outputs.test_structured_output import GREEDY, KINDS, PLAI
 LONG = {"max_tokens": 60}
 
 
-def serve(method: dict[str, Any] | None, backend: str, **layout: Any) -> tuple[list[Any], float]:
+def serve(backend: str, **layout: Any) -> tuple[list[Any], float]:
     """What requests get, and tokens a step of those that follow what none did before.
 
     What their drafts are is what the grammar tells.
     """
     before = [StructuredOutputsParams(**grammar) for _, grammar in KINDS[backend]]
     unseen = StructuredOutputsParams(regex=UNSEEN)
-    with engine(method, structured_outputs_config={"backend": backend}, **layout) as llm:
+    with engine(GROWN, structured_outputs_config={"backend": backend}, **layout) as llm:
         # Others first: with these the worker gets its compiler.
         params = [SamplingParams(**GREEDY, structured_outputs=one) for one in before]
         outputs = generate(llm, [text for text, _ in KINDS[backend]], params)
@@ -38,27 +37,22 @@ def serve(method: dict[str, Any] | None, backend: str, **layout: Any) -> tuple[l
         return outputs + ours, tokens / (tokens - accepted)
 
 
-@cache
-def serve_plainly(backend: str) -> list[Any]:
-    return serve(None, backend)[0]
-
-
-@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, monkeypatch):
-    plain = serve_plainly(backend)
-    here, tokens_here = serve(GROWN, backend)
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [
+        ("guidance", 1),
+        pytest.param("xgrammar", 2, marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores"),
+        ]),
+    ],
+)  # fmt: skip
+def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, ranks, monkeypatch):
+    here, tokens_here = serve(backend)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    there, tokens_there = serve(GROWN, backend)
-    assert here == there == plain
+    if ranks > 1:
+        use_two_ranks(monkeypatch)
+    there, tokens_there = serve(backend, tensor_parallel_size=ranks)
+    assert here == there
     assert tokens_here > 1.5
     assert tokens_there > 0.9 * tokens_here
-
-
-@pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-def test_drafts_grow_with_grammars_on_two_ranks(monkeypatch):
-    plain = serve_plainly("xgrammar")
-    use_two_ranks(monkeypatch)
-    outputs, tokens = serve(GROWN, "xgrammar", tensor_parallel_size=2)
-    assert outputs == plain
-    assert tokens > 1.5

@@ -14,50 +14,13 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.integration.engines import HOSTED, PUBLISHED, TARGET, TRUNK, make_config
+from tests.integration.engines import PUBLISHED, TARGET, make_config
 from tests.integration.models.random_models import granite_hybrid
 from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration import platform, refusals
 from vllm_recycle.integration.options import has_settings, settings_of
-from vllm_recycle.integration.plugin import register
 
 pytestmark = pytest.mark.versions
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered():
-    register()
-
-
-EXPERTS = {"hf_overrides": {"num_local_experts": 4}}
-# Of a draft model, whose ranks are to be those of the target.
-ONE_RANK = {"model": TARGET, "draft_tensor_parallel_size": 1}
-FEWER_RANKS = "draft_tensor_parallel_size: got 1, expected none or that of the target, 2"
-
-
-@pytest.mark.parametrize(
-    ("method", "flags", "message"),
-    [
-        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({}, {"async_scheduling": True}, "--async-scheduling"),
-        ({}, {"convert": "embed"}, "--runner pooling"),
-        ({}, EXPERTS | {"data_parallel_size": 2},
-         "--data-parallel-size above 1 with a mixture-of-experts model"),
-        ({}, EXPERTS | {"enable_expert_parallel": True, "tensor_parallel_size": 2},
-         "--enable-expert-parallel on several ranks on a CPU"),
-        ({}, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 on a CPU"),
-        # vLLM 0.33 has words of its own.
-        ({}, {"kv_cache_dtype": "float16"}, "float16 on a CPU|float16\" is incompatible with d"),
-        (TRUNK | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
-        (PUBLISHED | ONE_RANK, {"tensor_parallel_size": 2}, FEWER_RANKS),
-        pytest.param({"trunk": HOSTED["trunk"] | ONE_RANK}, {"tensor_parallel_size": 2},
-                     FEWER_RANKS, id="vLLM's trunk on fewer ranks"),
-    ],
-)  # fmt: skip
-def test_features_that_are_not_supported(method, flags, message):
-    with pytest.raises((NotImplementedError, ValueError), match=message):
-        make_config(method, **flags)
-
 
 RECYCLING = '{"method": "token_recycling"}'
 TEMPLATE = '{"method": "token_recycling", "tree": "paper-80"}'
@@ -186,11 +149,10 @@ REFUSED_BY_CONFIG = {
          "a model with heads of 40 numbers (no multiple of 16) on a CPU"),
     ],
 )  # fmt: skip
-def test_where_trees_do_not_go_chains_do(flags, feature, monkeypatch):
-    said = []
-    monkeypatch.setattr(engine_config.logger, "info", lambda *words: said.append(words))
+def test_where_trees_do_not_go_chains_do(flags, feature, logged):
     options = settings_of(make_config({"max_nodes": 10}, **flags)).options
-    assert said == [("%s drafts chains: trees do not go with %s", "token_recycling", feature)]
+    said = f"token_recycling drafts chains: trees do not go with {feature}"
+    assert logged == [("info", said)]
     assert (options.tree, options.num_nodes) == ("chain", 10)
     for method in ({"tree": "default"}, {"preset": "paper"}):
         with pytest.raises(NotImplementedError, match=re.escape(f"does not support {feature}")):
@@ -204,17 +166,10 @@ def test_models_with_states_have_short_chains(tmp_path):
         assert (options.tree, options.num_nodes) == ("chain", num_nodes)
     with pytest.raises(NotImplementedError, match="does not support a hybrid or Mamba model;"):
         make_config({"tree": "default"}, model=model)
-
-
-@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
-def test_every_refusal_names_its_flag(name):
-    """Those that this machine or model cannot turn on by themselves: set on a good config."""
-    config = make_config()
-    part, value = REFUSED_BY_CONFIG[name]
-    owner = config if part is None else getattr(config, part)
-    object.__setattr__(owner, name, value)
-    with pytest.raises(NotImplementedError, match=f"--{name.replace('_', '-')}"):
-        engine_config.finish(config)
+    for caches_prefixes in (False, True):
+        config = make_config(model=model, enable_prefix_caching=caches_prefixes)
+        refused = ["--enable-prefix-caching with recurrent layers on a GPU"] * caches_prefixes
+        assert refused_on_a_gpu_alone(config) == refused
 
 
 def refused_on_a_gpu_alone(config: Any) -> list[str]:
@@ -230,38 +185,38 @@ def test_what_was_right_on_a_cpu_alone_is_refused_on_a_gpu():
     assert refused_on_a_gpu_alone(config) == [f"{flag} on a GPU" for flag in flags]
 
 
-@pytest.mark.parametrize("caches_prefixes", [False, True])
-def test_states_in_the_prefix_cache_are_refused_on_a_gpu(caches_prefixes, tmp_path):
-    model = granite_hybrid(tmp_path / "model")
-    config = make_config(model=model, enable_prefix_caching=caches_prefixes)
-    refused = ["--enable-prefix-caching with recurrent layers on a GPU"] * caches_prefixes
-    assert refused_on_a_gpu_alone(config) == refused
+@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
+def test_every_refusal_names_its_flag(name):
+    """Those that this machine or model cannot turn on by themselves: set on a good config."""
+    config = make_config()
+    part, value = REFUSED_BY_CONFIG[name]
+    owner = config if part is None else getattr(config, part)
+    object.__setattr__(owner, name, value)
+    with pytest.raises(NotImplementedError, match=f"--{name.replace('_', '-')}"):
+        engine_config.finish(config)
 
 
-def test_other_platforms_are_refused(monkeypatch):
-    other = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
-    monkeypatch.setattr(platform, "current_platform", other)
-    message = r"got platform 'abacus', expected one of \['cpu', 'cuda'\]"
+ABACUS = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((platform, "current_platform", ABACUS), r"'abacus', expected one of \['cpu', 'cuda'\]"),
+        ((refusals, "entry_points", lambda group: [group]), r"vllm\.logits_processors"),
+        (("VLLM_BATCH_INVARIANT", "1"), "VLLM_BATCH_INVARIANT=1"),
+    ],
+)
+def test_what_an_engine_runs_with_is_refused(place, message, monkeypatch):
+    config = make_config()
+    (monkeypatch.setenv if len(place) == 2 else monkeypatch.setattr)(*place)
     with pytest.raises(NotImplementedError, match=message):
-        make_config()
+        engine_config.finish(config)
 
 
 def test_model_runner_v2_is_refused_on_cpu(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(NotImplementedError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
-        make_config()
-
-
-def test_batch_invariance_is_refused(monkeypatch):
-    config = make_config()
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT=1"):
-        engine_config.finish(config)
-
-
-def test_installed_logits_processors_are_refused(monkeypatch):
-    monkeypatch.setattr(refusals, "entry_points", lambda group: [group])
-    with pytest.raises(NotImplementedError, match=r"vllm\.logits_processors"):
         make_config()
 
 
@@ -275,19 +230,16 @@ def test_installed_logits_processors_are_refused(monkeypatch):
         ({"max_num_batched_tokens": 512, "max_num_seqs": 4}, False),
     ],
 )
-def test_with_lora_steps_are_as_large_as_without(flags, raises, method, monkeypatch):
+def test_with_lora_steps_are_as_large_as_without(flags, raises, method, logged):
     """Where vLLM asks for more rows than a step has, it gets them, and one line says so."""
-    lines = []
-    monkeypatch.setattr(engine_config.logger, "info", lambda line, *args: lines.append(line % args))
     plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
     rows = lora.scheduler_config.max_num_seqs * (1 + lora.num_speculative_tokens)
     plain, lora = plain.scheduler_config, lora.scheduler_config
     assert lora.max_num_seqs == plain.max_num_seqs
     assert lora.max_num_scheduled_tokens == plain.max_num_scheduled_tokens
     assert lora.max_num_batched_tokens == (rows if raises else plain.max_num_batched_tokens)
-    assert [f"from {plain.max_num_batched_tokens} to {rows}, " in line for line in lines] == (
-        [True] * raises
-    )
+    said = f"from {plain.max_num_batched_tokens} to {rows}, "
+    assert [said in line for _, line in logged] == [True] * raises
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.integration.engines import (
     HOSTED,
     OUROBOROS,
     PAPER,
+    PUBLISHED,
     TARGET,
     TOKEN_RECYCLING,
     TRUNK,
@@ -33,22 +34,14 @@ from vllm_recycle.integration.plugin import register
 pytestmark = pytest.mark.versions
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered():
-    register()
-
-
-@pytest.mark.parametrize(
-    ("options", "flags", "num_tokens"),
-    [
+def test_good_options_are_accepted():
+    for options, flags, num_tokens in (
         ({"k": 4, "tree": "default", "max_nodes": 3, "scope": "shared"}, {}, 3),
         ({"seed-from-prompt": False, "num_speculative_tokens": 7}, {}, 7),
         ({}, {"spec_tokens": 8}, 8),
-    ],
-)
-def test_good_options_are_accepted(options, flags, num_tokens):
-    config = make_config(options, **flags)
-    assert config.speculative_config.num_speculative_tokens == num_tokens
+    ):
+        config = make_config(options, **flags)
+        assert config.speculative_config.num_speculative_tokens == num_tokens
 
 
 def options_of(**options: Any) -> Any:
@@ -64,18 +57,9 @@ def test_a_preset_stands_for_the_keys_that_are_not_given():
     assert (list(other.contexts), other.row_cost) == ([1], 0)
 
 
-def test_other_methods_are_left_alone():
-    config = {"method": "ngram", "num_speculative_tokens": 3}
-    made = EngineArgs(TARGET, dtype="float32", speculative_config=config).create_engine_config()
-    assert made.speculative_config.method == "ngram"
-    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-
-
 HEAD = {"method": "eagle3", "model": "/no/head"}
 LINE = 700  # characters that a message has at most
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-
-
 VARIABLE = '{"method": "token_recycling", "max_nodes": 7}'
 PLAIN = {"additional_config": {"vllm_recycle": False}}
 
@@ -83,6 +67,7 @@ PLAIN = {"additional_config": {"vllm_recycle": False}}
 @pytest.mark.parametrize(
     ("said", "flags", "method"),
     [
+        ("", {"speculative_config": NGRAM}, "ngram"),
         (VARIABLE, {}, "custom_class"),
         (VARIABLE, {"speculative_config": NGRAM}, "ngram"),
         (VARIABLE, PLAIN, None),
@@ -97,34 +82,33 @@ def test_the_environment_turns_a_method_on_where_nothing_is_given(said, flags, m
     assert (arguments.speculative_config is None) == ("speculative_config" not in flags)
     assert (config.speculative_config and config.speculative_config.method) == method
     assert has_settings(config) == (method == "custom_class")
-    assert method != "custom_class" or settings_of(config).options.num_nodes == 7
+    if method == "custom_class":
+        assert settings_of(config).options.num_nodes == 7
+    else:
+        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
-def test_only_false_keeps_an_engine_plain_beside_the_environment(monkeypatch):
-    monkeypatch.setenv("VLLM_RECYCLE", VARIABLE)
-    arguments = EngineArgs(TARGET, additional_config={"vllm_recycle": "off"})
-    with pytest.raises(ValueError, match="vllm_recycle is 'off', expected false"):
-        arguments.create_engine_config()
+NO_METHOD = 'got .*, expected an object with a "method" of token_recycling, ouroboros'
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("said", "flags", "message"),
     [
-        *(
-            (said, r'got .*, expected an object with a "method" of token_recycling, ouroboros')
-            for said in ("yes", "[]", '{"method": "ngram"}', '{"max_nodes": 7}', "[" * 20_000)
-        ),
-        ('{"method": "token_recycling", "nodes": 3}', ".*of token_recycling: unknown key 'nodes'"),
-        ('{"method": "token_recycling", "k": 0}', ".*k is 0, expected an integer 1 to 64"),
-        ('{"method": "token_recycling", "tree": "oak"}', ".*expected one of .*'paper-80'"),
-        ('{"method": "ouroboros"}', ".*'model' is missing"),
+        *((said, {}, f"VLLM_RECYCLE: {NO_METHOD}") for said in ("yes", "[]", "[" * 20_000)),
+        *((json.dumps(said), {}, f"VLLM_RECYCLE: {NO_METHOD}") for said in (NGRAM, {"k": 7})),
+        (json.dumps(TOKEN_RECYCLING | {"nodes": 3}), {},
+         "VLLM_RECYCLE: .*of token_recycling: unknown key 'nodes'"),
+        (json.dumps(PAPER | {"tree": "oak"}), {}, "VLLM_RECYCLE: .*expected one of .*'paper-80'"),
+        ('{"method": "ouroboros"}', {}, "VLLM_RECYCLE: .*'model' is missing"),
+        (VARIABLE, {"additional_config": {"vllm_recycle": "off"}},
+         ".*vllm_recycle is 'off', expected false"),
     ],
-    ids=lambda value: value[:40],
-)
-def test_a_wrong_value_of_the_environment_is_refused_by_its_name(said, message, monkeypatch):
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_a_wrong_value_of_the_environment_is_refused_by_its_name(said, flags, message, monkeypatch):
     monkeypatch.setenv("VLLM_RECYCLE", said)
-    with pytest.raises(ValueError, match=f"^VLLM_RECYCLE: {message}[^\n]*$") as refused:
-        EngineArgs(TARGET, dtype="float32").create_engine_config()
+    with pytest.raises(ValueError, match=f"^{message}[^\n]*$") as refused:
+        EngineArgs(TARGET, dtype="float32", **flags).create_engine_config()
     assert len(str(refused.value)) < LINE
 
 
@@ -150,7 +134,6 @@ BAD_OPTIONS = [
     ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
     ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
     ({"max_nodes": True}, "max_nodes is True, expected an integer"),
-    ({"tree": "paper-80", "max_nodes": 200}, "got 200, expected at most the 80 nodes"),
     ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 16"),
     ({"contexts": [1, 17]}, r"got \[1, 17\], expected lengths ascending"),
     ({"contexts": [1] * 100_000}, r"got \[1, .*\.\.\. \(300,000 characters\), expected lengths"),
@@ -163,7 +146,6 @@ BAD_OPTIONS = [
     ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
     ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
     ({"matrix_file": ""}, "matrix_file is '', expected a path"),
-    ({"matrix_file": "/no/such/folder/m"}, "expected a file in a directory that exists"),
     ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
     ({"matrix_file": "/no/such/"}, "expected a directory that exists, or a file"),
     ({"save_every": -1}, "save_every is -1, expected 0, or a number of seconds from 0.01 to 1,000"),
@@ -184,7 +166,6 @@ BAD_OPTIONS = [
     ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
     ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
     ({"trunk": {"method": "oak"}}, r"of trunk is 'oak', expected one of \['eagle', 'eagle3', 'mtp"),
-    ({"trunk": {"method": "ouroboros"}}, "method of trunk is 'ouroboros', expected one of"),
     ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected one of"),
     ({"trunk": NGRAM | {1: 2}}, "key 1 of trunk, expected names"),
     ({"trunk": NGRAM | {"nope": 1}}, r"key 'nope' of trunk, expected any of \['method'"),
@@ -214,10 +195,8 @@ BAD_OPTIONS = [
 ]
 BAD_OPTIONS_OF_OUROBOROS_AS_PUBLISHED = [
     ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),
-    ({"model": None}, "'model' is missing"),
     ({"model": 7}, "model is 7, expected a draft model's name or path"),
     ({"model": "org/eagle3"}, "is 'org/eagle3', which vLLM takes for one of its method 'eagle3'"),
-    ({"pool_file": ""}, "pool_file is '', expected a path"),
     ({"gamma": 0}, "gamma is 0, expected an integer from 1"),
     ({"window": "20"}, "window is '20', expected an integer from 0"),
     ({"window": 0, "guesses": 0}, "window and guesses are both 0"),
@@ -237,7 +216,6 @@ BAD_OPTIONS_OF_TREES_ALONG_A_TRUNK = [
     ({"window": 3}, "unknown key 'window', expected any of"),
     ({"preset": "dynamic"}, r"preset is 'dynamic', expected one of \['paper'\]"),
     ({"tree": "paper-80"}, "tree is 'paper-80', expected 'dynamic'"),
-    ({"k": 0}, "k is 0, expected an integer 1 to 64"),
     ({"k": 2}, "k is 2, expected at least the 3 choices of a draft model"),
 ]
 BAD_TABLES = [
@@ -263,13 +241,32 @@ NEARLY_OURS = {
     "token_recycling": ("token-recycling", "Token_Recycling", "tokenrecycling", "recycling"),
     "ouroboros": ("Ouroboros", "ouroborus"),
 }
+# Of a draft model, whose ranks are to be those of the target.
+ONE_RANK = {"model": TARGET, "draft_tensor_parallel_size": 1}
+FEWER_RANKS = "draft_tensor_parallel_size: got 1, expected none or that of the target, 2"
+TWO_RANKS = {"tensor_parallel_size": 2}
+EXPERTS = {"hf_overrides": {"num_local_experts": 4}}
 OTHERS = [
     (TOKEN_RECYCLING, {"worker_cls": "a.B"}, "--worker-cls: got 'a.B', expected none"),
     (TOKEN_RECYCLING, {"scheduler_cls": "a.B"}, "--scheduler-cls: got 'a.B'"),
     (GROWN | {"num_speculative_tokens": 7}, {"spec_tokens": 8}, "--spec-tokens is given and 'num_"),
     (PAPER, {"max_model_len": 6}, "expected less than --max-model-len 6"),
     (OUROBOROS | {"window": 20, "guesses": 20}, SMALL_STEP, "64, expected at least the 104 rows"),
-]
+    (TRUNK | ONE_RANK, TWO_RANKS, FEWER_RANKS),
+    (PUBLISHED | ONE_RANK, TWO_RANKS, FEWER_RANKS),
+    pytest.param(HOSTED | {"trunk": HOSTED["trunk"] | ONE_RANK}, TWO_RANKS, FEWER_RANKS,
+                 id="vLLM's trunk on fewer ranks"),
+    (TOKEN_RECYCLING, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+    (TOKEN_RECYCLING, {"async_scheduling": True}, "--async-scheduling"),
+    (TOKEN_RECYCLING, {"convert": "embed"}, "--runner pooling"),
+    (TOKEN_RECYCLING, EXPERTS | {"data_parallel_size": 2},
+     "--data-parallel-size above 1 with a mixture-of-experts model"),
+    (TOKEN_RECYCLING, EXPERTS | TWO_RANKS | {"enable_expert_parallel": True},
+     "--enable-expert-parallel on several ranks on a CPU"),
+    (TOKEN_RECYCLING, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 on a CPU"),
+    # vLLM 0.33 has words of its own.
+    (TOKEN_RECYCLING, {"kv_cache_dtype": "float16"}, 'float16 on a CPU|float16" is incompatible'),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -290,7 +287,7 @@ OTHERS = [
 )
 def test_what_is_refused(given, flags, message):
     arguments = EngineArgs(TARGET, dtype="float32", speculative_config=given, **flags)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises((NotImplementedError, ValueError), match=message) as refused:
         arguments.create_engine_config()
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < LINE

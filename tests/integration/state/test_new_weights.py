@@ -22,13 +22,13 @@ from tests.integration.engines import GROWN as FREE_ROWS
 from tests.integration.engines import core, counter, engine, runner
 
 METHOD = GROWN if IS_V2 else {**FREE_ROWS, "max_nodes": 8}
-PARAMS = [{**GREEDY, "max_tokens": 24}, {**SEEDED, "max_tokens": 24}]
+PARAMS = [{**GREEDY, "max_tokens": 16}, {**SEEDED, "max_tokens": 16}]
 
 
 def test_a_request_under_which_weights_change_ends_as_with_vllm(served):
     assert served["ours"] == served["plain"]
-    pairs = zip(served["ours"], served["unchanged"], strict=True)
-    assert all(ours != unchanged for ours, unchanged in pairs)
+    for ours, unchanged in zip(served["ours"], served["unchanged"], strict=True):
+        assert ours != unchanged
     assert served["accepted"] > 0
 
 
@@ -41,11 +41,9 @@ def test_counts_weigh_half_as_much_once_however_often_weights_were_brought(serve
 def bring(llm: Any, factor: float) -> None:
     """Weights of another model: MLPs times a factor."""
     weights = load_file(Path(MODEL) / "model.safetensors")
-    pairs = [
-        (name, weight * factor if "down_proj" in name else weight)
-        for name, weight in weights.items()
-    ]
-    core(llm).collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
+    weights |= {name: weights[name] * factor for name in weights if "down_proj" in name}
+    pairs = iter(weights.items())
+    core(llm).collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
 
 def serve(llm: Any, params: dict[str, Any], at: int | None) -> tuple[list[int], int]:
@@ -68,7 +66,7 @@ def main(_: Path) -> dict[str, Any]:
     """With each runner."""
     # A step that is under way must not see half of the old weights and half of the new ones.
     arguments = LLM_ARGUMENTS | {"enable_prefix_caching": False, "async_scheduling": False}
-    found: dict[str, Any] = {key: [] for key in ("ours", "plain", "unchanged")}
+    found: dict[str, Any] = {"ours": [], "plain": []}
     places = []
     with engine(METHOD, **arguments) as llm:
         for params in PARAMS * 2:
@@ -95,5 +93,5 @@ def main(_: Path) -> dict[str, Any]:
     with engine(**arguments) as llm:
         for params, had in zip(PARAMS * 2, places, strict=True):
             found["plain"].append(serve(llm, params, had)[0])
-            found["unchanged"].append(serve(llm, params, None)[0])
+        found["unchanged"] = [serve(llm, params, None)[0] for params in PARAMS] * 2
     return found

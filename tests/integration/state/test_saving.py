@@ -104,39 +104,30 @@ def test_files_are_written_while_serving_and_outputs_are_as_before(kind, plain, 
     assert path.stat().st_mtime_ns == written
 
 
-def test_what_was_learnt_is_written_when_that_is_asked_for_and_at_the_end(served):
-    for replica in served["replicas"][:-1]:
+def test_a_replica_starts_from_the_newest_file_and_writes_when_asked_and_at_the_end(served):
+    first, second, third = served["replicas"]
+    assert first["entries at the start"] == 0
+    for replica, later in ((first, second), (second, third)):
         assert replica["files before"] == replica["files at the start"]
         assert replica["learnt"] != replica["known at the start"]
         assert replica["written"] == replica["learnt"]
         assert replica["written at the end"] == replica["learnt at the end"] != replica["learnt"]
-
-
-def test_a_replica_starts_from_the_newest_file_that_can_be_read(served):
-    first, second, third = served["replicas"]
-    assert second["known at the start"] == first["written at the end"]
-    assert third["known at the start"] == second["written at the end"]
+        assert later["known at the start"] == replica["written at the end"]
     # Two that are torn, and the last: that of the first replica was old enough to be removed.
     assert third["files at the start"] == third["files at the end"]
     assert len(third["files at the end"]) == 3
-
-
-def test_tokens_do_not_depend_on_what_is_known(served):
-    first, second, _ = served["replicas"]
+    # What is known tells nothing.
     assert second["token ids"][:1] == first["token ids"]
 
 
 def test_what_warm_up_steps_teach_is_forgotten(served):
-    for replica in served["replicas"]:
-        assert replica["entries behind warm-up"] != 0  # V1 has no such steps
+    """V1 has no such steps."""
+    assert 0 not in [replica["entries behind warm-up"] for replica in served["replicas"]]
     assert served["replicas"][0]["entries at the start"] == 0
 
 
 def watched_warm_up() -> list[int]:
-    """The entries behind the warm-up of each engine of V2, which is that for a GPU from now on.
-
-    But for top-k and top-p.
-    """
+    """The entries behind the warm-up of each engine, as on a GPU from now on but for top-k."""
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -154,24 +145,25 @@ def watched_warm_up() -> list[int]:
 
 def serve_replica(method: dict[str, Any], at: list[Any], folder: Path) -> dict[str, Any]:
     """With either runner: a replica that starts from the files in a folder."""
-    batch = [(place, GREEDY) for place in at]
+    batch, found = [(place, GREEDY) for place in at], {}
 
-    def names() -> list[str]:
-        return sorted(path.name for path in folder.iterdir())
+    def note_files(when: str) -> None:
+        found[f"files {when}"] = sorted(path.name for path in folder.iterdir())
 
-    found: dict[str, Any] = {"files at the start": names()}
+    note_files("at the start")
     with engine(with_sizes(method, SCHEDULE), **LLM_ARGUMENTS) as llm:
         found["entries at the start"] = runner(llm).tree_drafter.state.matrix.num_written
         found["known at the start"] = learnt_by(llm)
         if batch:
             found["token ids"] = tokens_of(llm, batch)
             time.sleep(0.2)
-            found["files before"], found["learnt"] = names(), learnt_by(llm)
+            note_files("before")
+            found["learnt"] = learnt_by(llm)
             [path] = core(llm).model_executor.collective_rpc("save_draft_state")
             found["written"] = written_in(Path(path))
             tokens_of(llm, batch)  # so that there is something to write at the end
             found["learnt at the end"] = learnt_by(llm)
-    found["files at the end"] = names()
+    note_files("at the end")
     if batch:
         newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         found["written at the end"] = written_in(newest)
@@ -186,21 +178,19 @@ def main(folder: Path) -> dict[str, Any]:
     tree, files = folder / "tree.json", folder / "files"
     TREE.save(tree)
     files.mkdir()
-    method = {"method": "token_recycling", "context_mib": 1, "matrix_file": str(files)}
-    method["save_every"] = 0
-    grown = {**method, "max_nodes": TREE.num_nodes}
-    methods = [{**method, "tree": str(tree)}, grown, grown]
+    method = {"method": "token_recycling", "matrix_file": str(files), "save_every": 0}
+    method |= {"context_mib": 1, "max_nodes": TREE.num_nodes}
     taught, replicas = watched_warm_up() if IS_V2 else [None] * 3, []
-    for at, of_replica in zip(OF_REPLICAS, methods, strict=True):
-        found = serve_replica(of_replica, at, files)
+    for at, of_replica in zip(OF_REPLICAS, [{"tree": str(tree)}, {}, {}], strict=True):
+        found = serve_replica(method | of_replica, at, files)
         replicas.append(found | {"entries behind warm-up": taught.pop()})
     return {"replicas": replicas}
 
 
 def test_a_replica_reads_what_others_write_meanwhile(plain, tmp_path):
-    first, later = tmp_path / "first", tmp_path / "later"
-    for folder in (first, later):
-        folder.mkdir()
+    first, later = (tmp_path / name for name in ("first", "later"))
+    first.mkdir()
+    later.mkdir()
     with engine(saving("matrix", first, 0)) as llm:
         assert generate(llm, PROMPTS, TOKENS) == plain
         cold = counter(llm, "spec_decode_num_drafts")

@@ -65,16 +65,12 @@ def skip_reason(isa: str) -> str:
     return "this CPU has no AMX" if isa == "amx" and not HAS_AMX else ""
 
 
+def marks_of(isa: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.skip(reason=skip_reason(isa))] if skip_reason(isa) else []
+
+
 every_layout = pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(
-            layout,
-            id=str(layout),
-            marks=pytest.mark.skipif(bool(reason := skip_reason(layout.isa)), reason=reason),
-        )
-        for layout in LAYOUTS
-    ],
+    "layout", [pytest.param(one, marks=marks_of(one.isa)) for one in LAYOUTS], ids=str
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,16 +18,10 @@ from tests.kernels.cpu.cache_layouts import STALE
 from tests.kernels.triton.test_learn import MAX_NUM_REQS, make_step, part_of
 from tests.kernels.triton.test_walk import ragged_steps
 from vllm_recycle.core import reference
-from vllm_recycle.core.adjacency import (
-    NUM_CLASSES,
-    NUM_COUNTED,
-    SCOPES,
-    AdjacencyMatrix,
-    Ends,
-)
+from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED, SCOPES, AdjacencyMatrix, Ends
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
-from vllm_recycle.core.grow import Allowed, TextEnds
+from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.kernels.cpu import calls
 
@@ -61,15 +56,19 @@ def random_texts(matrix: AdjacencyMatrix, count: int, most: int = 12) -> list[li
     return [torch.randint(vocab, (length,)).tolist() for length in lengths]
 
 
-def counts_for(matrix: AdjacencyMatrix, *, equal: bool) -> torch.Tensor:
-    """Of rates that are quarters many are equal, so that the order decides."""
+def counts_for(matrix: AdjacencyMatrix, rates: str) -> torch.Tensor:
+    """Of rates that are quarters many are equal, so that the order decides; some may be none."""
     shape = (NUM_CLASSES, len(matrix.layout.contexts), 2, matrix.layout.k, 5)
-    if equal:
+    if rates == "quarters":
         right = torch.randint(5, shape).double()
         right[..., -1] = 0
         return torch.stack((right, torch.zeros(shape).double()), dim=-1)
     seen = torch.randint(3000, shape).double()
-    return torch.stack(((seen * torch.rand(shape)).floor(), seen), dim=-1)
+    counts = torch.stack(((seen * torch.rand(shape)).floor(), seen), dim=-1)
+    if rates == "none":
+        wrong = torch.tensor([math.nan, math.inf, -9.0, 1e6])[torch.randint(4, counts.shape)]
+        counts = torch.where(torch.rand(counts.shape) < 0.2, wrong.double(), counts)
+    return counts
 
 
 @st.composite
@@ -91,13 +90,13 @@ def linear(row_cost: float, num_rows: int) -> Price:
     matrix=tables(),
     batch=st.integers(1, 3),
     max_nodes=st.integers(1, 40),
-    equal=st.booleans(),
+    rates=st.sampled_from(["any", "quarters", "none"]),
     kinds=st.sampled_from([(TREES,), (CHAINS,), (TREES, CHAINS)]),
     has_flags=st.booleans(),
     data=st.data(),
 )
 def test_drafts_equal_those_of_the_reference(
-    matrix, batch, max_nodes, equal, kinds, has_flags, data
+    matrix, batch, max_nodes, rates, kinds, has_flags, data
 ):
     num_rows = data.draw(st.integers(1, 60))
     prices = {kind: data.draw(price_of(num_rows)) for kind in kinds}
@@ -110,7 +109,7 @@ def test_drafts_equal_those_of_the_reference(
     grammars = data.draw(some_grammars(batch, tokens=tokens))
     depths = torch.randint(6, (batch,)).tolist()
     texts = TextEnds(torch.randperm(3)[:batch], ends, depths, trunks, grammars)
-    counts, before = counts_for(matrix, equal=equal), matrix.table.clone()
+    counts, before = counts_for(matrix, rates), matrix.table.clone()
     options = {"max_nodes": max_nodes, "tree": tree}
     expected, got = (
         twin.draft(matrix, counts, texts, prices=prices, **options) for twin in (reference, calls)
@@ -121,25 +120,11 @@ def test_drafts_equal_those_of_the_reference(
     assert matrix.table.equal(before)
 
 
-def test_what_a_grammar_expects_comes_beside_all_successors():
-    class Expects2:
-        def allowed(self, path):
-            return Allowed(torch.tensor([0b101], dtype=torch.int32), 2)
-
-    matrix, one = started(k=1), torch.tensor([0])
-    write(matrix, 0, [1], [0])
-    texts = TextEnds(one, ends_of([[1]]), [1], grammars=[Expects2()])
-    counts, prices = counts_for(matrix, equal=False), {TREES: linear(0.0, 4)}
-    for twin in (reference, calls):
-        drafts = twin.draft(matrix, counts, texts, prices=prices, max_nodes=2)
-        assert sorted(drafts.token_ids[0]) == [0, 2]
-
-
 @pytest.mark.parametrize(("seconds", "draft"), [(1.5, []), (1.4375, [0])])
 def test_a_node_that_just_pays_for_itself_is_left_out(seconds, draft):
     matrix, one = started(k=1), torch.tensor([0])
     write(matrix, 0, [1], [0])
-    texts, counts = TextEnds(one, ends_of([[1]]), [1]), counts_for(matrix, equal=False)
+    texts, counts = TextEnds(one, ends_of([[1]]), [1]), counts_for(matrix, "any")
     counts[..., 0], counts[..., 1] = 2.0, 4.0  # the node is right half of the time
     price, tree = Price(torch.tensor([1.0, 1.0, seconds]).double()), TreeTemplate(((0, 0),))
     for twin in (reference, calls):
@@ -214,14 +199,10 @@ def test_top_k_equals_torch(count, vocab, k, dtype, layout, seed):
         assert got.equal(by_torch)
 
 
-def test_of_equal_logits_the_first_ones_are_taken():
+def test_of_equal_logits_the_first_ones_are_taken_and_of_no_numbers_the_first_one():
     assert calls.top_k(torch.ones(1, 40), 3)[0].tolist() == [[0, 1, 2]]
-
-
-def test_of_no_numbers_the_first_one_is_sampled():
-    logits = torch.full((2, 40), float("nan"))
     for twin in (reference, calls):
-        assert twin.top_k(logits, 3)[1].tolist() == [0, 0]
+        assert twin.top_k(torch.full((2, 40), float("nan")), 3)[1].tolist() == [0, 0]
 
 
 # What C++ cannot be trusted with.
@@ -234,9 +215,7 @@ def test_a_table_of_another_type_or_layout_is_refused():
         other.table = table
         with pytest.raises(AssertionError):
             calls.seed(other, 0, text)
-    one = torch.tensor([1])
-    texts = TextEnds(one - 1, Ends(one[None], [0]), [1])  # int64 token ids
-    prices = {TREES: linear(0.0, 4)}
-    counts = counts_for(matrix, equal=True)
+    texts = TextEnds(torch.tensor([0]), Ends(torch.tensor([[1]]), [0]), [1])  # int64 token ids
+    counts, prices = counts_for(matrix, "quarters"), {TREES: linear(0.0, 4)}
     with pytest.raises(AssertionError):
         calls.draft(matrix, counts, texts, prices=prices, max_nodes=2)

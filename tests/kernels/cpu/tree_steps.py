@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from tests.kernels.cpu.cache_layouts import STALE, Layout, write
-from tests.kernels.triton.attention_steps import NO_BLOCK, TOLERANCE, UNTOUCHED
+from tests.kernels.triton.attention_steps import NO_BLOCK, UNTOUCHED
+from tests.kernels.triton.torch_twins import attend
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.cpu.cache_calls import TreeQueries, tree_attention
 
@@ -26,24 +28,22 @@ class Text:
     context: int
     parents: list[int]
 
-    @classmethod
-    def random(cls, layout: Layout, context: int, parents: Sequence[int]) -> Text:
-        keys, values = layout.random_keys_values(context + len(parents))
-        queries = torch.randn(len(parents), layout.heads, layout.head_size).to(layout.dtype)
-        return cls(keys, values, queries, context, list(parents))
-
-    def path(self, row: int) -> torch.Tensor:
-        """The tokens that a row sees, in order."""
-        rows = [row]
-        while rows[-1]:
-            rows.append(self.parents[rows[-1]])
-        return torch.cat((torch.arange(self.context), self.context + torch.tensor(rows[::-1])))
+    @property
+    def visible(self) -> torch.Tensor:
+        """bool [rows, tokens], which tokens a row sees."""
+        below = Trees.from_parents(torch.tensor([self.parents])).ancestor_mask[0]
+        return F.pad(below, (self.context, 0), value=True)
 
 
 def texts_of(layout: Layout, *sizes: tuple[int, Sequence[int]]) -> list[Text]:
     """Random texts, from the context and the parents of the rows of each."""
     torch.manual_seed(0)
-    return [Text.random(layout, context, parents) for context, parents in sizes]
+    texts = []
+    for context, parents in sizes:
+        keys, values = layout.random_keys_values(context + len(parents))
+        queries = torch.randn(len(parents), layout.heads, layout.head_size).to(layout.dtype)
+        texts.append(Text(keys, values, queries, context, list(parents)))
+    return texts
 
 
 def bushes(layout: Layout) -> list[Text]:
@@ -57,8 +57,10 @@ def bushes(layout: Layout) -> list[Text]:
 
 
 def sinks_of(layout: Layout) -> torch.Tensor:
-    """From little of the weight to nearly all, on both sides of what vLLM rescales at."""
-    return torch.linspace(-30, 30, layout.heads).to(layout.dtype)
+    """From none and little of the weight to nearly all, on both sides of what vLLM rescales at."""
+    sinks = torch.linspace(-30, 30, layout.heads).to(layout.dtype)
+    sinks[1] = float("-inf")
+    return sinks
 
 
 def fill(
@@ -142,25 +144,9 @@ class Step:
 def softmax_rows(
     texts: Sequence[Text], *, window: int | None = None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Row by row in double precision, over the context and the row's ancestors alone.
-
-    With a window, over so many of them: a path from the first token has each position once.
-    A sink is one more score, of no value.
-    """
+    """In double precision, see `torch_twins.attend`."""
     output = []
     for text in texts:
-        group = text.queries.shape[1] // text.keys.shape[1]
-        sides = (text.keys, text.values)
-        keys, values = (side.double().repeat_interleave(group, dim=1) for side in sides)
-        for row, query in enumerate(text.queries.double()):
-            seen = text.path(row)[-(window or 0) :]
-            scores = (keys[seen] * query).sum(dim=2) * query.shape[1] ** -0.5
-            if sinks is not None:
-                scores = torch.cat((scores, sinks.double()[None]))
-            weights = scores.softmax(dim=0)[: len(seen), :, None]
-            output.append((weights * values[seen]).sum(dim=0))
-    return torch.stack(output)
-
-
-def is_within_tolerance(output: torch.Tensor, reference: torch.Tensor) -> bool:
-    return bool((output.double() - reference.double()).abs().max() <= TOLERANCE[output.dtype])
+        given = {"scale": text.queries.shape[2] ** -0.5, "window": window, "sinks": sinks}
+        output.append(attend(text.queries, text.keys, text.values, text.visible, **given))
+    return torch.cat(output)

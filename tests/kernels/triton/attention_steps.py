@@ -82,13 +82,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors of a step, and the dense keys and values of each request."""
+    """The tensors of a step."""
 
     query: torch.Tensor
     kv_cache: torch.Tensor
     rows: TreeQueries
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
     own: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -106,43 +104,43 @@ class Step:
         """
         torch.manual_seed(0)
         shape = shape or Shape()
-        padding = torch.tensor([request.padding for request in requests])
-        lengths = padding + torch.tensor([request.rows for request in requests])
+
+        def of_requests(name: str) -> torch.Tensor:
+            return torch.tensor([getattr(request, name) for request in requests])
+
+        padding = of_requests("padding")
+        lengths = padding + of_requests("rows")
         starts = F.pad(lengths.cumsum(0), (1, 0))
         needed = [-(-request.length // shape.block_size) for request in requests]
         # The keys beside others, as with queries; the values of another stride.
         own_keys = torch.full((int(starts[-1]), 3 * shape.kv_heads, shape.head_size), float("nan"))
         own_keys = own_keys.to(DEVICE, shape.dtype)[:, shape.kv_heads : 2 * shape.kv_heads]
         own_values = own_keys.contiguous()
-        kv_cache = empty_cache(sum(needed) + 2, shape)
+        sizes = [shape.kv_heads, shape.block_size]
+        sizes = sizes[::-1] if shape.tokens_first else sizes
+        kv_cache = own_keys.new_full((sum(needed) + 2, *sizes, 2 * shape.head_size), float("nan"))
+        kv_cache = kv_cache.transpose(1, 2) if shape.tokens_first else kv_cache
         block_table = torch.full((len(requests), max(needed) + 3), NO_BLOCK, dtype=torch.int32)
         blocks = torch.randperm(len(kv_cache))
-        keys, values = [], []
         for index, request in enumerate(requests):
             mine, blocks = blocks[: needed[index]], blocks[needed[index] :]
             token = torch.arange(request.context if own else request.length)
             used = -(-len(token) // shape.block_size)
             block_table[index, :used] = mine[:used]
             pairs = torch.randn(request.length, shape.kv_heads, 2 * shape.head_size)
-            pairs = pairs.to(shape.dtype)
-            place = (mine[token // shape.block_size], slice(None), token % shape.block_size)
-            kv_cache[place] = pairs[: len(token)]
-            keys.append(pairs[..., : shape.head_size].to(DEVICE))
-            values.append(pairs[..., shape.head_size :].to(DEVICE))
+            pairs = pairs.to(DEVICE, shape.dtype)
+            kv_cache[mine[token // shape.block_size], :, token % shape.block_size] = pairs[
+                : len(token)
+            ]
             flat = slice(starts[index] + request.padding, starts[index + 1])
-            own_keys[flat] = keys[-1][request.context :]
-            own_values[flat] = values[-1][request.context :]
+            own_keys[flat], own_values[flat] = pairs[request.context :].chunk(2, dim=-1)
         trees = DeviceTrees.of(tree, len(requests), DEVICE)
         rows = TreeQueries(
             ancestor_bits=trees.ancestor_bits,
             depths=trees.depths,
             idx_mapping=torch.arange(len(requests), device=DEVICE),
             query_start_loc=starts.to(DEVICE, torch.int32),
-            seq_lens=torch.tensor(
-                [request.padding + request.length for request in requests],
-                dtype=torch.int32,
-                device=DEVICE,
-            ),
+            seq_lens=(padding + of_requests("length")).to(DEVICE, torch.int32),
             block_table=block_table.to(DEVICE)[:, :-1],
             max_rows=int(lengths.max()),
             num_rows=int(starts[-1]),
@@ -153,20 +151,7 @@ class Step:
         query = torch.randn(int(starts[-1]) + 2, width, shape.head_size).to(DEVICE, shape.dtype)
         query = query[:, : shape.group * shape.kv_heads]
         given = (own_keys, own_values) if own else None
-        return cls(query, kv_cache.to(DEVICE), rows, keys, values, given)
-
-    @property
-    def scale(self) -> float:
-        return self.query.shape[2] ** -0.5
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.rows.query_start_loc[-1])
-
-    def rows_of(self, request: int) -> slice:
-        starts, padding = self.rows.query_start_loc.tolist(), self.rows.num_padding
-        first = starts[request] + (0 if padding is None else int(padding[request]))
-        return slice(first, starts[request + 1])
+        return cls(query, kv_cache, rows, given)
 
     def slot_of(self, request: int, token: int) -> tuple[int, slice, int]:
         """Where a token's keys and values lie in the cache."""
@@ -174,24 +159,15 @@ class Step:
         block = int(self.rows.block_table[request, token // block_size])
         return block, slice(None), token % block_size
 
-    def attend(self, *, tile: Tile | None = SMALL, **given: Any) -> torch.Tensor:
-        """The output of the kernels; `given` are their window, sinks and splits."""
-        return self._attend_with(tree_attention, tile=tile, **given)
-
-    def attend_in_torch(self, **given: Any) -> torch.Tensor:
-        return self._attend_with(torch_twins.tree_attention, **given)
-
-    def _attend_with(self, function: Callable[..., None], **given: Any) -> torch.Tensor:
+    def attend(self, function: Callable[..., None] = tree_attention, **given: Any) -> torch.Tensor:
+        """The output of the kernels; `given` are their window, sinks, splits and tile."""
+        if function is tree_attention:
+            given = {"tile": SMALL, **given}
         output = torch.full_like(self.query, UNTOUCHED)
-        of_step = {"rows": self.rows, "scale": self.scale, "own": self.own}
+        of_step = {"rows": self.rows, "scale": self.query.shape[2] ** -0.5, "own": self.own}
         function(self.query, self.kv_cache, output, **of_step, **given)
         return output
 
-
-def empty_cache(blocks: int, shape: Shape) -> torch.Tensor:
-    """[blocks, kv_heads, block_size, 2 * head_size] of NaN."""
-    sizes = [shape.kv_heads, shape.block_size]
-    if shape.tokens_first:
-        sizes.reverse()
-    cache = torch.full((blocks, *sizes, 2 * shape.head_size), float("nan"), dtype=shape.dtype)
-    return cache.transpose(1, 2) if shape.tokens_first else cache
+    def attend_in_torch(self, *, tile: Tile | None = None, **given: Any) -> torch.Tensor:
+        """The same, whatever the tile."""
+        return self.attend(torch_twins.tree_attention, **given)

@@ -2,7 +2,7 @@
 
 A case calls the functions that serving calls, with tensors of the same types and sizes, so that
 Triton finds what to compile from what it is given, as it does on a GPU. Contents mean nothing. A
-step's kernels get what the GPU benchmarks give them.
+step's kernels get what the GPU benchmarks give them. What has two forms has one on each GPU.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from triton import JITFunction  # noqa: TID253 - for a script of its own
 
-from tests.kernels.triton import fake_gpu
 from tests.kernels.triton.attention_steps import Request, Shape, Step, below_chain
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.draft_shape import DraftShape
@@ -40,8 +40,7 @@ from vllm_recycle.kernels.triton.trees import DeviceTrees
 from vllm_recycle.kernels.triton.trunks import DeviceTrunks
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Launches to compile.
 
     Attributes:
@@ -61,78 +60,64 @@ class Case:
 VOCAB = 128_256  # Llama-3's
 TREE_ROWS = 81
 MAX_NUM_REQS, BATCH, MAX_MODEL_LEN = 8, 2, 64
-# Heads of a group and head size: Llama-3, Gemma 3, Phi-2, Phi-3, Qwen2.
-HEADS = [(4, 128), (2, 256), (1, 80), (1, 96), (7, 64)]
+SINKS = {"sinks": torch.zeros(16, dtype=torch.bfloat16)}
+# Rows, heads of a group and head size, what else is given, and the GPUs. The first are Llama-3's,
+# Gemma 3's, Qwen2's, Phi-2's and Phi-3's heads.
+ATTENTION: list[tuple[tuple[int, int, int], dict[str, Any], tuple[int, ...]]] = [
+    ((TREE_ROWS, 4, 128), {}, (80, 90, 100, 120)),
+    ((TREE_ROWS, 2, 256), {}, (80, 90)),
+    ((TREE_ROWS, 7, 64), {}, (80, 90)),
+    ((TREE_ROWS, 1, 80), {}, (90,)),
+    ((TREE_ROWS, 1, 96), {}, (80,)),
+    # Smaller trees have smaller tiles; the smallest also in contexts too short for shares.
+    ((32, 2, 256), {}, (90,)),
+    ((16, 4, 128), {}, (80, 90)),
+    ((8, 4, 128), {}, (80,)),
+    ((8, 4, 128), {"num_splits": 1}, (90,)),
+    ((4, 4, 128), {}, (80,)),
+    ((4, 4, 128), {"num_splits": 1}, (90,)),
+    ((TREE_ROWS, 4, 128), {"block_size": 128}, (90,)),
+    ((TREE_ROWS, 4, 128), {"dtype": torch.float16, "num_splits": 1}, (90,)),
+    ((TREE_ROWS, 4, 128), {"dtype": torch.float32}, (80,)),
+    ((TREE_ROWS, 4, 128), {"own": True}, (80, 90)),
+    ((TREE_ROWS, 4, 128), {"window": 20}, (80, 90)),
+    ((TREE_ROWS, 2, 256), {"window": 20}, (90,)),
+    # GPT-OSS, whose sinks go to the second kernel where there is one.
+    ((TREE_ROWS, 8, 64), {"window": 20, "num_splits": 1, **SINKS}, (90,)),
+    ((TREE_ROWS, 8, 64), SINKS, (80,)),
+]
 
 int32 = partial(torch.zeros, dtype=torch.int32)
 int64 = partial(torch.zeros, dtype=torch.int64)
 
 
 def cases() -> Iterator[Case]:
-    yield from attention_cases()
+    for sizes, options, archs in ATTENTION:
+        yield from (attention_case(arch, sizes, options) for arch in archs)
     yield from step_cases()
-    yield Case("penalise", penalise)
-    yield Case("ban", ban)
-    for dtype, width in ((torch.int32, ()), (torch.int64, ()), (torch.bfloat16, (4096,))):
-        yield Case(f"move-{str(dtype).removeprefix('torch.')}", partial(move, dtype, *width))
-    for name, has_probabilities in (("a head", True), ("ngram", False)):
-        yield Case(f"trunks-{name}", partial(count_and_take, has_probabilities))
-    yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8))
+    yield Case("penalise-and-ban", penalise_and_ban)
+    yield Case("move-int32", partial(move, torch.int32), (80,))
+    yield Case("move-int64", partial(move, torch.int64), (90,))
+    yield Case("move-bfloat16", partial(move, torch.bfloat16, 4096))
+    yield Case("trunks-a head", partial(count_and_take, has_probabilities=True), (90,))
+    yield Case("trunks-ngram", partial(count_and_take, has_probabilities=False), (80,))
+    yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8), (80,))
     yield from ouroboros_cases()
 
 
-def attention_cases() -> Iterator[Case]:
-    for arch in (80, 90):
-        case = partial(attention_case, arch)
-        for group, head_size in HEADS:
-            yield case(TREE_ROWS, group, head_size)
-        # Smaller trees have smaller tiles; the first of these is the largest by default.
-        for rows in (64, 16, 8, 4):
-            yield case(rows, 4, 128)
-        yield case(32, 2, 256)
-        yield case(TREE_ROWS, 4, 128, block_size=128)
-        yield case(TREE_ROWS, 4, 128, torch.float16, num_splits=1)
-        # The smallest tiles, in contexts that are too short for shares.
-        for rows in (8, 4):
-            yield case(rows, 4, 128, num_splits=1)
-        yield case(TREE_ROWS, 4, 128, torch.float32)
-        yield case(TREE_ROWS, 4, 128, own=True)
-        yield case(TREE_ROWS, 4, 128, window=20)
-        yield case(TREE_ROWS, 2, 256, window=20)
-        # GPT-OSS, whose sinks go to the second kernel where there is one.
-        sinks = torch.zeros(16, dtype=torch.bfloat16)
-        yield case(TREE_ROWS, 8, 64, window=20, num_splits=1, sinks=sinks)
-        yield case(TREE_ROWS, 8, 64, sinks=sinks)
-    for arch in (100, 120):
-        yield attention_case(arch, TREE_ROWS, 4, 128)
-
-
-def attention_case(
-    arch: int,
-    rows: int,
-    group: int,
-    head_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    block_size: int = 16,
-    own: bool = False,
-    **given: Any,
-) -> Case:
+def attention_case(arch: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> Case:
     """With two splits, or what else is given."""
+    rows, group, head_size = sizes
+    given = {"dtype": torch.bfloat16, "block_size": 16, "own": False, "num_splits": 2} | options
+    dtype, block_size, own = (given.pop(name) for name in ("dtype", "block_size", "own"))
     tile = choose_tile(rows * group, head_size, itemsize=dtype.itemsize, capability=arch // 10)
-
-    def launch() -> None:
-        shape = Shape(head_size, group, 2, block_size, dtype)
-        tree = load_tree("paper-80").prefix(rows - 1)
-        requests = (Request(rows, 40),)
-        if own:
-            tree, requests = below_chain(tree, 4), (Request(rows + 4, 40, padding=2),)
-        step = Step.make(tree, requests, shape, own=own)
-        step.attend(**{"tile": tile, "num_splits": 2, **given})
-
-    sizes = f"{dtype}-rows{rows}-group{group}-head{head_size}-block{block_size}"
-    name = "-".join(("attend", sizes.removeprefix("torch."), *["own"] * own, *given))
-    return Case(name, launch, (arch,), tile.resident)
+    tree, request = load_tree("paper-80").prefix(rows - 1), Request(rows, 40)
+    if own:
+        tree, request = below_chain(tree, 4), Request(rows + 4, 40, padding=2)
+    shape = Shape(head_size, group, 2, block_size, dtype)
+    make = partial(Step.make, tree, (request,), shape, own=own)
+    name = f"attend {rows} rows, {group} heads of {head_size}, {[*options]}"
+    return Case(name, lambda: make().attend(tile=tile, **given), (arch,), tile.resident)
 
 
 def step_cases() -> Iterator[Case]:
@@ -143,22 +128,24 @@ def step_cases() -> Iterator[Case]:
     largest.matrix = AdjacencyMatrix(VOCAB, 64, **given, max_num_reqs=MAX_NUM_REQS)
     largest.counts, largest.stamps = None, int32(len(largest.matrix.table))
     largest.successors = int32(BATCH * TREE_ROWS, 64)
-    for name in ("place", "top_k", "walk", "compact"):
+    for name in ("place", "walk", "compact"):
         yield Case(name, getattr(default, name))
-    for name, step in (("default", default), ("largest", largest)):
-        yield Case(f"learn-{name}", step.learn)
-        yield Case(f"seed-{name}", partial(seed_prompts, step))
-    yield Case("grow", default.grow, (80, 90, 100, 120))
-    yield Case("grow-rows64", partial(grow_trees, default, rows=64), (90,))
-    yield Case("grow-beam32", partial(grow_trees, default, beam=32), (90,))
-    yield Case("grow-trunk", partial(grow_trees, default, gamma=4))
-    for name in ("default", "paper-80"):
+    yield Case("top-k", default.top_k, (90,))
+    for name, step, arch in (("default", default, 90), ("largest", largest, 80)):
+        yield Case(f"learn-{name}", step.learn, (arch,))
+        yield Case(f"seed-{name}", partial(seed_prompts, step), (arch,))
+    yield Case("grow", default.grow, (90,))
+    yield Case("grow-trunk", partial(grow_trees, default, gamma=4), (80,))
+    yield Case("grow-rows64", partial(grow_trees, default, rows=64), (100,))
+    yield Case("grow-beam32", partial(grow_trees, default, beam=32), (120,))
+    for name, arch in (("default", 80), ("paper-80", 90)):
         tree = load_tree(name)
-        yield Case(f"fill-{name}", partial(fill, *drafting(default, tree.num_nodes), tree=tree))
+        filled = partial(fill, *drafting(default, tree.num_nodes), tree=tree)
+        yield Case(f"fill-{name}", filled, (arch,))
 
 
 def make_step() -> Any:
-    """A step of the GPU benchmarks, of two requests of Llama-3-8B."""
+    """A step of the GPU benchmarks, of two requests of Llama-3-8B, without the launches before."""
     sys.path.append(str(Path(__file__).parents[3] / "examples" / "gpu"))
     import kernel_timing
 
@@ -169,9 +156,9 @@ def make_step() -> Any:
     # Not all requests teach.
     learns = torch.zeros(BATCH, dtype=torch.bool)
     kernel_step.learn = partial(kernel_step.learn, learns=learns)
-    fake_gpu.select(80, lambda *_: None)
     sizes = {"max_num_reqs": MAX_NUM_REQS, "slots": 1 << 16, "text": MAX_MODEL_LEN, "layers": 2}
-    step = kernel_step.StepInputs(kernel_step.StepCase(BATCH, TREE_ROWS, **sizes))
+    with mock.patch.object(JITFunction, "run"):
+        step = kernel_step.StepInputs(kernel_step.StepCase(BATCH, TREE_ROWS, **sizes))
     # As vLLM has them.
     step.idx_mapping = step.idx_mapping.int()
     step.expanded_idx_mapping = step.expanded_idx_mapping.int()
@@ -186,23 +173,15 @@ def make_texts() -> Texts:
     return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
 
 
-def penalise() -> None:
+def penalise_and_ban() -> None:
+    """With logits, tokens, places in their trees and requests of some rows."""
+    rows, parents = (torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)), make_trees().parents
     of_requests = (torch.zeros(MAX_NUM_REQS) for _ in range(3))
-    penalties = Penalties(
-        *of_requests, int32(MAX_NUM_REQS, -(-VOCAB // 32)), int32(MAX_NUM_REQS, VOCAB)
-    )
-    penalise_paths(*sampled_rows(), parents=make_trees().parents, penalties=penalties)
-
-
-def ban() -> None:
+    counts = int32(MAX_NUM_REQS, -(-VOCAB // 32)), int32(MAX_NUM_REQS, VOCAB)
+    penalise_paths(*rows, parents=parents, penalties=Penalties(*of_requests, *counts))
     widths = ((64,), (65,), (), (MAX_MODEL_LEN,), (), ())
     words = BadWords(*(int32(MAX_NUM_REQS, *width) for width in widths))
-    ban_words(*sampled_rows(), parents=make_trees().parents, words=words, most_words=3)
-
-
-def sampled_rows() -> tuple[torch.Tensor, ...]:
-    """Logits, tokens, places in their trees and requests of some rows."""
-    return torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)
+    ban_words(*rows, parents=parents, words=words, most_words=3)
 
 
 def move(dtype: torch.dtype, *width: int) -> None:
@@ -212,7 +191,7 @@ def move(dtype: torch.dtype, *width: int) -> None:
     move_rows(moved, int64(rows), int32(BATCH + 1), int64(BATCH, 9))
 
 
-def count_and_take(has_probabilities: bool) -> None:
+def count_and_take(*, has_probabilities: bool) -> None:
     """Trunks of four tokens, as vLLM's speculators draft them: by place first."""
     choices = ChoiceAcceptance(int64(MAX_NUM_REQS))
     choices.has_probabilities = has_probabilities
@@ -248,8 +227,8 @@ def ouroboros_cases() -> Iterator[Case]:
     insert = partial(insert_phrases, table, owners, phrases)
     rows = BATCH * (1 + shape.num_nodes)
     yield Case("newest", partial(newest_phrases, table, int64(8), 3))
-    yield Case("insert", insert)
-    yield Case("insert-replacing", partial(insert, replaced=torch.zeros_like(phrases)))
+    yield Case("insert", insert, (80,))
+    yield Case("insert-replacing", partial(insert, replaced=torch.zeros_like(phrases)), (90,))
     yield Case("harvest", partial(harvest, int64(rows), int64(rows), int32(3), shape=shape))
     start = RoundStart.make(BATCH, 20, 256, torch.device("cpu"))
     given = {

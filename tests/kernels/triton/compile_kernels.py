@@ -1,17 +1,16 @@
 """Compile Triton kernels for GPUs that need not be there, and print what came out as JSON.
 
-    python -m tests.kernels.triton.compile_kernels [part of a case's name]
-    python -m tests.kernels.triton.compile_kernels --recorded FILE
+    python -m tests.kernels.triton.compile_kernels [FILE]
 
 Kernels are compiled as on a GPU, by launching them (`fake_gpu`). Without TRITON_INTERPRET, under
 which they never are, and what only the compiler refuses goes unseen. `compile_cases` lists the
-launches; a file that is `recorded` has those of an engine (`recorded_launches`), for sm_90. The
-output is a list of objects, one a kernel of a case:
+launches; a file has those of an engine instead (`recorded_launches`), for sm_90. The output is a
+list of objects, one a kernel of a case:
 
     case, kernel    their names
     arch            the compute capability times ten
     registers       of a thread
-    spilled         instructions that read or write a thread's stack
+    spilled         bytes of a thread's stack, where registers go that are too many
     shared          bytes of shared memory of a program
     threads         of a program
     resident        programs that a multiprocessor of an H100 holds at a time
@@ -23,39 +22,51 @@ output is a list of objects, one a kernel of a case:
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import triton  # noqa: TID253 - a script of its own, which nothing imports
 
-from tests.kernels.triton import fake_gpu, recorded_launches
-from tests.kernels.triton.compile_cases import cases
+from tests.kernels.triton import fake_gpu
+from tests.kernels.triton.compile_cases import Case, cases
 
 
-def compiled_by(launch: Callable[[], object], arch: int) -> list[Any]:
-    """The kernels that were launched, each once."""
+def compiled_by(case: Case, arch: int) -> Iterator[dict[str, Any]]:
+    """Figures of the kernels that a case launches, each once."""
     kernels: dict[int, Any] = {}
     fake_gpu.select(arch, lambda kernel, *_: kernels.setdefault(id(kernel), kernel))
-    launch()
-    return list(kernels.values())
+    case.launch()
+    for place, kernel in enumerate(kernels.values()):
+        taken_for = 1 if place else case.resident
+        yield {"case": case.name, "arch": arch, "taken_for": taken_for, **figures(kernel)}
+
+
+def recorded(file: Path) -> Iterator[Case]:
+    for module, name, given in pickle.loads(file.read_bytes()):
+        kernel = getattr(import_module(module), name)
+        yield Case(name, partial(kernel[(1, 1, 1)], **given), (90,))
 
 
 def figures(compiled: Any) -> dict[str, Any]:
-    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    usage = re.search(r"REG:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
-    assert usage, compiled.name
-    registers, shared = int(usage[1]), compiled.metadata.shared
-    sass = cuobjdump(cubin, "-sass")
-    threads = compiled.metadata.num_warps * 32
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, shared = int(registers), compiled.metadata.shared
+    threads, ptx = compiled.metadata.num_warps * 32, compiled.asm["ptx"]
     return {
         "kernel": compiled.name,
         "registers": registers,
-        "spilled": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spilled": int(stack),
         "shared": shared,
         "threads": threads,
         "resident": min(
@@ -69,29 +80,7 @@ def figures(compiled: Any) -> dict[str, Any]:
     }
 
 
-def cuobjdump(cubin: bytes, option: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def main() -> None:
-    found = []
-    if sys.argv[1:2] == ["--recorded"]:
-        for name, launch in recorded_launches.read(Path(sys.argv[2])):
-            found += [{"case": name, "kernel": one.name} for one in compiled_by(launch, 90)]
-    else:
-        wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-        for case in cases():
-            for arch in case.archs if wanted in case.name else ():
-                for place, one in enumerate(compiled_by(case.launch, arch)):
-                    taken_for = 1 if place else case.resident
-                    where = {"case": case.name, "arch": arch, "taken_for": taken_for}
-                    found.append(where | figures(one))
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    launches = recorded(Path(sys.argv[1])) if sys.argv[1:] else cases()
+    found = [one for case in launches for arch in case.archs for one in compiled_by(case, arch)]
+    print(json.dumps(found))

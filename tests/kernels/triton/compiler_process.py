@@ -14,11 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 def printed_by(module: str, *arguments: object) -> Any:
     """The JSON that a module of this folder prints; fails where the module does."""
-    # Behind what is there already, which may be another Triton.
-    paths = filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    environment.pop("TRITON_INTERPRET", None)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", f"tests.kernels.triton.{module}", *map(str, arguments)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    given = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run(command, **given, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout)

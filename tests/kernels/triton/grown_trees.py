@@ -9,20 +9,17 @@ import torch
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def on_device(
-    trees: Trees,
-    idx_mapping: Sequence[int],
-    max_num_reqs: int,
-    device: torch.device | str,
-    *,
-    depth: int | None = None,
+    trees: Trees, idx_mapping: Sequence[int], max_num_reqs: int, *, depth: int | None = None
 ) -> DeviceTrees:
     """The trees of a batch where requests have theirs; those of other requests have no node."""
     depth = trees.depth if depth is None else depth
-    placed = DeviceTrees.empty(trees.num_nodes, max_num_reqs, depth=depth, device=device)
-    index = torch.tensor(idx_mapping, device=device)
-    placed.parents[index] = trees.parents.to(device, torch.int32)
-    placed.depths[index] = trees.depths.to(device, torch.int32)
-    placed.ancestor_bits[index] = ancestor_bits(trees.ancestor_mask).to(device)
+    placed = DeviceTrees.empty(trees.num_nodes, max_num_reqs, depth=depth, device=DEVICE)
+    index = torch.tensor(idx_mapping, device=DEVICE)
+    placed.parents[index] = trees.parents.to(DEVICE, torch.int32)
+    placed.depths[index] = trees.depths.to(DEVICE, torch.int32)
+    placed.ancestor_bits[index] = ancestor_bits(trees.ancestor_mask).to(DEVICE)
     return placed

@@ -18,54 +18,38 @@ from triton.runtime.jit import JITFunction  # noqa: TID253 - a script of its own
 from tests.kernels.triton import fake_gpu
 from tests.kernels.triton.attention_steps import PAPER, Request, Shape, Step
 
+launches: list[tuple] = []
+looks: list[JITFunction] = []
 
-class Seen:
-    """What was launched, and how often Triton looked at arguments."""
 
-    def __init__(self) -> None:
-        self.launches: list[list[str]] = []
-        self.names: dict[int, str] = {}  # of tensors, by where they are
-        self.num_looks = 0
-        run = JITFunction.run
+def launched(kernel: Any, *given: Any) -> None:
+    # The grid and the stream; what is the kernel's or a hook's; and the arguments.
+    launches.append((kernel.name, *given[:4], *given[9:]))
 
-        def looked(kernel: Any, *args: Any, **given: Any) -> Any:
-            self.num_looks += 1
-            return run(kernel, *args, **given)
 
-        JITFunction.run = looked
-        fake_gpu.select(90, self._launched)
+def seen(step: Step) -> dict[str, Any]:
+    """What its launches are given, of tensors of the step where they lie, and Triton's looks."""
+    launches.clear()
+    looks.clear()
+    step.attend(num_splits=2)
+    of_rows = (getattr(step.rows, each.name) for each in fields(step.rows))
+    tensors = [one for one in (step.query, step.kv_cache, *of_rows) if torch.is_tensor(one)]
+    known = {tensor.data_ptr() for tensor in tensors}
 
-    def _launched(self, kernel: Any, *given: Any) -> None:
-        # The grid and the stream; what is the kernel's or a hook's; and the arguments.
-        self.launches.append([kernel.name, *map(self._shown, (*given[:4], *given[9:]))])
-
-    def _shown(self, value: Any) -> str:
+    def shown(value: Any) -> str:
         if not isinstance(value, torch.Tensor):
-            return repr(value)
-        return f"{value.dtype} {tuple(value.shape)}, {self.names.get(value.data_ptr(), 'new')}"
+            return str(value)
+        return f"{value.dtype} {tuple(value.shape)} {known & {value.data_ptr()}}"
 
-    def take(self, step: Step) -> dict[str, Any]:
-        self.launches, self.num_looks = [], 0
-        of_rows = {each.name: getattr(step.rows, each.name) for each in fields(step.rows)}
-        tensors = {"query": step.query, "kv_cache": step.kv_cache, **of_rows}
-        self.names = {
-            value.data_ptr(): f"{name} {value.data_ptr()}"
-            for name, value in tensors.items()
-            if isinstance(value, torch.Tensor)
-        }
-        step.attend(num_splits=2)
-        return {"launches": self.launches, "looks": self.num_looks}
-
-
-def main() -> None:
-    seen = Seen()
-    shape = Shape(kv_heads=1, head_size=16)
-    step, other = (Step.make(PAPER, (Request(5, 150),), shape) for _ in range(2))
-    layer = replace(other, rows=step.rows)
-    first, again = seen.take(step), seen.take(layer)
-    anew = seen.take(replace(layer, rows=replace(step.rows)))
-    print(json.dumps({"first": first, "again": again, "anew": anew}))
+    return {"launches": [[*map(shown, launch)] for launch in launches], "looks": len(looks)}
 
 
 if __name__ == "__main__":
-    main()
+    run = JITFunction.run
+    JITFunction.run = lambda *args, **given: looks.append(args[0]) or run(*args, **given)
+    fake_gpu.select(90, launched)
+    shape = Shape(kv_heads=1, head_size=16)
+    step, other = (Step.make(PAPER, (Request(5, 150),), shape) for _ in range(2))
+    layer = replace(other, rows=step.rows)
+    steps = {"first": step, "again": layer, "anew": replace(layer, rows=replace(step.rows))}
+    print(json.dumps({name: seen(step) for name, step in steps.items()}))

@@ -6,25 +6,12 @@ which arguments there are and of what type, which numbers are 1, and what is div
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class Tensor(NamedTuple):
-    """What stands for a tensor."""
-
-    dtype: torch.dtype
-    is_aligned: bool
-
-    def make(self) -> torch.Tensor:
-        first = 0 if self.is_aligned else 1
-        return torch.zeros(32, dtype=self.dtype)[first:]
+# Where the kernel is from, its name, and what it is given; for `compile_kernels`.
+Launch = tuple[str, str, dict[str, Any]]
 
 
 class Recorder:
@@ -33,7 +20,7 @@ class Recorder:
     def __init__(self) -> None:
         from triton.runtime.interpreter import InterpretedFunction
 
-        self.seen: dict[str, tuple[str, str, dict[str, Any]]] = {}
+        self.seen: dict[str, Launch] = {}
         run = InterpretedFunction.run
 
         def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,25 +41,16 @@ class Recorder:
             is_constant = "constexpr" in str(hints.get(name, "constexpr"))
             kept[name] = value
             if isinstance(value, torch.Tensor):
-                aligned = name not in unaligned and value.data_ptr() % 16 == 0
-                kept[name] = Tensor(value.dtype, value.data_ptr() % 16 == 0)
-                kinds[name] = f"{value.dtype}, {aligned}"
+                odd = value.data_ptr() % 16 != 0
+                kept[name] = torch.zeros(32, dtype=value.dtype)[int(odd) :]
+                kinds[name] = f"{value.dtype}, {odd and name not in unaligned}"
             elif type(value) is int and not is_constant:
                 kinds[name] = "int" if name in free else f"int, {value == 1}, {value % 16 == 0}"
             else:
                 kinds[name] = type(value).__name__ if isinstance(value, float) else repr(value)
-        function = kernel.fn
-        self.seen[f"{kernel.__name__} {kinds}"] = (function.__module__, function.__name__, kept)
+        self.seen[f"{kernel.__name__} {kinds}"] = (kernel.fn.__module__, kernel.__name__, kept)
 
-    def write(self, file: Path) -> None:
-        file.write_bytes(pickle.dumps(list(self.seen.values())))
-
-
-def read(file: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each launch: the kernel's name, and what makes it."""
-    for module, name, given in pickle.loads(file.read_bytes()):
-        made = {
-            key: value.make() if isinstance(value, Tensor) else value
-            for key, value in given.items()
-        }
-        yield name, partial(getattr(import_module(module), name)[(1, 1, 1)], **made)
+    def take(self) -> dict[str, Launch]:
+        """What was launched since the last time."""
+        taken, self.seen = self.seen, {}
+        return taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.core.growth_settings import Setting, settings_of_growth, some_trunks
 from tests.core.recycling_steps import K, make_matrix, write_entries
 from tests.core.strategies import trees
+from tests.kernels.triton.grown_trees import on_device
 from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SAMPLED
 from vllm_recycle.core.grow import Trunks
@@ -21,7 +23,7 @@ from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
-from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
+from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_NUM_REQS = 5
@@ -63,15 +65,11 @@ def draft(function, setting: Setting, num_nodes: int, **given) -> tuple[torch.Te
 
 def check(setting: Setting) -> None:
     """Grow in Triton, and compare with the core."""
-    assert setting.beam is not None
-    assert setting.levels is not None
     idx_mapping = STATES[: len(setting.texts)]
     # The device grows all trees to the same depth.
     setting = replace(setting, max_depths=[setting.levels] * len(idx_mapping))
     expected = setting.grow()
-    expected_trees = Trees.from_parents(expected.parents)
     trees = DeviceTrees.empty(setting.max_nodes, MAX_NUM_REQS, depth=setting.levels, device=DEVICE)
-    before = trees.parents.clone()
     trunks = setting.trunks
     if trunks is not None:
         trunks = Trunks(trunks.token_ids, trunks.chances.float())
@@ -80,11 +78,9 @@ def check(setting: Setting) -> None:
     drafts, worths = draft(grow, setting, setting.max_nodes, **given)
     assert drafts.equal(expected.token_ids)
     assert worths.equal(expected.worths.float())
-    assert trees.parents[idx_mapping].cpu().long().equal(expected.parents)
-    assert trees.depths[idx_mapping].cpu().long().equal(expected_trees.depths)
-    assert trees.ancestor_bits[idx_mapping].cpu().equal(ancestor_bits(expected_trees.ancestor_mask))
-    others = [row for row in range(MAX_NUM_REQS) if row not in idx_mapping]
-    assert trees.parents[others].equal(before[others])
+    right = on_device(Trees.from_parents(expected.parents), idx_mapping, MAX_NUM_REQS)
+    for name in ("parents", "depths", "ancestor_bits"):
+        assert getattr(trees, name).equal(getattr(right, name)), name
 
 
 def check_filled(setting: Setting, tree: TreeTemplate) -> None:
@@ -141,6 +137,8 @@ def random_setting(k: int, contexts: tuple[int, ...], **options) -> Setting:
     ("k", "contexts", "max_nodes", "beam", "levels"),
     [
         (8, (1, 2, 4, 16), 80, 16, 8),
+        # Full levels before the last.
+        (8, (1, 2, 4, 16), 63, 16, 12),
         (8, (1, 2, 3, 4), 15, 15, 12),
         (1, (1,), 1, 1, 1),
         (1, (1, 3), 20, 4, 30),
@@ -152,6 +150,21 @@ def test_any_sizes_equal_python(k, contexts, max_nodes, beam, levels):
     setting = random_setting(k, contexts, max_nodes=max_nodes, beam=beam, levels=levels)
     growth = setting.grow()
     assert int(growth.num_nodes.max()) > min(max_nodes - 1, 3)
+    check(setting)
+
+
+@pytest.mark.parametrize("chance", [1 + 2**-23, 3.0, math.inf, math.nan, -0.5])
+def test_chances_that_are_none_make_no_wrong_tree(chance):
+    setting = random_setting(8, (1, 2, 4, 16), max_nodes=63, beam=16, levels=12)
+    setting.rates[setting.rates > 0.4] = chance
+    check(setting)
+    check_filled(setting, load_tree("default"))
+    chances = torch.tensor([[[chance, 0.25], [0.5, chance]]], dtype=torch.float64)
+    trunks = Trunks(torch.tensor([[[7, 9], [11, 13]]]), chances)
+    setting = replace(setting, texts=setting.texts[:1], max_depths=[12], trunks=trunks)
+    worths, parents = setting.grow().worths, setting.grow().parents[0]
+    assert worths.max() <= 1 >= worths.diff().max()
+    assert (parents[1:] < torch.arange(1, 64)).all()
     check(setting)
 
 

@@ -40,42 +40,30 @@ def make_matrix(scope: str, contexts: tuple[int, ...], k: int, **sizes: int) -> 
 
 
 def make_step(
-    seed: int,
-    layout: MatrixLayout,
-    *,
-    max_rows: int,
-    unfilled: float = 0.1,
-    device: torch.device | str = DEVICE,
+    seed: int, layout: MatrixLayout, *, max_rows: int, device: torch.device | str = DEVICE
 ) -> tuple[Texts, VerifiedStep]:
     """Some requests' texts, and trees with the target's tokens and a path of each to be walked."""
     rng = random.Random(seed)
     batch = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
-    parents = [
-        [rng.randrange(row) if row else 0 for row in range(max_rows)] for _ in range(MAX_NUM_REQS)
-    ]
+
+    def any_tokens(count: int) -> list[int]:
+        return [rng.randrange(layout.vocab_size) for _ in range(count)]
+
+    parents = [[rng.randrange(max(1, row)) for row in range(max_rows)] for _ in range(MAX_NUM_REQS)]
     texts = Texts(torch.full((MAX_NUM_REQS, 20), -9), torch.zeros(MAX_NUM_REQS))
     tokens, starts, path, token_ids = [], [0], [], []
     for req_state_idx in batch:
         num_rows = rng.choice([0, 1, rng.randint(1, max_rows), max_rows])
-        of_rows = [
-            -1 if row and rng.random() < unfilled else rng.randrange(layout.vocab_size)
-            for row in range(num_rows)
-        ]
-        text = [rng.randrange(layout.vocab_size) for _ in range(rng.randint(1, 2 * layout.reach))]
-        text = [*text, *of_rows[:1]][-layout.reach :]
+        of_rows = any_tokens(num_rows)
+        of_rows[1:] = [-1 if rng.random() < 0.1 else token for token in of_rows[1:]]
+        text = [*any_tokens(rng.randint(1, 2 * layout.reach)), *of_rows[:1]][-layout.reach :]
         texts.token_ids[req_state_idx, : len(text)] = torch.tensor(text)
         texts.lengths[req_state_idx] = len(text)
-        visits = [0] if of_rows else []
-        while visits:
-            below = [
-                row
-                for row in range(1, num_rows)
-                if parents[req_state_idx][row] == visits[-1] and of_rows[row] >= 0
-            ]
-            if not below or rng.random() < 0.1:
-                break
-            visits.append(rng.choice(below))
-        emitted = [of_rows[row] for row in visits[1:]] + [rng.randrange(layout.vocab_size)]
+        visits = [0][:num_rows]
+        for row in range(1, num_rows):
+            is_below = parents[req_state_idx][row] == visits[-1] and of_rows[row] >= 0
+            visits += [row] * (is_below and rng.random() < 0.7)
+        emitted = [*(of_rows[row] for row in visits[1:]), *any_tokens(1)]
         padding = [-1] * (max_rows - len(visits))
         path.append([*visits, *padding])
         token_ids.append([*emitted[: len(visits)], *padding])
@@ -132,7 +120,7 @@ def test_a_step_teaches_what_it_teaches_the_core(
     for table in (acceptance, theirs):
         table.counts[:, 0, ..., 1] = 1999.5
     counts = DeviceCounts.of(acceptance) if counted else None
-    for index in range(3):
+    for index in (0, 1, 0, 0, 0, 0):  # what comes again becomes steady
         texts, step = make_step(seed + index, matrix.layout, max_rows=max_rows)
         batch = len(step.idx_mapping)
         learns = [b for b in range(batch) if not some_learn or b % 2 == seed % 2]
@@ -146,12 +134,3 @@ def test_a_step_teaches_what_it_teaches_the_core(
         if counts is not None:
             assert counts.rates.equal(theirs.rates().float())
             assert not counts.increments.any()
-
-
-def test_entries_become_steady():
-    matrix = make_matrix("sequence", (1, 2, 4), 8, vocab_size=50_000, slots=1 << 22)
-    stamps = torch.zeros(len(matrix.table), dtype=torch.int32, device=DEVICE)
-    for seed in [0, 1, 2, 0, 1, 0, 2, 0]:  # what came before comes again
-        texts, step = make_step(seed, matrix.layout, max_rows=20, unfilled=0.0)
-        learn(matrix, stamps, None, texts, step, max_rows=20)
-    assert int((matrix.table[:, 0] & 3).max()) == 3

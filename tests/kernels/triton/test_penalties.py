@@ -35,7 +35,7 @@ def step_of(templates, seed: int, vocab: int) -> tuple[list, list[torch.Tensor],
         given += [(int(token), node, state) for node, token in enumerate(token_ids)]
     columns = [torch.tensor(column, device=DEVICE) for column in zip(*given, strict=True)]
     columns[1] = columns[1].int()
-    return rows, columns, on_device(batch_trees(templates), whose, 4, DEVICE).parents
+    return rows, columns, on_device(batch_trees(templates), whose, 4).parents
 
 
 TREES = st.lists(templates_of(max_nodes=20), min_size=1, max_size=4)

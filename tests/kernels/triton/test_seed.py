@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.triton import torch_twin_of_seed as twin
 from tests.kernels.triton.test_learn import DEVICE, MAX_NUM_REQS, make_matrix
 from vllm_recycle.core import learn as core
-from vllm_recycle.core.adjacency import SCOPES, AdjacencyMatrix
+from vllm_recycle.core.adjacency import MAX_STEADINESS, SCOPES, AdjacencyMatrix
 from vllm_recycle.kernels.triton.matrix.seed import seed
 
 
@@ -38,6 +37,55 @@ def take_in(
     assert not stamps.any()
 
 
+def seed_in_python(matrix, stamps, token_ids, *, req_state_indices, lengths, slice_size) -> None:
+    """What is correct, where a slice of a prompt is taken in at once.
+
+    `core.learn.seed` goes position by position. Both are the same where nothing is lost.
+    """
+    assert not stamps.any()
+    layout = matrix.layout
+    texts = [text.tolist() for text in token_ids.split(list(lengths))]
+    positions = [
+        (req_state_idx, text, end)
+        for req_state_idx, text in zip(req_state_indices, texts, strict=True)
+        for end in range(1, len(text))
+    ]
+    for first in range(0, len(positions), slice_size):
+        # By address, what was found of it in order: (head, salt), follower, rest.
+        found: dict[int, list[tuple[tuple[int, int], int, list[int]]]] = {}
+        for req_state_idx, text, end in positions[first : first + slice_size]:
+            salt = int(matrix.salts[req_state_idx])
+            if not 0 <= text[end] < layout.vocab_size:
+                continue
+            context = text[max(0, end - layout.reach) : end][::-1]
+            known = {
+                index: matrix.table[address, 1:-1].tolist()
+                for address, index, _ in matrix.known_entries(context, salt)
+            }
+            for index, own, address, head in layout.each_address(context, salt):
+                if bool(own) == layout.has_own:
+                    rest = known.get(index, known.get(0, []))
+                    one = ((head, salt if own else 0), text[end], rest)
+                    found.setdefault(address, []).append(one)
+        merged = {address: merged_entry(matrix, address, seen) for address, seen in found.items()}
+        for address, entry in merged.items():
+            matrix.table[address] = torch.tensor(entry, dtype=torch.int32)
+
+
+def merged_entry(matrix: AdjacencyMatrix, address: int, seen: list[tuple]) -> list[int]:
+    """Of what was found in order: (head, salt), follower, rest."""
+    (head, salt), _, rest = seen[-1]
+    followers = [follower for context, follower, _ in reversed(seen) if context == (head, salt)]
+    latest = list(dict.fromkeys(followers))[:3]
+    run = next((i for i, token in enumerate(followers) if token != latest[0]), len(followers))
+    old, first = matrix.table[address, :2].tolist()
+    stays = matrix.is_written(address, head, salt) and first == latest[0] and len(latest) == 1
+    steadiness = min(MAX_STEADINESS, (old & 3) + run if stays else run - 1)
+    successors = [*latest, *(token for token in rest if token >= 0 and token not in latest)]
+    successors = [*successors, *[-1] * matrix.layout.k][: matrix.layout.k]
+    return [head | steadiness, *successors, salt]
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     seeding=st.integers(0, 10**6),
@@ -56,7 +104,7 @@ def test_texts_are_seeded_a_slice_at_a_time(seeding, scope, contexts, slots, sli
         indices = rng.sample(range(MAX_NUM_REQS), rng.randint(1, MAX_NUM_REQS))
         lengths = [rng.choice([1, 2, rng.randint(3, 30), 30]) for _ in indices]
         texts = [all_token_ids[i, :length] for i, length in zip(indices, lengths, strict=True)]
-        for one, function in ((matrix, seed), (expected, twin.seed)):
+        for one, function in ((matrix, seed), (expected, seed_in_python)):
             take_in(function, one, texts, indices, slice_size=slice_size)
         assert matrix.table.equal(expected.table)
 

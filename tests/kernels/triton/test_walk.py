@@ -8,16 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.strategies import batch_trees, drafts, repetitive_drafts, samples, trees
-from tests.kernels.triton.grown_trees import on_device as place_trees
+from tests.kernels.triton.grown_trees import on_device
 from vllm_recycle.core import verification
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.kernels.triton.walk import walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def on_device(*lists: list) -> list[torch.Tensor]:
-    return [torch.tensor(values, device=DEVICE) for values in lists]
 
 
 @st.composite
@@ -61,7 +57,7 @@ def test_walk_equals_torch(step, index_type, deeper):
         got = walk(flat, padded, starts, trees=of_batch)
     else:
         idx_mapping = [*range(batch - 1, -1, -1)]
-        placed = place_trees(trees, idx_mapping, batch + 1, DEVICE, depth=trees.depth + deeper)
+        placed = on_device(trees, idx_mapping, batch + 1, depth=trees.depth + deeper)
         by_state = torch.full((batch + 1, nodes), 3, device=DEVICE)
         by_state[idx_mapping] = padded
         whose = torch.tensor(idx_mapping, device=DEVICE).to(index_type)
@@ -73,21 +69,11 @@ def test_walk_equals_torch(step, index_type, deeper):
         assert getattr(got, name).cpu().equal(right), name
 
 
-def test_the_walk_ends_where_the_scheduled_rows_end_although_drafts_go_on():
-    tree = TreeTemplate(((0, 0), (1, 0), (2, 0))).to(DEVICE)
-    # The rows of a second sequence follow at once, and agree with the first one's drafts.
-    sampled, drafted = on_device([5, 6, 7, 8], [[5, 6, 7], [1, 8, 1]])
-    result = walk(sampled, drafted, *on_device([0, 2, 4]), trees=tree.of_batch(2))
-    assert result.path.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
-    assert result.token_ids.tolist() == [[5, 6, -1, -1], [7, -1, -1, -1]]
-    assert result.lengths.tolist() == [2, 1]
-
-
 @pytest.mark.parametrize("depth", [1, 40, 256])
 def test_a_chain_of_any_depth_is_walked(depth):
     tree = TreeTemplate(tuple((row, 0) for row in range(depth))).to(DEVICE)
-    tokens = list(range(depth + 1))
-    sampled, drafted = on_device(tokens, [tokens[:-1]])
-    result = walk(sampled, drafted, *on_device([0, depth + 1]), trees=tree.of_batch(1))
-    assert result.path.tolist() == result.token_ids.tolist() == [tokens]
+    tokens = torch.arange(depth + 1, device=DEVICE)
+    starts = torch.tensor([0, depth + 1], device=DEVICE)
+    result = walk(tokens, tokens[None, :-1], starts, trees=tree.of_batch(1))
+    assert result.path.tolist() == result.token_ids.tolist() == [tokens.tolist()]
     assert result.lengths.tolist() == [depth + 1]

@@ -267,6 +267,9 @@ struct Source {
   }
 };
 
+// See grow.bounded.
+double bounded(double chance) { return chance > 0.0 ? std::min(chance, 1.0) : 0.0; }
+
 std::vector<double> find_rates(const double* counts, int64_t num_successors) {
   std::vector<double> rates;
   rates.reserve(num_successors * STEADINESSES);
@@ -274,7 +277,7 @@ std::vector<double> find_rates(const double* counts, int64_t num_successors) {
     const double* all = counts + STEADINESSES * 2;
     const double prior = PRIOR_WEIGHT * (all[0] / std::max(all[1], 1.0));
     for (int64_t cell = 0; cell < STEADINESSES; cell++) {
-      rates.push_back((counts[cell * 2] + prior) / (counts[cell * 2 + 1] + PRIOR_WEIGHT));
+      rates.push_back(bounded((counts[cell * 2] + prior) / (counts[cell * 2 + 1] + PRIOR_WEIGHT)));
     }
   }
   return rates;
@@ -298,7 +301,7 @@ void find_following(const Source& source, const Context& context, int64_t b, int
     const int64_t first = (b * trunks.gamma + place) * trunks.choices;
     for (int64_t i = first; i < first + trunks.choices; i++) {
       const int64_t token = trunks.token_ids[i];
-      if (token >= 0) following.push_back({token, trunks.chances[i], NO_PLACE});
+      if (token >= 0) following.push_back({token, bounded(trunks.chances[i]), NO_PLACE});
     }
   }
   const size_t offered = following.size();

@@ -129,7 +129,9 @@ def _penalise_kernel(
     root = row - node
     while node > 0:
         counts += (tl.load(row_token_ids + root + node) == token).to(tl.int32)
-        node = tl.load(parents + request * parents_stride + node)
+        parent = tl.load(parents + request * parents_stride + node)
+        tl.device_assert(parent < node, "a parent behind its child")
+        node = parent
     word = tl.load(prompt_bits + request * prompt_stride + token // 32, mask=real, other=0)
     in_prompt = ((word >> (token % 32)) & 1) != 0
     in_output = counts > 0

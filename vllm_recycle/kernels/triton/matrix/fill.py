@@ -12,7 +12,14 @@ import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, inputs_of, read_tail
+from vllm_recycle.kernels.triton.matrix.find import (
+    Layout,
+    Texts,
+    bounded,
+    find_entry,
+    inputs_of,
+    read_tail,
+)
 from vllm_recycle.kernels.triton.walk import num_warps
 
 
@@ -108,6 +115,7 @@ def _fill_kernel(
         real = (depth == level + 1) & (above >= 0)
         child = tl.load(table + above * (2 + K) + 1 + rank, mask=real, other=-1)
         rate = tl.load(rates + tl.gather(cell, parent, 0) + rank * 4, mask=real, other=0.0)
+        rate = bounded(rate)
         real = real & (child >= 0)
         token = tl.where(real, child, token)
         worth = tl.where(real, tl.gather(worth, parent, 0) * rate, worth)

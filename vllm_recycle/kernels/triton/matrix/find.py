@@ -223,6 +223,12 @@ def find_longest(
 
 
 @triton.jit
+def bounded(chance: tl.tensor) -> tl.tensor:
+    """See `core.grow.bounded`."""
+    return tl.where(chance > 0, tl.minimum(chance, 1.0), 0.0)
+
+
+@triton.jit
 def find_entry(
     table: tl.tensor,
     rates: tl.tensor,
@@ -244,8 +250,8 @@ def find_entry(
     shared, shared_cell, own, own_cell = find_longest(table, context, salt, real, LAYOUT)
     if LAYOUT.HAS_OWN and LAYOUT.HAS_SHARED:
         both = (shared >= 0) & (own >= 0)
-        shared_rate = tl.load(rates + shared_cell, mask=both, other=0.0)
-        own_rate = tl.load(rates + own_cell, mask=both, other=0.0)
+        shared_rate = bounded(tl.load(rates + shared_cell, mask=both, other=0.0))
+        own_rate = bounded(tl.load(rates + own_cell, mask=both, other=0.0))
         is_own = (shared < 0) | (both & (shared_rate <= own_rate))
         return tl.where(is_own, own, shared), tl.where(is_own, own_cell, shared_cell)
     elif LAYOUT.HAS_OWN:

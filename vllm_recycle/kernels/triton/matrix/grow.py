@@ -14,7 +14,14 @@ import triton.language as tl
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.grow import Trunks
-from vllm_recycle.kernels.triton.matrix.find import Layout, Texts, find_entry, inputs_of, read_tail
+from vllm_recycle.kernels.triton.matrix.find import (
+    Layout,
+    Texts,
+    bounded,
+    find_entry,
+    inputs_of,
+    read_tail,
+)
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 _MOST = tl.constexpr(0x7FFFFFFF)
@@ -167,11 +174,11 @@ def _grow_kernel(
             real = real & (successor >= 0)
         token = tl.load(first[:, None] + successor, mask=real, other=-1)
         rate = (rates + cell)[:, None] + successor * 4
-        chance = tl.load(rate, mask=real & (token >= 0), other=0.0)
+        chance = bounded(tl.load(rate, mask=real & (token >= 0), other=0.0))
         if GAMMA:
             is_choice = rank < CHOICES
             chosen = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
-            offered = tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0)
+            offered = bounded(tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0))
             is_chosen = token < 0
             for other in tl.static_range(CHOICES):
                 is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other))
@@ -227,6 +234,9 @@ def _grow_kernel(
     is_deep = real & (candidate >= WIDTH)
     above = tl.load(candidate_of + candidate // CHILDREN, mask=is_deep, other=0)
     parent = tl.load(row_of + above, mask=is_deep, other=0)
+    # A parent that was not chosen would lie anywhere, and the loops over parents would not end.
+    tl.device_assert((parent >= 0) & (parent <= node), "a parent behind its child")
+    parent = tl.minimum(tl.maximum(parent, 0), node)
     word = tl.arange(0, WORD_LANES)[None, :]
     bits = tl.zeros([LANES, WORD_LANES], tl.int32) | (word == 0)
     row = node + 1

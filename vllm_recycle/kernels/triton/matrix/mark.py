@@ -42,7 +42,9 @@ def mark_entries(
     above = tl.where(filled, row, 0)
     while tl.max(above, axis=0) > 0:
         filled = filled & (tl.load(row_token_ids + above, mask=above > 0, other=0) >= 0)
-        above = tl.load(parents + above, mask=above > 0, other=0).to(tl.int32)
+        parent = tl.load(parents + above, mask=above > 0, other=0).to(tl.int32)
+        tl.device_assert((parent < above) | (above == 0), "a parent behind its child")
+        above = parent
     visited = tl.zeros(row.shape, tl.int32)
     for place in range(PATH):
         visited |= (tl.load(path + place) == row).to(tl.int32)

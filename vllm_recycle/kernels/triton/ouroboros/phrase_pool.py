@@ -149,4 +149,5 @@ def _insert_phrases_kernel(
 
     is_newer = (age[None, :] > age[:, None]) & is_place[None, :]
     place = PER_TOKEN - 1 - tl.sum(is_newer.to(tl.int32), axis=1)
+    tl.debug_barrier()  # Other threads have read the places that a thread overwrites.
     tl.store(own + place[:, None] * LENGTH + column[None, :], known, mask=is_here)

@@ -180,4 +180,5 @@ def _begin_round_kernel(
     tl.store(start_last_token_ids + index, tl.load(last_token_ids + state))
     tl.store(start_num_head + index, missing)
     tl.store(start_num_cached + index, cached)
+    tl.debug_barrier()  # The other threads have read what one of them overwrites.
     tl.store(num_cached + state, computed)

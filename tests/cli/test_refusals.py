@@ -1,10 +1,29 @@
-"""`vllm-recycle bench`: arguments and prompt files that are refused, in one line."""
+"""What the commands refuse: in one line on stderr, with status 2."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.cli.commands import DRAFT_MODEL, MODEL, bench, refused
+from tests.cli.commands import DRAFT_MODEL, EMBEDDED, MODEL, ROOT, bench
+from vllm_recycle.cli import main
+
+
+@pytest.fixture
+def refused(capsys):
+    """The line of a call."""
+
+    def said(arguments: list[str]) -> str:
+        try:
+            status = main(arguments)
+        except SystemExit as error:
+            status = error.code
+        line = capsys.readouterr().err
+        assert (status, line.count("\n")) == (2, 1), line
+        names = (arguments[0], " ".join(arguments[:2]))
+        assert line.startswith(tuple(f"vllm-recycle {name}: error: " for name in names))
+        return line
+
+    return said
 
 
 @pytest.mark.parametrize(
@@ -34,8 +53,30 @@ from tests.cli.commands import DRAFT_MODEL, MODEL, bench, refused
         (["--methods=none", "--chat"], "models/target has no chat template"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
-    assert refused(bench(*arguments), capsys).count(message) == 1
+def test_arguments_of_a_benchmark(arguments, message, refused):
+    assert refused(bench(*arguments)).count(message) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("demo --model=/nowhere", "--model: no such folder /nowhere, expected a model directory"),
+        (f"demo --model={ROOT}", f"--model: no config.json in {ROOT}, expected a model directory"),
+        (f"demo {EMBEDDED} --prompts=/nowhere.jsonl", "--prompts /nowhere.jsonl cannot be read"),
+        (f"demo {EMBEDDED} --num-prompts=81", "--num-prompts is 81, but there are 80"),
+        (
+            "tree show missing.json",
+            "expected one of ['chain', 'default', 'paper-80'] or the path of a JSON file",
+        ),
+        ("tree show paper-80 --max-nodes=81", "got 81, expected at most the 80 nodes"),
+        ("tree show paper-80 --max-nodes=0", "got '0', expected an integer of at least 1"),
+        ("tree show", "the following arguments are required"),
+        ("check", "error: expected a MODEL, or --build\n"),
+        (f"check {MODEL} --no-such-flag", "error: unrecognized arguments: --no-such-flag\n"),
+    ],
+)
+def test_arguments_of_other_commands(arguments, message, refused):
+    assert message in refused(arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -52,19 +93,19 @@ def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
         (None, "cannot be read"),
     ],
 )
-def test_bad_prompt_files_are_refused_in_one_line(lines, message, tmp_path, capsys):
+def test_files_of_prompts(lines, message, refused, tmp_path):
     path = tmp_path / "prompts.jsonl"
     if lines is not None:
         path.write_text(lines)
-    assert message in refused(bench("--methods=none", prompts=path), capsys)
+    assert message in refused(bench("--methods=none", prompts=path))
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path, capsys):
+def test_a_draft_model_of_another_vocabulary(refused, tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 4095}')
-    line = refused(bench(f"--draft-model={tmp_path}"), capsys)
+    line = refused(bench(f"--draft-model={tmp_path}"))
     assert f"{tmp_path}: a vocabulary of 4095, expected the 4096 of --model {MODEL}" in line
 
 
-def test_a_missing_optional_package_is_named_with_its_command(monkeypatch, capsys):
+def test_a_missing_optional_package_is_named_with_its_command(refused, monkeypatch):
     monkeypatch.setattr("vllm_recycle.cli.bench.methods.find_spec", lambda name: None)
-    assert "pip install arctic-inference" in refused(bench("--methods=suffix"), capsys)
+    assert "pip install arctic-inference" in refused(bench("--methods=suffix"))
