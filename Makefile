@@ -9,7 +9,8 @@
 #   make vision        torchvision, for the tests of models that see images
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
-#   make test-triton   Triton's tests with another one than is locked; TRITON=3.8.0
+#   make test-ptx      kernels' tests on their compiled PTX, without a GPU; PTX_ARCH=80
+#   make test-triton   both with another Triton than is locked; TRITON=3.8.0
 #   make test-versions   engines' tests on the other supported vLLMs; VERSIONS="0.31.0" narrows it
 #   make test VLLM=0.31.0   the test suite on one of them; test-slow too
 #   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, no GPU (8 GB of disk)
@@ -36,6 +37,7 @@ SUFFIX_LOCK := .ci/cpu/suffix.lock
 RAY_LOCK := .ci/cpu/ray.lock
 VISION_LOCK := .ci/cpu/vision.lock
 TRITON ?= 3.8.0
+PTX_ARCH ?= 90
 VLLM ?=
 VERSIONS ?= $(patsubst .ci/cpu/vllm-%.lock,%,$(wildcard .ci/cpu/vllm-*.lock))
 OTHER := $(VLLM:%=.venv/vllm-%)
@@ -49,7 +51,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray vision test test-slow test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release help
+.PHONY: setup demo model pair suffix ray vision test test-slow test-ptx test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release help
 
 setup: $(STAMP)
 
@@ -95,9 +97,16 @@ test: setup $(OTHER:%=%/.installed)
 test-slow: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
+# Kernels are compiled for sm_90, and their PTX is run here. Attention takes 13 minutes more.
+PTX = PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m "not attention" tests/kernels/triton tests/kernels/test_phrase_pools.py
+
+test-ptx: setup
+	$(PTX) $(PYTEST_ARGS)
+
 # In folders that come before the locked packages.
 test-triton: setup
 	$(PIP_INSTALL) --upgrade --target .venv/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(CURDIR)/.venv/triton-$(TRITON) $(PTX)
 	PYTHONPATH=$(CURDIR)/.venv/triton-$(TRITON) $(PYTEST) $(or $(PYTEST_ARGS),tests/kernels/triton tests/integration/cuda/test_compiled_once.py)
 
 # A folder that comes before the locked packages. All versions run with the locked PyTorch.
