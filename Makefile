@@ -10,9 +10,10 @@
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make test-ptx      kernels' tests on their compiled PTX, without a GPU; PTX_ARCH=80
-#   make test-triton   both with another Triton than is locked; TRITON=3.8.0
+#   make test-triton   kernels' tests with another Triton than is locked; TRITON=3.8.0
+#   make test-nightly  what takes long and few changes break: Ray, a benchmark, attention's PTX
 #   make test-versions   engines' tests on the other supported vLLMs; VERSIONS="0.31.0" narrows it
-#   make test VLLM=0.31.0   the test suite on one of them; test-slow too
+#   make test VLLM=0.31.0   the test suite on one of them; test-slow too; TRITON=3.8.0 likewise
 #   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, no GPU (8 GB of disk)
 #   make soak          twenty minutes of mixed traffic on a server, then every bad end
 #   make reach         examples/reach.md: which models have trees or chains, with which vLLM
@@ -36,11 +37,12 @@ LOCK := .ci/cpu/requirements.lock
 SUFFIX_LOCK := .ci/cpu/suffix.lock
 RAY_LOCK := .ci/cpu/ray.lock
 VISION_LOCK := .ci/cpu/vision.lock
-TRITON ?= 3.8.0
+TRITON ?=
+NEWEST_TRITON := 3.8.0
 PTX_ARCH ?= 90
 VLLM ?=
 VERSIONS ?= $(patsubst .ci/cpu/vllm-%.lock,%,$(wildcard .ci/cpu/vllm-*.lock))
-OTHER := $(VLLM:%=.venv/vllm-%)
+OTHER := $(VLLM:%=.venv/vllm-%) $(TRITON:%=.venv/triton-%)
 CUDA := .venv/cuda-$(or $(VLLM),0.33.0)
 WHEEL_TAG ?= manylinux_2_28_x86_64
 ALIAS := .ci/cpu/vllm-alias
@@ -51,7 +53,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray vision test test-slow test-ptx test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release help
+.PHONY: setup demo model pair suffix ray vision test test-slow test-nightly test-ptx test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release help
 
 setup: $(STAMP)
 
@@ -89,25 +91,30 @@ vision: setup
 	$(PIP_INSTALL) --upgrade --target .venv/vision --requirement $(VISION_LOCK)
 
 # A file's tests share engines and what those have said, so a file stays with one process.
+# Folders that come before the locked packages.
 PYTEST := $(OTHER:%=PYTHONPATH=$(CURDIR)/%) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=20
 
 test: setup $(OTHER:%=%/.installed)
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
 
 test-slow: setup $(OTHER:%=%/.installed)
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not nightly" $(PYTEST_ARGS)
 
-# Kernels are compiled for sm_90, and their PTX is run here. Attention takes 13 minutes more.
-PTX = PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m "not attention" tests/kernels/triton tests/kernels/test_phrase_pools.py
+test-nightly: ray
+	$(PYTEST) -m nightly $(PYTEST_ARGS)
+	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m attention tests/kernels/triton
 
-test-ptx: setup
-	$(PTX) $(PYTEST_ARGS)
+test-ptx: setup $(OTHER:%=%/.installed)
+	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m "not attention" tests/kernels/triton tests/kernels/test_phrase_pools.py $(PYTEST_ARGS)
 
-# In folders that come before the locked packages.
-test-triton: setup
-	$(PIP_INSTALL) --upgrade --target .venv/triton-$(TRITON) triton==$(TRITON)
-	PYTHONPATH=$(CURDIR)/.venv/triton-$(TRITON) $(PTX)
-	PYTHONPATH=$(CURDIR)/.venv/triton-$(TRITON) $(PYTEST) $(or $(PYTEST_ARGS),tests/kernels/triton tests/integration/cuda/test_compiled_once.py)
+test-triton:
+	$(MAKE) test-ptx TRITON=$(or $(TRITON),$(NEWEST_TRITON))
+	$(MAKE) test TRITON=$(or $(TRITON),$(NEWEST_TRITON)) \
+		PYTEST_ARGS="-m 'slow or not slow' tests/kernels/triton tests/integration/cuda/test_compiled_once.py"
+
+.venv/triton-%/.installed: $(STAMP)
+	$(PIP_INSTALL) --upgrade --target $(@D) triton==$*
+	touch $@
 
 # A folder that comes before the locked packages. All versions run with the locked PyTorch.
 .venv/vllm-%/.installed: .ci/cpu/vllm-%.lock $(STAMP)

@@ -209,7 +209,7 @@ def test_answers_go_into_the_next_turn_and_follow_schemas(chat_model, answers):
     assert sum(event["tokens"] for event in events) == reply["tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_methods_are_measured_side_by_side(chat_model, answers, outside):
     lines = [
         json.dumps({"category": prompt.category, "turns": prompt.turns, "hint": text})

@@ -134,9 +134,12 @@ def test_every_combination_of_options_configures_an_engine(
             runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
-    "method", ["token_recycling", pytest.param("ouroboros", marks=pytest.mark.slow)]
+    "method",
+    [
+        pytest.param("token_recycling", marks=pytest.mark.versions),
+        pytest.param("ouroboros", marks=pytest.mark.slow),
+    ],
 )
 def test_offline_batch_prints_every_output_and_what_was_accepted(method):
     """Compiled: the smallest model there is, which has two layers."""

@@ -29,7 +29,7 @@ def load(name, monkeypatch):
     return importlib.import_module(name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_hour_runs_at_tiny_sizes_without_a_verdict(tmp_path):
     command = ["bash", str(HARNESS / "first_hour.sh"), str(tmp_path), "--smoke"]
     environment = os.environ | {"PYTHON": sys.executable}

@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
 
 FLOAT32 = ["--max-tokens=64", "--dtype=float32"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

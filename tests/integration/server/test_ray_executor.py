@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_output_equals_vllm_with_ranks_on_two_nodes(tmp_path):
     pytest.importorskip("ray", reason="needs Ray, which `make ray` installs")
     from tests.integration.server import ray_platform
