@@ -42,7 +42,8 @@ NEWEST_TRITON := 3.8.0
 PTX_ARCH ?= 90
 VLLM ?=
 VERSIONS ?= $(patsubst .ci/cpu/vllm-%.lock,%,$(wildcard .ci/cpu/vllm-*.lock))
-OTHER := $(VLLM:%=.venv/vllm-%) $(TRITON:%=.venv/triton-%)
+OTHER := $(strip $(VLLM:%=.venv/vllm-%) $(TRITON:%=.venv/triton-%))
+SPACE := $(subst ,, )
 CUDA := .venv/cuda-$(or $(VLLM),0.33.0)
 WHEEL_TAG ?= manylinux_2_28_x86_64
 ALIAS := .ci/cpu/vllm-alias
@@ -92,7 +93,8 @@ vision: setup
 
 # A file's tests share engines and what those have said, so a file stays with one process.
 # Folders that come before the locked packages.
-PYTEST := $(OTHER:%=PYTHONPATH=$(CURDIR)/%) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=20
+PATHS := $(subst $(SPACE),:,$(OTHER:%=$(CURDIR)/%))
+PYTEST := $(PATHS:%=PYTHONPATH=%) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=20
 
 test: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
@@ -100,7 +102,7 @@ test: setup $(OTHER:%=%/.installed)
 test-slow: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-nightly: ray
+test-nightly: ray $(OTHER:%=%/.installed)
 	$(PYTEST) -m nightly $(PYTEST_ARGS)
 	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m attention tests/kernels/triton
 

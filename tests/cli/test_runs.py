@@ -119,7 +119,7 @@ def test_commands_of_an_installed_package(installed, outside):
     assert str(installed / "examples") not in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_are_streamed_in_colour_and_compared(outside):
     read = []
 
@@ -175,7 +175,7 @@ def answers(chat_model) -> tuple[list[list[int]], list[str]]:
     return token_ids, texts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_go_into_the_next_turn_and_follow_schemas(chat_model, answers):
     of_bool = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema = {**of_bool, "additionalProperties": False}

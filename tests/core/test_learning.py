@@ -89,12 +89,16 @@ def test_a_seeded_entry_has_what_followed_last_and_then_others_once(scope, text,
         write(matrix, 1, context, [2, 0, -1])
     before = matrix.shared_entries()
     seed(matrix, 0, torch.tensor(text, dtype=torch.int64))
-    # It is for all only where there are no own entries.
-    assert scope == "shared" or matrix.shared_entries().equal(before)
+    # It is for all only where there are no own entries, which may take the places of others.
+    after = matrix.shared_entries()
+    assert scope == "shared" or bool(((after == before) | (after == -1)).all())
     for end in range(1, len(text)):
         context = text[:end][::-1][: matrix.layout.reach]
         later = [text[:e][::-1][: len(context)] for e in range(end + 1, len(text))]
-        address, index, own = matrix.longest_entries(context, int(matrix.salts[0]))[-1]
+        found = matrix.longest_entries(context, int(matrix.salts[0]))
+        if not found:
+            continue  # other contexts have taken its places
+        address, index, own = found[-1]
         successors = matrix.table[address, 1:-1].tolist()
         kept = [token for token in successors if token >= 0]
         assert kept == list(dict.fromkeys(kept))

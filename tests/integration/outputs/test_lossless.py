@@ -67,6 +67,9 @@ PARAMETERS = [
 PROMPTS = read_prompts(len(PARAMETERS)) * 2
 PARAMS = [SamplingParams(temperature=0, max_tokens=48)] * len(PARAMETERS)
 PARAMS += [SamplingParams(**given) for given in PARAMETERS]
+# Of the requests of either kind.
+ALL, ODD, EVEN = slice(None), slice(1, None, 2), slice(0, None, 2)
+THIRD = slice(0, None, 3)
 MAX_NUM_SEQS = 8
 # Up to the end of a short context.
 ENDLESS = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
@@ -75,8 +78,18 @@ SHORT = {"max_model_len": 192, "max_num_seqs": MAX_NUM_SEQS, "block_size": 32}
 CROWDED = {**SHORT, "enable_prefix_caching": True, "num_gpu_blocks_override": 24}
 
 
-def answers(llm: Any, every: int = 1) -> list[dict[str, Any]]:
-    """All that is said of each request, or of the first of so many."""
+def answers(llm: Any, part: slice = ALL) -> list[dict[str, Any]]:
+    """All that is said of each request, or of a part of them; with drafts some are accepted.
+
+    Also of those that come with parameters.
+    """
+    results, half = [], len(PARAMETERS)
+    for first in (0, half):
+        before = counter(llm, "spec_decode_num_accepted_tokens")
+        prompts, params = (given[first:][:half][part] for given in (PROMPTS, PARAMS))
+        results += llm.generate(prompts, params, use_tqdm=False)
+        if llm.llm_engine.vllm_config.speculative_config is not None:
+            assert counter(llm, "spec_decode_num_accepted_tokens") > before
     return [
         {
             "outputs": [
@@ -85,7 +98,7 @@ def answers(llm: Any, every: int = 1) -> list[dict[str, Any]]:
             ],
             **scored(result.prompt_logprobs, *(output.logprobs for output in result.outputs)),
         }
-        for result in llm.generate(PROMPTS[::every], PARAMS[::every], use_tqdm=False)
+        for result in results
     ]
 
 
@@ -109,35 +122,33 @@ def expected() -> list[dict[str, Any]]:
 def test_outputs_equal_vllms(expected, method):
     with engine(method, max_num_seqs=MAX_NUM_SEQS) as llm:
         assert answers(llm) == expected
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
 @pytest.mark.parametrize(
-    ("method", "flags"),
+    ("method", "flags", "part"),
     [
         pytest.param({**PAPER, "scope": "shared", "seed_from_prompt": False}, {},
-                     id="shared, no seed from prompt"),
-        pytest.param({**PAPER, "scope": "isolated"}, {}, id="isolated"),
+                     ODD, id="shared, no seed from prompt"),
+        pytest.param({**PAPER, "scope": "isolated"}, {}, EVEN, id="isolated"),
         pytest.param({**GROWN, "contexts": [1], "k": 3, "row_cost": 0.1}, {},
-                     id="one token of context, a price by hand"),
-        pytest.param(GROWN, SMALL_BUDGET, id="chunked prefill, cut trees"),
+                     ODD, id="one token of context, a price by hand"),
+        pytest.param(GROWN, SMALL_BUDGET, ALL, id="chunked prefill, cut trees"),
         pytest.param({**OUROBOROS, **SIZES, "max_forwards": FORWARDS_ON_GPU, "row_cost": 0},
-                     {"max_num_seqs": 4}, id="ouroboros, the paper's sizes",
+                     {"max_num_seqs": 4}, EVEN, id="ouroboros, the paper's sizes",
                      marks=pytest.mark.slow),
         pytest.param({**SMALL_OUROBOROS, "scope": "request", "max_forwards": 2}, {},
-                     id="ouroboros, own pools, two forwards"),
-        pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, id="ouroboros, chunked prefill"),
+                     ODD, id="ouroboros, own pools, two forwards"),
+        pytest.param(SMALL_OUROBOROS, SMALL_BUDGET, ODD, id="ouroboros, chunked prefill"),
         pytest.param({**TRUNK, "gamma": 7, "scope": "isolated"}, SMALL_BUDGET,
-                     id="trunk, isolated, chunked prefill"),
+                     EVEN, id="trunk, isolated, chunked prefill"),
         pytest.param({**HOSTED, "scope": "isolated"}, SMALL_BUDGET,
-                     id="vLLM's trunk, isolated, chunked prefill"),
+                     ODD, id="vLLM's trunk, isolated, chunked prefill"),
     ],
 )  # fmt: skip
-def test_outputs_equal_vllms_with_other_settings(expected, method, flags):
+def test_outputs_equal_vllms_with_other_settings(expected, method, flags, part):
     """Also of seeded requests whose prompts come in chunks, of which plain vLLM on a CPU dies."""
     with engine(method, **{"max_num_seqs": MAX_NUM_SEQS, **flags}) as llm:
-        assert answers(llm, 2) == expected[::2]
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        assert answers(llm, part) == [*expected[:18][part], *expected[18:][part]]
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +216,7 @@ def test_outputs_equal_vllms_under_preemption_on_prefix_hits_and_to_the_end(
         # The target drafts for itself: the heads of the small draft model are three.
         pytest.param(lambda _: {**SMALL_OUROBOROS, "model": TARGET}, id="ouroboros"),
         pytest.param(
-            lambda folder: (
-                TOKEN_RECYCLING | {"trunk": {"method": "eagle", "model": heads.eagle(folder)}}
-            ),
+            lambda folder: GROWN | {"trunk": {"method": "eagle", "model": heads.eagle(folder)}},
             id="eagle",
         ),
     ],
@@ -215,5 +224,4 @@ def test_outputs_equal_vllms_under_preemption_on_prefix_hits_and_to_the_end(
 def test_outputs_equal_vllms_with_two_tensor_parallel_ranks(expected, make, monkeypatch, tmp_path):
     use_two_ranks(monkeypatch)
     with engine(make(tmp_path / "head"), tensor_parallel_size=2) as llm:
-        assert answers(llm, 3) == expected[::3]
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        assert answers(llm, THIRD) == [*expected[:18][THIRD], *expected[18:][THIRD]]

@@ -193,3 +193,14 @@ def test_messages(servers):
         expected = message(plain, parser, city)
         assert "input_json_delta" in dict(expected)
         assert message(ours, parser, city) == expected
+
+
+@of_parsers("xlam")
+def test_aborting_in_mid_stream_leaves_nothing_running(servers):
+    _, _, server = servers
+    messages = [{"role": "user", "content": "Count."}]
+    endless = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    stream = server.client.chat.completions.create(messages=messages, **endless, **GREEDY)
+    next(iter(stream))
+    stream.close()
+    server.wait_until_idle()

@@ -30,7 +30,7 @@ PRICED = {**TOKEN_RECYCLING, "row_cost": 0.02}
 def _forks(monkeypatch):
     """Processes import nothing once more. On a CPU vLLM spawns them, whatever it is told."""
     fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda *_: fork)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda *_, **__: fork)
 
 
 def run(

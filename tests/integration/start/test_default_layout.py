@@ -18,14 +18,14 @@ from tests.integration.outputs.test_structured_output import GREEDY, KINDS, PLAI
 LONG = {"max_tokens": 60}
 
 
-def serve(backend: str, **layout: Any) -> tuple[list[Any], float]:
+def serve(backend: str, method: Any = GROWN, **layout: Any) -> tuple[list[Any], float]:
     """What requests get, and tokens a step of those that follow what none did before.
 
     What their drafts are is what the grammar tells.
     """
     before = [StructuredOutputsParams(**grammar) for _, grammar in KINDS[backend]]
     unseen = StructuredOutputsParams(regex=UNSEEN)
-    with engine(GROWN, structured_outputs_config={"backend": backend}, **layout) as llm:
+    with engine(method, structured_outputs_config={"backend": backend}, **layout) as llm:
         # Others first: with these the worker gets its compiler.
         params = [SamplingParams(**GREEDY, structured_outputs=one) for one in before]
         outputs = generate(llm, [text for text, _ in KINDS[backend]], params)
@@ -48,11 +48,12 @@ def serve(backend: str, **layout: Any) -> tuple[list[Any], float]:
     ],
 )  # fmt: skip
 def test_drafts_grow_with_grammars_wherever_the_worker_is(backend, ranks, monkeypatch):
+    plain, _ = serve(backend, None)
     here, tokens_here = serve(backend)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     if ranks > 1:
         use_two_ranks(monkeypatch)
     there, tokens_there = serve(backend, tensor_parallel_size=ranks)
-    assert here == there
+    assert here == there == plain
     assert tokens_here > 1.5
     assert tokens_there > 0.9 * tokens_here

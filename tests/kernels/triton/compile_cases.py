@@ -134,7 +134,7 @@ def step_cases() -> Iterator[Case]:
     for name, step, arch in (("default", default, 90), ("largest", largest, 80)):
         yield Case(f"learn-{name}", step.learn, (arch,))
         yield Case(f"seed-{name}", partial(seed_prompts, step), (arch,))
-    yield Case("grow", default.grow, (90,))
+    yield Case("grow", default.grow)
     yield Case("grow-trunk", partial(grow_trees, default, gamma=4), (80,))
     yield Case("grow-rows64", partial(grow_trees, default, rows=64), (100,))
     yield Case("grow-beam32", partial(grow_trees, default, beam=32), (120,))
