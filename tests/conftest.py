@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, and for the children of tests too. The processes of a run are as many as
@@ -61,6 +63,15 @@ def import_triton_kernels() -> None:
 
 
 import_triton_kernels()
+
+
+@pytest.fixture(autouse=True)
+def _level_of_logs() -> Iterator[None]:
+    """What a command of ours sets for its process does not reach the next test."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
