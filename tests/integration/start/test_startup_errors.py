@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
@@ -289,8 +290,9 @@ def test_what_is_refused(given, flags, message):
     arguments = EngineArgs(TARGET, dtype="float32", speculative_config=given, **flags)
     with pytest.raises((NotImplementedError, ValueError), match=message) as refused:
         arguments.create_engine_config()
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < LINE
+    if not isinstance(refused.value, ValidationError):  # which is vLLM's own
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < LINE
 
 
 def test_keys_of_a_trunk_reach_vllm():
