@@ -79,9 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needy = [item for item in items if item.path.parent.name != "core"]
     if not needy:
         return
-    from tests.integration.other_versions import (
-        reason_to_leave_out,  # imports vLLM, which reads what is set above
-    )
+    # It imports vLLM, which reads what is set above.
+    from tests.integration.other_versions import reason_to_leave_out
 
     for item in needy:
         if reason := reason_to_leave_out(item.nodeid):

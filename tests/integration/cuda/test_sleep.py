@@ -21,9 +21,10 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.integration.cuda.test_ouroboros import FORWARDS, SIZES
+from tests.integration.cuda.test_ouroboros import FORWARDS
 from tests.integration.cuda.v2_engines import GREEDY, GROWN, LLM_ARGUMENTS, MODEL, SEEDED, tokens_of
 from tests.integration.cuda.v2_worker import TreeV2Worker
+from tests.integration.cuda.watched_rounds import SIZES
 from tests.integration.engines import OUROBOROS, counter, engine, runner
 from tests.integration.models.derived_models import with_windows
 from tests.integration.models.random_models import gemma4
