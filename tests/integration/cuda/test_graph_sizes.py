@@ -22,6 +22,7 @@ from vllm_recycle.core.curve import TREES, Load
 from vllm_recycle.core.graph_curve import ROWS_OF_A_PROGRAM, GraphCurve, GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.backend import TreeFlashAttentionMetadataBuilder
 from vllm_recycle.integration.cuda.graphs import (
+    ALONE,
     FILLED,
     SPREAD,
     plan_full_graphs,
@@ -31,7 +32,7 @@ from vllm_recycle.integration.cuda.graphs import (
 )
 from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule, sizes_of_batches
 
-NODES = 80
+NODES = 63  # that trees grow to by default
 LARGEST = 512
 TABLE = halving_schedule(NODES, MAX_TREE_ROWS)
 # As vLLM chooses them for a GPU, without speculation.
@@ -126,15 +127,15 @@ def test_every_step_without_a_prompt_has_a_full_graph_that_is_filled_up_little(
         for lengths in batches:
             desc = dispatch(manager, lengths)
             assert_fits(desc, lengths)
-            # Never more than its rows, or a part of those that all would have had.
+            # A graph with more rows and fewer programs may cost less.
             most = max(sum(lengths), num_reqs * length)
-            assert desc.num_tokens - most <= max(FILLED, most // 4)
+            assert desc.num_tokens - most <= max(FILLED, most // 3)
             # Where the others have ended.
             assert_fits(dispatch(manager, lengths[-2:]), lengths[-2:])
         uniform = dispatch(manager, batches[0])
         assert uniform.uniform_token_count is None
         # Of few requests no program of attention finds nothing to do, of others not many.
-        room = 1 if num_reqs in (1, 2, 3, 4, 8) else 2 * SPREAD
+        room = 1 if num_reqs in ALONE else 2 * SPREAD
         assert room > 1 or uniform.num_tokens == num_reqs * length
         assert programs(shape_of(uniform)) <= room * programs((0, num_reqs, length))
 
@@ -173,7 +174,7 @@ def test_plain_steps_and_those_with_a_prompt_have_the_graphs_of_plain_decoding(m
         desc = dispatch(manager, [1] * num_reqs)
         assert (desc.cg_mode, desc.uniform_token_count) == (CUDAGraphMode.FULL, 1)
         assert desc.num_reqs == next(size for size in CAPTURE_SIZES if size >= num_reqs)
-    for num_reqs, num_tokens in ((2, 82), (1, 81), (3, 9)):
+    for num_reqs, num_tokens in ((2, 65), (1, 64), (3, 9)):
         # vLLM knows of no longest query there, or of one that does not decode.
         desc = manager.dispatch(num_reqs, num_tokens, None, 0, max_query_len=None)
         assert desc.cg_mode == CUDAGraphMode.PIECEWISE
@@ -188,11 +189,11 @@ def counts(manager: CudaGraphManager) -> tuple[int, int, int]:
 
 def test_few_graphs_are_captured():
     vllm_s = make_manager(256, largest=None)
-    assert counts(vllm_s) == (54, 251, 70)
-    assert counts(with_ours(grown(256), among_others=True)) == (35, 85, len(CAPTURE_SIZES))
-    assert counts(with_ours(by_table(256))) == (35, 15, len(CAPTURE_SIZES))
+    assert counts(vllm_s) == (35, 203, len(CAPTURE_SIZES))
+    assert counts(with_ours(grown(256), among_others=True)) == (35, 51, len(CAPTURE_SIZES))
+    assert counts(with_ours(by_table(256))) == (35, 11, len(CAPTURE_SIZES))
     # Of vLLM's choice there is none for plain requests beside trees.
-    assert dispatch(vllm_s, [81, 1]).cg_mode == CUDAGraphMode.PIECEWISE
+    assert dispatch(vllm_s, [64, 1]).cg_mode == CUDAGraphMode.PIECEWISE
 
 
 def test_the_largest_graph_is_captured_first_and_vllm_can_make_a_batch_of_each(manager):
@@ -223,7 +224,7 @@ def test_a_captured_graph_has_trees_where_requests_may_have_several_rows(
 
 def test_adapters_have_graphs_of_their_own():
     manager = with_ours(by_table(8), loras=(0, 2))
-    plain, lora = (manager.dispatch(2, 82, None, active, max_query_len=81) for active in (0, 1))
+    plain, lora = (manager.dispatch(2, 65, None, active, max_query_len=64) for active in (0, 1))
     assert (plain.num_active_loras, lora.num_active_loras) == (0, 2)
     assert shape_of(plain) == shape_of(lora)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
@@ -151,6 +151,14 @@ def message(server: Server, parser: str, city: str) -> list[Any]:
     return joined(parts)
 
 
+def of_plain_decoding(client: Callable[..., Any], server: Server, *question: str) -> Any:
+    """What the server gives twice: on a busy machine tokens of two steps may share a delta."""
+    received: list[Any] = []
+    while (latest := client(server, *question)) not in received:
+        received.append(latest)
+    return latest
+
+
 def of_parsers(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("servers", names, indirect=True, scope="module")
 
@@ -159,7 +167,7 @@ def of_parsers(*names: str) -> pytest.MarkDecorator:
 def test_chat(servers):
     parser, plain, ours = servers
     for city in CITIES:
-        expected, plain_tokens = chat(plain, parser, city)
+        expected, plain_tokens = of_plain_decoding(chat, plain, parser, city)
         received, tokens = chat(ours, parser, city)
         in_chunks, chunks = chat(ours, parser, city, interval=16)
         assert received == in_chunks == expected
@@ -181,7 +189,7 @@ def test_chat(servers):
 def test_responses(servers):
     parser, plain, ours = servers
     for city in CITIES:
-        expected = respond(plain, parser, city)
+        expected = of_plain_decoding(respond, plain, parser, city)
         assert expected[-1]["name"] == NAME
         assert respond(ours, parser, city) == expected
 
@@ -190,7 +198,7 @@ def test_responses(servers):
 def test_messages(servers):
     parser, plain, ours = servers
     for city in CITIES:
-        expected = message(plain, parser, city)
+        expected = of_plain_decoding(message, plain, parser, city)
         assert "input_json_delta" in dict(expected)
         assert message(ours, parser, city) == expected
 

@@ -23,11 +23,11 @@ from vllm_recycle.core.graph_curve import GraphShape, by_preference
 # The bound of a graph is at most this many times the rows of a request. So the graph has room for
 # this many times the requests that use up its rows at the bound. Grids are made for all of them:
 # the programs of a request that is not there end at once.
-SPREAD = 3
+SPREAD = 8
 # A step is padded by at most a quarter of its rows, or by this many rows.
-FILLED = 8
+FILLED = 16
 # Batches of so many requests have graphs of their own, without room for others.
-ALONE = (1, 2, 3, 4, 8)
+ALONE = (1, 2, 4, 8)
 
 
 def plan_full_graphs(
