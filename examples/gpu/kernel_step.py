@@ -175,9 +175,18 @@ class StepInputs:
         matrix, rows = self.matrix, self.case.rows
         learn(matrix, self.stamps, self.counts, self.texts, step, max_rows=rows)
 
-    def grow(self) -> None:
-        learnt = (self.matrix, self.counts.rates, self.idx_mapping, self.texts)
-        grow(self.grown, self.worths, *learnt, trees=self.trees, beam=BEAM)
+    def grow(self, candidates_of_warp: int = 128) -> None:
+        grow(
+            self.grown,
+            self.worths,
+            self.matrix,
+            self.counts.rates,
+            self.idx_mapping,
+            self.texts,
+            trees=self.trees,
+            beam=BEAM,
+            candidates_of_warp=candidates_of_warp,
+        )
 
 
 def check_step(inputs: StepInputs) -> None:
@@ -247,6 +256,8 @@ def measure_step(case: StepCase, peaks: Peaks) -> dict[str, Any]:
     names = ("place", "top_k", "walk", "compact", "learn", "grow")
     calls: dict[str, Call] = {name: getattr(inputs, name) for name in names}
     calls["together"] = partial(in_turn, *calls.values())
+    for warps in (2, 4):
+        calls[f"grow-{warps}"] = partial(inputs.grow, 128 // warps)  # of warps
     return {
         **asdict(case),
         "nodes": int((inputs.grown >= 0).sum()),

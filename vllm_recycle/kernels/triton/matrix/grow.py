@@ -38,6 +38,7 @@ def grow(
     trees: DeviceTrees,
     beam: int,
     trunks: Trunks | None = None,
+    candidates_of_warp: int = 128,
 ) -> None:
     """Draft below the last token of each text; see `core.grow.grow`.
 
@@ -51,6 +52,7 @@ def grow(
         trees: written where the requests' are; has the most nodes and levels of a tree.
         beam: the most nodes of a level that are expanded.
         trunks: by `req_state_idx`, float32, of at most k choices; None where there is none.
+        candidates_of_warp: of a level, to sort. With fewer, warps have less to do and more waits.
 
     """
     (batch, nodes), layout = drafts.shape, matrix.layout
@@ -89,13 +91,8 @@ def grow(
         LEVELS=trees.depth,
         SIZE=size,
         LAYOUT=constants,
-        num_warps=_warps(expanded * children),
+        num_warps=min(8, max(1, expanded * children // candidates_of_warp)),
     )
-
-
-def _warps(children: int) -> int:
-    """For 128 candidates of a level each: with fewer a sort is of few instructions, but waits."""
-    return min(8, max(1, children // 128))
 
 
 @triton.jit
