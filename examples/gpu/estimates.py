@@ -83,7 +83,7 @@ class Attention:
 @cache
 def graphs() -> list[GraphShape]:
     sizes_of_batch = sizes_of_batches(NODES, LARGEST, MAX_NUM_REQS)
-    return plan_full_graphs(sizes_of_batch, CAPTURE_SIZES, among_others=True)
+    return plan_full_graphs(sizes_of_batch, CAPTURE_SIZES, has_plain_requests=True)
 
 
 def graph_of(rows: tuple[int, ...]) -> GraphShape:

@@ -16,18 +16,27 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from vllm_recycle.cli.bench.table import format_table
+
 ESTIMATES = Path(__file__).with_name("estimates.json")
-TESTS = {"twins": "kernels against their references", "engines": "engines against plain vLLM"}
+TESTS = {
+    "twins": "kernels against their references",
+    "engine": "the default engine against plain vLLM",
+    "engines": "engines against plain vLLM",
+}
 REPORTS = ("kernels", "step_time")
 
 
 def verdict(folder: Path) -> Iterator[str]:
-    """Its lines; what a step of the first hour did not leave is named."""
+    """Its lines; what a part of the first hour did not leave is named."""
+    yield from machine(read(folder / "operators.json"))
     for name, what in TESTS.items():
         yield f"{what}: {tests(folder / f'{name}.xml')}"
     reports = {name: read(folder / f"{name}.json") for name in REPORTS}
     for name, report in reports.items():
         yield from (f"{name}: {line}" for line in marks_of(report))
+    if peers := read(folder / "peers.json"):
+        yield from format_table(peers).splitlines()
     held, found = 0, 0
     for estimate in json.loads(ESTIMATES.read_text()):
         value = look_up(reports[estimate["report"]], estimate)
@@ -35,6 +44,17 @@ def verdict(folder: Path) -> Iterator[str]:
         held, found = held + (said == "as estimated"), found + (value is not None)
         yield f"{estimate['what']}: {said}"
     yield f"{held} of {found} estimates held"
+
+
+def machine(report: dict[str, Any] | None) -> Iterator[str]:
+    """Device and versions, and how far vLLM's own operators are off."""
+    if report is None:
+        yield "vLLM's operators: not run"
+        return
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    yield "{device}, driver {driver}, ".format_map(report) + versions
+    errors = ", ".join(f"{name} off by {error:.2g}" for name, error in report["errors"].items())
+    yield f"vLLM's operators: {errors}"
 
 
 def tests(path: Path) -> str:

@@ -18,7 +18,8 @@ from tests.integration.engines import EXAMPLES
 
 HARNESS = EXAMPLES / "gpu"
 LAUNCHES = EXAMPLES.parent / "tests/integration/cuda/v2_launches.json"
-KERNELS = {"place", "top_k", "walk", "compact", "learn", "grow", "together"}
+PARTS = ("operators", "twins", "engine", "step_time", "peers", "kernels", "engines")
+KERNELS = {"place", "top_k", "walk", "compact", "learn", "grow", "together", "grow-2", "grow-4"}
 
 
 def load(name, monkeypatch):
@@ -30,19 +31,24 @@ def load(name, monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_the_first_hour_runs_at_tiny_sizes_without_a_verdict(tmp_path):
     command = ["bash", str(HARNESS / "first_hour.sh"), str(tmp_path), "--smoke"]
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     statuses = re.findall(r"^(\w+): exit status (\d+)", done.stdout, re.MULTILINE)
-    names = ("twins", "engines", "kernels", "step_time")
-    assert statuses == [(name, "0") for name in names], done.stdout + done.stderr
+    assert statuses == [(name, "0") for name in PARTS], done.stdout + done.stderr
     lines = (tmp_path / "verdict.txt").read_text().splitlines()
-    assert lines[0] == "kernels against their references: none ran"
+    assert lines[0].startswith("cpu, driver None, vllm_recycle ")
+    assert "kernels against their references: none ran" in lines
     assert lines[-1] == "0 of 0 estimates held"
     assert sum(line.endswith(": not measured") for line in lines) > 10
 
-    kernels, step_time = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names[2:])
+    reports = (
+        json.loads((tmp_path / f"{name}.json").read_text())
+        for name in ("kernels", "step_time", "peers")
+    )
+    kernels, step_time, peers = reports
     for report in (kernels, step_time):
         assert report["conditions"]["times"].startswith("mean nothing")
     log = (tmp_path / "kernels.log").read_text()
@@ -64,6 +70,10 @@ def test_the_first_hour_runs_at_tiny_sizes_without_a_verdict(tmp_path):
         assert (tmp_path / profile["trace"]).stat().st_size > 0
     log = (tmp_path / "step_time.log").read_text()
     assert "not judged: step of 8 rows / plain step, batch 1" in log
+
+    results = [(row["concurrency"], row["method"]) for row in peers["results"]]
+    assert results == [*itertools.product((1, 4), ("none", "ngram_gpu", "token_recycling"))]
+    assert all(row["outputs_equal"] for row in peers["results"])
 
 
 @pytest.mark.parametrize("broken", ["place", "walk", "compact", "grow", "learn"])
@@ -162,6 +172,26 @@ def test_the_verdict_of_what_was_measured(tmp_path, monkeypatch):
         "2 of 3 estimates held",
     ):
         assert line in lines
+
+
+def test_a_kit_keeps_the_kernels_of_its_gpu_in_their_places(tmp_path, monkeypatch):
+    kit = load("make_kit", monkeypatch)
+
+    def library(*entries):
+        packed = b"".join(
+            kit.ENTRY.pack(kind, 0, kit.ENTRY.size, len(body), arch) + body
+            for kind, arch, body in entries
+        )
+        return b"code" + b"\x50\xed\x55\xba\1\0\x10\0" + len(packed).to_bytes(8, "little") + packed
+
+    used, unused = (f"FlashAttnFwdSm90 Li{n}ENS_10bfloat16_tEf".encode() for n in (64, 96))
+    ours = [(2, 90, b"a kernel"), (2, 90, used)]
+    others = [(2, 80, b"another"), (1, 90, b"ptx"), (2, 90, unused)]
+    path = tmp_path / "library.so"
+    path.write_bytes(library(*ours, *others) + library(ours[0]))
+    kit.prune(path)
+    zeros = [(kind, 75 if arch == 90 else arch, bytes(len(body))) for kind, arch, body in others]
+    assert path.read_bytes() == library(*ours, *zeros) + library(ours[0])
 
 
 def test_estimates_are_of_the_graphs_and_launches_that_there_are(monkeypatch):

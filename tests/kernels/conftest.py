@@ -1,7 +1,7 @@
-"""Tests of kernels with `PTX_ARCH`: launches run in the interpreter of PTX (`triton/ptx/launch`).
+"""Tests of kernels that are compiled: on a GPU, or with `PTX_ARCH` in the interpreter of PTX.
 
-Those of attention, which take longest, are marked `attention`. Of what Hypothesis draws, a few
-examples: each set of constants is compiled.
+Of what Hypothesis draws, a few examples: each set of constants is compiled. In the interpreter
+(`triton/ptx/launch`) the tests of attention, which take longest, are marked `attention`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 
 import hypothesis
 import pytest
+import torch
 
 FEW = hypothesis.settings(
     max_examples=5,
@@ -33,12 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "PTX_ARCH" not in os.environ:
+    in_ptx = "PTX_ARCH" in os.environ
+    if not (in_ptx or torch.cuda.is_available()):
         return
     for item in items:
         function = getattr(item, "function", None)
         if hypothesis.is_hypothesis_test(function):
             function._hypothesis_internal_use_settings = FEW
+        if not in_ptx:
+            continue
         if item.path.name in ATTENTION:
             item.add_marker("attention")
         for name in (item.path.name, getattr(function, "__name__", "")):
