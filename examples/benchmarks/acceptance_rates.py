@@ -25,15 +25,15 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--source", required=True, help="what the counts were taken of")
     args = parser.parse_args()
-    of_classes = []
-    for of_class, path in enumerate(args.matrix_files):
+    class_counts = []
+    for request_class, path in enumerate(args.matrix_files):
         with safe_open(path, "pt") as file:
-            of_classes.append(file.get_tensor("acceptance")[of_class])
+            class_counts.append(file.get_tensor("acceptance")[request_class])
             contexts = ast.literal_eval(file.metadata()["contexts"])
-    counts = torch.stack(of_classes)
-    by_length = counts.round(decimals=2).transpose(0, 1).tolist()
-    pairs = zip(contexts, by_length, strict=True)
-    lines = ",\n".join(f'  "{length}": {json.dumps(of)}' for length, of in pairs)
+    counts = torch.stack(class_counts)
+    length_counts = counts.round(decimals=2).transpose(0, 1).tolist()
+    pairs = zip(contexts, length_counts, strict=True)
+    lines = ",\n".join(f'  "{length}": {json.dumps(values)}' for length, values in pairs)
     args.output.write_text(
         f'{{"source": {json.dumps(args.source)}, "contexts": {{\n{lines}\n}}}}\n', encoding="utf-8"
     )

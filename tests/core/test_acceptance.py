@@ -38,10 +38,10 @@ def write(
 
 
 def counted(
-    proposer: TokenRecyclingProposer, of_class: int = GREEDY
+    proposer: TokenRecyclingProposer, request_class: int = GREEDY
 ) -> dict[tuple[int, ...], tuple[float, float]]:
     """By length, own, rank and steadiness: how often it was right, and seen."""
-    counts, lengths = proposer.state.acceptance.counts[of_class], proposer.layout.contexts
+    counts, lengths = proposer.state.acceptance.counts[request_class], proposer.layout.contexts
     places = counts[..., 1].nonzero().tolist()
     return {(lengths[at[0]], *at[1:]): tuple(counts[tuple(at)].tolist()) for at in places}
 

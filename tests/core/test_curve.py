@@ -118,7 +118,7 @@ def test_a_stall_moves_little_and_a_shorter_time_may_be_believed_at_once():
         of.serve(None, ONE, 1, seconds)
     assert 0.01 < of.plain(ONE) < 0.01 * math.exp(MOST / 4)
     for place in range(TAKE_IN_EVERY):
-        of.serve(None, ONE, 1, 0.005, at_once=place == 0)
+        of.serve(None, ONE, 1, 0.005, is_look=place == 0)
     assert of.plain(ONE) == pytest.approx(0.005)
     of.set_plain(ONE, 0.007)
     assert of.plain(ONE) == pytest.approx(0.007)

@@ -273,7 +273,7 @@ def test_rounds_are_paid_for_whatever_the_step_becomes(chooser):
     plain = chooser.curve.plain(LOAD)
     for rows, kind in ((1, None), (5, TREES)):
         before, [seconds] = chooser.account.credit, chooser.curve.at(TREES, LOAD, (rows,))
-        chooser.served(kind, LOAD, rows, tokens=1, seconds=seconds, beside=2 * plain)
+        chooser.served(kind, LOAD, rows, tokens=1, seconds=seconds, drafting_seconds=2 * plain)
         earned = EARNED if kind is None else 1.0 - seconds / plain
         assert chooser.account.credit - before == pytest.approx(earned - 2.0)
 

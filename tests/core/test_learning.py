@@ -73,7 +73,7 @@ def test_nothing_is_learnt_where_a_node_was_not_filled_and_below():
         successors=torch.arange(12).view(4, K).int(),
         walked=WalkResult(torch.tensor([[0]]), torch.tensor([[6]]), torch.tensor([1])),
     )
-    learn(matrix, None, replace(ends_of([[0]]), last=[-1]), step)
+    learn(matrix, None, replace(ends_of([[0]]), last_positions=[-1]), step)
     assert [token for token in range(VOCAB) if seen(matrix, 0, [token])] == [3]
 
 

@@ -171,21 +171,21 @@ def test_choices_are_counted_where_the_trunk_before_them_was_right(data, batch, 
     acceptance = ChoiceAcceptance(CLASSES)
     acceptance.count(trunks, idx_mapping, followed)
     expected = torch.zeros(NUM_CLASSES, CHOICES, PARTS, 2, dtype=torch.float64)
-    of_class = CLASSES[idx_mapping].tolist()
+    classes = CLASSES[idx_mapping].tolist()
     for b in range(batch):
         for place, token in enumerate(followed[b].tolist()[:gamma]):
-            if token < 0 or of_class[b] >= NUM_COUNTED:
+            if token < 0 or classes[b] >= NUM_COUNTED:
                 break
             for choice, offered in enumerate(trunks.token_ids[b, place].tolist()):
                 if offered >= 0:
                     part = min(PARTS - 1, int(float(trunks.chances[b, place, choice]) * PARTS))
-                    cell = expected[of_class[b], choice, part]
+                    cell = expected[classes[b], choice, part]
                     cell += torch.tensor([float(offered == token), 1.0])
             if trunks.token_ids[b, place, 0] != token:
                 break
     assert acceptance.counts.equal(expected)
     chances = acceptance.chances(trunks, idx_mapping).chances
     part = min(PARTS - 1, int(float(trunks.chances[0, 0, 0]) * PARTS))
-    right, seen = expected[of_class[0], 0, part].tolist()
+    right, seen = expected[classes[0], 0, part].tolist()
     prior = PRIOR_WEIGHT * float(trunks.chances[0, 0, 0])
     assert float(chances[0, 0, 0]) == pytest.approx((right + prior) / (seen + PRIOR_WEIGHT))

@@ -50,10 +50,10 @@ class ShowVersions(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         try:
-            from vllm import __version__ as installed
+            from vllm import __version__ as vllm_version
         except ImportError:
-            installed = "is not installed"
-        print(f"vllm-recycle {vllm_recycle.__version__}, vllm {installed}")
+            vllm_version = "is not installed"
+        print(f"vllm-recycle {vllm_recycle.__version__}, vllm {vllm_version}")
         parser.exit()
 
 
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=ShowVersions, nargs=0, help="ours and vLLM's")
     subparsers = parser.add_subparsers(dest="command", required=True)
-    called = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    for name in COMMANDS if called is None else (called,):
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    for name in COMMANDS if command is None else (command,):
         importlib.import_module(f"vllm_recycle.cli.{name}").add_parser(subparsers)
     args = parser.parse_args(arguments)
     try:

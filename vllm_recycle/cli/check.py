@@ -73,10 +73,10 @@ def _build() -> dict[str, str]:
     """Where the compiled kernels lie, or why they do not."""
     from vllm_recycle.kernels.cpu.build import find_or_build
 
-    built = find_or_build()
-    name = "not built" if built.path is None else "kernels"
-    said = [str(built.path), *built.problems] if built.path else built.problems
-    return {name: "; ".join(said)}
+    build = find_or_build()
+    name = "not built" if build.path is None else "kernels"
+    messages = [str(build.path), *build.problems] if build.path else build.problems
+    return {name: "; ".join(messages)}
 
 
 def _make_config(model: str, flags: list[str]) -> Any:
@@ -156,5 +156,5 @@ def _reason(error: Exception) -> str:
     """What an error says, in one line."""
     from pydantic import ValidationError
 
-    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return " ".join(said.split()).removeprefix("Value error, ") or type(error).__name__
+    message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return " ".join(message.split()).removeprefix("Value error, ") or type(error).__name__

@@ -26,7 +26,7 @@ from vllm_recycle.cli.bench.methods import METHODS
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
 from vllm_recycle.cli.bench.report import ACCEPTED, per_step
-from vllm_recycle.cli.bench.table import DISTURBED, align
+from vllm_recycle.cli.bench.table import MAX_OTHERS_SHARE, align
 
 EXAMPLES = Path(vllm_recycle.__file__).parents[1] / "examples"
 CHAT_MODEL = Path("models/smollm2-135m-instruct")
@@ -85,12 +85,13 @@ def run(args: argparse.Namespace) -> int:
         flush=True,
     )
     replies = generate(plan)
-    pairs = enumerate(zip(replies[PLAIN], replies[RECYCLING], strict=True), start=1)
-    differing = [number for number, (one, two) in pairs if one["outputs"] != two["outputs"]]
-    print("\n".join(format_table(replies, identical=not differing)))
-    if differing:
-        print(f"outputs differ in prompts {', '.join(map(str, differing))}")
-    return 1 if differing else 0
+    outputs = ([reply["outputs"] for reply in replies[name]] for name in (PLAIN, RECYCLING))
+    pairs = enumerate(zip(*outputs, strict=True), start=1)
+    mismatches = [number for number, (plain, recycled) in pairs if plain != recycled]
+    print("\n".join(format_table(replies, identical=not mismatches)))
+    if mismatches:
+        print(f"outputs differ in prompts {', '.join(map(str, mismatches))}")
+    return 1 if mismatches else 0
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -123,10 +124,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
+def _prompts(prompts_path: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
     """The first turns of the given prompts, or of the repository's, the kinds in turn."""
-    if given:
-        return read_prompts(given)
+    if prompts_path:
+        return read_prompts(prompts_path)
     kinds: dict[tuple[Path, str | None], list[Prompt]] = {}
     files = [EXAMPLES / name for name in (CHAT_PROMPTS if chat else EMBEDDED_PROMPTS)]
     if not all(path.exists() for path in files):
@@ -134,8 +135,8 @@ def _prompts(given: Path | None, *, chat: bool) -> tuple[Prompt, ...]:
     for path in files:
         for prompt in read_prompts(path):
             kinds.setdefault((path, prompt.category), []).append(prompt)
-    mixed = itertools.chain(*itertools.zip_longest(*kinds.values()))
-    return tuple(prompt for prompt in mixed if prompt)
+    prompts = itertools.chain(*itertools.zip_longest(*kinds.values()))
+    return tuple(prompt for prompt in prompts if prompt)
 
 
 def generate(plan: Plan) -> dict[str, list[driver.Reply]]:
@@ -146,16 +147,16 @@ def generate(plan: Plan) -> dict[str, list[driver.Reply]]:
     """
     replies: dict[str, list[driver.Reply]] = {name: [] for name in plan.methods}
     arguments = driver.pass_arguments(plan, 1, 0)
-    with driver.children(plan) as running:
+    with driver.children(plan) as workers:
         for name, config in plan.methods.items():
             print(f"starting vLLM: {TITLES[name]} ...", flush=True)
-            driver.load(plan, running[name], config)
-            running[name].ask("run", **driver.warm_up_arguments(plan, 1))
+            driver.load(plan, workers[name], config)
+            workers[name].ask("run", **driver.warm_up_arguments(plan, 1))
         for index, prompt in enumerate(plan.prompts):
             arguments |= {"start": index, "stop": index + 1, "stream": True}
             print(f"\n[{index + 1}/{len(plan.prompts)}] {_line(prompt)}\n", flush=True)
-            recycled = show(running[RECYCLING].follow("run", **arguments))
-            plain = running[PLAIN].ask("run", **arguments)
+            recycled = show(workers[RECYCLING].follow("run", **arguments))
+            plain = workers[PLAIN].ask("run", **arguments)
             for name, reply in ((PLAIN, plain), (RECYCLING, recycled)):
                 replies[name].append(reply)
                 speed = reply["tokens"] / reply["wall_s"]
@@ -166,11 +167,11 @@ def generate(plan: Plan) -> dict[str, list[driver.Reply]]:
 
 def show(replies: Iterable[driver.Reply]) -> driver.Reply:
     """Print the text of a stream as it comes; returns its last reply, what the pass gave."""
-    colours, coloured = itertools.cycle(COLOURS), sys.stdout.isatty()
+    colours, is_terminal = itertools.cycle(COLOURS), sys.stdout.isatty()
     for reply in replies:
         if "event" in reply:
             text = reply["text"]
-            if coloured and reply["tokens"] > 1:
+            if is_terminal and reply["tokens"] > 1:
                 text = f"\x1b[{next(colours)}m{text}\x1b[0m"
             print(text, end="", flush=True)
     print("\n")
@@ -182,8 +183,8 @@ def format_table(replies: dict[str, list[driver.Reply]], *, identical: bool) -> 
     title = max(map(len, TITLES.values()))
     rows = [[" " * title, "tokens/s", "speed-up", "accepted", "steps", "outputs identical"]]
     plain_speed = None
-    for name, of_method in replies.items():
-        total = driver.add_up(of_method, COUNTED)
+    for name, passes in replies.items():
+        total = driver.add_up(passes, COUNTED)
         speed, accepted = total["tokens"] / total["wall_s"], per_step(total, ACCEPTED)
         plain_speed = plain_speed or speed
         numbers = [f"{speed:.1f}", f"{speed / plain_speed:.2f}"]
@@ -193,8 +194,8 @@ def format_table(replies: dict[str, list[driver.Reply]], *, identical: bool) -> 
     yield from align(rows)
     yield "accepted: mean number of tokens that a step gives, without the steps that end a prompt;"
     yield "what earlier prompts left is used"
-    others_share = max(one["others_cpu_share"] for some in replies.values() for one in some)
-    if others_share > DISTURBED:
+    others_share = max(reply["others_cpu_share"] for passes in replies.values() for reply in passes)
+    if others_share > MAX_OTHERS_SHARE:
         yield f"disturbed: other processes used up to {others_share:.0%} of the CPUs meanwhile"
 
 

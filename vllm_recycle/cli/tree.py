@@ -70,11 +70,11 @@ def _lines(tree: TreeTemplate, children: list[list[int]], row: int, indent: str)
     ranks = tree.ranks.tolist()
     groups = _groups(children, row)
     for index, group in enumerate(groups):
-        last = index == len(groups) - 1
+        is_last = index == len(groups) - 1
         is_chain = bool(children[group[0]])
         label = (" ─ " if is_chain else " ").join(str(ranks[node]) for node in group)
-        yield f"{indent}{'└─ ' if last else '├─ '}{label}"
-        yield from _lines(tree, children, group[-1], indent + ("   " if last else "│  "))
+        yield f"{indent}{'└─ ' if is_last else '├─ '}{label}"
+        yield from _lines(tree, children, group[-1], indent + ("   " if is_last else "│  "))
 
 
 def _groups(children: list[list[int]], row: int) -> list[list[int]]:

@@ -46,11 +46,11 @@ class AcceptanceTable:
     def clear(self) -> None:
         """Forget everything but the shipped counts, which were measured on a chat model."""
         shipped = _shipped_counts()
-        for index, length in enumerate(self.layout.contexts):
+        for index, context in enumerate(self.layout.contexts):
             # A length that was not measured has the counts of the longest one below it.
-            known = shipped[max(one for one in shipped if one <= length)]
-            ranks = torch.arange(self.layout.k).clamp(max=known.shape[2] - 1)
-            self.counts[:, index] = known[:, :, ranks].repeat(NUM_CLASSES // len(known), 1, 1, 1, 1)
+            prior = shipped[max(length for length in shipped if length <= context)]
+            ranks = torch.arange(self.layout.k).clamp(max=prior.shape[2] - 1)
+            self.counts[:, index] = prior[:, :, ranks].repeat(NUM_CLASSES // len(prior), 1, 1, 1, 1)
 
     def halve(self) -> None:
         """Let what was counted weigh half as much beside what will be."""
@@ -64,8 +64,8 @@ class AcceptanceTable:
 def rates(counts: torch.Tensor) -> torch.Tensor:
     """The chance that a successor is right, float64 [classes, contexts, 2, k, 4]."""
     right, seen = counts[..., 0], counts[..., 1]
-    of_all = right[..., -1:] / seen[..., -1:].clip(min=1)
-    return (right[..., :-1] + PRIOR_WEIGHT * of_all) / (seen[..., :-1] + PRIOR_WEIGHT)
+    prior_rates = right[..., -1:] / seen[..., -1:].clip(min=1)
+    return (right[..., :-1] + PRIOR_WEIGHT * prior_rates) / (seen[..., :-1] + PRIOR_WEIGHT)
 
 
 @cache

@@ -101,29 +101,29 @@ class MatrixLayout:
             address, and the head of the entry without its steadiness.
 
         """
-        hashed, seen = 0, 0
+        context_hash, num_hashed = 0, 0
         slots = self.slots // self.parts
-        first = self.vocab_size + salt % self.parts * slots
+        first_address = self.vocab_size + salt % self.parts * slots
         for index, length in enumerate(self.contexts):
-            for token in context[seen:length]:
+            for token in context[num_hashed:length]:
                 if not 0 <= token < self.vocab_size:
                     return
-                hashed = (hashed ^ (token + 1)) * _MIX & _64_BITS
-                hashed ^= hashed >> 32
+                context_hash = (context_hash ^ (token + 1)) * _MIX & _64_BITS
+                context_hash ^= context_hash >> 32
             if len(context) < length:
                 return
-            seen = length
-            shares = self.has_shared and salt < PRIVATE_SALT
-            for own in range(1 - shares, 1 + self.has_own):
+            num_hashed = length
+            is_sharing = self.has_shared and salt < PRIVATE_SALT
+            for own in range(1 - is_sharing, 1 + self.has_own):
                 if length == 1 and not own:
                     yield index, 0, context[0], context[0] << 3
                     continue
                 # A part has nothing of others, and places in it say nothing of others.
-                salted = salt if own and self.parts == 1 else 0
-                key = (hashed + salted * _FINISH + length) * _FINISH & _64_BITS
+                hash_salt = salt if own and self.parts == 1 else 0
+                key = (context_hash + hash_salt * _FINISH + length) * _FINISH & _64_BITS
                 key = (key ^ key >> 29) * _MIX & _64_BITS
                 head = (key >> _TAG_SHIFT) << 3 | own << 2
-                yield index, own, first + (key & (slots - 1)), head
+                yield index, own, first_address + (key & (slots - 1)), head
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +132,22 @@ class Ends:
 
     Attributes:
         token_ids: int32 [batch, length], of each text, and anything behind its end.
-        last: of each the place of its last token; -1 where there is none.
+        last_positions: of each the place of its last token; -1 where there is none.
         is_token: bool [batch, length], which of these are tokens; None if all are.
 
     """
 
     token_ids: torch.Tensor
-    last: Sequence[int]
+    last_positions: Sequence[int]
     is_token: torch.Tensor | None = None
 
     def tails(self, reach: int) -> list[list[int]]:
         """Of each text the last tokens, the newest first, -1 where there is none."""
-        place = torch.tensor(self.last)[:, None] - torch.arange(reach)
-        known = place >= 0
+        place = torch.tensor(self.last_positions)[:, None] - torch.arange(reach)
+        is_token = place >= 0
         if self.is_token is not None:
-            known &= self.is_token.gather(1, place.clamp(min=0))
-        return self.token_ids.gather(1, place.clamp(min=0)).where(known, -1).tolist()
+            is_token &= self.is_token.gather(1, place.clamp(min=0))
+        return self.token_ids.gather(1, place.clamp(min=0)).where(is_token, -1).tolist()
 
 
 class AdjacencyMatrix:
@@ -213,29 +213,31 @@ class AdjacencyMatrix:
         """Forget everything."""
         self.table.fill_(NEVER_WRITTEN)
 
-    def begin(self, req_state_idx: int, of_class: int = GREEDY, owner: Owner | None = None) -> None:
+    def begin(
+        self, req_state_idx: int, request_class: int = GREEDY, owner: Owner | None = None
+    ) -> None:
         """A sequence starts: it sees nothing that one of another owner wrote for itself.
 
         Args:
             req_state_idx: of the sequence.
-            of_class: `GREEDY` or `SAMPLED`.
+            request_class: `GREEDY` or `SAMPLED`.
             owner: whose it is, under the scope `sequence`; None for nobody else's.
 
         """
         is_private = owner is not None and owner.cache_salt is not None
         salt = self._number(req_state_idx) if owner is None else self._owners.salt_of(owner)
         self.salts[req_state_idx] = salt
-        self.classes[req_state_idx] = of_class + NUM_COUNTED * is_private
+        self.classes[req_state_idx] = request_class + NUM_COUNTED * is_private
 
     def forget(self, names: Collection[str | int]) -> int:
         """Remove the own entries of owners, and return how many there were.
 
         Those of them that run go on without. What they wrote for all stays.
         """
-        old = self._owners.forget(names)
-        for salt in old:
-            self.salts[self.salts == salt] = self._owners.new_salt(private=salt >= PRIVATE_SALT)
-        salts = torch.tensor(old, dtype=torch.int32, device=self.table.device)
+        old_salts = self._owners.forget(names)
+        for salt in old_salts:
+            self.salts[self.salts == salt] = self._owners.new_salt(is_private=salt >= PRIVATE_SALT)
+        salts = torch.tensor(old_salts, dtype=torch.int32, device=self.table.device)
         entries = torch.isin(self.table[:, -1], salts)
         self.table[entries] = NEVER_WRITTEN
         return int(entries.sum())
@@ -291,8 +293,8 @@ class AdjacencyMatrix:
 
     def longest_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
         """The known entries of the longest context that is known, the shared one first."""
-        known = self.known_entries(context, salt)
-        return [entry for entry in known if entry[1] == known[-1][1]]
+        entries = self.known_entries(context, salt)
+        return [entry for entry in entries if entry[1] == entries[-1][1]]
 
     def known_entries(self, context: Sequence[int], salt: int) -> list[tuple[int, int, int]]:
         """All known entries of a context: shorter lengths first, of one length the shared entry.
@@ -312,9 +314,9 @@ class AdjacencyMatrix:
 
     def write_entry(self, address: int, head: int, salt: int, successors: Sequence[int]) -> None:
         """Write one entry; it is steadier than before if its first successor stays the same."""
-        old, first = self.table[address, :2].tolist()
-        stays = self.is_written(address, head, salt) and first == successors[0]
-        steadiness = min(MAX_STEADINESS, (old & 3) + 1) if stays else 0
+        old_head, first_successor = self.table[address, :2].tolist()
+        stays = self.is_written(address, head, salt) and first_successor == successors[0]
+        steadiness = min(MAX_STEADINESS, (old_head & 3) + 1) if stays else 0
         entry = [head | steadiness, *successors, salt]
         self.table[address] = torch.tensor(entry, dtype=torch.int32)
 

@@ -81,19 +81,19 @@ def choose(
         for worth, rows, size in _blocks(row, widths or [1] * len(row))
     ]
     blocks.sort(key=itemgetter(0, 1))
-    rows, last = len(worths) if num_reqs is None else num_reqs, len(seconds) - 1
+    rows, max_rows = len(worths) if num_reqs is None else num_reqs, len(seconds) - 1
     total = float(rows)
-    best, num_taken = total / seconds[min(rows, last)], 0
-    for taken, (*_, more, worth) in enumerate(blocks, start=1):
-        total, rows = total + trust * worth, rows + more
-        if rows > last:
+    best_rate, num_taken = total / seconds[min(rows, max_rows)], 0
+    for num_blocks, (*_, block_rows, worth) in enumerate(blocks, start=1):
+        total, rows = total + trust * worth, rows + block_rows
+        if rows > max_rows:
             break
-        if total / seconds[rows] > best:
-            best, num_taken = total / seconds[rows], taken
+        if total / seconds[rows] > best_rate:
+            best_rate, num_taken = total / seconds[rows], num_blocks
     counts = [0] * len(worths)
     for _, b, size, *_ in blocks[:num_taken]:
         counts[b] += size
-    return counts, best
+    return counts, best_rate
 
 
 def _blocks(worths: Sequence[float], widths: Sequence[int]) -> list[tuple[float, int, int]]:
@@ -102,8 +102,8 @@ def _blocks(worths: Sequence[float], widths: Sequence[int]) -> list[tuple[float,
     for node, width in zip(worths, widths, strict=True):
         worth, rows, size = node, width, 1
         while blocks and blocks[-1][0] * rows < worth * blocks[-1][1]:
-            before = blocks.pop()
-            worth, rows, size = before[0] + worth, before[1] + rows, before[2] + size
+            last_worth, last_rows, last_size = blocks.pop()
+            worth, rows, size = last_worth + worth, last_rows + rows, last_size + size
         blocks.append((worth, rows, size))
     return blocks
 
@@ -115,8 +115,8 @@ def least_slopes(seconds: Sequence[float]) -> list[float]:
     """
     hull, slopes = [len(seconds) - 1], [math.inf] * len(seconds)
 
-    def slope(first: int, second: int) -> float:
-        return (seconds[second] - seconds[first]) / (second - first)
+    def slope(start_row: int, end_row: int) -> float:
+        return (seconds[end_row] - seconds[start_row]) / (end_row - start_row)
 
     for row in range(len(seconds) - 2, -1, -1):
         while len(hull) > 1 and slope(row, hull[-1]) >= slope(hull[-1], hull[-2]):
@@ -149,7 +149,7 @@ class Chooser:
         self.explorer = Explorer(curve.kinds, self.account)
         self.trusts = {kind: Trust() for kind in curve.kinds}
         self.best = (curve.kinds[0], 1)
-        self._longer = 1.0  # the last step with drafts, in parts of its expected seconds
+        self._slowdown = 1.0  # the last step with drafts, in parts of its expected seconds
 
     def look(self, load: Load) -> Arm | None:
         """The arm of the next step if it is a look; None if the step is to be the best."""
@@ -176,8 +176,8 @@ class Chooser:
 
         `seconds`, float64 [rows + 1], are those of a step, never falling.
         """
-        most = torch.tensor(self.most_seconds(load), dtype=torch.float64)
-        rows = max(1 + load.requests, int(torch.searchsorted(seconds, most, right=True)))
+        max_seconds = torch.tensor(self.most_seconds(load), dtype=torch.float64)
+        rows = max(1 + load.requests, int(torch.searchsorted(seconds, max_seconds, right=True)))
         return Price(seconds[:rows], self.trusts[kind].factor)
 
     def choose_size(
@@ -195,23 +195,23 @@ class Chooser:
         if arm == PLAIN:
             return self.best[0], 0
         if arm is not None:
-            kind, most = arm
-            fitting = [size for size in sizes if 0 < size < most]
-            return kind, max(fitting, default=sizes[:2][-1])
+            kind, max_rows = arm
+            fitting_sizes = [size for size in sizes if 0 < size < max_rows]
+            return kind, max(fitting_sizes, default=sizes[:2][-1])
         drafting = load.drafting or load.requests
         rows = tuple(load.requests + drafting * size for size in sizes)
-        widths = [after - before for before, after in itertools.pairwise(rows)]
+        widths = [end - start for start, end in itertools.pairwise(rows)]
         offers, limit = [], self.most_seconds(load)
         for kind, worth in worths.items():
             gains = [0.0, *(drafting * worth.cumsum()).tolist()]
-            steps = [gains[after] - gains[before] for before, after in itertools.pairwise(sizes)]
+            blocks = [gains[end] - gains[start] for start, end in itertools.pairwise(sizes)]
             seconds = [math.inf] * (rows[-1] + 1)
-            for place, of_rows in zip(rows, self.curve.at(kind, load, rows), strict=True):
-                if of_rows <= limit:
-                    seconds[place] = of_rows
+            for num_rows, step_seconds in zip(rows, self.curve.at(kind, load, rows), strict=True):
+                if step_seconds <= limit:
+                    seconds[num_rows] = step_seconds
             trust, num_reqs = self.trusts[kind].factor, load.requests
-            [taken], rate = choose([steps], seconds, trust=trust, num_reqs=num_reqs, widths=widths)
-            offers.append((rate, kind, sizes[taken]))
+            [index], rate = choose([blocks], seconds, trust=trust, num_reqs=num_reqs, widths=widths)
+            offers.append((rate, kind, sizes[index]))
         _, kind, size = max(offers, key=itemgetter(0))
         self.best = kind, 1 + size
         return kind, size
@@ -224,7 +224,7 @@ class Chooser:
         *,
         tokens: int,
         seconds: float | None,
-        beside: float = 0.0,
+        drafting_seconds: float = 0.0,
         expected: float | None = None,
         corrects: bool = True,
     ) -> None:
@@ -236,49 +236,49 @@ class Chooser:
             rows: of these requests.
             tokens: that they got.
             seconds: that the step took; None where it had prompts, or others disturbed it.
-            beside: seconds of drafting for the step that are in neither.
+            drafting_seconds: that drafting for the step took beside these.
             expected: draft tokens that should have been accepted; None if that is unknown.
             corrects: whether its seconds say what such a step takes.
 
         """
         plain, account = self.curve.plain(load), self.account
         kinds = self.curve.kinds if kind is None else (kind,)
-        [predicted] = self.curve.at(kinds[0], load, (rows,))
-        if not (math.isfinite(predicted) and math.isfinite(plain)):
+        [prediction] = self.curve.at(kinds[0], load, (rows,))
+        if not (math.isfinite(prediction) and math.isfinite(plain)):
             return
         if rows == load.requests:
-            account.plain(beside / plain)
+            account.plain(drafting_seconds / plain)
         else:
-            longer = 1.0 if seconds is None else seconds / predicted
+            slowdown = 1.0 if seconds is None else seconds / prediction
             # One step that is far longer than the one before it was disturbed.
-            took = predicted * min(longer, max(STALL, self._longer))
-            self._longer = min(longer, MOST_LONGER)
-            account.drafted(tokens / load.requests, (took + beside) / plain)
+            step_seconds = prediction * min(slowdown, max(STALL, self._slowdown))
+            self._slowdown = min(slowdown, MOST_LONGER)
+            account.drafted(tokens / load.requests, (step_seconds + drafting_seconds) / plain)
         self._trust(kinds if rows > load.requests else (), load, tokens, expected)
         cell = self.curve.cell(load)
         size = 1 + (rows - load.requests) / (load.drafting or load.requests)
-        arms = [arm_of(one, size) for one in kinds]
-        is_look, found = self.explorer.served(cell, arms, seconds=seconds, expected=predicted)
-        if found is not None:
-            self.curve.set_plain(load, found)
+        arms = [arm_of(draft_kind, size) for draft_kind in kinds]
+        is_look, median = self.explorer.served(cell, arms, seconds=seconds, expected=prediction)
+        if median is not None:
+            self.curve.set_plain(load, median)
         elif corrects and seconds is not None and not (is_look and rows == load.requests):
-            self.curve.serve(kind, load, rows, seconds, at_once=is_look)
+            self.curve.serve(kind, load, rows, seconds, is_look=is_look)
 
     def _trust(self, kinds: Sequence[str], load: Load, tokens: int, expected: float | None) -> None:
         """Take in whether drafts of these kinds kept their promise; none for a plain step."""
-        doubtful = []
+        doubtful_kinds = []
         for kind, trust in self.trusts.items():
             if kind not in kinds:
                 trust.forget(FORGET_OTHER if kinds else FORGET)
             elif expected is not None:
                 accepted = tokens / load.requests - 1.0
                 if trust.count(accepted, expected / load.requests):
-                    doubtful.append(kind)
-        if doubtful:
+                    doubtful_kinds.append(kind)
+        if doubtful_kinds:
             logger.warning(
                 "drafts (%s): of %d tokens per request that were expected to be accepted, less "
                 "than %g %% were; such drafts are smaller now",
-                ", ".join(doubtful),
+                ", ".join(doubtful_kinds),
                 PROMISED,
                 100 * DOUBTFUL,
             )

@@ -25,7 +25,7 @@ GAIN, MOST = 1 / 8, 0.25
 # so that rows which once were slow are tried again.
 SHARED, ALIGNED = 1 / 2, 1 / 512
 # Entries of the cache of `at`.
-MOST_KNOWN = 4096
+MAX_CACHED = 4096
 # The most that a shorter time is believed at once (logarithm).
 MOST_AT_ONCE = 1.0
 # Steps are taken in together: code that runs once per step is not in the CPU's caches.
@@ -61,7 +61,7 @@ class Curve(ABC):
         self.kinds = tuple(kinds)
         self.logs: dict[tuple[str, Hashable], list[float]] = {}
         self._samples: list[tuple[str | None, Load, int, float, bool]] = []
-        self._known: dict[tuple[str, Hashable, tuple[int, ...]], list[float]] = {}  # see `at`
+        self._cache: dict[tuple[str, Hashable, tuple[int, ...]], list[float]] = {}  # of `at`
 
     @abstractmethod
     def cell(self, load: Load) -> Hashable:
@@ -78,11 +78,11 @@ class Curve(ABC):
     def at(self, kind: str, load: Load, rows: tuple[int, ...]) -> list[float]:
         """Seconds of steps with so many rows each; infinite if unknown."""
         key = kind, self.key(load), rows
-        if (known := self._known.get(key)) is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            known = self._known[key] = self._corrected(kind, load, np.array(rows)).tolist()
-        return known
+        if (seconds := self._cache.get(key)) is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            seconds = self._cache[key] = self._corrected(kind, load, np.array(rows)).tolist()
+        return seconds
 
     def plain(self, load: Load) -> float:
         """Seconds of a step without drafts."""
@@ -97,7 +97,7 @@ class Curve(ABC):
         return seconds * np.exp(np.interp(places, range(NUM_PLACES), logs))
 
     def serve(
-        self, kind: str | None, load: Load, rows: int, seconds: float, *, at_once: bool = False
+        self, kind: str | None, load: Load, rows: int, seconds: float, *, is_look: bool = False
     ) -> None:
         """Take in a step without prompts.
 
@@ -106,11 +106,11 @@ class Curve(ABC):
             load: of the step.
             rows: of all requests.
             seconds: that it took.
-            at_once: whether a shorter time is believed at once, as that of a look: whatever
+            is_look: whether it was a look, of which a shorter time is believed at once: whatever
                 disturbs a step lengthens it.
 
         """
-        self._samples.append((kind, load, rows, seconds, at_once))
+        self._samples.append((kind, load, rows, seconds, is_look))
         if len(self._samples) == TAKE_IN_EVERY:
             self.take_in()
 
@@ -119,40 +119,40 @@ class Curve(ABC):
         for sample in self._samples:
             self._correct(*sample)
         self._samples.clear()
-        self._known.clear()
+        self._cache.clear()
 
     def _correct(
-        self, kind: str | None, load: Load, rows: int, seconds: float, at_once: bool
+        self, kind: str | None, load: Load, rows: int, seconds: float, is_look: bool
     ) -> None:
         cell, drafts = self.cell(load), rows > load.requests
-        place = min(math.log2(rows / load.requests), NUM_PLACES - 1)
-        first, part = int(place), place % 1
-        weights = {first: 1.0 - part, first + 1: part} if part else {first: 1.0}
+        position = min(math.log2(rows / load.requests), NUM_PLACES - 1)
+        first_place, part = int(position), position % 1
+        weights = {first_place: 1.0 - part, first_place + 1: part} if part else {first_place: 1.0}
         square = sum(weight * weight for weight in weights.values())
         kinds = self.kinds if kind is None else (kind,)
-        for of in kinds if drafts else kinds[:1]:
-            [measured] = self.measured(of, load, np.array([rows])).tolist()
+        for draft_kind in kinds if drafts else kinds[:1]:
+            [measured] = self.measured(draft_kind, load, np.array([rows])).tolist()
             if not math.isfinite(measured):
                 continue
-            logs = self._logs_of(of, cell)
-            own = sum(weight * logs[at] for at, weight in weights.items())
-            error = math.log(seconds / measured) - own
-            if at_once:
+            logs = self._logs_of(draft_kind, cell)
+            log = sum(weight * logs[place] for place, weight in weights.items())
+            error = math.log(seconds / measured) - log
+            if is_look:
                 step = max(-MOST_AT_ONCE, min(MOST / 2, error))
             else:
                 step = GAIN * max(-MOST, min(MOST, error))
             if not drafts:
                 logs[0] += step
                 continue
-            of_drafts = 1.0 - weights.get(0, 0.0)  # place 0 is that of plain steps
-            for at in range(1, NUM_PLACES):
-                if at in weights:
-                    logs[at] += step * weights[at] / square
+            draft_weight = 1.0 - weights.get(0, 0.0)  # place 0 is that of plain steps
+            for place in range(1, NUM_PLACES):
+                if place in weights:
+                    logs[place] += step * weights[place] / square
                 else:
-                    logs[at] += of_drafts * (SHARED * step + ALIGNED * (own - logs[at]))
+                    logs[place] += draft_weight * (SHARED * step + ALIGNED * (log - logs[place]))
         if not drafts:  # then all kinds are one
-            for of in self.kinds:
-                self._logs_of(of, cell)[0] = self._logs_of(kinds[0], cell)[0]
+            for draft_kind in self.kinds:
+                self._logs_of(draft_kind, cell)[0] = self._logs_of(kinds[0], cell)[0]
 
     def _logs_of(self, kind: str, cell: Hashable, log: float = 0.0) -> list[float]:
         return self.logs.setdefault((kind, cell), [log] * NUM_PLACES)
@@ -196,15 +196,15 @@ class MeasuredCurve(Curve):
         self, points: Mapping[str, Mapping[tuple[int, int], Mapping[int, float]]], max_rows: int
     ) -> None:
         super().__init__([*points])
-        [loads, *_] = [sorted(of_kind) for of_kind in points.values()]
+        [loads, *_] = [sorted(kind_points) for kind_points in points.values()]
         self.loads = [Load(*load) for load in loads]
         self.max_rows = max_rows
         self._seconds = {
-            kind: [_on_lines(of_kind[load], max_rows) for load in loads]
-            for kind, of_kind in points.items()
+            kind: [_on_lines(kind_points[load], max_rows) for load in loads]
+            for kind, kind_points in points.items()
         }
         self._rows = np.arange(max_rows + 1)
-        self._by_rows: dict[tuple[str, Hashable], torch.Tensor] = {}
+        self._seconds_by_rows: dict[tuple[str, Hashable], torch.Tensor] = {}
         self._nearest: dict[int, list[int]] = {}  # loads by requests
 
     @classmethod
@@ -215,12 +215,12 @@ class MeasuredCurve(Curve):
 
     def cell(self, load: Load) -> int:
         """The nearest load: by the ratio of requests, then by the length of context."""
-        requests = load.requests
-        if (known := self._nearest.get(requests)) is None:
-            ratios = [abs(math.log((of.requests or requests) / requests)) for of in self.loads]
-            known = [index for index, ratio in enumerate(ratios) if ratio == min(ratios)]
-            self._nearest[requests] = known
-        return min(known, key=lambda index: abs(self.loads[index].context - load.context))
+        num_reqs = load.requests
+        if (cells := self._nearest.get(num_reqs)) is None:
+            ratios = [abs(math.log((peer.requests or num_reqs) / num_reqs)) for peer in self.loads]
+            cells = [index for index, ratio in enumerate(ratios) if ratio == min(ratios)]
+            self._nearest[num_reqs] = cells
+        return min(cells, key=lambda index: abs(self.loads[index].context - load.context))
 
     def key(self, load: Load) -> Hashable:
         return self.cell(load), load.requests
@@ -228,20 +228,20 @@ class MeasuredCurve(Curve):
     def measured(self, kind: str, load: Load, rows: np.ndarray) -> np.ndarray:
         cell = self.cell(load)
         seconds = self._seconds[kind][cell]
-        fewer = (self.loads[cell].requests or load.requests) - load.requests
-        return seconds[np.clip(rows + fewer, 0, self.max_rows)]
+        extra_rows = (self.loads[cell].requests or load.requests) - load.requests
+        return seconds[np.clip(rows + extra_rows, 0, self.max_rows)]
 
     def by_rows(self, kind: str, load: Load) -> torch.Tensor:
         """Seconds of a step by its rows, float64 [rows + 1], never falling."""
         key = kind, self.key(load)
-        if key not in self._by_rows:
-            rising = np.maximum.accumulate(self._corrected(kind, load, self._rows))
-            self._by_rows[key] = torch.from_numpy(rising)
-        return self._by_rows[key]
+        if key not in self._seconds_by_rows:
+            rising_seconds = np.maximum.accumulate(self._corrected(kind, load, self._rows))
+            self._seconds_by_rows[key] = torch.from_numpy(rising_seconds)
+        return self._seconds_by_rows[key]
 
     def take_in(self) -> None:
         super().take_in()
-        self._by_rows.clear()
+        self._seconds_by_rows.clear()
 
     def describe(self, cell: Hashable) -> str:
         assert isinstance(cell, int)
@@ -251,12 +251,12 @@ class MeasuredCurve(Curve):
 def _on_lines(points: Mapping[int, float], max_rows: int) -> np.ndarray:
     """Seconds by rows, float64 [rows + 1], on lines between points and beyond them."""
     rows = np.arange(max_rows + 1)
-    known, values = map(np.asarray, zip(*sorted(points.items()), strict=True))
-    rising = _rising(values)
-    slopes = (rising[-1] - rising[[-2, 0]]) / (known[-1] - known[[-2, 0]])
+    known_rows, values = map(np.asarray, zip(*sorted(points.items()), strict=True))
+    seconds = _rising(values)
+    slopes = (seconds[-1] - seconds[[-2, 0]]) / (known_rows[-1] - known_rows[[-2, 0]])
     # Not flatter than on average: two noisy times must not make all that is beyond free.
-    beyond = rising[-1] + slopes.max() * np.maximum(rows - known[-1], 0)
-    return np.where(rows > known[-1], beyond, np.interp(rows, known, rising))
+    extrapolation = seconds[-1] + slopes.max() * np.maximum(rows - known_rows[-1], 0)
+    return np.where(rows > known_rows[-1], extrapolation, np.interp(rows, known_rows, seconds))
 
 
 def _rising(values: np.ndarray) -> np.ndarray:

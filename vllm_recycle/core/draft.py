@@ -63,26 +63,26 @@ def draft(
         tree: the template that is filled where drafts are trees; None to grow them.
 
     """
-    given, offers = (matrix, rates(counts), texts), []
+    arguments, offers = (matrix, rates(counts), texts), []
     batch = len(texts.idx_mapping)
     for kind, price in prices.items():
         if kind != CHAINS and tree is not None:
-            growth = fill(*given, tree=tree)
+            growth = fill(*arguments, tree=tree)
         else:
-            most, ranks = (min(max_nodes, MAX_CHAIN), 1) if kind == CHAINS else (max_nodes, None)
-            of_kind = partial(grow, *given, max_nodes=most, ranks=ranks)
-            reached = Price(price.seconds[: 1 + batch * (1 + most)], price.trust)
-            growth = _grow_what_may_pay(of_kind, reached, num_reqs=batch)
+            limit, ranks = (min(max_nodes, MAX_CHAIN), 1) if kind == CHAINS else (max_nodes, None)
+            grow_kind = partial(grow, *arguments, max_nodes=limit, ranks=ranks)
+            reachable_price = Price(price.seconds[: 1 + batch * (1 + limit)], price.trust)
+            growth = _grow_what_may_pay(grow_kind, reachable_price, num_reqs=batch)
         worths, seconds = growth.worths[:, :max_nodes].tolist(), price.seconds.tolist()
         offers.append((kind, growth, *choose(worths, seconds, trust=price.trust)))
     kind, growth, sizes, rate = max(offers, key=itemgetter(3))
     pairs = zip(growth.worths.tolist(), sizes, strict=True)
-    expected = sum(sum(of_nodes[:size]) for of_nodes, size in pairs)
+    expected = sum(sum(node_worths[:size]) for node_worths, size in pairs)
     token_ids, parents = growth.token_ids.tolist(), growth.parents[:, 1:].tolist()
-    of_each = [slice(size) for size in sizes]
+    prefixes = [slice(size) for size in sizes]
     return Drafts(
-        [of_text[nodes] for of_text, nodes in zip(token_ids, of_each, strict=True)],
-        [of_text[nodes] for of_text, nodes in zip(parents, of_each, strict=True)],
+        [nodes[prefix] for nodes, prefix in zip(token_ids, prefixes, strict=True)],
+        [nodes[prefix] for nodes, prefix in zip(parents, prefixes, strict=True)],
         kind,
         rate,
         expected,
@@ -101,14 +101,14 @@ def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, *, num_reqs: i
     far as it has room for nodes; `num_reqs` are the rows of the step without drafts.
     """
     seconds = price.seconds.tolist()
-    last, slopes = len(seconds) - 1, least_slopes(seconds)
-    first = min(num_reqs, last)
-    plain = num_reqs / seconds[first] / price.trust
+    max_rows, slopes = len(seconds) - 1, least_slopes(seconds)
+    plain_rows = min(num_reqs, max_rows)
+    plain_rate = num_reqs / seconds[plain_rows] / price.trust
     # Where times rise in stairs, the slope by the next stairs too, so that once is mostly enough.
-    slope = min(slopes[first : first + NEXT_ROWS])
+    slope = min(slopes[plain_rows : plain_rows + NEXT_ROWS])
     while True:
-        growth = grow(least_worth=plain * slope)
-        behind = slopes[min(num_reqs + int(growth.num_nodes.sum()), last)]
-        if behind >= slope:
+        growth = grow(least_worth=plain_rate * slope)
+        next_slope = slopes[min(num_reqs + int(growth.num_nodes.sum()), max_rows)]
+        if next_slope >= slope:
             return growth
-        slope = behind
+        slope = next_slope

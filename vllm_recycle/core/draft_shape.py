@@ -31,11 +31,11 @@ class DraftShape:
     branches: int
 
     def __post_init__(self) -> None:
-        least = {"gamma": 1, "phrase_length": 3}
+        minimums = {"gamma": 1, "phrase_length": 3}
         for name in (field.name for field in dataclasses.fields(self)):
-            value, low = getattr(self, name), least.get(name, 0)
-            if not is_int(value, low):
-                raise ValueError(f"{name} is {value!r}, expected an integer from {low}")
+            value, minimum = getattr(self, name), minimums.get(name, 0)
+            if not is_int(value, minimum):
+                raise ValueError(f"{name} is {value!r}, expected an integer from {minimum}")
         if not self.window + self.guesses:
             raise ValueError(
                 "window and guesses are both 0, expected more of one of them; without both this is "

@@ -68,9 +68,9 @@ class Account:
         """Take in a step with drafts: tokens per request, and plain steps' time that it took."""
         self.credit = max(-STAKE, min(STAKE, self.credit + tokens - cost))
 
-    def plain(self, beside: float = 0.0) -> None:
+    def plain(self, drafting_cost: float = 0.0) -> None:
         """Take in a step without drafts, and plain steps' time that drafting took beside it."""
-        self.credit = max(-STAKE, min(STAKE, self.credit + EARNED - beside))
+        self.credit = max(-STAKE, min(STAKE, self.credit + EARNED - drafting_cost))
 
 
 class Trust:
@@ -83,7 +83,7 @@ class Trust:
 
     def __init__(self) -> None:
         self._accepted = self._expected = STAKE
-        self._kept = self._promised = 0.0
+        self._window_accepted = self._window_expected = 0.0
         self.is_doubtful = False
 
     @property
@@ -98,13 +98,13 @@ class Trust:
         self.forget(FORGET)
         self._accepted += accepted
         self._expected += expected
-        self._kept += accepted
-        self._promised += expected
-        if self._promised < PROMISED:
+        self._window_accepted += accepted
+        self._window_expected += expected
+        if self._window_expected < PROMISED:
             return False
-        was_doubtful, part = self.is_doubtful, self._kept / self._promised
+        was_doubtful, part = self.is_doubtful, self._window_accepted / self._window_expected
         self.is_doubtful = part < (1 + was_doubtful) * DOUBTFUL
-        self._kept = self._promised = 0.0
+        self._window_accepted = self._window_expected = 0.0
         return self.is_doubtful and not was_doubtful
 
     def forget(self, part: float) -> None:
@@ -128,7 +128,7 @@ class Explorer:
         self.account = account
         self._new_kinds = set(kinds)  # that were neither served nor looked at
         self._num_steps = 0
-        self._last: dict[tuple[Hashable, Arm], int] = {}  # when it was served or looked at last
+        self._last_steps: dict[tuple[Hashable, Arm], int] = {}  # when it was served or looked at
         # The look under way: cell, arm, its cost, and the step when it is over.
         self._look: tuple[Hashable, Arm, float, int] | None = None
         self._plain_steps: list[float | None] = []  # seconds of those of the look
@@ -147,35 +147,35 @@ class Explorer:
         """
         self._num_steps += 1
         if self._look is not None:
-            of_cell, arm, cost, end = self._look
-            if of_cell == cell and self._num_steps < end and cost <= self.account.most:
+            look_cell, arm, cost, end = self._look
+            if look_cell == cell and self._num_steps < end and cost <= self.account.most:
                 return arm
             if self._num_steps >= end + PLAIN_STEPS:  # its steps are not served as it asked
                 self._look = None
-        is_new = (cell, PLAIN) not in self._last
+        is_new = (cell, PLAIN) not in self._last_steps
         is_surprised = len(self._surprises) >= self._most_surprises
-        if is_new or (is_surprised and self._last[cell, PLAIN] <= self._num_steps - RECENT):
+        if is_new or (is_surprised and self._last_steps[cell, PLAIN] <= self._num_steps - RECENT):
             self._most_surprises = SURPRISES if is_new else 2 * self._most_surprises
             return self._begin(cell, PLAIN, 1.0)
-        every = LOOK_AT_NEW_EVERY if self._new_kinds else LOOK_EVERY
-        if self._num_steps % every or self._look is not None:
+        interval = LOOK_AT_NEW_EVERY if self._new_kinds else LOOK_EVERY
+        if self._num_steps % interval or self._look is not None:
             return None
-        due = [
-            (self._last.get((cell, arm), -STALE), cost, arm)
+        candidates = [
+            (self._last_steps.get((cell, arm), -STALE), cost, arm)
             for arm, cost in {PLAIN: 1.0, **arms()}.items()
             if cost <= self.account.most
             if self.is_stale(cell, arm) or arm[0] in self._new_kinds
         ]
-        if not due:
+        if not candidates:
             return None
-        _, cost, arm = min(due, key=lambda one: one[0])
+        _, cost, arm = min(candidates, key=lambda candidate: candidate[0])
         return self._begin(cell, arm, cost)
 
     def _begin(self, cell: Hashable, arm: Arm, cost: float) -> Arm:
         # Where steps are decided ahead, the first ones may not be what they are asked to be.
         steps = MOST_LOOKING if self.account.ahead else PLAIN_STEPS if arm == PLAIN else 1
         self._look = cell, arm, cost, self._num_steps + steps
-        self._last[cell, arm] = self._num_steps
+        self._last_steps[cell, arm] = self._num_steps
         self._new_kinds.discard(arm[0])
         self._surprises.clear()
         self._plain_steps.clear()
@@ -183,7 +183,7 @@ class Explorer:
 
     def is_stale(self, cell: Hashable, arm: Arm) -> bool:
         """Whether it was neither served nor looked at for long."""
-        return self._last.get((cell, arm), -STALE) <= self._num_steps - STALE
+        return self._last_steps.get((cell, arm), -STALE) <= self._num_steps - STALE
 
     def served(
         self, cell: Hashable, arms: Sequence[Arm], *, seconds: float | None, expected: float
@@ -204,7 +204,7 @@ class Explorer:
         is_plain = PLAIN in arms
         if seconds is not None:
             for arm in arms:
-                self._last[cell, arm] = self._num_steps
+                self._last_steps[cell, arm] = self._num_steps
             self._new_kinds -= {kind for kind, _ in arms}
         # A look is over when there were drafts of its kind, of whatever size.
         look = self._look
@@ -219,8 +219,8 @@ class Explorer:
         if len(self._plain_steps) < PLAIN_STEPS:
             return True, None
         self._look = None
-        known = [seconds for seconds in self._plain_steps if seconds is not None]
-        return True, median_low(known) if known else None
+        known_seconds = [seconds for seconds in self._plain_steps if seconds is not None]
+        return True, median_low(known_seconds) if known_seconds else None
 
     def _be_surprised(self, error: float) -> None:
         if abs(error) < SURPRISE:

@@ -100,17 +100,25 @@ class GraphCurve(Curve):
         nodes = -(-(rows - load.requests) // drafting)
         step = GraphShape(rows, load.requests, 1 + nodes)
         if step not in self._graph_of:
-            having_room = (
+            graphs = (
                 graph
                 for graph in self._preference
                 if all(room >= need for room, need in zip(graph, step, strict=True))
             )
-            self._graph_of[step] = next(having_room, None)
+            self._graph_of[step] = next(graphs, None)
         if (graph := self._graph_of[step]) is None:
             return math.inf
         seconds, per_token = self.times.graphs[graph]
         seconds += per_token * load.context
         return seconds + _at(self.times.drafting[kind] if nodes else self.times.plain, drafting)
+
+    def graph_sizes(self, requests: int, drafting: int) -> set[int]:
+        """Nodes that so many of the requests can have in each graph: fewer take as long."""
+        return {
+            min(graph.max_query_len - 1, (graph.num_tokens - requests) // drafting)
+            for graph in self.times.graphs
+            if graph.num_reqs >= requests <= graph.num_tokens
+        }
 
     def describe(self, cell: Hashable) -> str:
         assert isinstance(cell, int)
@@ -119,6 +127,5 @@ class GraphCurve(Curve):
 
 def _at(seconds: Mapping[int, float], requests: int) -> float:
     """Seconds to draft for so many: as for the next more that were timed, or the most."""
-    timed = sorted(seconds)
-    at = next((batch for batch in timed if batch >= requests), timed[-1] if timed else None)
-    return 0.0 if at is None else seconds[at]
+    batch = next((size for size in sorted(seconds) if size >= requests), max(seconds, default=None))
+    return 0.0 if batch is None else seconds[batch]

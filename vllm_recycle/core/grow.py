@@ -103,12 +103,12 @@ class TextEnds:
 
     def only(self, index: int) -> TextEnds:
         """One of these."""
-        one, ends = slice(index, index + 1), self.ends
-        is_token = None if ends.is_token is None else ends.is_token[one]
-        ends = Ends(ends.token_ids[one], ends.last[one], is_token)
-        trunks = self.trunks and Trunks(*(values[one] for values in self.trunks))
-        grammars = self.grammars and self.grammars[one]
-        return TextEnds(self.idx_mapping[one], ends, self.max_depths[one], trunks, grammars)
+        span, ends = slice(index, index + 1), self.ends
+        is_token = None if ends.is_token is None else ends.is_token[span]
+        ends = Ends(ends.token_ids[span], ends.last_positions[span], is_token)
+        trunks = self.trunks and Trunks(*(values[span] for values in self.trunks))
+        grammars = self.grammars and self.grammars[span]
+        return TextEnds(self.idx_mapping[span], ends, self.max_depths[span], trunks, grammars)
 
     def allowed(self, b: int, path: Sequence[int]) -> Allowed | None:
         """See `Grammar.allowed`."""
@@ -122,8 +122,8 @@ class TextEnds:
         salts, classes = matrix.salts[self.idx_mapping], matrix.classes[self.idx_mapping]
         rates = bounded(rates)
         readers = [
-            Reader(matrix, rates[of_class], salt)
-            for salt, of_class in zip(salts.tolist(), classes.tolist(), strict=True)
+            Reader(matrix, rates[request_class], salt)
+            for salt, request_class in zip(salts.tolist(), classes.tolist(), strict=True)
         ]
         tails = self.ends.tails(matrix.layout.reach)
         return zip(tails, readers, self.max_depths, strict=True)
@@ -145,28 +145,28 @@ class Reader(NamedTuple):
 
     def successors(self, context: list[int]) -> list[tuple[int, int, float]]:
         """Rank and token of what may follow a context by its entry, and how often it is right."""
-        found = self.matrix.find_entry(context, self.salt, self.rates)
-        if found is None:
+        entry = self.matrix.find_entry(context, self.salt, self.rates)
+        if entry is None:
             return []
-        address, index, own = found
+        address, index, own = entry
         head, *tokens, _ = self.matrix.table[address].tolist()
         pairs = zip(tokens, self.rates[index, own, :, head & 3].tolist(), strict=True)
         return [(rank, *pair) for rank, pair in enumerate(pairs) if pair[0] != NO_TOKEN]
 
-    def following(self, context: list[int], offered: dict[int, float]) -> list[tuple[int, float]]:
+    def following(self, context: list[int], choices: dict[int, float]) -> list[tuple[int, float]]:
         """What may follow a context, and the chance of each; with what is offered, best first."""
-        ranks = self.matrix.layout.k - len(offered)
+        ranks = self.matrix.layout.k - len(choices)
         successors = [
             (token, rate) for rank, token, rate in self.successors(context) if rank < ranks
         ]
-        if not offered:
+        if not choices:
             return successors
-        left = max(0.0, 1.0 - sum(offered.values()))
-        others = 1.0 - sum(rate for token, rate in successors if token in offered)
+        chance = max(0.0, 1.0 - sum(choices.values()))
+        mass = 1.0 - sum(rate for token, rate in successors if token in choices)
         # In the precision of rates, as twins have it.
-        share = self.rates.new_tensor(left) / max(left, others) if left else 0.0
-        rest = [(token, float(share * rate)) for token, rate in successors if token not in offered]
-        return sorted([*offered.items(), *rest], key=lambda pair: -pair[1])
+        share = self.rates.new_tensor(chance) / max(chance, mass) if chance else 0.0
+        pairs = [(token, float(share * rate)) for token, rate in successors if token not in choices]
+        return sorted([*choices.items(), *pairs], key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +233,12 @@ def grow(
         rows = [_Row(1.0, 0, (), 0)]  # the root, and then the nodes
         num_expanded, candidates = Counter[int](), list[_Candidate]()
         while True:
-            last = rows[-1]
-            if last.depth < depth and num_expanded[last.depth] != beam:
-                num_expanded[last.depth] += 1
-                following = _following(reader, texts, b, tail, last)
-                below = _children(last, len(rows) - 1, following[:ranks], rates)
-                for candidate in below:
+            last_row = rows[-1]
+            if last_row.depth < depth and num_expanded[last_row.depth] != beam:
+                num_expanded[last_row.depth] += 1
+                followers = _following(reader, texts, b, tail, last_row)
+                children = _children(last_row, len(rows) - 1, followers[:ranks], rates)
+                for candidate in children:
                     if -candidate.negative_worth > least_worth:
                         heapq.heappush(candidates, candidate)
             if not candidates or len(rows) > max_nodes:
@@ -275,26 +275,26 @@ def _following(
     reader: Reader, texts: TextEnds, b: int, tail: list[int], row: _Row
 ) -> list[tuple[int, float, int]]:
     """What may follow a row of a text, best first: token, chance, and place on the trunk."""
-    offered = {} if texts.trunks is None else texts.trunks.at(b, row.place)
+    choices = {} if texts.trunks is None else texts.trunks.at(b, row.place)
     context = [*row.path[::-1], *tail][: reader.matrix.layout.reach]
-    following = reader.following(context, offered)
+    followers = reader.following(context, choices)
     if (allowed := texts.allowed(b, row.path)) is not None:
-        following = _what_is_allowed(following, allowed)
-    on_trunk = next(iter(offered), None)
+        followers = _what_is_allowed(followers, allowed)
+    on_trunk = next(iter(choices), None)
     return [
         (token, chance, row.place + 1 if token == on_trunk else NO_PLACE)
-        for token, chance in following
+        for token, chance in followers
     ]
 
 
 def _children(
-    row: _Row, parent: int, following: Sequence[tuple[int, float, int]], rates: torch.Tensor
+    row: _Row, parent: int, followers: Sequence[tuple[int, float, int]], rates: torch.Tensor
 ) -> Iterator[_Candidate]:
     """What may be added below a row."""
     # In the precision of rates, as twins have it.
-    chances = torch.tensor([chance for _, chance, _ in following], dtype=rates.dtype)
+    chances = torch.tensor([chance for _, chance, _ in followers], dtype=rates.dtype)
     worths = (row.worth * chances).tolist()
-    for rank, ((token, _, place), worth) in enumerate(zip(following, worths, strict=True)):
+    for rank, ((token, _, place), worth) in enumerate(zip(followers, worths, strict=True)):
         yield _Candidate(-worth, row.depth + 1, parent, rank, token, place)
 
 
@@ -317,29 +317,29 @@ def fill(
     worths = torch.zeros(batch, tree.num_nodes, dtype=rates.dtype)
     for b, (tail, reader, max_depth) in enumerate(texts.each(matrix, rates)):
         contexts = {0: tail}  # of the rows that have a token
-        known: dict[int, dict[int, tuple[int, float]]] = {}  # successors of a row, by rank
+        children: dict[int, dict[int, tuple[int, float]]] = {}  # successors of a row, by rank
         for node, (parent, rank) in enumerate(tree.nodes):
             if parent not in contexts or depths[node + 1] > max_depth:
                 continue
-            if parent not in known:
+            if parent not in children:
                 worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
-                found = reader.successors(contexts[parent])
-                known[parent] = {place: (token, worth * rate) for place, token, rate in found}
-            if rank in known[parent]:
-                token_ids[b, node], worths[b, node] = token, _ = known[parent][rank]
+                entry = reader.successors(contexts[parent])
+                children[parent] = {place: (token, worth * rate) for place, token, rate in entry}
+            if rank in children[parent]:
+                token_ids[b, node], worths[b, node] = token, _ = children[parent][rank]
                 contexts[node + 1] = [token, *contexts[parent]][: matrix.layout.reach]
     return Growth(token_ids, worths, tree.parents.expand(batch, -1))
 
 
 def _what_is_allowed(
-    following: list[tuple[int, float]], allowed: Allowed
+    followers: list[tuple[int, float]], allowed: Allowed
 ) -> list[tuple[int, float]]:
     """What may follow under a grammar, and the chance of each; see `grow`."""
-    tokens = [token for token, _ in following if allowed.has(token)]
-    following = list(zip(tokens, (chance for _, chance in following), strict=False))
+    tokens = [token for token, _ in followers if allowed.has(token)]
+    followers = list(zip(tokens, (chance for _, chance in followers), strict=False))
     if allowed.expected == NO_TOKEN:
-        return following
-    others, left = [pair for pair in following if pair[0] != allowed.expected], 1.0
-    for _, chance in others:  # not `sum`, which rounds otherwise from Python 3.12 on
-        left -= chance
-    return sorted([*others, (allowed.expected, max(0.0, left))], key=lambda pair: -pair[1])
+        return followers
+    pairs, mass = [pair for pair in followers if pair[0] != allowed.expected], 1.0
+    for _, chance in pairs:  # not `sum`, which rounds otherwise from Python 3.12 on
+        mass -= chance
+    return sorted([*pairs, (allowed.expected, max(0.0, mass))], key=lambda pair: -pair[1])

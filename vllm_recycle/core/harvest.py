@@ -52,24 +52,24 @@ def harvest(
     num_rows = cu_num_logits.diff()[:, None]
     rows = cu_num_logits[:-1, None] + row.minimum(num_rows - 1)
     drafts = row_token_ids[rows].where(row < num_rows, NO_TOKEN)
-    said = sampled[rows].where(row < num_rows, NO_TOKEN)
-    behind, length = shape.gamma + 1, shape.length
-    trunk, said_there = drafts[:, :behind], said[:, :behind]
+    outputs = sampled[rows].where(row < num_rows, NO_TOKEN)
+    trunk_rows, length = shape.gamma + 1, shape.length
+    trunk, trunk_outputs = drafts[:, :trunk_rows], outputs[:, :trunk_rows]
     if shape.num_runs:
-        found = phrases_of_trunk(trunk, said_there, num_rows.flatten(), length=length)
+        trunk_phrases = phrases_of_trunk(trunk, trunk_outputs, num_rows.flatten(), length=length)
     else:
-        found = drafts[:, :0], drafts.new_empty(len(drafts), 0, length)
+        trunk_phrases = drafts[:, :0], drafts.new_empty(len(drafts), 0, length)
     # The newest first, as they were proposed; inserted last, it stays the newest.
-    each = (len(drafts), shape.branches, length)
-    tried = drafts[:, behind:].reshape(each).flip(1)
-    owners, corrected = corrections_of_branches(
+    branch_shape = (len(drafts), shape.branches, length)
+    branches = drafts[:, trunk_rows:].reshape(branch_shape).flip(1)
+    owners, corrections = corrections_of_branches(
         trunk[:, -1],
-        tried,
-        said_there[:, -1],
-        said[:, behind:].reshape(each).flip(1),
-        (trunk[:, 1:] == said_there[:, :-1]).all(dim=1),
+        branches,
+        trunk_outputs[:, -1],
+        outputs[:, trunk_rows:].reshape(branch_shape).flip(1),
+        (trunk[:, 1:] == trunk_outputs[:, :-1]).all(dim=1),
     )
-    return Phrases(*found), Phrases(owners, corrected, tried)
+    return Phrases(*trunk_phrases), Phrases(owners, corrections, branches)
 
 
 def phrases_of_trunk(
@@ -86,17 +86,17 @@ def phrases_of_trunk(
     """
     phrases = sampled.unfold(1, length, 1)
     owners = drafts[:, : phrases.shape[1]]
-    agrees = drafts[:, 1:] == sampled[:, :-1]
-    coincides = agrees.unfold(1, length - 1, 1).all(dim=2)
+    is_match = drafts[:, 1:] == sampled[:, :-1]
+    is_run = is_match.unfold(1, length - 1, 1).all(dim=2)
     row = torch.arange(owners.shape[1], device=drafts.device)
-    verified = row + length <= num_rows[:, None]
-    return owners.where(coincides & verified & (owners >= 0), NO_TOKEN), phrases
+    is_verified = row + length <= num_rows[:, None]
+    return owners.where(is_run & is_verified & (owners >= 0), NO_TOKEN), phrases
 
 
 def corrections_of_branches(
     last_token_ids: torch.Tensor,
     branches: torch.Tensor,
-    sampled_there: torch.Tensor,
+    next_token_ids: torch.Tensor,
     sampled: torch.Tensor,
     is_accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,13 +107,13 @@ def corrections_of_branches(
     Args:
         last_token_ids: int64 [batch], the last token of the trunk, that they were tried below.
         branches: int64 [batch, branches, length], the phrases that were tried, -1 for none.
-        sampled_there: int64 [batch], the target's token behind it.
+        next_token_ids: int64 [batch], the target's token behind it.
         sampled: int64 [batch, branches, length], its token at each row of the branches.
         is_accepted: bool [batch], whether it is; else nothing was tried where it belongs.
 
     """
-    first = sampled_there[:, None, None].expand(-1, branches.shape[1], 1)
-    phrases = torch.cat((first, sampled[:, :, :-1]), dim=2)
-    tried = (branches >= 0).all(dim=2) & is_accepted[:, None]
-    owners = last_token_ids[:, None].where(tried, NO_TOKEN)
+    first_token_ids = next_token_ids[:, None, None].expand(-1, branches.shape[1], 1)
+    phrases = torch.cat((first_token_ids, sampled[:, :, :-1]), dim=2)
+    is_tried = (branches >= 0).all(dim=2) & is_accepted[:, None]
+    owners = last_token_ids[:, None].where(is_tried, NO_TOKEN)
     return owners, phrases

@@ -22,8 +22,8 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         the first of each, 0 where no logit is a number.
 
     """
-    best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return best.to(torch.int32), best[:, 0]
+    top_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return top_ids.to(torch.int32), top_ids[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ def learn(
     writes: dict[int, tuple[int, int, list[int]]] = {}  # by address: head, salt, successors
     tails = ends.tails(layout.reach)
     salts, classes = matrix.salts[step.idx_mapping], matrix.classes[step.idx_mapping]
-    for b, (salt, of_class) in enumerate(zip(salts.tolist(), classes.tolist(), strict=True)):
-        first, end = starts[b], starts[b + 1]
-        tokens, parents = step.row_token_ids[first:end].tolist(), step.parents[b].tolist()
+    for b, (salt, request_class) in enumerate(zip(salts.tolist(), classes.tolist(), strict=True)):
+        first_row, end = starts[b], starts[b + 1]
+        tokens, parents = step.row_token_ids[first_row:end].tolist(), step.parents[b].tolist()
         contexts = _contexts(tails[b], tokens, parents, layout.reach)
         path = [row for row in step.walked.path[b].tolist() if row >= 0]
         for row, token in zip(path, step.walked.token_ids[b].tolist(), strict=False):
-            if increments is not None and of_class < NUM_COUNTED:
-                _count(matrix, increments[of_class], contexts[row], salt, token)
+            if increments is not None and request_class < NUM_COUNTED:
+                _count(matrix, increments[request_class], contexts[row], salt, token)
         for row in [*(row for row in range(len(tokens)) if row not in path), *path]:
-            best = step.successors[first + row].tolist()
+            best = step.successors[first_row + row].tolist()
             for _, own, address, head in layout.each_address(contexts[row], salt):
                 writes[address] = (head, salt if own else 0, best)
     for address, (head, salt, best) in writes.items():
@@ -98,8 +98,8 @@ def _contexts(
     """The context of each row, the newest token first; empty where a node was not filled."""
     contexts = [tail][: len(tokens)]
     for row in range(1, len(tokens)):
-        above = contexts[parents[row]]
-        contexts.append([tokens[row], *above][:reach] if above and tokens[row] >= 0 else [])
+        context = contexts[parents[row]]
+        contexts.append([tokens[row], *context][:reach] if context and tokens[row] >= 0 else [])
     return contexts
 
 
@@ -128,13 +128,13 @@ def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -
         if not 0 <= follower < layout.vocab_size:
             continue
         # By index of the length; the own entry comes last.
-        known = {
+        entries = {
             index: matrix.table[address, 1:-1].tolist()
             for address, index, _ in matrix.known_entries(context, salt)
         }
-        of_one = known.get(0, [])
         for index, own, address, head in layout.each_address(context, salt):
             if own == layout.has_own:
-                rest = [t for t in known.get(index, of_one) if t not in (follower, NO_TOKEN)]
-                successors = [follower, *rest, *[NO_TOKEN] * layout.k][: layout.k]
+                entry = entries.get(index, entries.get(0, []))
+                successors = [token for token in entry if token not in (follower, NO_TOKEN)]
+                successors = [follower, *successors, *[NO_TOKEN] * layout.k][: layout.k]
                 matrix.write_entry(address, head, salt if own else 0, successors)

@@ -33,8 +33,8 @@ def lookahead_template(*, window: int, levels: int, guesses: int, length: int) -
     nodes: list[Node] = [(column, 0) for column in range(window)]
     # Column w of level 0 already has column w + 1 below it.
     for level in range(1, levels):
-        below = len(nodes) - window + 1
-        nodes += [(below + column, 1 if level == 1 else 0) for column in range(window)]
+        first_parent = len(nodes) - window + 1
+        nodes += [(first_parent + column, 1 if level == 1 else 0) for column in range(window)]
     for guess in range(guesses):
         nodes.append((0, 1 + guess))
         nodes += [(len(nodes) + place, 0) for place in range(length - 1)]
@@ -76,16 +76,16 @@ def advance_window(
 
     """
     batch, levels, columns = window.shape
-    complete = num_filled == levels
-    last = (num_filled - 1)[:, None, None].expand(batch, 1, columns)
-    newest = outputs.gather(1, last)
+    is_complete = num_filled == levels
+    last_level = (num_filled - 1)[:, None, None].expand(batch, 1, columns)
+    new_level = outputs.gather(1, last_level)
     owners = torch.cat((last_token_ids[:, None], window[:, 0, :-1]), dim=1)
-    phrases = torch.cat((window, newest), dim=1).transpose(1, 2)
-    moved = torch.cat((window[:, 1:], newest), dim=1)
-    filled = window.scatter(1, (last + 1).clamp(max=levels - 1), newest)
+    phrases = torch.cat((window, new_level), dim=1).transpose(1, 2)
+    moved_window = torch.cat((window[:, 1:], new_level), dim=1)
+    filled_window = window.scatter(1, (last_level + 1).clamp(max=levels - 1), new_level)
     return (
-        torch.where(complete[:, None, None], moved, filled),
+        torch.where(is_complete[:, None, None], moved_window, filled_window),
         (num_filled + 1).clamp(max=levels),
-        owners.where(complete[:, None], NO_TOKEN),
+        owners.where(is_complete[:, None], NO_TOKEN),
         phrases,
     )

@@ -98,17 +98,17 @@ class OuroborosProposer:
     def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
         """Level 0 of each window: tokens drawn from the prompt, as if for every prompt anew."""
         num_tokens = len(expanded_idx_mapping)
-        ones = torch.ones_like(expanded_idx_mapping)
-        index = torch.arange(num_tokens, device=ones.device)
-        lengths = torch.zeros_like(self.num_filled).index_add_(0, expanded_idx_mapping, ones)
-        first = torch.zeros_like(lengths).scatter_reduce_(
+        increments = torch.ones_like(expanded_idx_mapping)
+        index = torch.arange(num_tokens, device=increments.device)
+        lengths = torch.zeros_like(self.num_filled).index_add_(0, expanded_idx_mapping, increments)
+        first_indices = torch.zeros_like(lengths).scatter_reduce_(
             0, expanded_idx_mapping, index, "amin", include_self=False
         )
-        drawn = (self.window_draw * lengths[:, None]).long().minimum(lengths[:, None] - 1)
-        place = (first[:, None] + drawn).clamp(min=0)
-        begins = lengths > 0
-        self.windows[:, 0] = prompt_token_ids[place].where(begins[:, None], self.windows[:, 0])
-        self.num_filled.masked_fill_(begins, 1)
+        offsets = (self.window_draw * lengths[:, None]).long().minimum(lengths[:, None] - 1)
+        place = (first_indices[:, None] + offsets).clamp(min=0)
+        has_prompt = lengths > 0
+        self.windows[:, 0] = prompt_token_ids[place].where(has_prompt[:, None], self.windows[:, 0])
+        self.num_filled.masked_fill_(has_prompt, 1)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         for req_state_idx in req_state_indices if self.pool_stride else ():
@@ -138,23 +138,23 @@ class OuroborosProposer:
         count = torch.zeros_like(idx_mapping)
         room = torch.full_like(count, gamma) if room is None else room
         active = torch.arange(len(idx_mapping), device=idx_mapping.device)
-        last, new_token_ids = last_token_ids, last_token_ids[:, None]
+        last_ids, new_token_ids = last_token_ids, last_token_ids[:, None]
         for _ in range(self.max_forwards):
-            goes_on = (count[active] < gamma) & (count[active] <= room[active])
+            is_drafting = (count[active] < gamma) & (count[active] <= room[active])
             if self.stops_early:
-                active, last, new_token_ids = active[goes_on], last[goes_on], new_token_ids[goes_on]
-                goes_on = goes_on[goes_on]
+                active, last_ids = active[is_drafting], last_ids[is_drafting]
+                new_token_ids, is_drafting = new_token_ids[is_drafting], is_drafting[is_drafting]
                 if not len(active):
                     break
             new_token_ids, num_new = self._draft(
-                draft_model, idx_mapping[active], new_token_ids, last, goes_on
+                draft_model, idx_mapping[active], new_token_ids, last_ids, is_drafting
             )
             # What is beyond gamma is of no account.
             start = count[active].clamp(max=gamma)[:, None]
             place = start + torch.arange(length + 1, device=start.device)
             trunk[active[:, None], place] = new_token_ids
-            newest = new_token_ids.gather(1, (num_new[:, None] - 1).clamp(min=0)).flatten()
-            last = newest.where(goes_on, last)
+            newest_ids = new_token_ids.gather(1, (num_new[:, None] - 1).clamp(min=0)).flatten()
+            last_ids = newest_ids.where(is_drafting, last_ids)
             count[active] += num_new
             self.num_forwards += len(active)
         self.num_rounds += len(idx_mapping)
@@ -171,18 +171,17 @@ class OuroborosProposer:
         cu_num_logits: torch.Tensor,
     ) -> None:
         # Phrases are what the target finds most probable, however its tokens are sampled.
-        batch = len(cu_num_logits) - 1
-        if len(token_ids) == batch:  # no drafts
+        if len(token_ids) == len(cu_num_logits) - 1:  # no drafts
             return
         sampled = logits.max(dim=1).indices
-        of_trunk, of_branches = self.operations.harvest(
+        trunk_phrases, branch_phrases = self.operations.harvest(
             token_ids, sampled, cu_num_logits, shape=self.shape
         )
         idx_mapping = expanded_idx_mapping[cu_num_logits[:-1]]
         if self.harvest_trunk:
-            self._insert(idx_mapping, *of_trunk)
+            self._insert(idx_mapping, *trunk_phrases)
         if self.harvest_branches:
-            self._insert(idx_mapping, *of_branches)
+            self._insert(idx_mapping, *branch_phrases)
 
     def _draft(
         self,
@@ -190,9 +189,9 @@ class OuroborosProposer:
         idx_mapping: torch.Tensor,
         new_token_ids: torch.Tensor,
         last_token_ids: torch.Tensor,
-        goes_on: torch.Tensor,
+        is_drafting: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward; `goes_on`, bool [batch], says who has not drafted enough.
+        """One draft forward; `is_drafting`, bool [batch], says who has not drafted enough.
 
         Returns:
             What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
@@ -204,28 +203,28 @@ class OuroborosProposer:
         level = torch.arange(shape.levels, device=idx_mapping.device)
         is_filled = (level < num_filled[:, None])[:, :, None]
         guesses = self._newest(idx_mapping, last_token_ids, shape.guesses).flatten(1)
-        in_window = window.where(is_filled, NO_TOKEN).flatten(1)
+        window_token_ids = window.where(is_filled, NO_TOKEN).flatten(1)
         outputs = draft_model.forward(
-            idx_mapping, new_token_ids, torch.cat((in_window, guesses), dim=1)
+            idx_mapping, new_token_ids, torch.cat((window_token_ids, guesses), dim=1)
         )
         if shape.window:
-            outputs_in_window = outputs[:, 1 : 1 + in_window.shape[1]].reshape(window.shape)
-            moved, filled, owners, phrases = advance_window(
-                window, num_filled, outputs_in_window, last_token_ids
+            window_outputs = outputs[:, 1 : 1 + window_token_ids.shape[1]].reshape(window.shape)
+            new_window, new_num_filled, owners, phrases = advance_window(
+                window, num_filled, window_outputs, last_token_ids
             )
-            self.windows[idx_mapping] = moved.where(goes_on[:, None, None], window)
-            self.num_filled[idx_mapping] = filled.where(goes_on, num_filled)
-            self._insert(idx_mapping, owners.where(goes_on[:, None], NO_TOKEN), phrases)
+            self.windows[idx_mapping] = new_window.where(is_drafting[:, None, None], window)
+            self.num_filled[idx_mapping] = new_num_filled.where(is_drafting, num_filled)
+            self._insert(idx_mapping, owners.where(is_drafting[:, None], NO_TOKEN), phrases)
         # What follows is the longest guess that the draft agrees with, and the draft's next token.
         rows = lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)
-        drafts = torch.cat((torch.full_like(in_window, NO_TOKEN), guesses), dim=1)
+        drafts = torch.cat((torch.full_like(window_token_ids, NO_TOKEN), guesses), dim=1)
         result = self.operations.walk(
             outputs.flatten(), drafts, starts, trees=lookahead.of_batch(batch)
         )
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
-        drafted = tokens[:, : shape.length + 1].where(goes_on[:, None], NO_TOKEN)
-        return drafted, result.lengths.where(goes_on, 0).long()
+        draft_token_ids = tokens[:, : shape.length + 1].where(is_drafting[:, None], NO_TOKEN)
+        return draft_token_ids, result.lengths.where(is_drafting, 0).long()
 
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
@@ -236,12 +235,12 @@ class OuroborosProposer:
         trunk = torch.nn.functional.pad(trunk, (0, length))
         count = count.clamp(max=gamma)
         for _ in range(-(-(gamma - self.max_forwards) // length)):
-            last = trunk.gather(1, (count[:, None] - 1).clamp(min=0)).flatten()
-            phrase = self._newest(idx_mapping, last, 1)[:, 0]
-            goes_on = (count > 0) & (count < gamma) & (phrase[:, 0] >= 0)
-            at = count[:, None] + place
-            trunk.scatter_(1, at, phrase.where(goes_on[:, None], trunk.gather(1, at)))
-            count = (count + length).where(goes_on, count).clamp(max=gamma)
+            last_token_ids = trunk.gather(1, (count[:, None] - 1).clamp(min=0)).flatten()
+            phrase = self._newest(idx_mapping, last_token_ids, 1)[:, 0]
+            takes_phrase = (count > 0) & (count < gamma) & (phrase[:, 0] >= 0)
+            places = count[:, None] + place
+            trunk.scatter_(1, places, phrase.where(takes_phrase[:, None], trunk.gather(1, places)))
+            count = (count + length).where(takes_phrase, count).clamp(max=gamma)
         return trunk[:, :gamma]
 
     def _branches(self, idx_mapping: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:

@@ -35,16 +35,16 @@ class Owners:
     def salt_of(self, owner: Owner) -> int:
         """The salt of an owner, which is then the last one to be forgotten."""
         if owner not in self._salts:
-            self._salts[owner] = self.new_salt(private=owner.cache_salt is not None)
+            self._salts[owner] = self.new_salt(is_private=owner.cache_salt is not None)
         self._salts.move_to_end(owner)
         if len(self._salts) > MAX_OWNERS:
             self._salts.popitem(last=False)
         return self._salts[owner]
 
-    def new_salt(self, *, private: bool) -> int:
+    def new_salt(self, *, is_private: bool) -> int:
         """One that no owner has."""
         self._num_salts = self._num_salts % MAX_SALT + 1
-        return self._num_salts | OWNER_SALT | PRIVATE_SALT * private
+        return self._num_salts | OWNER_SALT | PRIVATE_SALT * is_private
 
     def forget(self, names: Collection[str | int]) -> list[int]:
         """Forget the owners of some names, and return the salts that they had."""

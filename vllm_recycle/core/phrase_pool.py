@@ -74,21 +74,21 @@ class PhrasePool(SavedState):
     def clear(self) -> None:
         self.table.fill_(NO_TOKEN)
 
-    def forget(self, first: int, count: int) -> None:
-        """Forget the phrases of `count` tokens from `first` on."""
-        self.table[first : first + count] = NO_TOKEN
+    def forget(self, first_owner: int, count: int) -> None:
+        """Forget the phrases of `count` tokens from `first_owner` on."""
+        self.table[first_owner : first_owner + count] = NO_TOKEN
 
     def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         phrases = tensors["phrase_pool"]
         check_token_ids(phrases, len(self.phrases))
-        is_there = phrases >= 0
-        first = is_there[:, :, :1]
-        if not (is_there == first).all() or (first[:, 1:] < first[:, :-1]).any():
+        has_token = phrases >= 0
+        is_phrase = has_token[:, :, :1]
+        if not (has_token == is_phrase).all() or (is_phrase[:, 1:] < is_phrase[:, :-1]).any():
             raise ValueError("it has phrases with gaps")
 
-    def is_better(self, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    def is_better(self, peer_lines: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
         """The phrases of tokens that have none here."""
-        return ours[:, -1:, :1] < 0
+        return lines[:, -1:, :1] < 0
 
     @property
     def facts(self) -> dict[str, object]:
@@ -102,8 +102,8 @@ def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> 
     Of int32 [owners + 1, per_token, length] and int64 [...], -1 for none, this is int64
     [..., count, length], -1 where a token has no more; `count` is at most `per_token`.
     """
-    newest = table[token_ids, table.shape[1] - count :].flip(-2).to(torch.int64)
-    return newest.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)
+    phrases = table[token_ids, table.shape[1] - count :].flip(-2).to(torch.int64)
+    return phrases.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)
 
 
 def insert_phrases(
@@ -123,33 +123,33 @@ def insert_phrases(
             of these are inserted, if the pool has it and its phrase is not to be ignored.
 
     """
-    nobody, per_token = table.shape[0] - 1, table.shape[1]
+    spare_owner, per_token = table.shape[0] - 1, table.shape[1]
     is_phrase = (token_ids >= 0) & (phrases >= 0).all(dim=1)
-    owners, order = token_ids.where(is_phrase, nobody).sort(stable=True)
+    owners, order = token_ids.where(is_phrase, spare_owner).sort(stable=True)
     # Candidates, by age: what a token has already, listed with the first that comes in for it, and
     # then what comes in.
-    known, starts = table[owners], _run_starts(owners)
+    pool_phrases, starts = table[owners], _run_starts(owners)
     if replaced is not None:
         group = starts.cumsum(0) - 1
-        goes = (known == replaced[order].to(table.dtype)[:, None]).all(dim=2).to(torch.int32)
-        goes = torch.zeros_like(goes).index_add_(0, group, goes)[group]
-        known = known.masked_fill(goes[:, :, None] > 0, NO_TOKEN)
-    known = known.masked_fill(~starts[:, None, None], NO_TOKEN)
-    candidates = torch.cat((known.flatten(0, 1), phrases[order].to(table.dtype)))
+        hits = (pool_phrases == replaced[order].to(table.dtype)[:, None]).all(dim=2).to(torch.int32)
+        hits = torch.zeros_like(hits).index_add_(0, group, hits)[group]
+        pool_phrases = pool_phrases.masked_fill(hits[:, :, None] > 0, NO_TOKEN)
+    pool_phrases = pool_phrases.masked_fill(~starts[:, None, None], NO_TOKEN)
+    candidates = torch.cat((pool_phrases.flatten(0, 1), phrases[order].to(table.dtype)))
     table[owners] = NO_TOKEN
     owners = torch.cat((owners.repeat_interleave(per_token), owners))
-    owners = owners.where(candidates[:, 0] >= 0, nobody)
+    owners = owners.where(candidates[:, 0] >= 0, spare_owner)
     # The youngest of equal ones of a token stays.
     index = torch.arange(len(owners), device=table.device)
     _, group = torch.cat((owners[:, None], candidates), dim=1).unique(dim=0, return_inverse=True)
-    youngest = torch.zeros_like(index).scatter_reduce_(0, group, index, "amax")
-    owners = owners.where(youngest[group] == index, nobody)
+    youngest_index = torch.zeros_like(index).scatter_reduce_(0, group, index, "amax")
+    owners = owners.where(youngest_index[group] == index, spare_owner)
     # By token, the oldest first; places are counted from the last of each token.
     owners, order = owners.sort(stable=True)
     is_last = _run_starts(owners.flip(0)).flip(0)
-    last = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
-    place = per_token - 1 - (last - index)
-    owners = owners.where(place >= 0, nobody)
+    last_index = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
+    place = per_token - 1 - (last_index - index)
+    owners = owners.where(place >= 0, spare_owner)
     table[owners, place.clamp(min=0)] = candidates[order]
 
 

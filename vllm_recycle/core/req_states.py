@@ -37,7 +37,7 @@ class ReqStateIndices(dict[str, int]):
 
     def free(self, request_ids: Sequence[str]) -> list[int]:
         """Take back the numbers of those requests that have one, and return them."""
-        freed = [self.pop(request_id) for request_id in request_ids if request_id in self]
-        for index in freed:
+        indices = [self.pop(request_id) for request_id in request_ids if request_id in self]
+        for index in indices:
             heappush(self._free, index)
-        return freed
+        return indices

@@ -90,14 +90,14 @@ class SavedState(ABC):
         That is the lines of the first of `places` which `is_better` names; no counts.
         """
         name, place = next(iter(self.places.items()))
-        for ours, theirs in zip(place.split(MERGED), tensors[name].split(MERGED), strict=True):
-            theirs = theirs.to(ours.device)
-            ours.copy_(torch.where(self.is_better(theirs, ours), theirs, ours))
+        for lines, peer_lines in zip(place.split(MERGED), tensors[name].split(MERGED), strict=True):
+            peer_lines = peer_lines.to(lines.device)
+            lines.copy_(torch.where(self.is_better(peer_lines, lines), peer_lines, lines))
             yield True
 
     @abstractmethod
-    def is_better(self, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
-        """Which lines of another engine are to replace ours, as bool [lines, 1, ...]."""
+    def is_better(self, peer_lines: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+        """Which lines of another engine are to replace `lines`, as bool [lines, 1, ...]."""
 
     def facts_of(self, fingerprint: str) -> dict[str, object]:
         """All facts of a file for a model."""

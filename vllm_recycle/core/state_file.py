@@ -39,37 +39,37 @@ def check_place(
     since permissions do not tell all. With `may_be_folder` it may be a folder to write files in,
     with `may_be_read_only` a file or folder that can only be read.
     """
-    named = f"{kind} is {shorten(path)}"
+    description = f"{kind} is {shorten(path)}"
     try:
         if b"\0" in str(path).encode():
-            raise ValueError(f"{named}, expected a path without NUL")
+            raise ValueError(f"{description}, expected a path without NUL")
         target = Path(os.path.realpath(path))
         is_folder = may_be_folder and target.is_dir()
         if is_folder:
             os.scandir(target).close()
         else:
-            _check_file(path, target, named)
+            _check_file(path, target, description)
         folder = target if is_folder else target.parent
         if not (may_be_read_only and target.exists()):
             with _partial_file(folder):
                 pass
     except UnicodeEncodeError:
-        raise ValueError(f"{named}, expected a path that UTF-8 can express") from None
+        raise ValueError(f"{description}, expected a path that UTF-8 can express") from None
     except OSError as error:
         raise ValueError(
-            f"{named}, expected one that can be read and written: {error.strerror}"
+            f"{description}, expected one that can be read and written: {error.strerror}"
         ) from error
 
 
-def _check_file(path: str | Path, target: Path, named: str) -> None:
+def _check_file(path: str | Path, target: Path, description: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(target.stat().st_mode):
-            raise ValueError(f"{named}, expected a file, not a directory, pipe or device")
+            raise ValueError(f"{description}, expected a file, not a directory, pipe or device")
         target.open("rb").close()
     if str(path).endswith(os.sep):
-        raise ValueError(f"{named}, expected a directory that exists, or a file")
+        raise ValueError(f"{description}, expected a directory that exists, or a file")
     if not target.parent.is_dir():
-        raise ValueError(f"{named}, expected a file in a directory that exists")
+        raise ValueError(f"{description}, expected a file in a directory that exists")
 
 
 def is_writable(path: str | Path) -> bool:
@@ -111,11 +111,11 @@ def _partial_file(folder: Path) -> Iterator[BinaryIO]:
             path.unlink(missing_ok=True)
 
 
-def _remove_abandoned(folder: Path, now: float) -> None:
+def _remove_abandoned(folder: Path, folder_time: float) -> None:
     """Remove partial files that are old by the clock of the folder."""
     for path in folder.glob(f"{PARTIAL_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if abs(now - path.stat().st_mtime) > ABANDONED_AFTER:
+            if abs(folder_time - path.stat().st_mtime) > ABANDONED_AFTER:
                 path.unlink()
 
 
@@ -144,13 +144,13 @@ def save_tensors(
 ) -> None:
     """Write tensors as safetensors, with facts for `check_tensors`; see `write_file`."""
     metadata = {key: str(value) for key, value in facts.items()}
-    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_file(path, save(on_cpu, metadata), kind=kind)
+    cpu_tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_file(path, save(cpu_tensors, metadata), kind=kind)
 
 
 def check_tensors(
     path: str | Path,
-    like: Mapping[str, torch.Tensor],
+    templates: Mapping[str, torch.Tensor],
     *,
     facts: Mapping[str, object],
     kind: str,
@@ -159,8 +159,8 @@ def check_tensors(
 
     Args:
         path: of the file.
-        like: by name, what each tensor must have the type and the shape of; on any device, `meta`
-            too.
+        templates: by name, what each tensor must have the type and the shape of; on any device,
+            `meta` too.
         facts: what the file must have been written with.
         kind: what messages call the file.
 
@@ -168,33 +168,33 @@ def check_tensors(
         ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
 
     """
-    with _errors_as_values(path, like, kind), Path(path).open("rb") as file:
-        start = file.read(LENGTH_BYTES)
-        start += file.read(min(int.from_bytes(start, "little"), MAX_JSON_BYTES))
-        _check_header(start, os.fstat(file.fileno()).st_size, path, like, facts, kind)
+    with _errors_as_values(path, templates, kind), Path(path).open("rb") as file:
+        header_bytes = file.read(LENGTH_BYTES)
+        header_bytes += file.read(min(int.from_bytes(header_bytes, "little"), MAX_JSON_BYTES))
+        _check_header(header_bytes, os.fstat(file.fileno()).st_size, path, templates, facts, kind)
 
 
 def _check_header(
-    start: bytes,
+    header_bytes: bytes,
     num_bytes: int,
     path: str | Path,
-    like: Mapping[str, torch.Tensor],
+    templates: Mapping[str, torch.Tensor],
     facts: Mapping[str, object],
     kind: str,
 ) -> None:
-    """See `check_tensors`. The file has so many bytes, of which `start` has at least the header."""
-    end = LENGTH_BYTES + int.from_bytes(start[:LENGTH_BYTES], "little")
+    """See `check_tensors`; the first of the file's bytes have at least its header."""
+    end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
     try:
-        headers = json.loads(start[LENGTH_BYTES:end])
+        headers = json.loads(header_bytes[LENGTH_BYTES:end])
     except ValueError as error:
         raise RuntimeError(f"its header is not JSON: {error}") from None
     metadata = headers.pop("__metadata__", {})
     for key, expected in facts.items():
         if metadata.get(key) != str(expected):
-            found = str(metadata.get(key))[:200]
+            value = str(metadata.get(key))[:200]
             hint = "; remove it to learn anew" if key == "format" else ""
-            raise ValueError(f"{kind} {path}: {key} is {found}, expected {expected}{hint}")
-    for name, tensor in like.items():
+            raise ValueError(f"{kind} {path}: {key} is {value}, expected {expected}{hint}")
+    for name, tensor in templates.items():
         dtype, shape = headers[name]["dtype"], headers[name]["shape"]
         dtype = DTYPES.get(dtype, dtype)
         if dtype != tensor.dtype or shape != list(tensor.shape):
@@ -209,7 +209,7 @@ def _check_header(
 
 def read_tensors(
     path: str | Path,
-    like: Mapping[str, torch.Tensor],
+    templates: Mapping[str, torch.Tensor],
     *,
     facts: Mapping[str, object],
     kind: str,
@@ -219,15 +219,15 @@ def read_tensors(
     The file is not mapped into memory: where a mount loses a file that another host removes, to
     touch its pages would kill the process.
     """
-    with _errors_as_values(path, like, kind):
+    with _errors_as_values(path, templates, kind):
         content = Path(path).read_bytes()
-        _check_header(content, len(content), path, like, facts, kind)
+        _check_header(content, len(content), path, templates, facts, kind)
         return load(content)
 
 
 @contextlib.contextmanager
 def _errors_as_values(
-    path: str | Path, like: Mapping[str, torch.Tensor], kind: str
+    path: str | Path, templates: Mapping[str, torch.Tensor], kind: str
 ) -> Iterator[None]:
     """Raise a ValueError of one line for any error of a file: missing, torn, removed meanwhile."""
     try:
@@ -237,16 +237,16 @@ def _errors_as_values(
     except ValueError:
         raise
     except Exception as error:
-        names = " and ".join(name.replace("_", " ") for name in like)
+        names = " and ".join(name.replace("_", " ") for name in templates)
         raise ValueError(f"{kind} {path}: no {names}: {error}") from error
 
 
-def is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether a value of a file or an option is an integer from `low` to `high`; no bool is."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def is_int(value: object, minimum: float = -math.inf, maximum: float = math.inf) -> bool:
+    """Whether a value of a file or an option is an integer in these limits; no bool is."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-def shorten(value: object, most: int = 200) -> str:
+def shorten(value: object, max_length: int = 200) -> str:
     """What a message shows of a value that may be of any size."""
     text = repr(str(value) if isinstance(value, Path) else value)
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+    return text if len(text) <= max_length else f"{text[:max_length]}... ({len(text):,} characters)"

@@ -69,11 +69,11 @@ class TokenRecyclingState(SavedState):
         if not bool(((right >= 0) & (right <= seen) & seen.isfinite()).all()):
             raise ValueError("it has counts that are none")
 
-    def is_better(self, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    def is_better(self, peer_lines: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
         """Entries that are not known here, or were found steadier elsewhere; never for own ones."""
-        head, other = ours[:, :1], theirs[:, :1]
-        is_steadier = (other & MAX_STEADINESS > head & MAX_STEADINESS) & (head & OWN_BIT == 0)
-        return (other >= 0) & ((head < 0) | is_steadier)
+        head, new_head = lines[:, :1], peer_lines[:, :1]
+        is_steadier = (new_head & MAX_STEADINESS > head & MAX_STEADINESS) & (head & OWN_BIT == 0)
+        return (new_head >= 0) & ((head < 0) | is_steadier)
 
     def describe(self) -> str:
         """What it holds, as part of a start-up line."""
@@ -157,11 +157,11 @@ class TokenRecyclingProposer:
         self,
         req_state_idx: int,
         token_ids: torch.Tensor,
-        of_class: int = GREEDY,
+        request_class: int = GREEDY,
         owner: Owner | None = None,
     ) -> None:
         """A request of a class and an owner starts with a text, int64 [length]."""
-        self.state.matrix.begin(req_state_idx, of_class, owner)
+        self.state.matrix.begin(req_state_idx, request_class, owner)
         if self.seed_from_prompt:
             self.operations.seed(self.state.matrix, req_state_idx, token_ids)
 

@@ -69,36 +69,36 @@ class Trees:
         mask.reshape(batch, -1)[:, :: rows + 1] = True
         # Rows that are not below the root itself climb all at once, a level at a time. Indices are
         # into flat arrays of numpy, whose calls cost a third of torch's.
-        above, flat_mask, flat_depths = parents.numpy().ravel(), mask.ravel(), depths.ravel()
-        below = np.flatnonzero(above)
-        climbed = above[below]
-        while len(below):
-            flat_mask[below * rows + climbed] = True
-            flat_depths[below] += 1
-            climbed = above[below - below % rows + climbed]
-            goes_on = climbed > 0
-            below, climbed = below[goes_on], climbed[goes_on]
+        flat_parents, flat_mask, flat_depths = parents.numpy().ravel(), mask.ravel(), depths.ravel()
+        climbers = np.flatnonzero(flat_parents)
+        ancestors = flat_parents[climbers]
+        while len(climbers):
+            flat_mask[climbers * rows + ancestors] = True
+            flat_depths[climbers] += 1
+            ancestors = flat_parents[climbers - climbers % rows + ancestors]
+            is_climbing = ancestors > 0
+            climbers, ancestors = climbers[is_climbing], ancestors[is_climbing]
         depth = int(depths.max(initial=0))
         return cls(parents, torch.from_numpy(depths), torch.from_numpy(mask), depth)
 
     @classmethod
     def from_drafts(cls, parents: Sequence[Sequence[int]]) -> Trees:
         """The trees of drafts, from the parent row of each node of each draft."""
-        most = max(map(len, parents), default=0)
-        if all(list(of_nodes) == list(range(len(of_nodes))) for of_nodes in parents):
-            return _chains(len(parents), most)
-        table = np.zeros((len(parents), 1 + most), dtype=np.int64)
-        for row, of_nodes in zip(table, parents, strict=True):
-            row[1 : 1 + len(of_nodes)] = of_nodes
+        max_nodes = max(map(len, parents), default=0)
+        if all(list(draft_parents) == list(range(len(draft_parents))) for draft_parents in parents):
+            return _chains(len(parents), max_nodes)
+        table = np.zeros((len(parents), 1 + max_nodes), dtype=np.int64)
+        for row, draft_parents in zip(table, parents, strict=True):
+            row[1 : 1 + len(draft_parents)] = draft_parents
         return cls.from_parents(torch.from_numpy(table))
 
     @property
     def num_nodes(self) -> int:
         return self.parents.shape[1] - 1
 
-    def select(self, chosen: torch.Tensor) -> Trees:
+    def select(self, selection: torch.Tensor) -> Trees:
         """Only the trees that an index or a mask chooses."""
-        tables = self.parents[chosen], self.depths[chosen], self.ancestor_mask[chosen]
+        tables = self.parents[selection], self.depths[selection], self.ancestor_mask[selection]
         return Trees(*tables, self.depth)
 
 
@@ -132,14 +132,14 @@ class TreeTemplate:
         _validate(self.nodes)
         parents, ranks = torch.tensor([(0, 0), *self.nodes]).T.contiguous()
         trees = Trees.from_parents(parents[None])
-        derived = {
+        tables = {
             "parents": parents,
             "ranks": ranks,
             "depths": trees.depths[0],
             "ancestor_mask": trees.ancestor_mask[0],
             "depth": trees.depth,
         }
-        for name, value in derived.items():
+        for name, value in tables.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -162,10 +162,10 @@ class TreeTemplate:
         device = torch.device(device)
         if self.parents.device == device:
             return self
-        moved = copy.copy(self)
+        template = copy.copy(self)
         for name in ("parents", "ranks", "depths", "ancestor_mask"):
-            object.__setattr__(moved, name, getattr(self, name).to(device))
-        return moved
+            object.__setattr__(template, name, getattr(self, name).to(device))
+        return template
 
     def check_ranks(self, k: int) -> None:
         """Raise ValueError for the first node whose rank an adjacency matrix of width k lacks."""
@@ -229,9 +229,9 @@ def chain(num_nodes: int) -> TreeTemplate:
 @cache
 def _chains(batch: int, num_nodes: int) -> Trees:
     """The trees of a batch whose nodes have one child; the tables are shared."""
-    one = Trees.from_parents(torch.arange(-1, num_nodes).clamp(min=0)[None])
-    parents, depths = one.parents.expand(batch, -1), one.depths.expand(batch, -1)
-    mask = one.ancestor_mask.expand(batch, -1, -1)
+    trees = Trees.from_parents(torch.arange(-1, num_nodes).clamp(min=0)[None])
+    parents, depths = trees.parents.expand(batch, -1), trees.depths.expand(batch, -1)
+    mask = trees.ancestor_mask.expand(batch, -1, -1)
     return Trees(parents, depths, mask, num_nodes, are_chains=True)
 
 
@@ -286,7 +286,7 @@ def from_rank_paths(
 def _validate(nodes: Sequence[Node]) -> None:
     if not 1 <= len(nodes) <= MAX_NODES:
         raise ValueError(f"got {len(nodes)} nodes, expected 1 to {MAX_NODES}")
-    seen: dict[Node, int] = {}
+    index_by_node: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         if not (
             isinstance(node, tuple) and len(node) == 2 and all(is_int(value) for value in node)
@@ -299,7 +299,7 @@ def _validate(nodes: Sequence[Node]) -> None:
             raise ValueError(
                 f"node {index}: parent row {parent} has not come before it (expected 0 to {index})"
             )
-        if node in seen:
-            sibling = seen[node]
+        if node in index_by_node:
+            sibling = index_by_node[node]
             raise ValueError(f"node {index}: same parent and rank as its sibling, node {sibling}")
-        seen[node] = index
+        index_by_node[node] = index

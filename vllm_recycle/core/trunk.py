@@ -102,48 +102,48 @@ def draft_trunks(
     token_ids = torch.full((batch, gamma, CHOICES), NO_TOKEN)
     chances = torch.zeros(batch, gamma, CHOICES, dtype=torch.float64)
     # Text before, and the trunk so far.
-    written = [tail[::-1] for tail in texts.ends.tails(reach)]
-    new = [[text[-1]] for text in written]
-    lengths, reached = [0] * batch, [1.0] * batch
+    contexts = [tail[::-1] for tail in texts.ends.tails(reach)]
+    new_token_ids = [[text[-1]] for text in contexts]
+    lengths, survival = [0] * batch, [1.0] * batch
     drafting = [b for b in range(batch) if min(gamma, texts.max_depths[b])]
     while active := drafting:
-        ends = [written[b][-reach:] for b in active]
+        ends = [contexts[b][-reach:] for b in active]
         idx_mapping = texts.idx_mapping[active]
         # At the last token that is guessed the model says one more.
-        left = [min(gamma, texts.max_depths[b]) - lengths[b] - 1 for b in active]
+        max_depths = [min(gamma, texts.max_depths[b]) - lengths[b] - 1 for b in active]
         tails = Ends(torch.tensor(ends, dtype=torch.int32), [reach - 1] * len(active))
-        guesses = guess(TextEnds(idx_mapping, tails, left))
-        padded = (_padded([new[b] for b in active]), _padded(guesses))
-        chosen, probable = model.choose(idx_mapping, *padded, CHOICES)
-        best = chosen[:, :, 0].tolist()
-        chance = acceptance.chances(Trunks(chosen, probable), idx_mapping).chances[:, :, 0].tolist()
-        for index, (b, tried) in enumerate(zip(active, guesses, strict=True)):
-            pairs = zip(tried, best[index], strict=False)
-            right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            place = slice(lengths[b], lengths[b] + right + 1)
-            token_ids[b, place] = chosen[index, : right + 1]
-            chances[b, place] = probable[index, : right + 1]
-            new[b] = best[index][: right + 1]
-            written[b] += new[b]
-            lengths[b] += right + 1
-            reached[b] *= math.prod(chance[index][: right + 1])
-        goes_on = {b: reached[b] for b in active if lengths[b] < min(gamma, texts.max_depths[b])}
-        drafting = _that_pay(goes_on, least_chance)
+        guesses = guess(TextEnds(idx_mapping, tails, max_depths))
+        padded = (_padded([new_token_ids[b] for b in active]), _padded(guesses))
+        choices, probs = model.choose(idx_mapping, *padded, CHOICES)
+        best_ids = choices[:, :, 0].tolist()
+        chance = acceptance.chances(Trunks(choices, probs), idx_mapping).chances[:, :, 0].tolist()
+        for index, (b, guess_ids) in enumerate(zip(active, guesses, strict=True)):
+            pairs = zip(guess_ids, best_ids[index], strict=False)
+            num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            place = slice(lengths[b], lengths[b] + num_right + 1)
+            token_ids[b, place] = choices[index, : num_right + 1]
+            chances[b, place] = probs[index, : num_right + 1]
+            new_token_ids[b] = best_ids[index][: num_right + 1]
+            contexts[b] += new_token_ids[b]
+            lengths[b] += num_right + 1
+            survival[b] *= math.prod(chance[index][: num_right + 1])
+        trunks = {b: survival[b] for b in active if lengths[b] < min(gamma, texts.max_depths[b])}
+        drafting = _that_pay(trunks, least_chance)
     return Trunks(token_ids, chances)
 
 
-def _that_pay(reached: Mapping[int, float], least_chance: float) -> list[int]:
+def _that_pay(survival: Mapping[int, float], least_chance: float) -> list[int]:
     """The most trunks, the surest ones, that each pay an equal part of a forward, ascending."""
-    surest = sorted(reached, key=lambda b: -reached[b])
-    counts = range(len(surest), 0, -1)
-    most = (count for count in counts if count * reached[surest[count - 1]] >= least_chance)
-    return sorted(surest[: next(most, 0)])
+    order = sorted(survival, key=lambda b: -survival[b])
+    counts = range(len(order), 0, -1)
+    sizes = (count for count in counts if count * survival[order[count - 1]] >= least_chance)
+    return sorted(order[: next(sizes, 0)])
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """int64 [batch, most], padded with -1."""
-    most = max(map(len, rows))
-    return torch.tensor([[*row, *[NO_TOKEN] * (most - len(row))] for row in rows]).long()
+    """int64 [batch, max_length], padded with -1."""
+    max_length = max(map(len, rows))
+    return torch.tensor([[*row, *[NO_TOKEN] * (max_length - len(row))] for row in rows]).long()
 
 
 class ChoiceAcceptance:
@@ -197,8 +197,8 @@ class ChoiceAcceptance:
 
         """
         gamma = trunks.token_ids.shape[1]
-        missing = max(0, gamma - token_ids.shape[1])
-        follows = torch.nn.functional.pad(token_ids, (0, missing), value=NO_TOKEN)[:, :gamma]
+        num_missing = max(0, gamma - token_ids.shape[1])
+        follows = torch.nn.functional.pad(token_ids, (0, num_missing), value=NO_TOKEN)[:, :gamma]
         was_right = (trunks.token_ids[:, :, 0] == follows) & (follows != NO_TOKEN)
         # All before a place.
         was_visited = torch.nn.functional.pad(was_right[:, :-1], (1, 0), value=True).cumprod(1) > 0
@@ -207,16 +207,16 @@ class ChoiceAcceptance:
         seen = was_visited[:, :, None] & (trunks.token_ids != NO_TOKEN)
         right = seen & (trunks.token_ids == follows[:, :, None])
         cells = self._cells(trunks.chances, idx_mapping)
-        of_step = torch.zeros_like(self.counts).view(-1, 2)
-        both = torch.stack((right, seen), dim=-1).double()
-        of_step.index_add_(0, cells.flatten(), both.flatten(0, -2))
-        self.counts += of_step.view_as(self.counts)
+        increments = torch.zeros_like(self.counts).view(-1, 2)
+        outcomes = torch.stack((right, seen), dim=-1).double()
+        increments.index_add_(0, cells.flatten(), outcomes.flatten(0, -2))
+        self.counts += increments.view_as(self.counts)
         self.counts *= torch.where(self.counts[..., 1:] > MOST_SEEN, 0.5, 1.0)
 
     def _cells(self, probabilities: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
         """Where in the counts each choice of some trunks is, int64 [batch, n, CHOICES]."""
-        of_class = self.classes[idx_mapping.long()][:, None, None] * CHOICES
-        return (of_class + self._choices) * PARTS + self._parts(probabilities)
+        first_cells = self.classes[idx_mapping.long()][:, None, None] * CHOICES
+        return (first_cells + self._choices) * PARTS + self._parts(probabilities)
 
     def _parts(self, probabilities: torch.Tensor) -> torch.Tensor:
         if not self.has_probabilities:

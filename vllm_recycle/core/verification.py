@@ -59,23 +59,23 @@ def walk(
     batch = len(draft_token_ids)
     depth = trees.depth
     row = torch.arange(trees.num_nodes + 1, device=sampled.device)
-    last = cu_num_logits[1:, None] - 1
+    last_rows = cu_num_logits[1:, None] - 1
     rows = cu_num_logits[:-1, None] + row
-    produced = sampled[rows.minimum(last)]
-    agrees = produced.gather(1, trees.parents[:, 1:]) == draft_token_ids
-    agrees &= rows[:, 1:] <= last
+    produced_ids = sampled[rows.minimum(last_rows)]
+    is_match = produced_ids.gather(1, trees.parents[:, 1:]) == draft_token_ids
+    is_match &= rows[:, 1:] <= last_rows
     # A node is reached when it and all its ancestors agree; the root always is.
-    misses = (trees.ancestor_mask[:, 1:, 1:] & ~agrees[:, None]).any(dim=2)
-    depth_reached = trees.depths[:, 1:].masked_fill(misses, 0)
-    deepest, node = depth_reached.max(dim=1)
-    end = torch.where(deepest > 0, node + 1, 0)
+    is_missed = (trees.ancestor_mask[:, 1:, 1:] & ~is_match[:, None]).any(dim=2)
+    depth_reached = trees.depths[:, 1:].masked_fill(is_missed, 0)
+    max_depth, node = depth_reached.max(dim=1)
+    end = torch.where(max_depth > 0, node + 1, 0)
     is_on_path = trees.ancestor_mask[torch.arange(batch, device=end.device), end]
     # One place more than a path has, for the rows that are not on it.
     place = trees.depths.where(is_on_path, depth + 1)
     path = row.new_full((batch, depth + 2), -1).scatter_(1, place, row.expand(batch, -1))
     path = path[:, :-1]
-    token_ids = produced.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
-    return WalkResult(path, token_ids, deepest.to(torch.int32) + 1)
+    token_ids = produced_ids.gather(1, path.clamp(min=0)).where(path >= 0, NO_TOKEN)
+    return WalkResult(path, token_ids, max_depth.to(torch.int32) + 1)
 
 
 def step_down(
@@ -94,5 +94,5 @@ def step_down(
 
     """
     parents = trees.parents[:, 1:]
-    below = reached.gather(1, parents) & (draft_token_ids == sampled[:, None])
-    return torch.nn.functional.pad(below, (1, 0))
+    children = reached.gather(1, parents) & (draft_token_ids == sampled[:, None])
+    return torch.nn.functional.pad(children, (1, 0))

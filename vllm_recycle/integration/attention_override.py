@@ -33,9 +33,9 @@ def override_backend(backend: AttentionBackendEnum, replacement: type) -> Iterat
 def original_backend() -> Iterator[None]:
     """Layers that are created meanwhile, inside `override_backend`, get what it has replaced."""
     assert _replaced, "expected to be inside `override_backend`"
-    backend, before = _replaced[-1]
+    backend, replaced_path = _replaced[-1]
     replacement = backend.get_path()
-    _register(backend, before)
+    _register(backend, replaced_path)
     try:
         yield
     finally:

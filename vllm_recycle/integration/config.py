@@ -69,12 +69,12 @@ def rewrite(engine_args: Any) -> Any | None:
         NotImplementedError: a platform that the method does not run on.
     """
     try:
-        given = given_keys(engine_args, METHODS)
-        if given is None:
+        user_config = given_keys(engine_args, METHODS)
+        if user_config is None:
             return None
-        platform = get_platform(given["method"])
-        options, given_table = _parse(given, platform)
-        table = given_table or options.schedule(
+        platform = get_platform(user_config["method"])
+        options, user_table = _parse(user_config, platform)
+        table = user_table or options.schedule(
             on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
         )
     except ValueError as error:
@@ -93,7 +93,7 @@ def rewrite(engine_args: Any) -> Any | None:
     # worth of the drafts of all requests.
     is_measured = options.row_cost is None and not options.isolates
     is_measured &= options.has_trees  # chains have vLLM's graphs, of the sizes of its table
-    chooses_sizes = is_measured and platform.on_v2 and not given_table
+    chooses_sizes = is_measured and platform.on_v2 and not user_table
     settings = Settings(options=options, chooses_sizes=chooses_sizes, table=table)
     rewritten.additional_config = settings.put(engine_args.additional_config or {})
     has_host = isinstance(options, HostedTrunkOptions)  # the user says which
@@ -116,11 +116,11 @@ def rewrite(engine_args: Any) -> Any | None:
     return rewritten
 
 
-def _parse(given: dict[str, Any], platform: Platform) -> tuple[MethodOptions, Schedule | None]:
+def _parse(config: dict[str, Any], platform: Platform) -> tuple[MethodOptions, Schedule | None]:
     """The options of the keys that the user gives, and vLLM's table if it is among them."""
-    keys = {key: value for key, value in given.items() if key not in ("method", TABLE)}
-    options = options_class(given["method"], keys).parse(keys, on_gpu=platform.on_v2)
-    return options, check_table(given.get(TABLE), options.num_nodes)
+    keys = {key: value for key, value in config.items() if key not in ("method", TABLE)}
+    options = options_class(config["method"], keys).parse(keys, on_gpu=platform.on_v2)
+    return options, check_table(config.get(TABLE), options.num_nodes)
 
 
 def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) -> None:
@@ -161,8 +161,8 @@ def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     rows = requests * (1 + engine_args.speculative_config["num_speculative_tokens"])
     # Of what vLLM refuses without drafts too nothing is changed.
-    least = 1 if engine_args.enable_chunked_prefill else model_config.max_model_len
-    if max(requests, least) <= tokens < rows:
+    min_tokens = 1 if engine_args.enable_chunked_prefill else model_config.max_model_len
+    if max(requests, min_tokens) <= tokens < rows:
         engine_args.max_num_scheduled_tokens = engine_args.max_num_scheduled_tokens or tokens
         engine_args.max_num_batched_tokens = rows
         logger.info(
@@ -188,9 +188,9 @@ def _check_places(engine_args: Any) -> None:
     """Refuse a worker or a scheduler of the user's, and a place for options that is none."""
     needs = "the method brings its own"
     worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
-    for flag, got, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
-        if got != default:
-            raise ValueError(f"--{flag}-cls: got {got!r}, expected none: {needs}")
+    for flag, value, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
+        if value != default:
+            raise ValueError(f"--{flag}-cls: got {value!r}, expected none: {needs}")
     additional = engine_args.additional_config or {}
     if not isinstance(additional, dict):
         raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
@@ -222,11 +222,11 @@ def finish(vllm_config: Any) -> None:
     """
     options = settings_of(vllm_config).options
     platform = get_platform(options.method)
-    host, got = platform.hosts[options.method]["method"], vllm_config.speculative_config.method
-    if got != host and not isinstance(options, HostedTrunkOptions):
+    host, method = platform.hosts[options.method]["method"], vllm_config.speculative_config.method
+    if method != host and not isinstance(options, HostedTrunkOptions):
         raise ValueError(
             f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
-            f"takes for one of its method {got!r}, expected an ordinary language model"
+            f"takes for one of its method {method!r}, expected an ordinary language model"
         )
     scheduler = vllm_config.scheduler_config
     # Known only now: vLLM chooses whether to schedule ahead.
@@ -244,7 +244,7 @@ def finish(vllm_config: Any) -> None:
     if isinstance(options, DraftModelOptions | HostedTrunkOptions) and model.enable_sleep_mode:
         # At level 2 nobody would load the draft model's weights again.
         model.sleep_preserve_parameter_names += ["draft.*"]
-    if got == "medusa":  # has a head for each token; vLLM has counted those of a draft
+    if method == "medusa":  # has a head for each token; vLLM has counted those of a draft
         assert isinstance(options, HostedTrunkOptions)
         draft = vllm_config.speculative_config.draft_model_config
         draft.hf_config.num_lookahead_tokens = options.trunk_length
@@ -279,7 +279,7 @@ def _choose_chains(
     longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
     options = options.as_chains(longest)
     table = settings_of(vllm_config).table
-    table = [(first, last, min(nodes, options.num_nodes)) for first, last, nodes in table]
+    table = [(start, end, min(nodes, options.num_nodes)) for start, end, nodes in table]
     return _put_chains(vllm_config, options, table)
 
 
@@ -314,15 +314,15 @@ def _draft_alike(
 
 def _warn_of_missing_graphs(vllm_config: Any) -> None:
     """A table of the user's may lead to batches that vLLM captures no graph for."""
-    most = vllm_config.compilation_config.max_cudagraph_capture_size
-    if not most:
+    max_rows = vllm_config.compilation_config.max_cudagraph_capture_size
+    if not max_rows:
         return
-    last_of_all = vllm_config.scheduler_config.max_num_seqs
-    for first, last, num_nodes in settings_of(vllm_config).table:
-        rows = min(last, last_of_all) * (num_nodes + 1)
-        if num_nodes and first <= last_of_all and rows > most:
+    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    for range_start, range_end, num_nodes in settings_of(vllm_config).table:
+        rows = min(range_end, max_num_reqs) * (num_nodes + 1)
+        if num_nodes and range_start <= max_num_reqs and rows > max_rows:
             logger.warning(
                 "num_speculative_tokens_per_batch_size: %d requests with %d nodes are %d rows, "
                 "more than --max-cudagraph-capture-size %d: such steps run without a full graph",
-                min(last, last_of_all), num_nodes, rows, most,
+                min(range_end, max_num_reqs), num_nodes, rows, max_rows,
             )  # fmt: skip

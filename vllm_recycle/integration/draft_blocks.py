@@ -54,10 +54,10 @@ class DraftBlocks:
             (request.req_id, request.block_ids, request.num_computed_tokens)
             for request in scheduler_output.scheduled_new_reqs
         ]
-        given = zip(
+        running_reqs = zip(
             running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
         )
-        for req_id, block_ids, num_computed in given:
+        for req_id, block_ids, num_computed in running_reqs:
             if req_id in running.resumed_req_ids:
                 starting.append((req_id, block_ids, num_computed))
             elif block_ids is not None:
@@ -72,8 +72,8 @@ class DraftBlocks:
         ]
 
     def _begin(self, state: int, block_ids: list[int], num_computed: int) -> tuple[int, int, int]:
-        found = block_ids[: num_computed // self.block_size]
-        num_marked = int(self.is_marked[found].cumprod().sum())
+        computed_block_ids = block_ids[: num_computed // self.block_size]
+        num_marked = int(self.is_marked[computed_block_ids].cumprod().sum())
         self._blocks[state], self._num_marked[state] = [*block_ids], num_marked
         return state, num_marked * self.block_size, num_computed
 

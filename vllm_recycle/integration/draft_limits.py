@@ -42,13 +42,13 @@ def halving_schedule(
         (first batch size, last batch size, nodes), without gaps, from batch size 1; behind the
         last size that has room for a node there are none.
     """
-    schedule, first = [], 1
+    schedule, range_start = [], 1
     for nodes in _halved(num_nodes):
-        last = min(max_rows // (nodes + 1), max_num_reqs)
-        if last >= first:
-            schedule.append((first, last, nodes))
-            first = last + 1
-    return [*schedule, (first, UNLIMITED, 0)]
+        range_end = min(max_rows // (nodes + 1), max_num_reqs)
+        if range_end >= range_start:
+            schedule.append((range_start, range_end, nodes))
+            range_start = range_end + 1
+    return [*schedule, (range_start, UNLIMITED, 0)]
 
 
 def sizes_of_batches(num_nodes: int, max_rows: int, max_num_reqs: int) -> list[list[int]]:
@@ -88,8 +88,8 @@ def draft_forward_rows(shape: DraftShape) -> int:
 def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:
     """The size of the largest batch that has drafts; 0 where none has."""
     sizes = [
-        min(last, max_num_reqs)
-        for first, last, nodes in schedule
-        if nodes and first <= max_num_reqs
+        min(range_end, max_num_reqs)
+        for range_start, range_end, nodes in schedule
+        if nodes and range_start <= max_num_reqs
     ]
     return max(sizes, default=0)

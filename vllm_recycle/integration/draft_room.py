@@ -78,11 +78,11 @@ class DraftRoom:
         if self.isolates:
             limit, share = self._own_limit, self._guaranteed_blocks()
         else:
-            taken = sum(num_scheduled.values())
-            of_batch = scheduler.scheduler_config.max_num_batched_tokens
-            of_batch -= self.draft_slots * len(num_scheduled)
-            left = min(scheduler.max_num_scheduled_tokens, of_batch) - taken
-            limit = even_limit(lengths, max(0, min(self.max_draft_tokens, left)))
+            step_tokens = sum(num_scheduled.values())
+            max_tokens = scheduler.scheduler_config.max_num_batched_tokens
+            max_tokens -= self.draft_slots * len(num_scheduled)
+            token_budget = min(scheduler.max_num_scheduled_tokens, max_tokens) - step_tokens
+            limit = even_limit(lengths, max(0, min(self.max_draft_tokens, token_budget)))
             share = self._unclaimed_blocks(num_scheduled)
             share //= len(scheduler.running) * len(self.block_sizes)
         if scheduler.need_mamba_block_aligned_split and not scheduler.use_v2_model_runner:
@@ -110,30 +110,30 @@ class DraftRoom:
         needs = []
         waiting = islice(scheduler.waiting, 1 + min(seats, MOST_LOOKED_AT))
         for request in chain(scheduler.running, waiting):
-            has = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
-            needs.append((has, request.num_tokens + request.num_output_placeholders))
-        claimed = sum(
-            max(0, -(-known // size) - -(-has // size)) + 1
-            for has, known in needs
+            num_computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
+            needs.append((num_computed, request.num_tokens + request.num_output_placeholders))
+        claimed_blocks = sum(
+            max(0, -(-num_tokens // size) - -(-num_computed // size)) + 1
+            for num_computed, num_tokens in needs
             for size in self.block_sizes
         )
-        coming = min(seats, MOST_COMING) * sum(
-            -(-self.longest_prompt // n) for n in self.block_sizes
+        prompt_blocks = min(seats, MOST_COMING) * sum(
+            -(-self.longest_prompt // size) for size in self.block_sizes
         )
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - claimed
-        return max(0, free - coming, int(LEAST_SHARE * free))
+        free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - claimed_blocks
+        return max(0, free_blocks - prompt_blocks, int(LEAST_SHARE * free_blocks))
 
     def _guaranteed_blocks(self) -> int:
         """KV blocks of a group that each request is sure of, whatever others have; or none."""
         scheduler = self.scheduler
-        longest = [
+        max_blocks = [
             spec.max_num_blocks_per_req(scheduler.vllm_config, scheduler.max_model_len)
             for spec in self.specs
         ]
         num_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's
         # Streamed prompts that wait for more have blocks too.
         num_reqs = len(scheduler.running) + len(scheduler.waiting_with_blocks)
-        return max(longest) if num_reqs * sum(longest) <= num_blocks else 0
+        return max(max_blocks) if num_reqs * sum(max_blocks) <= num_blocks else 0
 
 
 def even_limit(lengths: Sequence[int], budget: int) -> int:

@@ -57,8 +57,8 @@ def sizes_of(vllm_config: Any) -> list[list[int]]:
     sizes = sizes_of_batches(num_nodes, _max_rows(vllm_config), max_num_reqs)
     # What is used before anything is known is among them.
     return [
-        sorted({*some, *([nodes] if nodes else [])}, reverse=True)
-        for some, nodes in zip(sizes, table, strict=True)
+        sorted({*tree_sizes, *([nodes] if nodes else [])}, reverse=True)
+        for tree_sizes, nodes in zip(sizes, table, strict=True)
     ]
 
 
@@ -82,11 +82,11 @@ class MeanWorth:
     def learn(self, worth: np.ndarray, num_reqs: int, step: int) -> None:
         """Take in trees of a step: the worth of each node, summed over their requests."""
         # So that what is seen after many steps without a look is believed at once.
-        faded = self._weight * (1.0 - FADE) ** (step - self.step)
-        self.step, self._weight = step, min(faded + 1.0, 1.0 / FADE)
-        new = worth.astype(np.float64) / num_reqs
-        old = new if self.worth is None else self.worth
-        self.worth = old + (new - old) / self._weight
+        faded_weight = self._weight * (1.0 - FADE) ** (step - self.step)
+        self.step, self._weight = step, min(faded_weight + 1.0, 1.0 / FADE)
+        step_worth = worth.astype(np.float64) / num_reqs
+        mean_worth = step_worth if self.worth is None else self.worth
+        self.worth = mean_worth + (step_worth - mean_worth) / self._weight
 
 
 class DraftSizes:
@@ -104,10 +104,11 @@ class DraftSizes:
     def __init__(self, scheduler: Any, vllm_config: Any) -> None:
         self.scheduler = scheduler
         self.table = scheduler.dynamic_sd_lookup
+        self.num_nodes = vllm_config.speculative_config.num_speculative_tokens
         self.sizes_of_batch = sizes_of(vllm_config)
         # Graphs are captured for batches that draft as a whole: none is larger.
-        most = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
-        self.max_rows = min(_max_rows(vllm_config), max(most, default=0))
+        rows = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
+        self.max_rows = min(_max_rows(vllm_config), max(rows, default=0))
         self.max_draft_tokens = scheduler.room.max_draft_tokens
         self.chooser: Chooser | None = None
         self.worths: dict[str, MeanWorth] = {}
@@ -118,6 +119,7 @@ class DraftSizes:
         # Of the running requests, at the last look: how many draft, and their mean length.
         self.drafting, self.context = 0, 0
         self.num_running = self.steps_since_look = 0
+        self._sizes_of: dict[tuple[int, int], list[int]] = {}
         self._last_output: tuple[float, int] | None = None  # when it came, requests of the step
 
     def __getitem__(self, num_reqs: int) -> int:
@@ -128,11 +130,11 @@ class DraftSizes:
         """
         self._count_requests()
         # Those that came since the look may all draft, and must not have as large trees as few.
-        came = max(0, len(self.scheduler.running) - self.num_running)
-        drafting = min(self.drafting + came, num_reqs)
+        num_new_reqs = max(0, len(self.scheduler.running) - self.num_running)
+        drafting = min(self.drafting + num_new_reqs, num_reqs)
         if not drafting:
             return 0
-        worths = {kind: of.worth for kind, of in self.worths.items() if of.worth is not None}
+        worths = {kind: mean.worth for kind, mean in self.worths.items() if mean.worth is not None}
         if self.chooser is None or not worths:
             return self.table[num_reqs]
         load, sizes = Load(num_reqs, self.context, drafting), self._sizes(num_reqs, drafting)
@@ -141,11 +143,11 @@ class DraftSizes:
         if min(self.prompt_rows) or np.isinf(plain):
             self.kind, rows = self.chooser.best
             size = self.table[num_reqs] if self.is_first else rows - 1
-            rest = self.chooser.most_seconds(load) if np.isfinite(plain) else np.inf
+            limit = self.chooser.most_seconds(load) if np.isfinite(plain) else np.inf
             all_rows = tuple(num_reqs + drafting * nodes for nodes in sizes)
-            seconds = self.chooser.curve.at(self.kind, load, all_rows)
-            pairs = zip(sizes, seconds, strict=True)
-            return max(n for n, of in pairs if n <= size and (of <= rest or np.isinf(of) or not n))
+            pairs = zip(sizes, self.chooser.curve.at(self.kind, load, all_rows), strict=True)
+            fitting = (n for n, seconds in pairs if seconds <= limit or np.isinf(seconds) or not n)
+            return max(n for n in fitting if n <= size)
         self.is_first = False
         self.kind, size = self.chooser.choose_size(load, worths, sizes)
         if not size:
@@ -155,10 +157,16 @@ class DraftSizes:
 
     def _sizes(self, num_reqs: int, drafting: int) -> list[int]:
         """The sizes that trees may have which so many of the requests have, ascending from 0."""
-        most = max(0, min(self.max_draft_tokens, self.max_rows - num_reqs)) // drafting
-        sizes = self.sizes_of_batch[drafting]
-        fitting = [nodes for nodes in sizes if nodes <= most]
-        return sorted({0, *(fitting or [min(most, nodes) for nodes in sizes[-1:]])})
+        if (sizes := self._sizes_of.get((num_reqs, drafting))) is None:
+            assert self.chooser is not None
+            curve = self.chooser.curve
+            assert isinstance(curve, GraphCurve)
+            rows = max(0, min(self.max_draft_tokens, self.max_rows - num_reqs))
+            max_nodes = min(self.num_nodes, rows // drafting)
+            filling = curve.graph_sizes(num_reqs, drafting).union(self.sizes_of_batch[drafting])
+            sizes = sorted({0, *(min(max_nodes, nodes) for nodes in filling)})
+            self._sizes_of[num_reqs, drafting] = sizes
+        return sizes
 
     def _count_requests(self) -> None:
         """Look at the running requests, where these may be others than at the last look.
@@ -173,8 +181,8 @@ class DraftSizes:
             return
         self.num_running, self.steps_since_look = len(running), 0
         may_speculate = self.scheduler.may_speculate
-        self.drafting = sum(not one.is_prefill_chunk and may_speculate(one) for one in running)
-        self.context = sum(one.num_tokens for one in running) // max(1, len(running))
+        self.drafting = sum(not req.is_prefill_chunk and may_speculate(req) for req in running)
+        self.context = sum(req.num_tokens for req in running) // max(1, len(running))
 
     def see_step(self, scheduler_output: Any) -> None:
         """Take in which rows of a step are prompts'."""
@@ -211,8 +219,8 @@ class DraftSizes:
         if report is None:
             return
         if report.num_reqs:
-            of_kind = self.worths.setdefault(report.kind, MeanWorth())
-            of_kind.learn(report.worth, report.num_reqs, self.num_steps)
+            mean_worth = self.worths.setdefault(report.kind, MeanWorth())
+            mean_worth.learn(report.worth, report.num_reqs, self.num_steps)
         if report.times is not None:
             self.take_times(report.times)
 
@@ -221,7 +229,7 @@ class DraftSizes:
 
         The device has the next step when it ends one.
         """
-        now, before = time.perf_counter(), self._last_output
+        now, last_step = time.perf_counter(), self._last_output
         tokens, drafts = (
             scheduler_output.total_num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
@@ -231,15 +239,16 @@ class DraftSizes:
             self._last_output = None
             return None
         self._last_output = now, requests
-        return now - before[0] if before is not None and before[1] == requests else None
+        return now - last_step[0] if last_step is not None and last_step[1] == requests else None
 
     def take_times(self, times: GraphTimes) -> None:
         """Price steps by these from now on."""
         if not times.graphs:
             return
-        most = 1 + max((sizes[0] for sizes in self.sizes_of_batch if sizes), default=0)
-        most_rows = dict.fromkeys(times.drafting, most)
-        self.chooser, self.is_first = Chooser(GraphCurve(times), most_rows, ahead=STEPS_AHEAD), True
+        max_tree_rows = 1 + max((sizes[0] for sizes in self.sizes_of_batch if sizes), default=0)
+        max_rows = dict.fromkeys(times.drafting, max_tree_rows)
+        self.chooser, self.is_first = Chooser(GraphCurve(times), max_rows, ahead=STEPS_AHEAD), True
+        self._sizes_of.clear()
         self.kind = next(iter(times.drafting))
         for kind in times.drafting:
             self.worths.setdefault(kind, MeanWorth())

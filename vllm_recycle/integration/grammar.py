@@ -90,10 +90,10 @@ class GrammarMasks:
             int32 [rows of all, words]; token t is allowed where bit t % 32 of word t // 32 is set.
             Rows that cannot be reached allow all.
         """
-        of_names = [drafts.get(request.request_id, ()) for request in requests]
-        starts = np.cumsum([0, *(1 + len(draft) for draft in of_names)])
+        request_drafts = [drafts.get(request.request_id, ()) for request in requests]
+        starts = np.cumsum([0, *(1 + len(draft) for draft in request_drafts)])
         masks = self._make_room(int(starts[-1]))
-        for request, draft, start in zip(requests, of_names, starts[:-1], strict=True):
+        for request, draft, start in zip(requests, request_drafts, starts[:-1], strict=True):
             rows = masks[start : start + 1 + len(draft)]
             if self.is_constrained(request):
                 parents = request.draft_parents[: len(draft)] if draft else ()

@@ -63,10 +63,10 @@ def one_line(error: Exception) -> str:
     """The first line of an error; for pydantic's, which field is wrong and why."""
     text = str(error)
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        text = first["msg"].removeprefix("Value error, ")
-        if place := ".".join(map(str, first["loc"])):
-            text = f"{place} is {shorten(first['input'])}: {text}"
+        details = error.errors()[0]
+        text = details["msg"].removeprefix("Value error, ")
+        if place := ".".join(map(str, details["loc"])):
+            text = f"{place} is {shorten(details['input'])}: {text}"
     return text.strip().partition("\n")[0] or type(error).__name__
 
 
@@ -105,14 +105,14 @@ def check(
         features |= unsupported_by_trees(vllm_config, platform)
     # Last: others of these lead to it.
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-    other = f"Model Runner {runner}, which this configuration leads to"
-    features[other] = on_v2 != vllm_config.use_v2_model_runner
+    runner_feature = f"Model Runner {runner}, which this configuration leads to"
+    features[runner_feature] = on_v2 != vllm_config.use_v2_model_runner
     refuse(options.method, features)
 
 
 def before_a_version(options: MethodOptions, *, on_v2: bool) -> dict[str, bool]:
     """What older ones of the supported versions of vLLM lack, and whether the method needs it."""
-    by_model = isinstance(options, HostedTrunkOptions) and any(
+    has_model_trunk = isinstance(options, HostedTrunkOptions) and any(
         name in options.trunk["method"] for name in OF_MODELS
     )
     return {
@@ -124,7 +124,7 @@ def before_a_version(options: MethodOptions, *, on_v2: bool) -> dict[str, bool]:
         ),
         # vLLM's own drafts by a model fail there at the first request.
         "a trunk by a model on a CPU before vLLM 0.31": (
-            by_model and not on_v2 and not FEATURES.cpu_runs_heads
+            has_model_trunk and not on_v2 and not FEATURES.cpu_runs_heads
         ),
     }
 
@@ -184,7 +184,7 @@ def unsupported_by_trees(vllm_config: Any, platform: Platform) -> dict[str, bool
     on_v2, attention_backend = platform.on_v2, platform.attention_backend
     model, cache = vllm_config.model_config, vllm_config.cache_config
     attention = vllm_config.attention_config
-    given = None if attention_backend is None else attention.backend
+    backend = None if attention_backend is None else attention.backend
     return {
         "--kv-transfer-config or --kv-offloading-size": vllm_config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype != "auto",
@@ -199,7 +199,7 @@ def unsupported_by_trees(vllm_config: Any, platform: Platform) -> dict[str, bool
             else MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
         ),
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
-        f"--attention-backend {given and given.name}": given not in (None, attention_backend),
+        f"--attention-backend {backend and backend.name}": backend not in (None, attention_backend),
         # Of compute capability 8.x and 12.x. vLLM takes another backend there.
         "a model with attention sinks on a GPU without FlashAttention 3 or 4": (
             attention_backend is not None
@@ -227,8 +227,8 @@ def has_sinks(config: Any) -> bool:
     if config.model_type in GRANITE:
         has_types = getattr(config, "layer_types", None) is not None
         return getattr(config, "attention_sinks", has_types)
-    said = (getattr(config, name, False) for name in SAY_SINKS)
-    return config.model_type in WITH_SINKS or any(said)
+    sink_flags = (getattr(config, name, False) for name in SAY_SINKS)
+    return config.model_type in WITH_SINKS or any(sink_flags)
 
 
 def _attention_of(name: str, model: Any) -> dict[str, bool]:
@@ -304,9 +304,9 @@ def other_token_ids(vllm_config: Any) -> str | None:
     if draft is None or model.skip_tokenizer_init or is_mapped:
         return None
     try:
-        ids = cached_tokenizer_from_config(model).get_vocab()
+        vocab = cached_tokenizer_from_config(model).get_vocab()
         # vLLM gives the draft model's configuration the target's tokenizer.
-        of_draft = get_tokenizer(
+        draft_vocab = get_tokenizer(
             draft.model,
             tokenizer_mode=model.tokenizer_mode,
             revision=draft.revision,
@@ -315,12 +315,12 @@ def other_token_ids(vllm_config: Any) -> str | None:
     except Exception as error:  # what a tokenizer raises is its own; vLLM says what it needs
         logger.debug("no tokenizers to compare: %r", error)
         return None
-    others = sum(of_draft.get(token) != token_id for token, token_id in ids.items())
-    if not others:
+    num_mismatches = sum(draft_vocab.get(token) != token_id for token, token_id in vocab.items())
+    if not num_mismatches:
         return None
     return (
-        f"the draft model {draft.model} has other ids for {others} of the {len(ids)} tokens of "
-        f"{model.model}: hardly a draft of it will be accepted"
+        f"the draft model {draft.model} has other ids for {num_mismatches} of the {len(vocab)} "
+        f"tokens of {model.model}: hardly a draft of it will be accepted"
     )
 
 

@@ -49,17 +49,17 @@ def wrap_do_tracing(attributes_of: Callable[[Any], dict[str, Any]]) -> None:
     """
     from vllm.v1.engine import output_processor
 
-    added: dict[str, Any] = {}
+    span_attributes: dict[str, Any] = {}
 
     def make_span(original: Any, *args: Any, attributes: dict[str, Any], **kwargs: Any) -> Any:
-        return original(*args, attributes=attributes | added, **kwargs)
+        return original(*args, attributes=attributes | span_attributes, **kwargs)
 
     def do_tracing(original: Any, self: Any, output: Any, req_state: Any, *args: Any) -> None:
-        added.update(attributes_of(req_state))
+        span_attributes.update(attributes_of(req_state))
         try:
             original(self, output, req_state, *args)
         finally:
-            added.clear()
+            span_attributes.clear()
 
     replace_function(output_processor, "instrument_manual", make_span)
     replace_function(output_processor.OutputProcessor, "do_tracing", do_tracing)
@@ -163,16 +163,16 @@ def trim_behind_stop_strings() -> None:
 
     def update(original: Any, self: Any, token_ids: list[int], stopped: bool) -> str | None:
         for end in range(1, len(token_ids)) if self.stop else ():
-            found = original(self, token_ids[end - 1 : end], False)
-            if found is not None:
+            stop_string = original(self, token_ids[end - 1 : end], False)
+            if stop_string is not None:
                 del token_ids[end:]
-                return found
+                return stop_string
         return original(self, token_ids[-1:] if self.stop else token_ids, stopped)
 
     def update_from_output(original: Any, self: Any, output: Any) -> None:
         if output.new_logprobs is not None:
-            kept = output.new_logprobs.slice_request(0, len(output.new_token_ids))
-            output.new_logprobs = kept
+            logprobs = output.new_logprobs.slice_request(0, len(output.new_token_ids))
+            output.new_logprobs = logprobs
         original(self, output)
 
     if not FEATURES.trims_surplus_tokens:

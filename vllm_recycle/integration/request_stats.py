@@ -49,7 +49,7 @@ def add_histogram(stat_logger: Any) -> None:
         buckets=BUCKETS,
         labelnames=["model_name", "engine"],
     )
-    of_engine = {
+    engine_histograms = {
         index: histogram.labels(*values)
         for index, values in stat_logger.per_engine_labelvalues.items()
     }
@@ -60,6 +60,6 @@ def add_histogram(stat_logger: Any) -> None:
     ) -> None:
         record(scheduler_stats, iteration_stats, *args, engine_idx=engine_idx, **kwargs)
         for accepted in getattr(iteration_stats, "accepted_per_step", ()):
-            of_engine[engine_idx].observe(accepted)
+            engine_histograms[engine_idx].observe(accepted)
 
     stat_logger.record = record_requests

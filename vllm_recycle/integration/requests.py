@@ -74,8 +74,8 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
 
 def _says(extra_args: dict[Any, Any]) -> Any:
     # None says nothing: rows of Ray Data have all fields that any of them has.
-    said = extra_args.get(OPT_OUT)
-    return True if said is None else said
+    speculate = extra_args.get(OPT_OUT)
+    return True if speculate is None else speculate
 
 
 def read_request(processor: Any, request: Any) -> None:
@@ -88,15 +88,15 @@ def read_request(processor: Any, request: Any) -> None:
     if not is_ours(config.speculative_config):
         return
     params, options = request.sampling_params, settings_of(config).options
-    said = params.extra_args or {}
-    hints = {key: said[key] for key in (HINT, PREDICTION) if said.get(key) is not None}
+    extra_args = params.extra_args or {}
+    hints = {key: extra_args[key] for key in (HINT, PREDICTION) if extra_args.get(key) is not None}
     try:
-        _check_owner_with(options, said.get(OWNER), request.cache_salt)
+        _check_owner_with(options, extra_args.get(OWNER), request.cache_salt)
         token_ids = _tokens_of_hints(processor, hints, options) if hints else None
     except _BadInputError as error:
         raise VLLMValidationError(str(error), parameter=error.args[0]) from None
     if token_ids is not None:
-        params.extra_args = {**said, PREDICTION: None, HINT: token_ids}
+        params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
 
 
 def has_owners(options: Any) -> bool:
@@ -177,45 +177,45 @@ def _tokens_of_hints(processor: Any, hints: dict[str, Any], options: Any) -> lis
         return None
     if len(hints) > 1:
         raise _BadInputError(PREDICTION, hints[PREDICTION], f"none beside {HINT!r}")
-    ((name, given),) = hints.items()
-    each = [_content(given)] if name == PREDICTION else _each_hint(given)
+    ((name, value),) = hints.items()
+    hint_list = [_content(value)] if name == PREDICTION else _each_hint(value)
     model_config, tokenizer = processor.model_config, processor.tokenizer
-    vocab_size, left = model_config.get_vocab_size(), model_config.max_model_len
-    found = []
-    for hint in each:
-        found.append(to_token_ids(hint, name, tokenizer, vocab_size, most=left))
-        left -= len(found[-1])
-        if left < 0:
-            most = model_config.max_model_len
-            raise _BadInputError(name, given, f"at most the {most} tokens of max_model_len")
-    return found
+    vocab_size, token_budget = model_config.get_vocab_size(), model_config.max_model_len
+    token_ids = []
+    for hint in hint_list:
+        token_ids.append(to_token_ids(hint, name, tokenizer, vocab_size, max_tokens=token_budget))
+        token_budget -= len(token_ids[-1])
+        if token_budget < 0:
+            max_tokens = model_config.max_model_len
+            raise _BadInputError(name, value, f"at most the {max_tokens} tokens of max_model_len")
+    return token_ids
 
 
-def _each_hint(given: Any) -> list[Any]:
+def _each_hint(value: Any) -> list[Any]:
     """Several hints, or the one that there is."""
-    is_several = isinstance(given, list) and any(isinstance(hint, (str, list)) for hint in given)
-    if is_several and len(given) > MAX_HINTS:
-        raise _BadInputError(HINT, given, f"at most {MAX_HINTS} hints")
-    return given if is_several else [given]
+    is_several = isinstance(value, list) and any(isinstance(hint, (str, list)) for hint in value)
+    if is_several and len(value) > MAX_HINTS:
+        raise _BadInputError(HINT, value, f"at most {MAX_HINTS} hints")
+    return value if is_several else [value]
 
 
 def to_token_ids(
-    given: Any, name: str, tokenizer: Any, vocab_size: int, *, most: int | None = None
+    value: Any, name: str, tokenizer: Any, vocab_size: int, *, max_tokens: int | None = None
 ) -> list[int]:
     """The token ids of a text, or those that were given in its place.
 
-    Of a text that has more than `most` it need not be all. Raises ValueError with the `name` of
-    what was given.
+    Of a text that has more than `max_tokens` it need not be all. Raises ValueError with the `name`
+    of what was given.
     """
-    if isinstance(given, str) and tokenizer is not None and _is_utf8(given):
-        longest = None if most is None else most * tokenizer.max_chars_per_token + 1
-        return tokenizer.encode(given[:longest], add_special_tokens=False)
-    is_list = isinstance(given, list) and all(type(token_id) is int for token_id in given)
-    if is_list and all(0 <= token_id < vocab_size for token_id in given):
-        return given
+    if isinstance(value, str) and tokenizer is not None and _is_utf8(value):
+        longest = None if max_tokens is None else max_tokens * tokenizer.max_chars_per_token + 1
+        return tokenizer.encode(value[:longest], add_special_tokens=False)
+    is_list = isinstance(value, list) and all(type(token_id) is int for token_id in value)
+    if is_list and all(0 <= token_id < vocab_size for token_id in value):
+        return value
     text = "" if tokenizer is None else "a text in UTF-8 or "
     expected = f"{text}a list of token ids from 0 to {vocab_size - 1}"
-    raise _BadInputError(name, given, expected)
+    raise _BadInputError(name, value, expected)
 
 
 def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:
@@ -243,14 +243,14 @@ def with_holes(
     else:
         features = () if is_encoder_decoder else request.mm_features
         places = [feature.mm_position for feature in features]
-        holes = [place.offset + at for place in places for at in range(place.length)]
+        holes = [place.offset + index for place in places for index in range(place.length)]
         is_token = request.prompt_is_token_ids or ()
-        holes += [at for at, token in enumerate(is_token) if not token]
+        holes += [index for index, token in enumerate(is_token) if not token]
     if not holes:
         return token_ids
     text = [*token_ids]
-    for at in holes:
-        text[at] = NO_TOKEN
+    for index in holes:
+        text[index] = NO_TOKEN
     return text
 
 
@@ -268,5 +268,5 @@ class _BadInputError(ValueError):
     """What a request says by a name is not accepted; made of both, and of what is expected."""
 
     def __str__(self) -> str:
-        name, given, expected = self.args
-        return f"{name!r} is {shorten(given)}, expected {expected}"
+        name, value, expected = self.args
+        return f"{name!r} is {shorten(value)}, expected {expected}"

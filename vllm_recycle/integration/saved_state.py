@@ -101,10 +101,10 @@ def fingerprint(model_config: Any) -> str:
     for part in (*(hf_config.architectures or ()), *sizes):
         digest.update(f"{part}\n".encode())
     files = [Path(model_config.tokenizer) / name for name in _TOKENIZER_FILES]
-    present = [file for file in files if file.is_file()]
-    for file in present:
+    tokenizer_files = [file for file in files if file.is_file()]
+    for file in tokenizer_files:
         digest.update(file.read_bytes())
-    if not present:
+    if not tokenizer_files:
         digest.update(str(model_config.tokenizer).encode())
     return digest.hexdigest()[:32]
 
@@ -198,9 +198,9 @@ class StateSaver:
             for name, tensor in self._state.tensors.items():
                 self._copy.tensors[name].copy_(tensor, non_blocking=True)
             self._has_changed = False
-            taken = self._stream.record_event() if self._stream is not None else None
-        if taken is not None:
-            taken.synchronize()
+            copy_event = self._stream.record_event() if self._stream is not None else None
+        if copy_event is not None:
+            copy_event.synchronize()
 
     def _save_every(self, seconds: float) -> None:
         logged: set[str] = set()  # each trouble once, for as long as it lasts

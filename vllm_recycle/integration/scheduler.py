@@ -97,16 +97,16 @@ class TreeScheduler(Scheduler):
             output = super().schedule(*args, **kwargs)
         output.step_note = note = StepNote()
         if self.has_owners:
-            new = [request.req_id for request in output.scheduled_new_reqs]
-            begin = chain(new, output.scheduled_cached_reqs.resumed_req_ids)
-            owners = {name: owner_of(self.requests[name]) for name in begin}
+            new_req_ids = [request.req_id for request in output.scheduled_new_reqs]
+            req_ids = chain(new_req_ids, output.scheduled_cached_reqs.resumed_req_ids)
+            owners = {name: owner_of(self.requests[name]) for name in req_ids}
             note.owners = {name: owner for name, owner in owners.items() if owner is not None}
         if not self.use_v2_model_runner:  # whose trees are on the device
             note.parents = {
                 name: self.requests[name].draft_parents[: len(draft)]
                 for name, draft in output.scheduled_spec_decode_tokens.items()
             }
-            starts = {one.request_id: self.masks.start(one) for one in self._structured(output)}
+            starts = {req.request_id: self.masks.start(req) for req in self._structured(output)}
             note.grammar_starts = {
                 name: start for name, start in starts.items() if start is not None
             }
@@ -135,7 +135,7 @@ class TreeScheduler(Scheduler):
 
         Those of the others vLLM sends with their last tokens. Remove when it sends these.
         """
-        for output in (output for of_client in outputs.values() for output in of_client.outputs):
+        for output in (output for reply in outputs.values() for output in reply.outputs):
             request = self.requests.get(output.request_id)
             if request is not None and request.sampling_params.stop:
                 output.spec_decode_metrics = request.spec_decode_metrics
@@ -151,11 +151,11 @@ class TreeScheduler(Scheduler):
         # All else of the step is decided: what is free is for drafts, and nobody waits for them.
         # Where a step does not reach the end of a text, its draft has nothing to follow.
         drafting = [
-            one
-            for one in running_reqs
-            if one.request_id in self.set_aside
-            and one.num_computed_tokens + num_scheduled_tokens[one.request_id]
-            == one.num_tokens + one.num_output_placeholders
+            req
+            for req in running_reqs
+            if req.request_id in self.set_aside
+            and req.num_computed_tokens + num_scheduled_tokens[req.request_id]
+            == req.num_tokens + req.num_output_placeholders
         ]
         lengths = [len(self.set_aside[request.request_id]) for request in drafting]
         limits = self.room.limits(drafting, lengths, num_scheduled_tokens) if drafting else ()
@@ -237,8 +237,8 @@ class TreeScheduler(Scheduler):
         # and counts them as computed all the same: the input that comes next in a stream would
         # follow their KV. The token at the stop has none, as without speculation. Remove with
         # patches/0005.
-        last = request.num_tokens - 1 + request.num_output_placeholders
-        request.num_computed_tokens = min(request.num_computed_tokens, last)
+        max_computed = request.num_tokens - 1 + request.num_output_placeholders
+        request.num_computed_tokens = min(request.num_computed_tokens, max_computed)
         # The blocks that a step fills vLLM 0.32 puts into the prefix cache when it schedules the
         # next step, which does not come; 0.33 does it here. States in the middle of a draft are
         # none to go on from. Remove with 0.32.

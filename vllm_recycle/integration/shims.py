@@ -125,7 +125,7 @@ def host_on_v2(is_ours: Callable[[Any], bool]) -> None:
 
     def unsupported(original: Any, self: Any) -> list[str]:
         host = "speculative method 'ngram_gpu'"
-        return [one for one in original(self) if one != host or not is_ours(self)]
+        return [feature for feature in original(self) if feature != host or not is_ours(self)]
 
     if not FEATURES.v2_hosts:
         replace_function(VllmConfig, "_get_v2_model_runner_unsupported_features", unsupported)
@@ -197,8 +197,8 @@ def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
     replace_function(SamplingParams, "_validate_spec_decode", validate_spec_decode)
 
 
-def wrap_gated_delta_net(by_depth: Callable[..., None]) -> None:
-    """Let `by_depth` run gated delta nets on CPU where metadata have `depths`, which are ours.
+def wrap_gated_delta_net(run_by_depth: Callable[..., None]) -> None:
+    """Let `run_by_depth` run gated delta nets on CPU where metadata have `depths`, which are ours.
 
     Remove when vLLM runs their core as a method of the layer, as it does for Mamba2.
     """
@@ -209,7 +209,7 @@ def wrap_gated_delta_net(by_depth: Callable[..., None]) -> None:
             original(layer, metadata, *tensors)
             return
         *inputs, output = tensors
-        by_depth(layer, metadata, functools.partial(original, layer), inputs, output)
+        run_by_depth(layer, metadata, functools.partial(original, layer), inputs, output)
 
     replace_function(gdn_attention, "_cpu_gdn_attention_nonspec", run)
 
@@ -245,10 +245,10 @@ def hide_draft_path(engine_args: Any, path: str) -> None:
             link = Path(folder, "draft")
             link.symlink_to(Path(path).absolute())
             engine_args.speculative_config["model"] = str(link)
-            made = original(*args, **kwargs)
-        draft = made.draft_model_config
-        made.model = draft.model = draft.served_model_name = path
+            config = original(*args, **kwargs)
+        draft = config.draft_model_config
+        config.model = draft.model = draft.served_model_name = path
         draft.hf_config._name_or_path = path  # by which compiled code is kept
-        return made
+        return config
 
     engine_args.create_speculative_config = create_speculative_config

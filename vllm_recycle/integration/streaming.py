@@ -32,10 +32,10 @@ class Delta(str):
         delta.texts = tuple(texts)
         return delta
 
-    def __add__(self, other: str) -> Delta:
-        if isinstance(other, Delta):
-            return Delta.of(self.texts + other.texts)
-        return Delta.of((*self.texts[:-1], self.texts[-1] + other))  # an end without a token
+    def __add__(self, text: str) -> Delta:
+        if isinstance(text, Delta):
+            return Delta.of(self.texts + text.texts)
+        return Delta.of((*self.texts[:-1], self.texts[-1] + text))  # an end without a token
 
 
 class ParsedText(str):
@@ -115,10 +115,10 @@ def parse_delta(
     """As vLLM's, which `original` is: a server's call, which tells `split` of the parser."""
     if isinstance(delta_text, ParsedText):
         return delta_text.message
-    given = {"request": request, "prompt_token_ids": prompt_token_ids}
+    parser_kwargs = {"request": request, "prompt_token_ids": prompt_token_ids}
     if isinstance(delta_text, Delta):
-        delta_text.parse = functools.partial(original, parser, **given)
-    return original(parser, delta_text, delta_token_ids, **given, finished=finished)
+        delta_text.parse = functools.partial(original, parser, **parser_kwargs)
+    return original(parser, delta_text, delta_token_ids, **parser_kwargs, finished=finished)
 
 
 def split(result: Any, parsers: dict[int, Callable[..., Any]], interval: int) -> Iterator[Any]:
@@ -150,17 +150,17 @@ def _chunks(
         yield _chunk(completion, Delta.of(texts[start : start + 1]), start, start + 1)
         start += 1
     for place in range(start, len(texts)):
-        later = parsers[completion.index](
+        next_message = parsers[completion.index](
             delta_text=texts[place],
             delta_token_ids=[*completion.token_ids[place : place + 1]],
             finished=completion.finish_reason is not None and place == len(texts) - 1,
         )
         is_full = interval <= min(place - start, len(texts) - place)
-        if place > start and (is_full or not _continues(message, later)):
+        if place > start and (is_full or not _continues(message, next_message)):
             yield _chunk(completion, _parsed(texts[start:place], message), start, place)
-            start, message = place, later
+            start, message = place, next_message
         else:
-            message = _join(message, later)
+            message = _join(message, next_message)
     if start < len(texts):
         yield _chunk(completion, _parsed(texts[start:], message), start, len(texts))
 
@@ -192,30 +192,30 @@ def _kinds(message: Any) -> list[Any]:
     return fields + [call.index for call in message.tool_calls]
 
 
-def _continues(message: Any, later: Any) -> bool:
+def _continues(message: Any, next_message: Any) -> bool:
     """Whether both messages can be one: of several kinds, a client would not know the order."""
-    kinds, later_kinds = _kinds(message), _kinds(later)
-    if not kinds or not later_kinds:
+    kinds, next_kinds = _kinds(message), _kinds(next_message)
+    if not kinds or not next_kinds:
         return True
-    if kinds != later_kinds or len(kinds) > 1:
+    if kinds != next_kinds or len(kinds) > 1:
         return False
     if not message.tool_calls:
         return kinds[0] in TEXTS
-    call, later_call = message.tool_calls[0], later.tool_calls[0]
-    is_start = later_call.id or not later_call.function or later_call.function.name
+    call, next_call = message.tool_calls[0], next_message.tool_calls[0]
+    is_start = next_call.id or not next_call.function or next_call.function.name
     return bool(call.function) and not is_start
 
 
-def _join(message: Any, later: Any) -> Any:
+def _join(message: Any, next_message: Any) -> Any:
     """The message with what a later one adds to it, where that continues it."""
     if not _kinds(message):
-        return message if later is None else later
-    if not _kinds(later):
+        return message if next_message is None else next_message
+    if not _kinds(next_message):
         return message
     for name in TEXTS:
-        if text := getattr(later, name):
+        if text := getattr(next_message, name):
             setattr(message, name, getattr(message, name) + text)
-    for call, later_call in zip(message.tool_calls, later.tool_calls, strict=True):
-        arguments = (call.function.arguments or "", later_call.function.arguments or "")
+    for call, next_call in zip(message.tool_calls, next_message.tool_calls, strict=True):
+        arguments = (call.function.arguments or "", next_call.function.arguments or "")
         call.function.arguments = "".join(arguments)
     return message

@@ -96,9 +96,9 @@ class Features:
         """LoRA's torch kernels add nothing to such rows. Remove when vLLM 0.32 is dropped."""
         from vllm.lora.ops.torch_ops import bgmv_expand
 
-        row, added = torch.ones(1, 1), torch.zeros(1, 1)
-        bgmv_expand(row, row[None], added, torch.tensor([-1]))
-        return not added.any()
+        row, output_tensor = torch.ones(1, 1), torch.zeros(1, 1)
+        bgmv_expand(row, row[None], output_tensor, torch.tensor([-1]))
+        return not output_tensor.any()
 
 
 FEATURES = Features()

@@ -59,7 +59,7 @@ def test_beside_drafts_roots_are_ours_and_prompts_vllms(name):
     found = set()  # what requests had in a step, and whose attention took them
     for step, ends, built in steps_of(name):
         trees = built.trees if isinstance(built, TreeMetadata) else None
-        ours = [] if trees is None else (trees.first + trees.num_rows).tolist()
+        ours = [] if trees is None else (trees.root_rows + trees.num_rows).tolist()
         kinds = []
         for end, length, nodes in zip(ends, np.diff([0, *ends]), step.num_nodes, strict=True):
             kind = "root" if length == 1 else "draft" if nodes else "prompt"

@@ -23,11 +23,11 @@ def test_no_more_is_missing_than_the_text_has():
         # Of each step it is known later that all of its drafts but one were rejected.
         computed += 2
         cache.see(states, np.array([17]), computed + 15)
-    assert cache.missing[0] == 200 + 15
+    assert cache.max_missing[0] == 200 + 15
     # More than there is was taken in.
     cache.take(states, np.array([215]), computed)
     cache.see(states, np.array([17]), computed + 17)
-    assert cache.missing[0] == 17
+    assert cache.max_missing[0] == 17
 
 
 # So that many long ones need no memory at once.

@@ -147,8 +147,8 @@ def test_times_and_gains_decide(make_scheduler, kind):
     add(scheduler, 4)
     assert step(scheduler, report_of(FREE, 4)) == 40  # chosen before it was reported
     # Half of the budget of tokens are drafts'.
-    assert settle(scheduler) == 20
-    assert step(scheduler, report_of(DEAR, 4), accepted=2) == 20
+    assert settle(scheduler) == 32
+    assert step(scheduler, report_of(DEAR, 4), accepted=2) == 32
     assert settle(scheduler) == 0
     assert step(scheduler) == 0
     scheduler.sizes.take_times(FREE)
@@ -159,17 +159,17 @@ def test_a_size_stays_what_it_was_where_steps_have_no_graph(make_scheduler):
     scheduler = make_scheduler()
     add(scheduler, 4)
     step(scheduler, report_of(FREE, 4))
-    assert settle(scheduler) == 20
+    assert settle(scheduler) == 32
     # No plain graph has room for four.
     times = GraphTimes({GraphShape(2, 2, 1): (1.0, 0.0)}, DRAFTING)
     scheduler.sizes.take_times(times)
-    assert [step(scheduler, accepted=2) for _ in range(3)] == [20] * 3
+    assert [step(scheduler, accepted=2) for _ in range(3)] == [32] * 3
     # But what a batch has no room for does not stay.
     add(scheduler, 4)
-    assert [step(scheduler, accepted=2) for _ in range(2)][-1] == 10
+    assert [step(scheduler, accepted=2) for _ in range(2)][-1] == 16
 
 
-AMONG_OTHERS = [(33, 33, 1), (64, 64, 41), (256, 64, 41)]
+AMONG_OTHERS = [(33, 33, 1), (70, 64, 41), (256, 64, 41)]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ AMONG_OTHERS = [(33, 33, 1), (64, 64, 41), (256, 64, 41)]
     [
         pytest.param(0, 4, [], 0, id="none drafts"),
         # Half of the budget, and a row for each of the others.
-        pytest.param(3, 30, [], 40, id="free rows"),
-        # 33 rows and 3 x 10 are in the second graph.
-        pytest.param(3, 30, [1.0, 1.05, 3.0], 10, id="the rows that the step has are paid for"),
+        pytest.param(3, 30, [], 42, id="free rows"),
+        # 33 rows and 3 x 12 fill the second graph.
+        pytest.param(3, 30, [1.0, 1.05, 3.0], 12, id="a graph is filled"),
         # A size whose step has no graph is none, however cheap.
         pytest.param(3, 30, [1.0], 0, id="no graph for a tree"),
     ],
@@ -226,7 +226,7 @@ def test_a_size_stays_what_it_was_where_prompts_come_one_after_the_other(make_sc
     scheduler = make_scheduler()
     add(scheduler, 2)
     step(scheduler, report_of(FREE, 2))
-    assert settle(scheduler, accepted=1) == 40
+    assert settle(scheduler, accepted=1) == 64
     counted_on = []
     for index in range(3):
         prompt = [5 + index, *range(400)]

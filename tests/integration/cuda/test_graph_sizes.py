@@ -22,8 +22,8 @@ from vllm_recycle.core.curve import TREES, Load
 from vllm_recycle.core.graph_curve import ROWS_OF_A_PROGRAM, GraphCurve, GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.backend import TreeFlashAttentionMetadataBuilder
 from vllm_recycle.integration.cuda.graphs import (
-    ALONE,
-    FILLED,
+    EXACT_BATCHES,
+    PADDING_ROWS,
     SPREAD,
     plan_full_graphs,
     prefer_graphs,
@@ -73,11 +73,11 @@ def by_table(max_num_reqs: int) -> list[list[int]]:
     return [[nodes] if nodes else [] for nodes in nodes_of_batch]
 
 
-def with_ours(sizes_of_batch: list[list[int]], *, among_others: bool = False, **given):
+def with_ours(sizes_of_batch: list[list[int]], *, has_plain_requests: bool = False, **given):
     """The same, with our choice of graphs."""
     manager = make_manager(len(sizes_of_batch) - 1, **given)
     sizes = manager.compilation_config.cudagraph_capture_sizes
-    shapes = plan_full_graphs(sizes_of_batch, sizes, among_others=among_others)
+    shapes = plan_full_graphs(sizes_of_batch, sizes, has_plain_requests=has_plain_requests)
     replace_full_graphs(manager, shapes)
     return manager
 
@@ -111,7 +111,7 @@ def sizes_of_batch(make_sizes):
 
 @pytest.fixture(scope="module")
 def manager(make_sizes, sizes_of_batch):
-    return with_ours(sizes_of_batch, among_others=make_sizes is grown)
+    return with_ours(sizes_of_batch, has_plain_requests=make_sizes is grown)
 
 
 def test_every_step_without_a_prompt_has_a_full_graph_that_is_filled_up_little(
@@ -129,13 +129,13 @@ def test_every_step_without_a_prompt_has_a_full_graph_that_is_filled_up_little(
             assert_fits(desc, lengths)
             # A graph with more rows and fewer programs may cost less.
             most = max(sum(lengths), num_reqs * length)
-            assert desc.num_tokens - most <= max(FILLED, most // 3)
+            assert desc.num_tokens - most <= max(PADDING_ROWS, most // 3)
             # Where the others have ended.
             assert_fits(dispatch(manager, lengths[-2:]), lengths[-2:])
         uniform = dispatch(manager, batches[0])
         assert uniform.uniform_token_count is None
         # Of few requests no program of attention finds nothing to do, of others not many.
-        room = 1 if num_reqs in ALONE else 2 * SPREAD
+        room = 1 if num_reqs in EXACT_BATCHES else 2 * SPREAD
         assert room > 1 or uniform.num_tokens == num_reqs * length
         assert programs(shape_of(uniform)) <= room * programs((0, num_reqs, length))
 
@@ -148,7 +148,7 @@ def programs(shape: tuple[int, int, int]) -> int:
 @pytest.mark.parametrize("max_num_reqs", [48, 256])
 def test_a_few_trees_among_many_plain_requests_have_a_full_graph(max_num_reqs):
     sizes_of_batch = grown(max_num_reqs)
-    manager, found = with_ours(sizes_of_batch, among_others=True), 0
+    manager, found = with_ours(sizes_of_batch, has_plain_requests=True), 0
     for num_reqs, drafting in product((2, 5, 20, 48, 100, 200, 256), (1, 2, 3, 8, 24)):
         for nodes in sizes_of_batch[drafting] if drafting < num_reqs <= max_num_reqs else ():
             lengths = [nodes + 1] * drafting + [1] * (num_reqs - drafting)
@@ -156,7 +156,7 @@ def test_a_few_trees_among_many_plain_requests_have_a_full_graph(max_num_reqs):
             if sum(lengths) <= LARGEST - NODES:
                 desc, found = dispatch(manager, lengths), found + 1
                 assert_fits(desc, lengths)
-                assert desc.num_tokens <= 2 * sum(lengths) + FILLED
+                assert desc.num_tokens <= 2 * sum(lengths) + PADDING_ROWS
     assert found > 20
 
 
@@ -190,7 +190,7 @@ def counts(manager: CudaGraphManager) -> tuple[int, int, int]:
 def test_few_graphs_are_captured():
     vllm_s = make_manager(256, largest=None)
     assert counts(vllm_s) == (35, 203, len(CAPTURE_SIZES))
-    assert counts(with_ours(grown(256), among_others=True)) == (35, 51, len(CAPTURE_SIZES))
+    assert counts(with_ours(grown(256), has_plain_requests=True)) == (35, 51, len(CAPTURE_SIZES))
     assert counts(with_ours(by_table(256))) == (35, 11, len(CAPTURE_SIZES))
     # Of vLLM's choice there is none for plain requests beside trees.
     assert dispatch(vllm_s, [64, 1]).cg_mode == CUDAGraphMode.PIECEWISE
@@ -231,7 +231,7 @@ def test_adapters_have_graphs_of_their_own():
 
 @pytest.mark.parametrize("took", [attrgetter("cost"), attrgetter("num_tokens", "num_reqs"), hash])
 def test_a_step_gets_the_graph_that_took_least_and_costs_that(sizes_of_batch, make_sizes, took):
-    manager = with_ours(sizes_of_batch, among_others=make_sizes is grown)
+    manager = with_ours(sizes_of_batch, has_plain_requests=make_sizes is grown)
     graphs = [shape_of(desc) for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     seconds = {shape: float(at) for at, shape in enumerate(sorted(graphs, key=took))}
     graphs_take = {shape: (time, 0.0) for shape, time in seconds.items()}

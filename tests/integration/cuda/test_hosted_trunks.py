@@ -99,8 +99,8 @@ class WatchedChains:
         self.chains: dict[str, list[int]] = {}
         self.req_states: Any = None
         self.num_calls = 0
-        for of_class in SPECULATORS:
-            of_class.propose = self.watched(of_class.propose)
+        for speculator_class in SPECULATORS:
+            speculator_class.propose = self.watched(speculator_class.propose)
 
     def watched(self, propose: Any) -> Any:
         def call(speculator: Any, *args: Any, **kwargs: Any) -> Any:

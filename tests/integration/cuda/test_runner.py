@@ -270,8 +270,8 @@ def serve(
         counts = runner(llm).tree_drafter.counts.counts
         before = counts.clone()
         outputs = {name: generate(llm, [BATCHES[name]]) for name in batches}
-        for of_class, changed in zip(CLASSES, (counts != before)[: len(CLASSES)], strict=True):
-            seen[f"counts of {of_class} requests"] = int(changed.sum())
+        for request_class, changed in zip(CLASSES, (counts != before)[: len(CLASSES)], strict=True):
+            seen[f"counts of {request_class} requests"] = int(changed.sum())
         for name in ("drafts", "draft_tokens", "accepted_tokens"):
             seen[name.replace("_", " ")] = counter(llm, f"spec_decode_num_{name}")
         [statistics] = llm.collective_rpc("draft_statistics")

@@ -88,7 +88,7 @@ def start_in(path: Path | str, rank: int = 0, ranks: int = 1, **options) -> Toke
 def learn_and_end(drafter: TokenRecyclingV1Drafter, token_ids: range) -> None:
     saver = drafter.make_saver()
     with saver.changing():
-        drafter.begin(0, torch.tensor(token_ids), GREEDY)
+        drafter.begin(0, torch.tensor(token_ids), GREEDY, None)
     saver.close()
 
 

@@ -103,7 +103,7 @@ class Step:
         parents = [torch.tensor(text.parents) for text in texts]
         queries = TreeQueries(
             trees=Trees.from_parents(torch.nn.utils.rnn.pad_sequence(parents, batch_first=True)),
-            first=(1 + num_rows).flip(0).cumsum(0).flip(0) - num_rows,
+            root_rows=(1 + num_rows).flip(0).cumsum(0).flip(0) - num_rows,
             num_rows=num_rows,
             num_context=torch.tensor([text.context for text in texts]),
             block_table=table,
@@ -123,8 +123,8 @@ class Step:
         return step
 
     def rows_of(self, index: int) -> slice:
-        first = int(self.queries.first[index])
-        return slice(first, first + int(self.queries.num_rows[index]))
+        root = int(self.queries.root_rows[index])
+        return slice(root, root + int(self.queries.num_rows[index]))
 
     def attend(
         self, *, window: int | None = None, sinks: torch.Tensor | None = None
@@ -138,7 +138,8 @@ class Step:
 
     def tree_rows(self, output: torch.Tensor) -> torch.Tensor:
         """The rows of the trees, in the order of the texts."""
-        return torch.cat([output[self.rows_of(index)] for index in range(len(self.queries.first))])
+        num_trees = len(self.queries.root_rows)
+        return torch.cat([output[self.rows_of(index)] for index in range(num_trees)])
 
 
 def softmax_rows(

@@ -181,7 +181,7 @@ def penalise_and_ban() -> None:
     penalise_paths(*rows, parents=parents, penalties=Penalties(*of_requests, *counts))
     widths = ((64,), (65,), (), (MAX_MODEL_LEN,), (), ())
     words = BadWords(*(int32(MAX_NUM_REQS, *width) for width in widths))
-    ban_words(*rows, parents=parents, words=words, most_words=3)
+    ban_words(*rows, parents=parents, words=words, max_words=3)
 
 
 def move(dtype: torch.dtype, *width: int) -> None:

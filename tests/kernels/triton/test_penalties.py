@@ -89,7 +89,7 @@ def test_a_word_that_a_path_begins_is_not_ended(templates, seed):
         *of_rows,
         parents=parents,
         words=BadWords(*(one.to(DEVICE, torch.int32) for one in given)),
-        most_words=most,
+        max_words=most,
     )
     for row, (state, tokens) in enumerate(rows):
         end = int(prompts[state] + outputs[state])

@@ -98,20 +98,20 @@ def temperature(text: str) -> float:
     raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 2")
 
 
-def number_range(least: int) -> Callable[[str], tuple[int, ...]]:
+def number_range(bound: int) -> Callable[[str], tuple[int, ...]]:
     """An argument type: FIRST:LAST or FIRST:LAST:STEP, the last one included, or N,N,..."""
 
     def parse(text: str) -> tuple[int, ...]:
         if re.fullmatch(r"\d+:\d+(:[1-9]\d*)?", text):
-            first, last, *step = map(int, text.split(":"))
-            numbers = tuple(range(first, last + 1, *step))
+            first_number, last_number, *step = map(int, text.split(":"))
+            numbers = tuple(range(first_number, last_number + 1, *step))
         elif re.fullmatch(r"\d+(,\d+)*", text):
             numbers = tuple(dict.fromkeys(map(int, text.split(","))))
         else:
             numbers = ()
-        if not numbers or min(numbers) < least:
+        if not numbers or min(numbers) < bound:
             raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected integers of at least {least}, for example 4:12:2 or 4,6,12"
+                f"got {text!r}, expected integers of at least {bound}, for example 4:12:2 or 4,6,12"
             )
         return numbers
 
@@ -143,11 +143,11 @@ def _check_model(model: str, option: str) -> None:
 
 def _check_vocabularies(model: str, draft_model: str) -> None:
     """Compare the two where both models are directories; vLLM checks others."""
-    expected, got = _vocab_size(model), _vocab_size(draft_model)
-    if expected and got and got != expected:
+    vocab_size, draft_vocab_size = _vocab_size(model), _vocab_size(draft_model)
+    if vocab_size and draft_vocab_size and draft_vocab_size != vocab_size:
         raise UsageError(
-            f"--draft-model {draft_model}: a vocabulary of {got}, expected the {expected} of "
-            f"--model {model}"
+            f"--draft-model {draft_model}: a vocabulary of {draft_vocab_size}, expected the "
+            f"{vocab_size} of --model {model}"
         )
 
 

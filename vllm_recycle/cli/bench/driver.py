@@ -66,7 +66,7 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin, self._process.stdout
-        self._received = b""  # a line that is not whole yet, and what is behind it
+        self._buffer = b""  # a line that is not whole yet, and what is behind it
 
     def ask(self, op: str, **arguments: Any) -> Reply:
         """Send one request and wait for its reply; raises what `follow` does."""
@@ -92,16 +92,16 @@ class Child:
                 return
 
     def _read_line(self) -> bytes:
-        while b"\n" not in self._received:
+        while b"\n" not in self._buffer:
             # A grandchild may hold the pipe open: the end of the process is looked for as well.
             if select.select([self._replies], [], [], 0.5)[0]:
-                received = os.read(self._replies.fileno(), 2**16)
-                if not received:
+                chunk = os.read(self._replies.fileno(), 2**16)
+                if not chunk:
                     raise self._failure("died")
-                self._received += received
+                self._buffer += chunk
             elif self._process.poll() is not None:
                 raise self._failure("died")
-        line, _, self._received = self._received.partition(b"\n")
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
     def leave(self) -> None:
@@ -119,8 +119,8 @@ class Child:
         self._replies.close()
         self._log.close()
 
-    def _failure(self, what: str) -> RunError:
-        if what == "died":  # its pipe may end a moment before the process does
+    def _failure(self, outcome: str) -> RunError:
+        if outcome == "died":  # its pipe may end a moment before the process does
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1)
         size = os.fstat(self._log.fileno()).st_size
@@ -130,7 +130,7 @@ class Child:
         status = self._process.poll()
         ending = "" if status is None else f" (exit status {status})"
         print("\n".join([f"last lines of method {self.name!r}:", *lines]), file=sys.stderr)
-        return RunError(f"method {self.name!r} {what}{ending}")
+        return RunError(f"method {self.name!r} {outcome}{ending}")
 
 
 def child_environment(config: SpeculativeConfig) -> dict[str, str]:
@@ -141,32 +141,32 @@ def child_environment(config: SpeculativeConfig) -> dict[str, str]:
     """
     environment = {**os.environ}
     if not needs_plugin(config):
-        found = [point for group in PLUGIN_GROUPS for point in entry_points(group=group)]
-        ours = {point.name for point in found if point.value.startswith("vllm_recycle.")}
-        loaded = os.environ.get("VLLM_PLUGINS")
-        names = {point.name for point in found} if loaded is None else set(loaded.split(","))
-        environment["VLLM_PLUGINS"] = ",".join(sorted(names - ours))
+        points = [point for group in PLUGIN_GROUPS for point in entry_points(group=group)]
+        own_names = {point.name for point in points if point.value.startswith("vllm_recycle.")}
+        allowlist = os.environ.get("VLLM_PLUGINS")
+        names = {point.name for point in points} if allowlist is None else set(allowlist.split(","))
+        environment["VLLM_PLUGINS"] = ",".join(sorted(names - own_names))
     return environment
 
 
 @contextlib.contextmanager
 def children(plan: Plan) -> Iterator[dict[str, Child]]:
     """A child for each method; none is left behind, however the run ends."""
-    started: dict[str, Child] = {}
+    workers: dict[str, Child] = {}
     patience = 0.0
     # A termination leaves through `finally` too.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    old_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for name, config in plan.methods.items():
-            started[name] = Child(name, config)
-        yield started
+            workers[name] = Child(name, config)
+        yield workers
         patience = EXIT_SECONDS
     finally:
-        for child in started.values():
+        for child in workers.values():
             child.leave()
-        for child in started.values():
+        for child in workers.values():
             child.end(patience=patience)
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def measure(plan: Plan) -> Measurement:
@@ -175,8 +175,8 @@ def measure(plan: Plan) -> Measurement:
     steps = 2 + len(plan.concurrency) * plan.repeats
     with Progress(len(plan.methods) * steps, unit="parts") as progress:
         for part in parts(plan):
-            with children(part) as running:
-                _measure(part, running, measurement, progress)
+            with children(part) as workers:
+                _measure(part, workers, measurement, progress)
     return measurement
 
 
@@ -189,22 +189,22 @@ def parts(plan: Plan) -> Iterator[Plan]:
 
 
 def _measure(
-    plan: Plan, running: dict[str, Child], measurement: Measurement, progress: Progress
+    plan: Plan, workers: dict[str, Child], measurement: Measurement, progress: Progress
 ) -> None:
     for name, config in plan.methods.items():  # one after another: they share caches on disk
         progress.begin(f"load {name}")
-        measurement.engines[name] = load(plan, running[name], config)
+        measurement.engines[name] = load(plan, workers[name], config)
         progress.finish()
-    for name, child in running.items():
+    for name, child in workers.items():
         progress.begin(f"first pass {name}")
         measurement.first_passes[name] = first_pass(plan, child)
         progress.finish()
     for turn in range(plan.repeats):
         for concurrency in plan.concurrency:
             number = plan.pass_number(turn, concurrency)
-            for name in rotate(list(running), turn):
+            for name in rotate(list(workers), turn):
                 progress.begin(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
-                reply = running[name].ask("run", **pass_arguments(plan, concurrency, number))
+                reply = workers[name].ask("run", **pass_arguments(plan, concurrency, number))
                 measurement.passes.setdefault((name, concurrency), []).append(reply)
                 progress.finish()
 

@@ -44,33 +44,34 @@ def needs_plugin(config: SpeculativeConfig) -> bool:
 
 def choose_methods(args: argparse.Namespace) -> Methods:
     """The methods of a run; raises UsageError for one that is unknown or incomplete."""
-    drafting, given = _drafting_methods(args), dict(map(_named_config, args.speculative_config))
-    known = METHODS | drafting | given
+    draft_methods = _drafting_methods(args)
+    own_methods = dict(map(_named_config, args.speculative_config))
+    methods_by_name = METHODS | draft_methods | own_methods
     default = DEFAULT_METHODS_WITH_DRAFT_MODEL if args.draft_model else DEFAULT_METHODS
     names = [name.strip() for name in (args.methods or default).split(",")]
     has_suffix = find_spec("arctic_inference") is not None
-    if not args.methods and "suffix" not in given and not has_suffix:
+    if not args.methods and "suffix" not in own_methods and not has_suffix:
         names.remove("suffix")
-    if DRAFT_MODEL not in known:
-        sizes = [name for name in drafting if name.startswith(DRAFT_MODEL)]
-        names = [one for name in names for one in (name == DRAFT_MODEL and sizes) or [name]]
+    if DRAFT_MODEL not in methods_by_name:
+        kinds = [name for name in draft_methods if name.startswith(DRAFT_MODEL)]
+        names = [method for name in names for method in (name == DRAFT_MODEL and kinds) or [name]]
     for name in names:
-        if name not in known:
+        if name not in methods_by_name:
             if name in (DRAFT_MODEL, OUROBOROS, OUROBOROS_PAPER):
                 raise UsageError(f"the method {name} needs {A_DRAFT_MODEL}")
-            raise UsageError(f"unknown method {name!r}, expected of {', '.join(known)}")
+            raise UsageError(f"unknown method {name!r}, expected of {', '.join(methods_by_name)}")
     if len(set(names)) < len(names):
         raise UsageError(f"--methods {args.methods} names a method twice")
-    if unused := given.keys() - set(names):
+    if unused := own_methods.keys() - set(names):
         raise UsageError(
             f"--speculative-config {min(unused)} is not among --methods {args.methods or default}"
         )
-    if drafting and not drafting.keys() & set(names):
+    if draft_methods and not draft_methods.keys() & set(names):
         raise UsageError(
-            f"--draft-model belongs to the methods {', '.join(drafting)}, of which none is run"
+            f"--draft-model belongs to the methods {', '.join(draft_methods)}, of which none is run"
         )
-    methods = {name: known[name] for name in names}
-    uses_suffix = any(one and one.get("method") == "suffix" for one in methods.values())
+    methods = {name: methods_by_name[name] for name in names}
+    uses_suffix = any(config and config.get("method") == "suffix" for config in methods.values())
     if uses_suffix and not has_suffix:
         raise UsageError(
             "the method suffix needs vLLM's optional package, of which there is no wheel: "
@@ -94,8 +95,8 @@ def _drafting_methods(args: argparse.Namespace) -> Methods:
         }
         for size in sizes
     }
-    ours = {"method": OUROBOROS, "model": args.draft_model}
-    return methods | {OUROBOROS: ours, OUROBOROS_PAPER: ours | {"preset": PAPER}}
+    config = {"method": OUROBOROS, "model": args.draft_model}
+    return methods | {OUROBOROS: config, OUROBOROS_PAPER: config | {"preset": PAPER}}
 
 
 def _named_config(text: str) -> tuple[str, dict[str, Any]]:

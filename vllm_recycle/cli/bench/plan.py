@@ -67,9 +67,9 @@ class Plan:
 
     def conditions(self) -> dict[str, Any]:
         """The fields that figures depend on, as a report has them; prompts by file and number."""
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        about = {"prompts": str(self.prompts_path), "num_prompts": len(self.prompts)}
-        return {key: value for key, value in fields.items() if key not in NO_CONDITIONS} | about
+        fields = dataclasses.asdict(self)
+        prompts = {"prompts": str(self.prompts_path), "num_prompts": len(self.prompts)}
+        return {key: value for key, value in fields.items() if key not in NO_CONDITIONS} | prompts
 
     @property
     def first_pass_concurrency(self) -> int:
@@ -96,10 +96,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """Check the parsed arguments; raises UsageError for anything that cannot be accepted."""
     workload = read_workload(args)
     check_writable(args.json)
-    same = ("concurrency", "repeats", "fresh_prompts", "ignore_eos", "temperature", "by_category")
+    names = ("concurrency", "repeats", "fresh_prompts", "ignore_eos", "temperature", "by_category")
     return Plan(
         **workload,
-        **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in names},
         methods=choose_methods(args),
         json_path=args.json,
     )

@@ -16,9 +16,9 @@ class Progress:
 
     def __init__(self, total: int, *, unit: str) -> None:
         self._bar = tqdm(total=total, disable=None, unit=unit, leave=False)
-        self._total, self._done, self._unit = total, 0, unit
-        self._what = ""
-        self._start = self._since = time.monotonic()
+        self._total, self._num_finished, self._unit = total, 0, unit
+        self._part = ""
+        self._start = self._part_start = time.monotonic()
         self._ended = threading.Event()
         self._ticks = threading.Thread(target=self._tick, daemon=True)
 
@@ -31,23 +31,23 @@ class Progress:
         self._ended.set()
         self._bar.close()
 
-    def begin(self, what: str) -> None:
+    def begin(self, part: str) -> None:
         """The next part begins."""
-        self._what, self._since = what, time.monotonic()
-        self._bar.set_description(what)
-        self._write(what)
+        self._part, self._part_start = part, time.monotonic()
+        self._bar.set_description(part)
+        self._write(part)
 
     def finish(self) -> None:
         """It is done."""
-        self._done += 1
+        self._num_finished += 1
         self._bar.update()
 
     def _tick(self) -> None:
         while not self._ended.wait(LINE_SECONDS):
-            self._write(f"still at {self._what}, {time.monotonic() - self._since:.0f} s")
+            self._write(f"still at {self._part}, {time.monotonic() - self._part_start:.0f} s")
 
-    def _write(self, what: str) -> None:
+    def _write(self, text: str) -> None:
         if self._bar.disable:
             minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
-            done = f"{self._done}/{self._total} {self._unit}, {minutes}:{seconds:02d}"
-            print(f"[{done}] {what}", file=sys.stderr, flush=True)
+            status = f"{self._num_finished}/{self._total} {self._unit}, {minutes}:{seconds:02d}"
+            print(f"[{status}] {text}", file=sys.stderr, flush=True)

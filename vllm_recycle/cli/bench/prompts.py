@@ -54,10 +54,10 @@ def has_chat_template(model: str, engine_args: Mapping[str, Any] | None = None) 
     """
     from transformers import AutoTokenizer
 
-    given = engine_args or {}
-    tokenizer = given.get("tokenizer") or model
-    about = {"revision": "tokenizer_revision", "trust_remote_code": "trust_remote_code"}
-    options = {key: given[name] for key, name in about.items() if given.get(name) is not None}
+    kwargs = engine_args or {}
+    tokenizer = kwargs.get("tokenizer") or model
+    names = {"revision": "tokenizer_revision", "trust_remote_code": "trust_remote_code"}
+    options = {key: kwargs[name] for key, name in names.items() if kwargs.get(name) is not None}
     try:
         return AutoTokenizer.from_pretrained(tokenizer, **options).chat_template is not None
     except (OSError, ValueError) as error:
@@ -65,22 +65,22 @@ def has_chat_template(model: str, engine_args: Mapping[str, Any] | None = None) 
         raise UsageError(f"the tokenizer of {tokenizer} cannot be read: {reason}") from error
 
 
-def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
+def _prompt(line: str, source: str, *, chat: bool) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: not JSON ({error.msg})") from error
+        raise UsageError(f"{source}: not JSON ({error.msg})") from error
     if not isinstance(row, dict) or not {"prompt", "turns"} & row.keys():
-        raise UsageError(f"{where}: neither `prompt` nor `turns`, expected one of them")
+        raise UsageError(f"{source}: neither `prompt` nor `turns`, expected one of them")
     turns: Any = [row["prompt"]] if "prompt" in row else row["turns"]
     if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
         raise UsageError(
-            f"{where}: `prompt` must be a string, `turns` a list of strings, not empty"
+            f"{source}: `prompt` must be a string, `turns` a list of strings, not empty"
         )
     fields = (("category", str), ("json_schema", dict), ("hint", str))
     for key, kind in fields:
         if (value := row.get(key)) is not None and not isinstance(value, kind):
             expected = "a string" if kind is str else "an object"
-            raise UsageError(f"{where}: `{key}` must be {expected}, got {json.dumps(value)}")
+            raise UsageError(f"{source}: `{key}` must be {expected}, got {json.dumps(value)}")
     turns = turns if chat else turns[:1]
     return Prompt(tuple(turns), *(row.get(key) for key, _ in fields))

@@ -34,41 +34,41 @@ def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
     results = {key: _result(plan, measurement, *key) for key in keys}
     for (name, level), result in results.items():
-        if others := measurement.passes.get((BASELINE, level)):
-            pairs = zip(measurement.passes[name, level], others, strict=True)
-            result["speedups"] = [_speed(one) / _speed(two) for one, two in pairs]
+        if baseline_passes := measurement.passes.get((BASELINE, level)):
+            pairs = zip(measurement.passes[name, level], baseline_passes, strict=True)
+            result["speedups"] = [_speed(reply) / _speed(baseline) for reply, baseline in pairs]
             result["speedup"] = statistics.median(result["speedups"])
         for category, figures in result["categories"].items():
-            if base := results.get((BASELINE, level)):
-                other_speed = base["categories"][category]["tokens_per_s"]
-                figures["speedup"] = figures["tokens_per_s"] / other_speed
+            if baseline := results.get((BASELINE, level)):
+                baseline_speed = baseline["categories"][category]["tokens_per_s"]
+                figures["speedup"] = figures["tokens_per_s"] / baseline_speed
     return {"conditions": _conditions(plan, measurement), "results": list(results.values())}
 
 
 def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Result:
     passes = measurement.passes[name, concurrency]
-    first = measurement.first_passes[name]
-    equal = _equal_share(plan, measurement, name, concurrency)
+    first_pass = measurement.first_passes[name]
+    equal_share = _equal_share(plan, measurement, name, concurrency)
     return {
         "method": name,
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(map(_speed, passes)),
         "speedup": None,
         "speedups": [],
-        "mean_accepted_tokens": _median(per_step(one, ACCEPTED) for one in passes),
-        "mean_accepted_tokens_first_pass": per_step(first, ACCEPTED),
+        "mean_accepted_tokens": _median(per_step(reply, ACCEPTED) for reply in passes),
+        "mean_accepted_tokens_first_pass": per_step(first_pass, ACCEPTED),
         "requests": passes[0]["requests"],
-        **{key: statistics.median_low(one[key] for one in passes) for key in COUNTS},
-        "step_ms": _median(one["step_ms"] for one in passes),
-        "rows_per_step": _median(per_step(one, DRAFTED) for one in passes),
+        **{key: statistics.median_low(reply[key] for reply in passes) for key in COUNTS},
+        "step_ms": _median(reply["step_ms"] for reply in passes),
+        "rows_per_step": _median(per_step(reply, DRAFTED) for reply in passes),
         "draft_forwards_per_round": _draft_forwards(plan.methods[name], passes),
-        "outputs_equal": None if equal is None else equal == 1,
-        "equal_share": equal,
+        "outputs_equal": None if equal_share is None else equal_share == 1,
+        "equal_share": equal_share,
         "categories": _categories(plan, passes, concurrency) if plan.by_category else {},
-        **{key: [one[key] for one in passes] for key in ("wall_s", "others_cpu_share")},
+        **{key: [reply[key] for reply in passes] for key in ("wall_s", "others_cpu_share")},
         "first_pass": {
             "concurrency": plan.first_pass_concurrency,
-            **{key: first[key] for key in ("tokens", "steps", "wall_s")},
+            **{key: first_pass[key] for key in ("tokens", "steps", "wall_s")},
         },
     }
 
@@ -76,9 +76,9 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
 def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Result]:
     """The figures of each category over all passes, in the order of the prompts."""
     sums: dict[str, Counter[str]] = {str(prompt.category): Counter() for prompt in plan.prompts}
-    for turn, one in enumerate(passes):
+    for turn, reply in enumerate(passes):
         start, stop = plan.prompts_of(plan.pass_number(turn, concurrency))
-        for prompt, counts in zip(plan.prompts[start:stop], one["prompts"], strict=True):
+        for prompt, counts in zip(plan.prompts[start:stop], reply["prompts"], strict=True):
             sums[str(prompt.category)].update(counts)
             sums[str(prompt.category)]["runs"] += 1
     return {
@@ -95,44 +95,44 @@ def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[s
     }
 
 
-def _speed(one: Reply) -> float:
-    return one["tokens"] / one["wall_s"]
+def _speed(reply: Reply) -> float:
+    return reply["tokens"] / reply["wall_s"]
 
 
-def per_step(one: Mapping[str, Any], key: str) -> float | None:
+def per_step(counts: Mapping[str, Any], key: str) -> float | None:
     """1 + the draft tokens that a step had on average, or those of them that were accepted."""
-    return 1 + one[key] / one["steps"] if one["steps"] else None
+    return 1 + counts[key] / counts["steps"] if counts["steps"] else None
 
 
 def _draft_forwards(config: SpeculativeConfig, passes: Sequence[Reply]) -> float | None:
     if config and config.get("method") == DRAFT_MODEL:
         return config.get("num_speculative_tokens")
     return _median(
-        one["draft_forwards"] / one["draft_rounds"] if one.get("draft_rounds") else None
-        for one in passes
+        reply["draft_forwards"] / reply["draft_rounds"] if reply.get("draft_rounds") else None
+        for reply in passes
     )
 
 
 def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
 def _equal_share(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> float | None:
     """The share of requests, over all passes at this concurrency, that equal the baseline's."""
     if BASELINE not in plan.methods:
         return None
-    passes, base = (
+    passes, baseline_passes = (
         list(measurement.passes[method, concurrency])
         + [measurement.first_passes[method]] * (concurrency == plan.first_pass_concurrency)
         for method in (name, BASELINE)
     )
-    pairs = [
-        ours == theirs
-        for one, other in zip(passes, base, strict=True)
-        for ours, theirs in zip(one["outputs"], other["outputs"], strict=True)
+    matches = [
+        output == baseline_output
+        for reply, baseline_reply in zip(passes, baseline_passes, strict=True)
+        for output, baseline_output in zip(reply["outputs"], baseline_reply["outputs"], strict=True)
     ]
-    return sum(pairs) / len(pairs)
+    return sum(matches) / len(matches)
 
 
 def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
@@ -140,17 +140,17 @@ def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         name: {key: value for key, value in engine.items() if key != "versions"}
         for name, engine in measurement.engines.items()
     }
-    first = next(iter(measurement.engines.values()))
-    made = origin(**first["versions"])
-    made["hardware"] = {"device": first["device"], **made["hardware"]}
+    engine = next(iter(measurement.engines.values()))
+    provenance = origin(**engine["versions"])
+    provenance["hardware"] = {"device": engine["device"], **provenance["hardware"]}
     return {
         **plan.conditions(),
-        "dtype": first["dtype"],
+        "dtype": engine["dtype"],
         "methods_without_plugin": [
             name for name, config in plan.methods.items() if not needs_plugin(config)
         ],
         "engines": engines,
-        **made,
+        **provenance,
         "definitions": json.loads((Path(__file__).parent / "definitions.json").read_text("utf-8")),
     }
 
@@ -160,9 +160,9 @@ def origin(**versions: str) -> dict[str, Any]:
 
     `versions` are those of packages other than ours.
     """
-    ours = {"vllm_recycle": __version__, "python": platform.python_version()}
+    own_versions = {"vllm_recycle": __version__, "python": platform.python_version()}
     return {
-        "versions": ours | versions,
+        "versions": own_versions | versions,
         "hardware": hardware(),
         "environment": environment(),
         "commit": commit(),
@@ -197,9 +197,9 @@ def environment() -> dict[str, str]:
 def commit() -> str | None:
     """The commit of the checkout this package runs from, with `-dirty` where files differ."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     try:
-        run = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return run.stdout.strip()

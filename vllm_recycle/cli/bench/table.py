@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-DISTURBED = 0.05  # share of the CPUs that others used, above which the table says so
+MAX_OTHERS_SHARE = 0.05  # share of the CPUs that others used, above which the table says so
 COLUMNS = (
     ("in flight", "concurrency", "d", 1),
     ("method", "method", "s", 1),
@@ -40,18 +40,18 @@ def format_table(report: dict[str, Any]) -> str:
         "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"]),
         "",
     ]
-    columns = [column for column in COLUMNS if any(one[column[1]] is not None for one in results)]
+    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in results)]
     cells = [[title for title, *_ in columns]]
-    for one in results:
-        values = [(one[key], form, scale) for _, key, form, scale in columns]
+    for result in results:
+        values = [(result[key], form, scale) for _, key, form, scale in columns]
         cells.append(["-" if v is None else format(v * scale, form) for v, form, scale in values])
     lines += align(cells)
     for level in conditions["concurrency"]:
-        with_kinds = [one for one in results if one["concurrency"] == level and one["categories"]]
-        lines += _category_lines(with_kinds, level) if with_kinds else ()
-    others = max(max(one["others_cpu_share"]) for one in results)
-    if others > DISTURBED:
-        lines.append(f"disturbed: others used up to {others:.0%} of the CPUs in the timed passes")
+        rows = [row for row in results if row["concurrency"] == level and row["categories"]]
+        lines += _category_lines(rows, level) if rows else ()
+    share = max(max(result["others_cpu_share"]) for result in results)
+    if share > MAX_OTHERS_SHARE:
+        lines.append(f"disturbed: others used up to {share:.0%} of the CPUs in the timed passes")
     return "\n".join(lines)
 
 
@@ -68,12 +68,12 @@ def _category_lines(results: Sequence[dict[str, Any]], concurrency: int) -> Iter
     quantity = "speedup" if results[0]["speedup"] is not None else "tokens_per_s"
     yield ""
     yield f"{quantity.replace('_per_', '/')} (accepted) with {concurrency} in flight"
-    cells = [["", "runs", *(one["method"] for one in results)]]
-    for name, first in results[0]["categories"].items():
-        figures = [result["categories"].get(name) for result in results]
-        cells.append([name, str(first["runs"]), *(_figure(one, quantity) for one in figures)])
-    runs = sum(one["runs"] for one in results[0]["categories"].values())
-    cells.append(["all", str(runs), *(_figure(one, quantity) for one in results)])
+    cells = [["", "runs", *(result["method"] for result in results)]]
+    for name, category in results[0]["categories"].items():
+        rows = [result["categories"].get(name) for result in results]
+        cells.append([name, str(category["runs"]), *(_figure(row, quantity) for row in rows)])
+    runs = sum(category["runs"] for category in results[0]["categories"].values())
+    cells.append(["all", str(runs), *(_figure(result, quantity) for result in results)])
     yield from align(cells)
 
 

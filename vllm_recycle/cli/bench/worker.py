@@ -79,7 +79,8 @@ class Worker:
             )
         self.prompts, self.chat = prompts, chat
         # In advance, so that what is too long is refused before anything is measured.
-        self.first_turns = [self._render([_said(p["turns"][0])], i) for i, p in enumerate(prompts)]
+        turns = enumerate(prompt["turns"][0] for prompt in prompts)
+        self.first_turns = [self._render([_user_message(turn)], index) for index, turn in turns]
         self.events = events
         self.method = (engine.get("speculative_config") or {}).get("method")
         self.request_ids = map(str, itertools.count())
@@ -90,12 +91,11 @@ class Worker:
         import transformers
         import vllm
 
-        config = self.engine.vllm_config
+        config, modules = self.engine.vllm_config, (vllm, torch, transformers)
+        device = config.device_config.device_type
         return {
-            "versions": {one.__name__: one.__version__ for one in (vllm, torch, transformers)},
-            "device": torch.cuda.get_device_name()
-            if config.device_config.device_type == "cuda"
-            else config.device_config.device_type,
+            "versions": {module.__name__: module.__version__ for module in modules},
+            "device": torch.cuda.get_device_name() if device == "cuda" else device,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "compilation_mode": config.compilation_config.mode.name,
             "max_model_len": config.model_config.max_model_len,
@@ -116,52 +116,54 @@ class Worker:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
-        chosen = [Conversation(i, iter(self.prompts[i]["turns"])) for i in range(start, stop)]
-        before, busy, begin = self._draft_counts(), others_cpu_seconds(), time.perf_counter()
-        counts = self._generate(chosen, concurrency, params, stream=stream)
-        wall = time.perf_counter() - begin
-        after = self._draft_counts()
-        others = (others_cpu_seconds() - busy) / (wall * (os.cpu_count() or 1))
-        prompts = [dataclasses.asdict(one.counts) for one in chosen]
+        turns = enumerate((prompt["turns"] for prompt in self.prompts[start:stop]), start)
+        conversations = [Conversation(index, iter(texts)) for index, texts in turns]
+        old_counts, others_start = self._draft_counts(), others_cpu_seconds()
+        start_time = time.perf_counter()
+        counts = self._generate(conversations, concurrency, params, stream=stream)
+        wall_seconds = time.perf_counter() - start_time
+        draft_counts = self._draft_counts()
+        others_seconds = others_cpu_seconds() - others_start
+        prompts = [dataclasses.asdict(conversation.counts) for conversation in conversations]
         sums = ("requests", "tokens", "steps", "draft_tokens", "accepted_tokens")
         return {
-            "wall_s": wall,
-            **{key: sum(one[key] for one in prompts) for key in sums},
+            "wall_s": wall_seconds,
+            **{key: sum(prompt[key] for prompt in prompts) for key in sums},
             "engine_steps": counts.engine_steps,
             "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
-            **{name: count - before[name] for name, count in after.items()},
-            "others_cpu_share": max(0.0, others),
+            **{name: count - old_counts[name] for name, count in draft_counts.items()},
+            "others_cpu_share": max(0.0, others_seconds / (wall_seconds * (os.cpu_count() or 1))),
             "prompts": prompts,
-            "outputs": [one.output for one in chosen],
+            "outputs": [conversation.output for conversation in conversations],
         }
 
     def _generate(
-        self, chosen: list[Conversation], concurrency: int, params: Any, *, stream: bool
+        self, conversations: list[Conversation], concurrency: int, params: Any, *, stream: bool
     ) -> StepCounts:
-        counts, waiting = StepCounts(), iter(chosen)
-        flying: dict[str, Conversation] = {}
+        counts, queue = StepCounts(), iter(conversations)
+        requests: dict[str, Conversation] = {}
         while True:
-            for conversation in itertools.islice(waiting, concurrency - len(flying)):
-                self._ask_next(conversation, flying, params)
-            if not flying:
+            for conversation in itertools.islice(queue, concurrency - len(requests)):
+                self._ask_next(conversation, requests, params)
+            if not requests:
                 return counts
-            for conversation in self._step(flying, counts, stream=stream):
-                self._ask_next(conversation, flying, params)
+            for conversation in self._step(requests, counts, stream=stream):
+                self._ask_next(conversation, requests, params)
 
     def _ask_next(
-        self, conversation: Conversation, flying: dict[str, Conversation], params: Any
+        self, conversation: Conversation, requests: dict[str, Conversation], params: Any
     ) -> None:
         """Send the next turn of a conversation to the engine, if there is one."""
         index, turn = conversation.index, next(conversation.turns, None)
         if turn is None:
             return
-        messages = [*conversation.messages, _said(turn)]
-        rendered = self._render(messages, index) if messages[1:] else self.first_turns[index]
+        messages = [*conversation.messages, _user_message(turn)]
+        engine_input = self._render(messages, index) if messages[1:] else self.first_turns[index]
         conversation.messages, request_id = messages, next(self.request_ids)
         params = self._params_of(index, params)
-        self.engine.add_request(request_id, rendered, params, arrival_time=time.time())
+        self.engine.add_request(request_id, engine_input, params, arrival_time=time.time())
         conversation.counts.requests += 1
-        flying[request_id] = conversation
+        requests[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
         """The parameters of one prompt: with its seed, its schema and its hint."""
@@ -185,42 +187,42 @@ class Worker:
             )
             prompt = {"prompt_token_ids": token_ids}
         try:
-            (rendered,) = self.engine.renderer.render_cmpl([prompt])
+            (engine_input,) = self.engine.renderer.render_cmpl([prompt])
         except ValueError as error:
             turn = (len(messages) + 1) // 2
             raise ValueError(f"prompt {index + 1}, turn {turn}: {error}") from error
-        return rendered
+        return engine_input
 
     def _step(
-        self, flying: dict[str, Conversation], counts: StepCounts, *, stream: bool
+        self, requests: dict[str, Conversation], counts: StepCounts, *, stream: bool
     ) -> list[Conversation]:
         """One step of the engine; the conversations that it brought an answer to.
 
         The engine is at work while this process is, so that a step lasts from the results before to
         its own.
         """
-        decode_only = all(conversation.answer for conversation in flying.values())
+        decode_only = all(conversation.answer for conversation in requests.values())
         results = self.engine.step()
         end = time.perf_counter()
         seconds, counts.last_end = end - counts.last_end, end
-        for conversation in flying.values():
-            conversation.counts.seconds += seconds / len(flying)
+        for conversation in requests.values():
+            conversation.counts.seconds += seconds / len(requests)
         counts.engine_steps += 1
         if decode_only and results:
             counts.decode_ms.append(1000 * seconds)
-        answered = []
+        finished_conversations = []
         for result in results:
-            conversation, (output,) = flying[result.request_id], result.outputs
+            conversation, (output,) = requests[result.request_id], result.outputs
             conversation.counts.steps += bool(conversation.answer and output.token_ids)
             conversation.counts.tokens += len(output.token_ids)
             conversation.answer.extend(output.token_ids)
             if stream:
-                told = {"prompt": conversation.index, "tokens": len(output.token_ids)}
-                self.events({"event": "text", "text": output.text, **told})
+                fields = {"prompt": conversation.index, "tokens": len(output.token_ids)}
+                self.events({"event": "text", "text": output.text, **fields})
             if result.finished:
                 self._finish(conversation, output.spec_decode_metrics)
-                answered.append(flying.pop(result.request_id))
-        return answered
+                finished_conversations.append(requests.pop(result.request_id))
+        return finished_conversations
 
     def _finish(self, conversation: Conversation, metrics: Any) -> None:
         """Count an answer, and put it into the conversation."""
@@ -242,7 +244,7 @@ class Worker:
         return {f"draft_{name}": statistics[name] for name in ("rounds", "forwards")}
 
 
-def _said(turn: str) -> dict[str, str]:
+def _user_message(turn: str) -> dict[str, str]:
     return {"role": "user", "content": turn}
 
 
@@ -254,13 +256,13 @@ def others_cpu_seconds() -> float:
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
-    user, nice, system, _idle, _iowait, *rest = map(int, stat.read_text().split()[1:9])
-    busy = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
-    me = psutil.Process()
-    for process in (me, *me.children(recursive=True)):
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    cpu_seconds = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    own_process = psutil.Process()
+    for process in (own_process, *own_process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            busy -= sum(process.cpu_times()[:4])  # of user, system, and ended children of these
-    return busy
+            cpu_seconds -= sum(process.cpu_times()[:4])  # of user, system, and of ended children
+    return cpu_seconds
 
 
 def main() -> None:

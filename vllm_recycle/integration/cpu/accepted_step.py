@@ -61,16 +61,16 @@ class AcceptedSteps(CPUModelRunner):
     def moved_caches(self) -> list[list[tuple[list[torch.Tensor], str]]]:
         """By KV cache group the caches that have the target's keys and values, and their layout."""
         layers = self.compilation_config.static_forward_context
-        others = self.tree_drafter.attention_layers  # a draft model's, which did not see the trees
+        draft_layers = self.tree_drafter.attention_layers  # which did not see the trees
 
-        def of_group(group: Any) -> tuple[list[torch.Tensor], str]:
-            found = [layers[name] for name in group.layer_names if name not in others]
+        def group_caches(group: Any) -> tuple[list[torch.Tensor], str]:
+            target_layers = [layers[name] for name in group.layer_names if name not in draft_layers]
             # Layers may share a cache: move it once.
-            caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in found}
-            return [*caches.values()], found[0].isa
+            caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in target_layers}
+            return [*caches.values()], target_layers[0].isa
 
         return [
-            [of_group(group) for group in groups if {*group.layer_names} - others]
+            [group_caches(group) for group in groups if {*group.layer_names} - draft_layers]
             for groups in self.attn_groups
         ]
 
@@ -84,16 +84,16 @@ class AcceptedSteps(CPUModelRunner):
             Tokens by request of the batch, int64 [num_reqs, length], or a list of lists.
 
         """
-        scheduler_output, sampled_token_ids, sampling, hidden, at_rows, aux, *rest = self.proposing
+        output, sampled_token_ids, sampling, hidden, sample_hidden, aux, *metadata = self.proposing
         if self.moved is not None:
             source, target = self.moved
-            rows = (self.input_ids.gpu, self.positions, hidden, *(aux or ()))
-            for of_rows in rows:
-                of_rows[target] = of_rows[source]
+            tensors = (self.input_ids.gpu, self.positions, hidden, *(aux or ()))
+            for tensor in tensors:
+                tensor[target] = tensor[source]
             if self.uses_mrope:
                 self.mrope_positions.gpu[:, target] = self.mrope_positions.gpu[:, source]
-            at_rows = hidden[self.logits_indices]
-        output = copy.copy(scheduler_output)
+            sample_hidden = hidden[self.logits_indices]
+        output = copy.copy(output)
         output.num_spec_tokens_to_schedule = length
-        given = (output, sampled_token_ids, sampling, hidden, at_rows, aux, *rest)
-        return super().propose_draft_token_ids(*given)
+        args = (output, sampled_token_ids, sampling, hidden, sample_hidden, aux, *metadata)
+        return super().propose_draft_token_ids(*args)

@@ -45,7 +45,7 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
         rounds: what rounds take and give.
         num_rounds: drafts along a trunk so far, counted once for each request.
-        added: seconds of a step, for the round that was made for it.
+        extra_seconds: of a step, for the round that was made for it.
 
     """
 
@@ -55,12 +55,12 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         self.rounds = Rounds({1: 0.0}, 0.0)
         shape = vllm_config.scheduler_config.max_num_seqs, length, CHOICES
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
-        self.num_rounds, self.added = 0, 0.0
+        self.num_rounds, self.extra_seconds = 0, 0.0
 
     def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
     ) -> None:
-        super().begin(req_state_idx, token_ids, of_class, owner)
+        super().begin(req_state_idx, token_ids, request_class, owner)
         self.trunks.token_ids[req_state_idx] = NO_TOKEN
 
     def accept(
@@ -74,20 +74,20 @@ class AlongTrunks(TokenRecyclingV1Drafter):
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         drafts = super().draft(texts, num_nodes, block_tables)
-        self.last = self.last._replace(is_behind_round=self.added > 0)
+        self.last_drafts = self.last_drafts._replace(is_behind_round=self.extra_seconds > 0)
         return drafts
 
     def along(self, texts: TextEnds, trunks: Trunks) -> TextEnds:
         """Texts with these trunks, of which each has probabilities in the place of chances."""
-        for kept, values in zip(self.trunks, trunks, strict=True):
-            kept[texts.idx_mapping] = values
+        for tensor, values in zip(self.trunks, trunks, strict=True):
+            tensor[texts.idx_mapping] = values
         return replace(texts, trunks=self.choices.chances(trunks, texts.idx_mapping))
 
     def step_alone(self, texts: TextEnds, num_nodes: int) -> tuple[StepAlone, float]:
         """What a step would be whose drafts have no trunk, and the seconds that it would take."""
-        num_reqs, context = len(texts.idx_mapping), sum(texts.ends.last) / len(texts.ends.last)
-        load, most = Load(num_reqs, context), min(num_nodes, self.proposer.num_nodes)
-        drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=most)
+        num_reqs, max_nodes = len(texts.idx_mapping), min(num_nodes, self.proposer.num_nodes)
+        load = Load(num_reqs, sum(texts.ends.last_positions) / num_reqs)
+        drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=max_nodes)
         plain, rows = self.curve.plain(load), num_reqs + sum(map(len, drafts.token_ids))
         seconds = float(self.seconds(drafts.kind or self.curve.kinds[0], load)[rows])
         return StepAlone(num_reqs, plain, drafts.rate * plain), seconds
@@ -100,12 +100,12 @@ class AlongTrunks(TokenRecyclingV1Drafter):
     def shown(self) -> str:
         """What rounds take, or their forwards, at the loads of the curve."""
         batches = sorted({load.requests for load in self.curve.loads})
-        costs = {n: self.rounds.seconds(n) / self.curve.plain(Load(n)) for n in batches}
-        return ", ".join(f"{cost:.2f} for {n}" for n, cost in costs.items()) + " requests"
+        costs = {size: self.rounds.seconds(size) / self.curve.plain(Load(size)) for size in batches}
+        return ", ".join(f"{cost:.2f} for {size}" for size, cost in costs.items()) + " requests"
 
     def seconds(self, kind: str, load: Load) -> torch.Tensor:
         seconds = super().seconds(kind, load)
-        return seconds + self.added if self.added else seconds
+        return seconds + self.extra_seconds if self.extra_seconds else seconds
 
     def reset(self) -> None:
         super().reset()

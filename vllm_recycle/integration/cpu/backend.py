@@ -29,13 +29,13 @@ class TreeMetadata(NamedTuple):
 
     Attributes:
         trees: the rows of trees.
-        others: the other rows, int64 [n], or a slice where they follow each other, and vLLM's
+        other_rows: the other rows, int64 [n], or a slice where they follow each other, and vLLM's
             metadata for these alone; None for none.
 
     """
 
     trees: TreeQueries
-    others: tuple[torch.Tensor | slice, CPUAttentionMetadata] | None
+    other_rows: tuple[torch.Tensor | slice, CPUAttentionMetadata] | None
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -93,7 +93,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         ]
         trees = TreeQueries(
             trees=step.trees,
-            first=torch.from_numpy(np.array(step.first_token_row)),
+            root_rows=torch.from_numpy(np.array(step.first_token_row)),
             num_rows=torch.from_numpy(np.array(sizes)),
             num_context=torch.from_numpy(np.array(seq_lens) - np.array(sizes)),
             block_table=common.block_table_tensor,
@@ -104,15 +104,15 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             trees = trees.select(trees.num_rows > 0)
         # Rows before a root are no tree's.
         other_lengths = np.array(lengths) - np.array(sizes)
-        others = None
+        other_rows = None
         if other_lengths.any():
             [requests] = other_lengths.nonzero()
-            first = np.array(starts)[requests]  # before a root, if there is one
-            rows, alone = part_of(common, requests, first, other_lengths[requests])
+            first_rows = np.array(starts)[requests]  # before a root, if there is one
+            rows, part = part_of(common, requests, first_rows, other_lengths[requests])
             start, end = int(rows[0]), int(rows[-1]) + 1
             follow_each_other = end - start == len(rows)
-            others = slice(start, end) if follow_each_other else rows, super().build(0, alone)
-        return TreeMetadata(trees, others)
+            other_rows = slice(start, end) if follow_each_other else rows, super().build(0, part)
+        return TreeMetadata(trees, other_rows)
 
 
 def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
@@ -129,14 +129,14 @@ def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
 
 
 def part_of(
-    common: CommonAttentionMetadata, requests: np.ndarray, first: np.ndarray, lengths: np.ndarray
+    common: CommonAttentionMetadata, requests: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> tuple[torch.Tensor, CommonAttentionMetadata]:
     """Some rows of a step, and their metadata, as of a step of these alone.
 
     Args:
         common: vLLM's, of all rows.
         requests: int64 [n], which have such rows, in the order that they are to have.
-        first: integer [n], the first of these rows of each request.
+        starts: integer [n], the first of these rows of each request.
         lengths: int64 [n], how many they are, one or more.
 
     Returns:
@@ -144,9 +144,9 @@ def part_of(
 
     """
     ends = lengths.cumsum()
-    rows = torch.from_numpy(np.arange(ends[-1]) + (first - ends + lengths).repeat(lengths))
-    behind = common.query_start_loc_cpu.numpy()[requests + 1] - first - lengths
-    seq_lens = common.seq_lens[requests] - torch.from_numpy(behind.astype(np.int32))
+    rows = torch.from_numpy(np.arange(ends[-1]) + (starts - ends + lengths).repeat(lengths))
+    num_rows_behind = common.query_start_loc_cpu.numpy()[requests + 1] - starts - lengths
+    seq_lens = common.seq_lens[requests] - torch.from_numpy(num_rows_behind.astype(np.int32))
     query_start_loc = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
     return rows, common.replace(
         query_start_loc=query_start_loc,
@@ -198,12 +198,12 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             window=None if self.sliding_window == -1 else self.sliding_window,
             sinks=self.sinks,
         )
-        if attn_metadata.others is not None:
-            rows, metadata = attn_metadata.others
-            others = output[rows]  # of a slice no copy, as the query is none
-            super().forward(layer, query[rows], key, value, kv_cache, metadata, others)
+        if attn_metadata.other_rows is not None:
+            rows, metadata = attn_metadata.other_rows
+            other_output = output[rows]  # of a slice no copy, as the query is none
+            super().forward(layer, query[rows], key, value, kv_cache, metadata, other_output)
             if not isinstance(rows, slice):
-                output[rows] = others
+                output[rows] = other_output
         return output
 
 

@@ -88,10 +88,10 @@ class DraftModel(DraftModelProposer):
 
     def room(self, texts: TextEnds, block_tables: Any) -> np.ndarray:
         """int64 [batch], the tokens that may be drafted behind the last one of each text."""
-        table, batch = block_tables[self.kv_cache_gid], len(texts.idx_mapping)
-        slots = table.num_blocks_per_row[:batch].astype(np.int64) * table.block_size
+        table, ends = block_tables[self.kv_cache_gid], np.array(texts.ends.last_positions)
+        slots = table.num_blocks_per_row[: len(ends)].astype(np.int64) * table.block_size
         # The width is the context's, which vLLM may shorten to what fits the KV cache.
-        return np.minimum(slots, texts.ends.token_ids.shape[1]) - np.array(texts.ends.last) - 1
+        return np.minimum(slots, texts.ends.token_ids.shape[1]) - ends - 1
 
     def begin_round(self, texts: TextEnds, block_tables: Any) -> Round:
         """The forwards behind a step."""
@@ -118,8 +118,8 @@ class DraftModel(DraftModelProposer):
             metadata = {}
             for group in self.draft_attn_groups:
                 builder = group.get_metadata_builder()
-                built = builder.build_step(common, step, are_cached=False)
-                metadata |= dict.fromkeys(group.layer_names, built)
+                group_metadata = builder.build_step(common, step, are_cached=False)
+                metadata |= dict.fromkeys(group.layer_names, group_metadata)
             slot_mapping = dict.fromkeys(metadata, common.slot_mapping)
         with set_forward_context(
             metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
@@ -154,28 +154,28 @@ class Round:
         # computed.
         self.index, self.computed = np.zeros((2, len(self.num_cached)), dtype=np.int64)
         self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
-        self.computed[self.idx_mapping] = texts.ends.last
+        self.computed[self.idx_mapping] = texts.ends.last_positions
         self.num_forwards = 0
 
     @property
-    def behind(self) -> np.ndarray:
+    def num_unseen(self) -> np.ndarray:
         """int64 [batch], tokens of each text that the cache lacks."""
         return (self.computed - self.num_cached)[self.idx_mapping]
 
     def catch_up(self, idx_mapping: np.ndarray) -> None:
         """Take in what the first draft forward, for these requests, int64 [n], has no rows for."""
-        behind = self.behind[self.index[idx_mapping]]
-        rows = behind.sum() + len(idx_mapping) * (1 + self.drafter.lookahead.num_nodes)
+        num_unseen = self.num_unseen[self.index[idx_mapping]]
+        rows = num_unseen.sum() + len(idx_mapping) * (1 + self.drafter.lookahead.num_nodes)
         if rows > self.drafter.max_num_tokens:
-            self._take_in(idx_mapping[behind > 0])
+            self._take_in(idx_mapping[num_unseen > 0])
 
     def forward(
         self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
     ) -> torch.Tensor:
         """See `vllm_recycle.core.trunk.DraftModel`."""
         outputs = torch.zeros(len(row_token_ids), 1 + row_token_ids.shape[1], dtype=torch.int64)
-        for there, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
-            outputs[there] = logits.max(dim=1).indices
+        for row_mask, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
+            outputs[row_mask] = logits.max(dim=1).indices
         return outputs
 
     def choose(
@@ -189,12 +189,12 @@ class Round:
         shape = len(row_token_ids), 1 + row_token_ids.shape[1], choices
         token_ids = torch.full(shape, NO_TOKEN)
         chances = torch.zeros(shape, dtype=torch.float64)
-        for there, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
+        for row_mask, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
             logits = logits.float()
             best = logits.topk(choices)
-            token_ids[there] = best.indices
+            token_ids[row_mask] = best.indices
             total = logits.logsumexp(dim=1, keepdim=True)
-            chances[there] = (best.values - total).exp().double()
+            chances[row_mask] = (best.values - total).exp().double()
         return token_ids, chances
 
     def _forwards(
@@ -210,22 +210,22 @@ class Round:
         # Rows behind the last one that is filled would be computed for nothing.
         num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1, initial=0)
         heads = []
-        for req_state_idx, new in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
-            new = new[new >= 0]
-            heads.append(np.concatenate((self._unseen(req_state_idx), new)))
+        for req_state_idx, new_ids in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
+            new_ids = new_ids[new_ids >= 0]
+            heads.append(np.concatenate((self._unseen(req_state_idx), new_ids)))
         num_tokens = num_rows + [len(head) for head in heads]
-        first, most = 0, self.drafter.max_num_tokens
-        while first < len(rows):
-            fitting = np.searchsorted(num_tokens[first:].cumsum(), most, "right")
-            chunk = slice(first, first + max(1, int(fitting)))
+        start, max_num_tokens = 0, self.drafter.max_num_tokens
+        while start < len(rows):
+            fitting = np.searchsorted(num_tokens[start:].cumsum(), max_num_tokens, "right")
+            chunk = slice(start, start + max(1, int(fitting)))
             counts = num_rows[chunk]
             tries = [row[:count] for row, count in zip(rows[chunk], counts, strict=True)]
             hidden = self._run(idx_mapping[chunk].numpy(), heads[chunk], tries)
             self.num_forwards += 1
-            there = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.bool)
-            there.numpy()[chunk] = np.arange(there.shape[1]) <= counts[:, None]
-            yield there, self.drafter.model.compute_logits(hidden)
-            first = chunk.stop
+            row_mask = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.bool)
+            row_mask.numpy()[chunk] = np.arange(row_mask.shape[1]) <= counts[:, None]
+            yield row_mask, self.drafter.model.compute_logits(hidden)
+            start = chunk.stop
 
     def _take_in(self, chosen: np.ndarray) -> None:
         """Forwards over what the cache lacks of these texts, int64 [n]."""

@@ -29,8 +29,8 @@ class LastDrafts(NamedTuple):
     Attributes:
         num_nodes: of all requests.
         expected: draft tokens that should be accepted.
-        seconds: that drafting took, without `beside`.
-        beside: seconds of a draft model's round.
+        seconds: that drafting took, without `round_seconds`.
+        round_seconds: seconds of a draft model's round.
         is_behind_round: whether the model drafted. The step behind that takes longer: the model's
             weights were in the caches.
 
@@ -39,7 +39,7 @@ class LastDrafts(NamedTuple):
     num_nodes: int = 0
     expected: float = 0.0
     seconds: float = 0.0
-    beside: float = 0.0
+    round_seconds: float = 0.0
     is_behind_round: bool = False
 
 
@@ -65,7 +65,7 @@ class V1Drafter(Drafter):
         max_rows: most rows of a step that drafts may make.
         curve: the seconds of steps; in units of a step of one row where the user gives their cost.
         chooser: what decides on drafts, where the curve was measured and requests may share.
-        last: the last drafts, which the next step verifies.
+        last_drafts: those that the next step verifies.
 
     """
 
@@ -79,7 +79,7 @@ class V1Drafter(Drafter):
         row_cost, kinds = self.options.row_cost or 0.0, self.options.kinds
         self.curve = MeasuredCurve.linear(row_cost, self.max_rows, kinds)
         self.chooser: Chooser | None = None
-        self.last = LastDrafts()
+        self.last_drafts = LastDrafts()
 
     @property
     def attention_layers(self) -> Set[str]:
@@ -88,7 +88,7 @@ class V1Drafter(Drafter):
 
     @abstractmethod
     def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
     ) -> None:
         """A request of a class and an owner starts, with this text, int64 [length]."""
 
@@ -155,16 +155,16 @@ class V1Drafter(Drafter):
         """
         if self.options.row_cost is not None:
             return None
-        curve, found = find_curve(runner)
+        curve, report = find_curve(runner)
         if curve is None:
-            return found
+            return report
         self.curve = curve
         # Under `isolated` nothing that depends on other requests may be seen in a draft.
         if not self.options.isolates:
-            most = 1 + self.options.num_nodes
-            most_rows = {TREES: most, CHAINS: min(most, 1 + MAX_CHAIN)}
-            self.chooser = Chooser(curve, most_rows)
-        return found + self.judge()
+            max_tree_rows = 1 + self.options.num_nodes
+            max_rows = {TREES: max_tree_rows, CHAINS: min(max_tree_rows, 1 + MAX_CHAIN)}
+            self.chooser = Chooser(curve, max_rows)
+        return report + self.judge()
 
     def serve(
         self, step: StepLayout, context: float, *, tokens: int, seconds: float | None
@@ -180,10 +180,10 @@ class V1Drafter(Drafter):
         """
         if self.chooser is None:
             return
-        last = self.last
-        seconds = None if seconds is None else seconds + last.seconds
+        drafts = self.last_drafts
+        seconds = None if seconds is None else seconds + drafts.seconds
         # Ranks must choose alike.
-        seconds, beside = from_first_rank((seconds, last.beside))
+        seconds, round_seconds = from_first_rank((seconds, drafts.round_seconds))
         nodes = sum(step.num_nodes)
         kind: str | None = CHAINS if step.trees.are_chains else TREES
         # A draft of one node is a chain and a tree.
@@ -194,9 +194,9 @@ class V1Drafter(Drafter):
             len(step.num_nodes) + nodes,
             tokens=tokens,
             seconds=seconds,
-            beside=beside,
-            expected=last.expected if nodes == last.num_nodes else None,
-            corrects=not last.is_behind_round,
+            drafting_seconds=round_seconds,
+            expected=drafts.expected if nodes == drafts.num_nodes else None,
+            corrects=not drafts.is_behind_round,
         )
 
     def judge(self) -> str:

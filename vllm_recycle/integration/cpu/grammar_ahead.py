@@ -77,28 +77,28 @@ class GrammarsAhead:
             texts: by request, the tokens that its grammar is to take, all of them each time.
 
         """
-        pending = {name: self.compiling[name] for name in texts if name in self.compiling}
-        if pending:
-            self._take_compiled(pending)
-        ahead = {name: self.compiled[name] for name in texts if name in self.compiled}
-        for name, grammar in ahead.items():
+        futures = {name: self.compiling[name] for name in texts if name in self.compiling}
+        if futures:
+            self._take_compiled(futures)
+        grammars = {name: self.compiled[name] for name in texts if name in self.compiled}
+        for name, grammar in grammars.items():
             grammar.follow(texts[name])
-        return ahead
+        return grammars
 
-    def _take_compiled(self, pending: Mapping[str, Future[GrammarAhead]]) -> None:
+    def _take_compiled(self, futures: Mapping[str, Future[GrammarAhead]]) -> None:
         """Take those of some grammars that each rank has compiled, since ranks draft alike."""
-        ended = [name for name, future in pending.items() if self.waits or future.done()]
-        has_failed = {name: pending[name].exception() is not None for name in ended}
-        of_ranks = from_all_ranks(has_failed)
-        for name in ended:
-            if not all(name in of_rank for of_rank in of_ranks):
+        req_ids = [req_id for req_id, future in futures.items() if self.waits or future.done()]
+        has_failed = {req_id: futures[req_id].exception() is not None for req_id in req_ids}
+        failures_by_rank = from_all_ranks(has_failed)
+        for req_id in req_ids:
+            if not all(req_id in failures for failures in failures_by_rank):
                 continue
-            future = self.compiling.pop(name)
-            if not any(of_rank[name] for of_rank in of_ranks):
-                self.compiled[name] = future.result()
-            elif has_failed[name]:
+            future = self.compiling.pop(req_id)
+            if not any(failures[req_id] for failures in failures_by_rank):
+                self.compiled[req_id] = future.result()
+            elif has_failed[req_id]:
                 error = future.exception()
-                logger.warning("drafts grow without the grammar of request %s: %r", name, error)
+                logger.warning("drafts grow without the grammar of request %s: %r", req_id, error)
 
     def _compile(self, request: Any) -> GrammarAhead:
         """In a thread of its own: what vLLM's scheduler does for a request."""
@@ -132,7 +132,7 @@ class GrammarAhead:
         self.longest = manager.vllm_config.num_speculative_tokens
         self.num_followed = 0  # tokens of the text
         self.is_lost = False  # the text is none of the grammar
-        self.taken: list[int] = []  # tokens that the grammar has taken ahead of the text
+        self.tokens_ahead: list[int] = []  # tokens that the grammar has taken ahead of the text
         self.seen: dict[tuple[int, ...], Allowed] = {}  # at the rows of the last draft
         self.habits: dict[tuple[int, ...], int] = {}  # what came where these were allowed
 
@@ -144,8 +144,8 @@ class GrammarAhead:
         for place, token in enumerate(token_ids):
             # Where it was not asked, there are no habits: at most places of a long text.
             seen = self.seen.get(tuple(token_ids[:place])) if self.seen else None
-            if seen and (few := _few(seen.words)):
-                self.habits[few] = token
+            if seen and (few_ids := _few(seen.words)):
+                self.habits[few_ids] = token
             self.is_lost = self.is_lost or not self._take(token)
         self.seen.clear()
 
@@ -160,24 +160,24 @@ class GrammarAhead:
             self.seen[key] = Allowed(words, self._expected(_few(words)))
         return self.seen[key]
 
-    def _expected(self, few: tuple[int, ...]) -> int:
-        if not few or few in self.habits:
-            return self.habits.get(few, NO_TOKEN)
-        known = [token for token in few if token < len(self.tokenizer)]  # a mask has whole words
-        texts = self.tokenizer.convert_ids_to_tokens(known)
-        return longest_of(dict(zip(known, texts, strict=True)))
+    def _expected(self, ids: tuple[int, ...]) -> int:
+        if not ids or ids in self.habits:
+            return self.habits.get(ids, NO_TOKEN)
+        tokens = [token for token in ids if token < len(self.tokenizer)]  # a mask has whole words
+        texts = self.tokenizer.convert_ids_to_tokens(tokens)
+        return longest_of(dict(zip(tokens, texts, strict=True)))
 
     def _go(self, path: Sequence[int]) -> bool:
         """Bring the grammar behind these tokens; whether it is there, and something may follow."""
-        while self.taken != [*path[: len(self.taken)]]:
+        while self.tokens_ahead != [*path[: len(self.tokens_ahead)]]:
             self.grammar.rollback(1)  # what accepts one token takes back one
-            self.taken.pop()
+            self.tokens_ahead.pop()
         if len(path) > self.longest:
             return False
-        for token in path[len(self.taken) :]:
+        for token in path[len(self.tokens_ahead) :]:
             if not self._take(token):
                 return False
-            self.taken.append(token)
+            self.tokens_ahead.append(token)
         return not self.grammar.is_terminated()
 
     def _take(self, token: int) -> bool:
@@ -197,18 +197,18 @@ def use_all_cores() -> None:
 
 def longest_of(texts: Mapping[int, str]) -> int:
     """The token with the longest text, if it begins with those of all others; else -1."""
-    whole = {token: text for token, text in texts.items() if not BYTE.fullmatch(text)} or texts
-    longest = max(whole, key=lambda token: len(whole[token]), default=NO_TOKEN)
-    begin_it = all(whole[longest].startswith(text) for text in whole.values())
+    candidates = {token: text for token, text in texts.items() if not BYTE.fullmatch(text)} or texts
+    longest = max(candidates, key=lambda token: len(candidates[token]), default=NO_TOKEN)
+    begin_it = all(candidates[longest].startswith(text) for text in candidates.values())
     return longest if begin_it else NO_TOKEN
 
 
 def _few(words: torch.Tensor) -> tuple[int, ...]:
     """The tokens of a mask, ascending, if they are few; else none."""
-    of_words = words.numpy()
-    (places,) = of_words.nonzero()
+    mask = words.numpy()
+    (places,) = mask.nonzero()
     if len(places) > FEW:
         return ()
-    bits = np.unpackbits(of_words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+    bits = np.unpackbits(mask[places].view(np.uint8), bitorder="little").reshape(-1, 32)
     rows, columns = bits.nonzero()
     return tuple((places[rows] * 32 + columns).tolist()) if len(rows) <= FEW else ()

@@ -50,7 +50,7 @@ class HostedProposer:
             raise NotImplementedError(
                 f"token_recycling does not support a trunk by {name}; change it, or leave it out"
             )
-        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._choices: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_model = isinstance(self.proposer, SpecDecodeBaseProposer)
         # A model with token ids of its own chooses by these.
         self.has_probabilities = self.is_model and not self.proposer.use_heterogeneous_vocab
@@ -76,12 +76,12 @@ class HostedProposer:
             Trunks with probabilities in the place of chances; a half where none is known.
 
         """
-        self._found.clear()
+        self._choices.clear()
         chains = self.runner.draft_chains(length)
         batch = len(chains)
-        if self._found:
+        if self._choices:
             # One forward may choose the tokens of all places, request by request.
-            parts = [torch.stack(values, dim=1) for values in zip(*self._found, strict=True)]
+            parts = [torch.stack(values, dim=1) for values in zip(*self._choices, strict=True)]
             token_ids, probabilities = (part.view(batch, length, CHOICES) for part in parts)
             return Trunks(token_ids, probabilities)
         token_ids = torch.full((batch, length, CHOICES), NO_TOKEN)
@@ -93,18 +93,18 @@ class HostedProposer:
         """The best token of each row, int64 [rows]; the best ones are kept."""
         logits = self.proposer.model.compute_logits(hidden_states).float()
         best = logits.topk(CHOICES)
-        probable = (best.values - logits.logsumexp(dim=1, keepdim=True)).exp().double()
-        self._found.append((best.indices, probable))
+        probabilities = (best.values - logits.logsumexp(dim=1, keepdim=True)).exp().double()
+        self._choices.append((best.indices, probabilities))
         return best.indices[:, 0].contiguous()
 
     def _share_plain_embeddings(self, target_language_model: torch.nn.Module) -> None:
         self._share_embeddings(target_language_model)
         # A head has no adapters: theirs are set for the rows of the target's step alone. Remove
         # when vLLM's V1 runner shares the plain layer, as Model Runner V2 does.
-        inner: Any = getattr(self.proposer.model, "model", None)
-        shared = getattr(inner, "embed_tokens", None)
-        if isinstance(shared, BaseLayerWithLoRA):
-            inner.embed_tokens = shared.base_layer
+        inner_model: Any = getattr(self.proposer.model, "model", None)
+        embedding = getattr(inner_model, "embed_tokens", None)
+        if isinstance(embedding, BaseLayerWithLoRA):
+            inner_model.embed_tokens = embedding.base_layer
 
     def _propose_with_own_lengths(
         self, *args: Any, common_attn_metadata: Any, **kwargs: Any
@@ -135,13 +135,13 @@ class HostedTrunkV1Drafter(AlongTrunks):
         return self.source.attention_layers
 
     def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        started, self.added = time.perf_counter(), 0.0
-        left = np.array(texts.max_depths) * (self.arm is None)  # a look is at what steps take
-        wants, alone = left > 0, None
+        started, self.extra_seconds = time.perf_counter(), 0.0
+        max_depths = np.array(texts.max_depths) * (self.arm is None)  # a look is at what steps take
+        wants, step = max_depths > 0, None
         if self.source.is_model and self.chooser is not None and wants.any():
-            alone, seconds = self.step_alone(texts, num_nodes)
-            wants = self.rounds.choose(alone, np.zeros_like(left), left)
-            wants &= self.affords(alone, seconds, np.zeros_like(left), wants)
+            step, seconds = self.step_alone(texts, num_nodes)
+            wants = self.rounds.choose(step, np.zeros_like(max_depths), max_depths)
+            wants &= self.affords(step, seconds, np.zeros_like(max_depths), wants)
         num_drafting = int(wants.sum())
         # A model reads each step, whether it drafts or not; others look at each.
         drafted = self.source.draft(self.length if num_drafting or not self.source.is_model else 0)
@@ -151,12 +151,12 @@ class HostedTrunkV1Drafter(AlongTrunks):
         self.num_rounds += num_drafting
         drafted.token_ids[torch.from_numpy(~wants)] = NO_TOKEN
         texts = self.along(texts, drafted)
-        if alone:
-            self.added = self.rounds.seconds(num_drafting)
+        if step:
+            self.extra_seconds = self.rounds.seconds(num_drafting)
         drafts = super()._draft(texts, num_nodes, block_tables)
-        if alone and drafts.rate:
-            took = from_first_rank(self.round_seconds)
-            self.rounds.gave(alone, num_drafting, rate=drafts.rate * alone.unit, seconds=took)
+        if step and drafts.rate:
+            duration = from_first_rank(self.round_seconds)
+            self.rounds.gave(step, num_drafting, rate=drafts.rate * step.unit, seconds=duration)
         return drafts
 
     def price(self, runner: Any) -> str | None:

@@ -33,7 +33,7 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
         self.state = self.proposer.pool
 
     def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
     ) -> None:
         self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
 
@@ -45,17 +45,17 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
         self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        batch, last, text = len(texts.idx_mapping), np.array(texts.ends.last), texts.ends.token_ids
+        ends = np.array(texts.ends.last_positions)
         room = self.room(texts, block_tables)
         chosen = np.nonzero((np.array(texts.max_depths) > 0) & (room >= 0))[0]
         drafting = self.begin_round(texts, block_tables)
         drafting.catch_up(texts.idx_mapping.numpy()[chosen])
         tree = self.proposer.tree
-        drafts: list[list[int]] = [[] for _ in range(batch)]
+        drafts: list[list[int]] = [[] for _ in ends]
         if len(chosen):
             drafted = self.proposer.propose(
                 texts.idx_mapping[chosen],
-                text[chosen, last[chosen]].long(),
+                texts.ends.token_ids[chosen, ends[chosen]].long(),
                 draft_model=drafting,
                 room=torch.from_numpy(room[chosen]),
             )

@@ -34,13 +34,13 @@ class Depth:
     Attributes:
         rows: int64 [n], token rows; with the roots, rows of prompts.
         metadata: vLLM's, of these rows.
-        before: int64 [n], the blocks of the states that they follow; none of roots.
+        source_blocks: int64 [n], the blocks of the states that they follow; none of roots.
         blocks: int64 [n], the blocks that these states go to.
     """
 
     rows: torch.Tensor
     metadata: Any
-    before: torch.Tensor | None = None
+    source_blocks: torch.Tensor | None = None
     blocks: torch.Tensor | None = None
 
 
@@ -77,8 +77,8 @@ class RecurrentGroup:
         self.blocks = mamba_get_block_table_tensor(
             common.block_table_tensor, common.seq_lens, self.spec, mode
         )
-        last = max(step.num_nodes)
-        depths = [self._depth(common, step, depth) for depth in range(last + 1)]
+        max_depth = max(step.num_nodes)
+        depths = [self._depth(common, step, depth) for depth in range(max_depth + 1)]
         metadata = copy(depths[0].metadata)
         metadata.depths = depths
         return metadata
@@ -95,14 +95,14 @@ class RecurrentGroup:
         starts, roots = common.query_start_loc_cpu.numpy()[:-1], np.array(step.first_token_row)
         if depth:
             [requests] = (np.array(step.num_nodes) >= depth).nonzero()
-            first, lengths = roots[requests] + depth, np.ones_like(requests)
+            first_rows, lengths = roots[requests] + depth, np.ones_like(requests)
         else:
             lengths = roots + 1 - starts
             has_states = (common.seq_lens > common.naive_query_lens()).numpy()
             # vLLM wants plain rows first.
             requests = np.argsort((lengths > 1) | ~has_states, kind="stable")
-            first, lengths = starts[requests], lengths[requests]
-        rows, part = part_of(self._moved(common, depth), requests, first, lengths)
+            first_rows, lengths = starts[requests], lengths[requests]
+        rows, part = part_of(self._moved(common, depth), requests, first_rows, lengths)
         assert common.is_prefilling is not None
         part = part.replace(
             is_prefilling=common.is_prefilling[requests],
@@ -113,8 +113,8 @@ class RecurrentGroup:
         if not depth:
             return Depth(rows, metadata)
         assert self.blocks is not None
-        before, blocks = self.blocks[requests, depth - 1], self.blocks[requests, depth]
-        return Depth(rows, metadata, before.long(), blocks.long())
+        source_blocks, blocks = self.blocks[requests, depth - 1], self.blocks[requests, depth]
+        return Depth(rows, metadata, source_blocks.long(), blocks.long())
 
     def go_back(self, lengths: torch.Tensor) -> None:
         """Keep the states behind the last visited row.
@@ -127,9 +127,9 @@ class RecurrentGroup:
         if self.blocks is None or not moved.any():
             return
         blocks = self.blocks[moved].long()
-        last = blocks.gather(1, lengths[moved, None].long() - 1).flatten()
+        last_blocks = blocks.gather(1, lengths[moved, None].long() - 1).flatten()
         for layer in self.layers:
-            copy_states(layer, last, blocks[:, 0])
+            copy_states(layer, last_blocks, blocks[:, 0])
 
 
 def copy_states(layer: Any, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -156,7 +156,7 @@ def hide_drafts(name: str, layer: Any) -> None:
     take_chains(layer)
 
 
-def by_depth(
+def run_by_depth(
     layer: Any,
     metadata: Any,
     forward: Callable[..., Any],
@@ -174,11 +174,11 @@ def by_depth(
 
     """
     for depth in metadata.depths:
-        if depth.before is not None:
-            copy_states(layer, depth.before, depth.blocks)
-        of_rows = torch.empty_like(output[depth.rows])
-        forward(depth.metadata, *(tensor[depth.rows] for tensor in inputs), of_rows)
-        output[depth.rows] = of_rows
+        if depth.source_blocks is not None:
+            copy_states(layer, depth.source_blocks, depth.blocks)
+        row_output = torch.empty_like(output[depth.rows])
+        forward(depth.metadata, *(tensor[depth.rows] for tensor in inputs), row_output)
+        output[depth.rows] = row_output
 
 
 def _take_mamba2(layer: MambaMixer2) -> None:
@@ -186,8 +186,8 @@ def _take_mamba2(layer: MambaMixer2) -> None:
 
     def conv_ssm_forward(projected_states: torch.Tensor, output: torch.Tensor) -> Any:
         metadata_of = get_forward_context().attn_metadata or {}
-        whole = metadata_of.get(layer.prefix)
-        if not hasattr(whole, "depths"):
+        step_metadata = metadata_of.get(layer.prefix)
+        if not hasattr(step_metadata, "depths"):
             return forward(projected_states, output)
 
         def forward_rows(metadata: Any, *tensors: torch.Tensor) -> None:
@@ -195,16 +195,16 @@ def _take_mamba2(layer: MambaMixer2) -> None:
             forward(*tensors)
 
         try:
-            by_depth(layer, whole, forward_rows, [projected_states], output)
+            run_by_depth(layer, step_metadata, forward_rows, [projected_states], output)
         finally:
-            metadata_of[layer.prefix] = whole
+            metadata_of[layer.prefix] = step_metadata
         return None
 
     layer.conv_ssm_forward = conv_ssm_forward
 
 
 def _take_gated_delta_net(layer: QwenGatedDeltaNetAttention) -> None:
-    wrap_gated_delta_net(by_depth)
+    wrap_gated_delta_net(run_by_depth)
 
 
 KINDS: dict[type, Callable[[Any], None]] = {

@@ -51,7 +51,7 @@ class TreeCPUModelRunner(AcceptedSteps):
         roots: the ends of its texts, up to each root; of no token where nothing is sampled.
         argmax: int64 [logit rows], of the raw logits, where they are what is sampled from.
         draft_parents: of each request of the step, the parent row of each node of its new draft.
-        began: when the step did.
+        start_time: when the step began.
         recurrent_groups: layers whose states cannot go back by themselves.
 
     """
@@ -60,7 +60,7 @@ class TreeCPUModelRunner(AcceptedSteps):
     roots: Ends
     argmax: torch.Tensor | None
     draft_parents: list[list[int]]
-    began: float
+    start_time: float
     recurrent_groups: list[RecurrentGroup]
     speculative_config: Any  # vLLM's
 
@@ -97,11 +97,11 @@ class TreeCPUModelRunner(AcceptedSteps):
             self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
         )
 
-    def _ends(self, last: list[int]) -> Ends:
+    def _ends(self, last_positions: list[int]) -> Ends:
         """The ends of the texts of the batch, by the places of their last tokens."""
         batch = self.input_batch
         is_token = batch.is_token_ids_tensor if self.enable_prompt_embeds else None
-        return Ends(batch.token_ids_cpu_tensor, last, is_token)
+        return Ends(batch.token_ids_cpu_tensor, last_positions, is_token)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # Without vLLM's rejection sampler, in whose place the walk is: in vLLM 0.30 it does not run
@@ -145,47 +145,47 @@ class TreeCPUModelRunner(AcceptedSteps):
     # Requests come and go.
 
     def _update_states(self, scheduler_output: Any) -> Callable | None:
-        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        ended = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
+        new_ids = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        resumed_ids = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        req_ids = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
         note = note_of(scheduler_output)
-        ended.update(note.idle_sessions)
+        req_ids.update(note.idle_sessions)
         # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
         # streamed comes as a new one again and again.
-        freed = self.req_state_indices.free(sorted(ended.union(resumed, new)))
-        if freed:
-            self.tree_drafter.release(freed)
-        self.grammars.end([*scheduler_output.finished_req_ids, *new])
+        freed_indices = self.req_state_indices.free(sorted(req_ids.union(resumed_ids, new_ids)))
+        if freed_indices:
+            self.tree_drafter.release(freed_indices)
+        self.grammars.end([*scheduler_output.finished_req_ids, *new_ids])
         result = super()._update_states(scheduler_output)
-        for request_id in [*new, *sorted(resumed)]:
+        for request_id in [*new_ids, *sorted(resumed_ids)]:
             request = self.requests[request_id]
             prompt = request.prompt_token_ids or [NO_TOKEN] * request.num_prompt_tokens
-            known = with_holes(
+            token_ids = with_holes(
                 [*prompt, *request.output_token_ids],
                 request,
                 is_encoder_decoder=self.model_config.is_encoder_decoder,
             )
             req_state_idx = self.req_state_indices.assign(request_id)
             params = request.sampling_params
-            text, owner = torch.tensor(known), note.owners.get(request_id)
+            text, owner = torch.tensor(token_ids), note.owners.get(request_id)
             self.tree_drafter.begin(req_state_idx, text, class_of(params), owner)
             self.tree_drafter.num_undrafted += not may_speculate(params)
             if self.grows:
                 self.grammars.begin(request_id, params)
-            if hinted := hinted_text(params, known):
+            if hinted := hinted_text(params, token_ids):
                 self.tree_drafter.take_in(hinted, req_state_idx)
         self.tree_drafter.follow(scheduler_output, self.req_state_indices)
         return result
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
         return super().execute_model(*args, **kwargs)
 
     # Before the forward: positions, and what attention needs to know.
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.logits_indices, _, _ = prepared
+        inputs = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self.logits_indices, _, _ = inputs
         num_reqs = self.input_batch.num_reqs
         batch, names = self.input_batch, self.input_batch.req_ids
         starts = self.query_start_loc.np[: num_reqs + 1].tolist()
@@ -204,7 +204,7 @@ class TreeCPUModelRunner(AcceptedSteps):
         )
         computed = batch.num_computed_tokens_cpu[:num_reqs].tolist()
         rows = zip(computed, self.step.first_token_row, starts[:-1], strict=True)
-        roots = [before + row - first for before, row, first in rows]
+        roots = [num_computed + row - start for num_computed, row, start in rows]
         # In the middle of a prompt, which goes on as it does: nothing is learnt there. Else where
         # others made a prompt be cut would be seen in what is drafted for it.
         for index, discarded in enumerate(self.discard_request_mask.np[:num_reqs].tolist()):
@@ -214,7 +214,7 @@ class TreeCPUModelRunner(AcceptedSteps):
         mrope = [self.mrope_positions.gpu] if self.uses_mrope else []
         self.step.place([self.positions, *mrope], input_ids)
         hand_over(self.step, self.attn_groups)
-        return prepared
+        return inputs
 
     # After the forward: learn, walk, move, draft.
 
@@ -272,11 +272,11 @@ class TreeCPUModelRunner(AcceptedSteps):
         # vLLM rewinds the generators of requests whose sample it throws away. Ours did not draw
         # for these, and CPU generators cannot rewind. Remove with patches/0001.
         generators, discarded = self.input_batch.generators, self.discard_request_mask.np
-        hidden = {i: generators.pop(i) for i in [*generators] if discarded[i]}
+        discarded_generators = {i: generators.pop(i) for i in [*generators] if discarded[i]}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
-            generators.update(hidden)
+            generators.update(discarded_generators)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The scheduler cuts each tree at max_model_len.
@@ -289,29 +289,29 @@ class TreeCPUModelRunner(AcceptedSteps):
         batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
         # By the size of the batch, from num_speculative_tokens_per_batch_size.
         num_nodes = scheduler_output.num_spec_tokens_to_schedule
-        before = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        num_computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
         ends = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
         # In the middle of a prompt a request gets no token, with drafts of others or without.
         tokens = sum(max(1, len(token_ids)) for token_ids in sampled_token_ids)
         is_alone = scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids)
-        seconds = time.perf_counter() - self.began if is_alone else None
-        context = sum(before) / len(before)
+        seconds = time.perf_counter() - self.start_time if is_alone else None
+        context = sum(num_computed) / len(num_computed)
         self.tree_drafter.serve(self.step, context, tokens=tokens, seconds=seconds)
         computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
-            request, goes_on = self.requests[name], bool(sampled_token_ids[index])
+            request, has_token = self.requests[name], bool(sampled_token_ids[index])
             params = request.sampling_params
             # Tokens that a request may still have; one of them comes without a draft.
-            left = params.max_tokens - len(request.output_token_ids)
+            max_new_tokens = params.max_tokens - len(request.output_token_ids)
             # Of those that were sampled for, without the draft tokens that were not accepted.
-            computed.append(ends[index] - 1 if goes_on else before[index] + scheduled[name])
-            may_draft = goes_on and num_nodes > 0 and may_speculate(params)
-            max_depths.append(max(left - 1, 0) if may_draft else 0)
+            computed.append(ends[index] - 1 if has_token else num_computed[index] + scheduled[name])
+            may_draft = has_token and num_nodes > 0 and may_speculate(params)
+            max_depths.append(max(max_new_tokens - 1, 0) if may_draft else 0)
         starts = note_of(scheduler_output).grammar_starts.items()
-        ahead = self.grammars.follow(
+        compiled_grammars = self.grammars.follow(
             {name: self.requests[name].output_token_ids[start:] for name, start in starts}
         )
-        grammars = [ahead.get(name) for name in batch.req_ids]
+        grammars = [compiled_grammars.get(name) for name in batch.req_ids]
         texts = TextEnds(self.idx_mapping, self._ends(computed), max_depths, grammars=grammars)
         drafts = self.tree_drafter.draft(texts, num_nodes, batch.block_table)
         self.proposing = ()  # hidden states are not kept

@@ -113,5 +113,5 @@ def walk_by_depth(
 def _stacked(logprobs: Sequence[LogprobsTensors]) -> LogprobsTensors:
     """Those of [batch * path] rows, of those of [batch] rows for each place of the path."""
     fields = ("logprob_token_ids", "logprobs", "selected_token_ranks")
-    stacked = (torch.stack([getattr(at, name) for at in logprobs], dim=1) for name in fields)
+    stacked = (torch.stack([getattr(part, name) for part in logprobs], dim=1) for name in fields)
     return LogprobsTensors(*(rows.flatten(0, 1) for rows in stacked))

@@ -69,7 +69,7 @@ class StepLayout:
         return cls(
             trees,
             num_nodes,
-            [last - count for last, count in zip(last_token_row, num_nodes, strict=True)],
+            [row - count for row, count in zip(last_token_row, num_nodes, strict=True)],
             torch.from_numpy(np.array(starts)),
             torch.from_numpy(row_token_ids),
             torch.from_numpy(table)[:, 1:],
@@ -91,8 +91,8 @@ class StepLayout:
             requests, rows = np.nonzero(is_scheduled & is_scheduled[:, 1:2])
             token_rows = np.array(self.first_token_row)[requests] + rows
             shifts = self.trees.depths.numpy()[requests, rows] - rows
-            for of_rows in positions:
-                of_rows.numpy()[..., token_rows] += shifts
+            for tensor in positions:
+                tensor.numpy()[..., token_rows] += shifts
         # A node that was not filled still has a row; any token will do for it.
         np.maximum(input_ids, 0, out=input_ids)
 
@@ -107,8 +107,8 @@ class StepLayout:
 
         """
         return [
-            (first + row, first + place)
-            for first, visited in zip(self.first_token_row, path.tolist(), strict=True)
+            (root + row, root + place)
+            for root, visited in zip(self.first_token_row, path.tolist(), strict=True)
             for place, row in enumerate(visited)
             if row > place
         ]

@@ -42,26 +42,25 @@ def find_curve(runner: Any) -> tuple[MeasuredCurve | None, str]:
 
     """
     max_rows = runner.tree_drafter.max_rows
-    # Of one request.
-    most = min(
+    max_request_rows = min(
         max_rows,
         runner.max_num_tokens,
         1 + runner.tree_drafter.options.num_nodes,
         runner.max_model_len - 1,
     )
-    if most < 2:
+    if max_request_rows < 2:
         return None, "no step has room for a draft"
     started = time.perf_counter()
-    measured = from_first_rank(_measure(runner, most))
+    measured = from_first_rank(_measure(runner, max_request_rows))
     seconds = time.perf_counter() - started
-    requests, context = first = min(next(iter(measured.values())))
-    shown = []
+    requests, context = load = min(next(iter(measured.values())))
+    lines = []
     for kind, points in measured.items():
-        of_rows = sorted(points[first].items())
-        shown.append(f"{kind} " + ", ".join(f"{rows}: {1e3 * time:.1f}" for rows, time in of_rows))
+        times = sorted(points[load].items())
+        lines.append(f"{kind} " + ", ".join(f"{rows}: {1e3 * time:.1f}" for rows, time in times))
     return MeasuredCurve(measured, max_rows), (
         f"a step by its rows, in ms, of {requests} request behind {context} tokens: "
-        f"{'; '.join(shown)}; measured in {seconds:.1f} s for {len(points)} loads"
+        f"{'; '.join(lines)}; measured in {seconds:.1f} s for {len(points)} loads"
     )
 
 
@@ -75,18 +74,18 @@ def _without_drafter(runner: Any) -> Iterator[None]:
         del runner.drafter.dummy_run
 
 
-def _measure(runner: Any, most: int) -> dict[str, Points]:
+def _measure(runner: Any, max_request_rows: int) -> dict[str, Points]:
     """Time steps with drafts of several sizes, at several loads."""
-    longest = runner.max_model_len - most
+    longest = runner.max_model_len - max_request_rows
     points: dict[str, Points] = {kind: {} for kind in runner.tree_drafter.options.kinds}
     with _spread_blocks(runner), _without_drafter(runner):
         # No step has more requests: the largest one is timed in the place of larger loads.
-        most_reqs = runner.max_num_reqs
-        loads = [(min(n, most_reqs), min(c, longest)) for n, c in LOADS if n == 1 or most_reqs > 1]
+        max_reqs = runner.max_num_reqs
+        loads = [(min(n, max_reqs), min(c, longest)) for n, c in LOADS if n == 1 or max_reqs > 1]
         for requests, context in dict.fromkeys(loads):
-            largest = min(most, runner.max_num_tokens // requests)
+            largest = min(max_request_rows, runner.max_num_tokens // requests)
             if requests == 1:
-                sizes = [1, *dict.fromkeys(min(rows, most) for rows in ROWS)]
+                sizes = [1, *dict.fromkeys(min(rows, max_request_rows) for rows in ROWS)]
             else:
                 sizes = [1, *(rows for rows in ROWS_OF_SEVERAL if rows <= largest)]
             if len(sizes) > 1:
@@ -136,16 +135,16 @@ def _time_steps(
     sure = [step for step in steps if step[1] in sizes[:SURE]]
     # The first time may have what is slow only once; each of these is timed again below.
     times = {(kind, rows): _time_step(runner, requests, rows, context, kind) for kind, rows in sure}
-    started, most = time.perf_counter(), MAX_SECONDS * len(kinds)
+    started, max_seconds = time.perf_counter(), MAX_SECONDS * len(kinds)
     for number, (kind, rows) in enumerate(steps * ROUNDS):
-        if number >= len(sure) and not from_first_rank(time.perf_counter() - started < most):
+        if number >= len(sure) and not from_first_rank(time.perf_counter() - started < max_seconds):
             break
         seconds = _time_step(runner, requests, rows, context, kind)
         # What is beyond the shortest is somebody else's.
         times[kind, rows] = min(seconds, times.get((kind, rows), math.inf))
     return {
         kind: {requests: times[plain, 1]}
-        | {requests * rows: seconds for (of, rows), seconds in times.items() if of == kind}
+        | {requests * rows: seconds for (drafts, rows), seconds in times.items() if drafts == kind}
         for kind in kinds
     }
 

@@ -49,9 +49,9 @@ class TokenRecyclingV1Drafter(V1Drafter):
         )
 
     def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
     ) -> None:
-        self.proposer.begin(req_state_idx, token_ids, of_class, owner)
+        self.proposer.begin(req_state_idx, token_ids, request_class, owner)
 
     def weights_changed(self) -> None:
         super().weights_changed()
@@ -88,17 +88,17 @@ class TokenRecyclingV1Drafter(V1Drafter):
         if self.chooser is not None and (load := load_of(texts)) is not None:
             self.arm = self.chooser.look(load)
         drafts = self._draft(texts, num_nodes, block_tables)
-        beside = self.round_seconds
-        seconds = time.perf_counter() - started - beside
-        self.last = LastDrafts(sum(map(len, drafts.token_ids)), drafts.expected, seconds, beside)
+        seconds = time.perf_counter() - started - self.round_seconds
+        nodes = sum(map(len, drafts.token_ids))
+        self.last_drafts = LastDrafts(nodes, drafts.expected, seconds, self.round_seconds)
         return drafts
 
     def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         batch = len(texts.idx_mapping)
         if not self.isolates:
             return self._propose(texts, batch, num_nodes)
-        each = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
-        return Drafts([one.token_ids[0] for one in each], [one.parents[0] for one in each])
+        parts = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
+        return Drafts([part.token_ids[0] for part in parts], [part.parents[0] for part in parts])
 
     def _propose(self, texts: TextEnds, batch: int, num_nodes: int) -> Drafts:
         """Drafts of some requests of a batch, those that share the rows of the step.
@@ -111,12 +111,12 @@ class TokenRecyclingV1Drafter(V1Drafter):
             return Drafts.none(len(texts.idx_mapping))
         if self.arm is not None:
             kind, rows = self.arm
-            most = min(num_nodes, rows - 1)
-            drafts = self.proposer.propose(texts, prices={kind: self.free}, max_nodes=most)
+            max_nodes = min(num_nodes, rows - 1)
+            drafts = self.proposer.propose(texts, prices={kind: self.free}, max_nodes=max_nodes)
             return drafts._replace(rate=0.0)
         prices = self.prices(load._replace(requests=batch))
-        most = min(num_nodes, self.proposer.num_nodes)
-        drafts = self.proposer.propose(texts, prices=prices, max_nodes=most)
+        max_nodes = min(num_nodes, self.proposer.num_nodes)
+        drafts = self.proposer.propose(texts, prices=prices, max_nodes=max_nodes)
         if self.chooser is not None and drafts.kind is not None:
             nodes = sum(map(len, drafts.token_ids))
             self.chooser.best = drafts.kind, 1 + nodes // load.drafting
@@ -142,18 +142,18 @@ class TokenRecyclingV1Drafter(V1Drafter):
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes
         cost = "measured" if (cost := self.options.row_cost) is None else f"{cost:g} of a step"
-        tree, what = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
+        tree, shape = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
         if tree is not None:
-            what = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"
+            shape = f"tree {tree.name}, {tree.num_nodes} nodes, depth {tree.depth}"
         return (
-            f"token_recycling: {what}, a row's cost {cost}, {self.state.describe()}, "
+            f"token_recycling: {shape}, a row's cost {cost}, {self.state.describe()}, "
             f"{num_bytes:,} bytes"
         )
 
 
 def load_of(texts: TextEnds) -> Load | None:
     """The load of a step that drafts behind some texts; None where no text may have a draft."""
-    pairs = zip(texts.ends.last, texts.max_depths, strict=True)
-    lengths = [last for last, depth in pairs if depth]
+    pairs = zip(texts.ends.last_positions, texts.max_depths, strict=True)
+    lengths = [length for length, depth in pairs if depth]
     batch = len(texts.idx_mapping)
     return Load(batch, sum(lengths) / len(lengths), len(lengths)) if lengths else None

@@ -49,45 +49,45 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         self.num_forwards = 0
 
     def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, of_class: int, owner: Owner | None = None
+        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
     ) -> None:
-        super().begin(req_state_idx, token_ids, of_class, owner)
+        super().begin(req_state_idx, token_ids, request_class, owner)
         self.lengths[:, req_state_idx] = len(token_ids)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         super().release(req_state_indices)
-        for began, ended in self.lengths[:, req_state_indices].T.tolist():
-            if ended > began:
-                self.rounds.ended(ended - began)
+        for start, end in self.lengths[:, req_state_indices].T.tolist():
+            if end > start:
+                self.rounds.ended(end - start)
 
     def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        started, self.added = time.perf_counter(), 0.0
-        self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last) + 1
-        drafting, left = self.begin_round(texts, block_tables), np.array(texts.max_depths)
-        depths = np.minimum(left, self.room(texts, block_tables) + 1).clip(min=0)
+        started, self.extra_seconds = time.perf_counter(), 0.0
+        self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last_positions) + 1
+        drafting, max_depths = self.begin_round(texts, block_tables), np.array(texts.max_depths)
+        depths = np.minimum(max_depths, self.room(texts, block_tables) + 1).clip(min=0)
         depths *= self.arm is None  # a look is at what steps take
-        to_read = (drafting.behind - self.gamma - 1).clip(min=0)
-        alone: StepAlone | None = None
+        to_read = (drafting.num_unseen - self.gamma - 1).clip(min=0)
+        step: StepAlone | None = None
         if self.options.row_cost is None and not self.isolates and depths.any():
-            alone, seconds = self.step_alone(texts, num_nodes)
-            depths *= self.rounds.choose(alone, to_read, np.where(depths, left, 0))
-            depths *= self.affords(alone, seconds, np.where(depths, to_read, 0), depths)
+            step, seconds = self.step_alone(texts, num_nodes)
+            depths *= self.rounds.choose(step, to_read, np.where(depths, max_depths, 0))
+            depths *= self.affords(step, seconds, np.where(depths, to_read, 0), depths)
         if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
             return super()._draft(texts, num_nodes, block_tables)
-        least_chance = self.rounds.least_chance(alone, num_drafting) if alone else 0.0
+        least_chance = self.rounds.least_chance(step, num_drafting) if step else 0.0
         drafted_for = replace(texts, max_depths=depths.tolist())
         trunks = self._draft_trunks(drafted_for, drafting, least_chance)
         self.round_seconds = time.perf_counter() - started
-        if alone:
-            self.added = drafting.num_forwards * self.rounds.seconds(num_drafting)
+        if step:
+            self.extra_seconds = drafting.num_forwards * self.rounds.seconds(num_drafting)
         texts = self.along(texts, trunks)
         drafts = super()._draft(texts, num_nodes, block_tables)
-        if alone and drafts.rate:
+        if step and drafts.rate:
             reads = to_read[depths > 0].any()
-            of_forward = from_first_rank(self.round_seconds) / drafting.num_forwards
-            rate, took = drafts.rate * alone.unit, None if reads else of_forward
-            self.rounds.gave(alone, num_drafting, rate=rate, seconds=took)
+            forward_seconds = from_first_rank(self.round_seconds) / drafting.num_forwards
+            rate, duration = drafts.rate * step.unit, None if reads else forward_seconds
+            self.rounds.gave(step, num_drafting, rate=rate, seconds=duration)
         return drafts
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:

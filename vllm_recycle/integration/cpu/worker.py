@@ -46,7 +46,7 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
         for name, layer in layers.items() if self.verifies_trees else ():
             features = unsupported_attention(self.model_config.dtype, layer.head_size, layer.isa)
             method = settings_of(self.vllm_config).options.method
-            refuse(method, {f"layer {name} with {what}": has for what, has in features.items()})
+            refuse(method, {f"layer {name} with {kind}": has for kind, has in features.items()})
 
 
 def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
@@ -55,9 +55,9 @@ def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
         return True
     rotary = copy.deepcopy(layer.rotary_emb)  # which may convert its table to what it is given
 
-    def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Parts of wider rows, as layers give them.
         query, key = torch.ones(2, 3, 2, 2 * rotary.rotary_dim)[..., : rotary.rotary_dim]
         return torch.arange(1, 4), query, key[:, :1]
 
-    return all(map(torch.allclose, rotary(*given()), rotary.forward_native(*given())))
+    return all(map(torch.allclose, rotary(*inputs()), rotary.forward_native(*inputs())))

@@ -26,7 +26,7 @@ class AlongTrunks(TokenRecyclingV2Drafter):
     Attributes:
         length: the most tokens of a trunk that has a place in a tree.
         choices: what the choices of a trunk are worth.
-        last: the last trunk of each request.
+        last_trunks: the last trunk of each request.
 
     """
 
@@ -39,8 +39,8 @@ class AlongTrunks(TokenRecyclingV2Drafter):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.length = min(length, self.trees.depth)
         self.choices = ChoiceAcceptance(self.state.matrix.classes)
-        self.last = DeviceTrunks.empty(max_num_reqs, self.length, self.choices)
-        self.trunks = Trunks(self.last.token_ids, self.last.chances)
+        self.last_trunks = DeviceTrunks.empty(max_num_reqs, self.length, self.choices)
+        self.trunks = Trunks(self.last_trunks.token_ids, self.last_trunks.chances)
 
     def reset(self) -> None:
         super().reset()
@@ -62,16 +62,16 @@ class AlongTrunks(TokenRecyclingV2Drafter):
 
     def leave_out(self, idx_mapping: torch.Tensor) -> None:
         """Some requests, int64 [n], have no trunk."""
-        self.last.token_ids[idx_mapping] = NO_TOKEN
+        self.last_trunks.token_ids[idx_mapping] = NO_TOKEN
 
-    def take_trunks(self, idx_mapping: torch.Tensor, drafted: Trunks) -> None:
+    def take_trunks(self, idx_mapping: torch.Tensor, trunks: Trunks) -> None:
         """Take in trunks behind some texts, int64 [batch], with probabilities for chances."""
-        self.last.take(idx_mapping, self.texts, drafted)
+        self.last_trunks.take(idx_mapping, self.texts, trunks)
 
     def count_trunks(self, idx_mapping: torch.Tensor) -> None:
         """Count what followed the last trunks of some requests, int64 [batch]."""
         if not self.options.isolates:  # else nobody's counts reach another
-            self.last.count(idx_mapping, self.texts)
+            self.last_trunks.count(idx_mapping, self.texts)
 
     def statistics(self) -> dict[str, float]:
         return super().statistics() | {"rounds": self.num_rounds}

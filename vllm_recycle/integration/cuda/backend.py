@@ -40,7 +40,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
     """To be put before a metadata builder of vLLM.
 
     Of a step whose first requests are trees it sets two attributes on what it builds:
-    `tree_queries`, of their rows, and `others`, vLLM's metadata of the requests behind them, None
+    `tree_queries`, of their rows, and `plain_metadata`, vLLM's of the requests behind them, None
     where there are none.
 
     Attributes:
@@ -70,29 +70,29 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        common = common_attn_metadata
+        batch = common_attn_metadata
         num_trees, self.num_trees = self.num_trees, 0
         if not num_trees:
-            return super().build(common_prefix_len, common, fast_build)
-        ends = common.query_start_loc_cpu[: num_trees + 1]
-        is_all = num_trees == common.num_reqs
+            return super().build(common_prefix_len, batch, fast_build)
+        ends = batch.query_start_loc_cpu[: num_trees + 1]
+        is_all = num_trees == batch.num_reqs
         queries = TreeQueries(
             ancestor_bits=self.trees.ancestor_bits,
             depths=self.trees.depths,
             idx_mapping=self.tree_indices[:num_trees],
-            query_start_loc=common.query_start_loc[: num_trees + 1],
-            seq_lens=common.seq_lens[:num_trees],
-            block_table=common.block_table_tensor[:num_trees],
+            query_start_loc=batch.query_start_loc[: num_trees + 1],
+            seq_lens=batch.seq_lens[:num_trees],
+            block_table=batch.block_table_tensor[:num_trees],
             # Of a graph that is captured, more than the rows that it is captured with.
-            max_rows=common.max_query_len if is_all else int(ends.diff().max()),
+            max_rows=batch.max_query_len if is_all else int(ends.diff().max()),
             num_rows=int(ends[-1]),
         )
         # Without vLLM's schedule for its own kernel, which does not run on these rows.
-        metadata = super().build(0, common, fast_build=True)
-        metadata.tree_queries, metadata.others = queries, None
+        metadata = super().build(0, batch, fast_build=True)
+        metadata.tree_queries, metadata.plain_metadata = queries, None
         if not is_all:
-            behind = _requests_from(common, num_trees)
-            metadata.others = super().build(0, behind, fast_build)
+            plain_batch = _requests_from(batch, num_trees)
+            metadata.plain_metadata = super().build(0, plain_batch, fast_build)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -101,22 +101,22 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
         return super().build_for_cudagraph_capture(common_attn_metadata)
 
 
-def _requests_from(common: CommonAttentionMetadata, first: int) -> CommonAttentionMetadata:
-    """The metadata of the requests from `first` on, as if they were a batch of their own."""
-    start = int(common.query_start_loc_cpu[first])
-    query_start_loc_cpu = common.query_start_loc_cpu[first:] - start
-    upper_bound = common.seq_lens_cpu_upper_bound
-    seq_lens_cpu_upper_bound = upper_bound[first:] if upper_bound is not None else None
-    return common.replace(
-        query_start_loc=common.query_start_loc[first:] - start,
+def _requests_from(batch: CommonAttentionMetadata, first_request: int) -> CommonAttentionMetadata:
+    """The metadata of the requests from this one on, as if they were a batch of their own."""
+    start = int(batch.query_start_loc_cpu[first_request])
+    query_start_loc_cpu = batch.query_start_loc_cpu[first_request:] - start
+    upper_bound = batch.seq_lens_cpu_upper_bound
+    seq_lens_cpu_upper_bound = upper_bound[first_request:] if upper_bound is not None else None
+    return batch.replace(
+        query_start_loc=batch.query_start_loc[first_request:] - start,
         query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=common.seq_lens[first:],
+        seq_lens=batch.seq_lens[first_request:],
         seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound,
-        num_reqs=common.num_reqs - first,
-        num_actual_tokens=common.num_actual_tokens - start,
+        num_reqs=batch.num_reqs - first_request,
+        num_actual_tokens=batch.num_actual_tokens - start,
         max_query_len=int(query_start_loc_cpu.diff().max()),
-        block_table_tensor=common.block_table_tensor[first:],
-        slot_mapping=common.slot_mapping[start:],
+        block_table_tensor=batch.block_table_tensor[first_request:],
+        slot_mapping=batch.slot_mapping[start:],
     )
 
 
@@ -136,8 +136,8 @@ class TreeAttentionImpl(AttentionImpl):
         }
         refuse_layer(self, **features)
         # vLLM counts those before a row.
-        left, _ = self.sliding_window
-        self.window = None if left < 0 else left + 1
+        left_window, _ = self.sliding_window
+        self.window = None if left_window < 0 else left_window + 1
 
     def forward(
         self,
@@ -169,11 +169,11 @@ class TreeAttentionImpl(AttentionImpl):
         if queries is None:
             return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         attend(rows=queries)
-        if attn_metadata.others is not None:
-            rest = slice(queries.num_rows, None)
+        if attn_metadata.plain_metadata is not None:
+            rows = slice(queries.num_rows, None)
             # A layer that reads another's KV cache has no keys and values of its own.
-            rows = [None if of_all is None else of_all[rest] for of_all in (query, key, value)]
-            forward(layer, *rows, kv_cache, attn_metadata.others, output[rest], *scales)
+            tensors = [None if tensor is None else tensor[rows] for tensor in (query, key, value)]
+            forward(layer, *tensors, kv_cache, attn_metadata.plain_metadata, output[rows], *scales)
         return output
 
 
@@ -194,15 +194,15 @@ def warm_up_tiles(
     """
     impl, kv_cache = layer.impl, layer.kv_cache
     query = kv_cache.new_zeros(1, impl.num_heads, impl.head_size)
-    nothing = torch.zeros(2, dtype=torch.int32, device=kv_cache.device)
+    zeros = torch.zeros(2, dtype=torch.int32, device=kv_cache.device)
     group = impl.num_heads // impl.num_kv_heads
     for max_rows in rows_of_tiles(query, group, 1 + trees.num_nodes):
         rows = TreeQueries(
             ancestor_bits=trees.ancestor_bits,
             depths=trees.depths,
             idx_mapping=tree_indices[:1],
-            query_start_loc=nothing,
-            seq_lens=nothing[:1],
+            query_start_loc=zeros,
+            seq_lens=zeros[:1],
             block_table=block_table[:1],
             max_rows=max_rows,
             num_rows=0,

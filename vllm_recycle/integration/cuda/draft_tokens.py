@@ -45,7 +45,7 @@ class TreeDraftTokensHandler(DraftTokensHandler):
         drafts = super().get_draft_tokens()
         if self.draft_tokens_np is None:
             return drafts
-        both, nodes = drafts.draft_token_ids, self.num_draft_tokens
+        rows, nodes = drafts.draft_token_ids, self.num_draft_tokens
         return TreeDraftTokenIds(
-            drafts.req_ids, [row[:nodes] for row in both], [row[nodes:] for row in both]
+            drafts.req_ids, [row[:nodes] for row in rows], [row[nodes:] for row in rows]
         )

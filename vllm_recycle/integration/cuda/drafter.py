@@ -63,15 +63,15 @@ class V2Drafter(Drafter):
 
     Attributes:
         trees: the topology of all requests' drafts, by `req_state_idx`.
-        best: integer [logit rows], the most probable token of each row that was observed; None
-            where the method does not look for it.
+        best_token_ids: integer [logit rows], the most probable token of each row that was observed;
+            None where the method does not look for it.
         num_rounds: of a draft model, counted once for each request; a round that is replayed counts
             nothing itself.
 
     """
 
     trees: DeviceTrees
-    best: torch.Tensor | None = None
+    best_token_ids: torch.Tensor | None = None
     num_rounds = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:

@@ -25,57 +25,57 @@ from vllm_recycle.core.graph_curve import GraphShape, by_preference
 # the programs of a request that is not there end at once.
 SPREAD = 8
 # A step is padded by at most a quarter of its rows, or by this many rows.
-FILLED = 16
+PADDING_ROWS = 16
 # Batches of so many requests have graphs of their own, without room for others.
-ALONE = (1, 2, 4, 8)
+EXACT_BATCHES = (1, 2, 4, 8)
 
 
 def plan_full_graphs(
     sizes_of_batch: Sequence[Sequence[int]],
     capture_sizes: Sequence[int],
     *,
-    among_others: bool = False,
+    has_plain_requests: bool = False,
 ) -> list[GraphShape]:
     """The full graphs to capture, by preference.
 
     Args:
         sizes_of_batch: nodes that trees may have, by batch size from 0 (unused) to the largest.
         capture_sizes: vLLM's token counts, of which the last is the largest to capture.
-        among_others: whether the batch is that of the requests that draft, and any number of plain
-            ones may be beside them.
+        has_plain_requests: whether the batch is that of the requests that draft, and any number of
+            plain ones may be beside them.
 
     """
-    max_num_reqs, largest = len(sizes_of_batch) - 1, max(capture_sizes)
-    plain = {min(size, max_num_reqs) for size in capture_sizes}
+    max_num_reqs, max_num_tokens = len(sizes_of_batch) - 1, max(capture_sizes)
+    plain_sizes = {min(size, max_num_reqs) for size in capture_sizes}
     steps = {
         (nodes + 1, batch * (nodes + 1))
         for batch, sizes in enumerate(sizes_of_batch)
         for nodes in sizes
-        if 0 < batch * (nodes + 1) <= largest
+        if 0 < batch * (nodes + 1) <= max_num_tokens
     }
-    shapes = {GraphShape(size, size, 1) for size in plain}
+    shapes = {GraphShape(size, size, 1) for size in plain_sizes}
     lengths = _thinned({rows for rows, _ in steps}, lambda rows: SPREAD * rows)
-    for above, bound in pairwise([0, *reversed(lengths)]):
-        totals = {total for rows, total in steps if above < rows <= bound}
-        counts = _thinned(totals, lambda total: total + max(FILLED, total // 4))
+    for lower_bound, bound in pairwise([0, *reversed(lengths)]):
+        totals = {total for rows, total in steps if lower_bound < rows <= bound}
+        counts = _thinned(totals, lambda total: total + max(PADDING_ROWS, total // 4))
         for num_tokens in counts:
             num_reqs = min(SPREAD * num_tokens // bound, num_tokens, max_num_reqs)
             shapes.add(GraphShape(num_tokens, num_reqs, bound))
-        for num_tokens in counts[::2] if among_others else ():
+        for num_tokens in counts[::2] if has_plain_requests else ():
             shapes.add(GraphShape(num_tokens, min(num_tokens, max_num_reqs), bound))
     for rows, total in steps:
-        if (batch := total // rows) in ALONE:
+        if (batch := total // rows) in EXACT_BATCHES:
             shapes.add(GraphShape(total, batch, rows))
     return by_preference(shapes)
 
 
 def _thinned(values: Iterable[int], bound: Callable[[int], int]) -> list[int]:
     """Some of these, descending: each value has one that is no less, and at most its bound."""
-    chosen: list[int] = []
+    selection: list[int] = []
     for value in sorted(values, reverse=True):
-        if not chosen or chosen[-1] > bound(value):
-            chosen.append(value)
-    return chosen
+        if not selection or selection[-1] > bound(value):
+            selection.append(value)
+    return selection
 
 
 def replace_full_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
@@ -86,12 +86,12 @@ def replace_full_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
         shapes: of the graphs, by preference; nothing is done where the manager has no full ones.
 
     """
-    old = manager._capture_descs.get(CUDAGraphMode.FULL)
-    if not old:
+    old_descs = manager._capture_descs.get(CUDAGraphMode.FULL)
+    if not old_descs:
         return
     descs = [
         replace(
-            old[0],
+            old_descs[0],
             num_tokens=shape.num_tokens,
             num_reqs=shape.num_reqs,
             # What vLLM calls a batch in which each request has one row.
@@ -115,14 +115,14 @@ def replace_full_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
 
 def prefer_graphs(manager: Any, shapes: Sequence[GraphShape]) -> None:
     """Let steps try the graphs of `replace_full_graphs` in this order, piecewise ones behind."""
-    place = {shape: index for index, shape in enumerate(shapes)}
+    ranks = {shape: index for index, shape in enumerate(shapes)}
 
-    def at(desc: Any) -> int:
+    def rank(desc: Any) -> int:
         is_full = desc.cg_mode == CUDAGraphMode.FULL
-        return place.get(shape_of(desc), len(place)) if is_full else len(place)
+        return ranks.get(shape_of(desc), len(ranks)) if is_full else len(ranks)
 
     for candidates in manager._candidates.values():
-        candidates.sort(key=at)
+        candidates.sort(key=rank)
 
 
 def shape_of(desc: Any) -> GraphShape:

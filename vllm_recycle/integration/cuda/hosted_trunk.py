@@ -122,10 +122,10 @@ class HostedSpeculator(V2Speculator):
         if self.is_model:
             # vLLM's full graphs of a head's prefill are for chains of one length, and for as many
             # requests as the target's graph has, which trees are not padded to.
-            mixed = cudagraph_mode.mixed_mode()
-            mode = mixed if mixed == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
-            of_class, rows = type(self.decode_cudagraph_manager), self.drafter.length + 1
-            self.prefill_cudagraph_manager = of_class(self.vllm_config, self.device, mode, rows)
+            mixed_mode = cudagraph_mode.mixed_mode()
+            mode = mixed_mode if mixed_mode == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
+            manager, rows = type(self.decode_cudagraph_manager), self.drafter.length + 1
+            self.prefill_cudagraph_manager = manager(self.vllm_config, self.device, mode, rows)
 
     def sample_draft(
         self,
@@ -140,13 +140,13 @@ class HostedSpeculator(V2Speculator):
     ) -> torch.Tensor:
         """The best token of each row, int64 [rows]; the best ones are kept."""
         logits = self.compute_draft_logits(hidden_states, spec_step_idx)
-        best = top_k(logits, CHOICES).long()
+        best_token_ids = top_k(logits, CHOICES).long()
         shift = logits.float().logsumexp(dim=1, keepdim=True)
-        probable = (logits.gather(1, best).float() - shift).exp()
-        step, rows = draft_step.view(1), len(best)
-        self.token_ids[:, :rows].index_copy_(0, step, best[None])
-        self.probabilities[:, :rows].index_copy_(0, step, probable[None])
-        return best[:, 0].contiguous()
+        probabilities = (logits.gather(1, best_token_ids).float() - shift).exp()
+        step, rows = draft_step.view(1), len(best_token_ids)
+        self.token_ids[:, :rows].index_copy_(0, step, best_token_ids[None])
+        self.probabilities[:, :rows].index_copy_(0, step, probabilities[None])
+        return best_token_ids[:, 0].contiguous()
 
     def update_requests(self, scheduler_output: Any) -> None:
         if self.is_model:
@@ -177,15 +177,15 @@ class HostedSpeculator(V2Speculator):
                 for rows in (input_batch.input_ids, input_batch.positions, *states):
                     move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
             length = self.drafter.length if is_dummy or has_trunks else 0
-            of_step = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
-            given = {"num_speculative_tokens": length, **kwargs}
-            chains = super().propose(input_batch, *of_step, *args, **given)
+            step_arguments = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
+            kwargs = {"num_speculative_tokens": length, **kwargs}
+            chains = super().propose(input_batch, *step_arguments, *args, **kwargs)
         if is_dummy:
             return
         if not self.is_model and chains is not None:
             # vLLM fills up a chain with the last token, or all of it where it finds nothing.
-            last = self.req_states.last_sampled_tokens.view(-1)[input_batch.idx_mapping]
-            is_filled = (chains == last[:, None]).flip(1).cumprod(dim=1).flip(1) > 0
+            last_token_ids = self.req_states.last_sampled_tokens.view(-1)[input_batch.idx_mapping]
+            is_filled = (chains == last_token_ids[:, None]).flip(1).cumprod(dim=1).flip(1) > 0
             self.token_ids[:, : len(chains), 0] = chains.where(~is_filled, NO_TOKEN).T
         self._take_trunks(input_batch, has_trunks=has_trunks)
 
@@ -197,13 +197,14 @@ class HostedSpeculator(V2Speculator):
         if not has_trunks:
             drafter.leave_out(idx_mapping)
             return
-        counted, batch = self._counted(input_batch), input_batch.num_reqs
-        chosen = (self.token_ids, self.probabilities)
-        drafter.take_trunks(idx_mapping, Trunks(*(of[:, :batch].transpose(0, 1) for of in chosen)))
-        drafter.num_rounds += int(counted.sum())
-        if not counted.all():
-            left_out = async_tensor_h2d(np.flatnonzero(~counted), device=self.device)
-            drafter.leave_out(idx_mapping[left_out])
+        is_counted, batch = self._counted(input_batch), input_batch.num_reqs
+        tensors = (self.token_ids, self.probabilities)
+        trunks = Trunks(*(tensor[:, :batch].transpose(0, 1) for tensor in tensors))
+        drafter.take_trunks(idx_mapping, trunks)
+        drafter.num_rounds += int(is_counted.sum())
+        if not is_counted.all():
+            indices = async_tensor_h2d(np.flatnonzero(~is_counted), device=self.device)
+            drafter.leave_out(idx_mapping[indices])
 
     # What drafting takes.
 
@@ -229,20 +230,20 @@ class HostedSpeculator(V2Speculator):
             return runs
         [grow] = runs.values()
 
-        def both(batch: int) -> None:
+        def draft(batch: int) -> None:
             rows = min(batch * (1 + self.drafter.trees.num_nodes), self.max_num_tokens)
             self._run_dummy(batch, rows, length)
             grow()
 
-        return {batch: partial(both, batch) for batch in self._batches()}
+        return {batch: partial(draft, batch) for batch in self._batches()}
 
     def _run_dummy(self, batch: int, rows: int, length: int) -> None:
         states = self.req_states
-        dummy = InputBatch.make_dummy(batch, rows, self.target_input_buffers)
+        dummy_batch = InputBatch.make_dummy(batch, rows, self.target_input_buffers)
         counts = torch.ones(batch, dtype=torch.int32, device=self.device)
-        hidden = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
         super().propose(
-            dummy, None, None, hidden, None, counts, torch.zeros_like(counts),
+            dummy_batch, None, None, hidden_states, None, counts, torch.zeros_like(counts),
             states.last_sampled_tokens, states.next_prefill_tokens, self.temperature, self.seeds,
             dummy_run=True, skip_attn_for_dummy_run=True, num_speculative_tokens=length,
         )  # fmt: skip

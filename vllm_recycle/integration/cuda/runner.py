@@ -17,6 +17,7 @@ V2's batch order requests with a draft come first.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,12 @@ from vllm_recycle.integration.cuda.graphs import (
 )
 from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
-from vllm_recycle.integration.cuda.time_steps import describe_times, find_graph_times
+from vllm_recycle.integration.cuda.time_steps import (
+    describe_capture,
+    describe_compiling,
+    describe_times,
+    find_graph_times,
+)
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.refusals import has_states
@@ -60,6 +66,7 @@ class TreeModelRunner(GPUModelRunner):
     drafter: V2Drafter
     speculator: V2Speculator
     decode_query_len: int
+    graph_report: str | None = None  # once there are any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -99,19 +106,21 @@ class TreeModelRunner(GPUModelRunner):
         sizes = self.compilation_config.cudagraph_capture_sizes
         if sizes:
             chooses = self.settings.chooses_sizes
-            shapes = plan_full_graphs(self.sizes_of_batch, sizes, among_others=chooses)
+            shapes = plan_full_graphs(self.sizes_of_batch, sizes, has_plain_requests=chooses)
             replace_full_graphs(self.cudagraph_manager, shapes)
-        builders = (one.get_metadata_builder() for groups in self.attn_groups for one in groups)
+        builders = (group.get_metadata_builder() for groups in self.attn_groups for group in groups)
         # A head's layers have vLLM's attention.
-        self.tree_builders = [one for one in builders if isinstance(one, TreeMetadataBuilder)]
+        self.tree_builders = [
+            builder for builder in builders if isinstance(builder, TreeMetadataBuilder)
+        ]
         for builder in self.tree_builders:
             builder.take_trees(self.tree_drafter.trees, self.tree_indices)
         if not is_profiling:
             layers = self.compilation_config.static_forward_context
             # A draft model's layers see no trees of the target's.
-            others = self.speculator.draft_attn_layer_names
+            target_names = layers.keys() - self.speculator.draft_attn_layer_names
             caches_of = {
-                index: [layers[name].kv_cache for name in group.layer_names if name not in others]
+                index: [layers[name].kv_cache for name in group.layer_names if name in target_names]
                 for index, group in enumerate(kv_cache_config.kv_cache_groups)
             }
             self.paged_layers = {
@@ -139,18 +148,29 @@ class TreeModelRunner(GPUModelRunner):
         for layer, table in kinds.values():
             warm_up_tiles(layer, table, self.tree_drafter.trees, self.tree_indices)
 
-    @torch.inference_mode()
+    def capture_model(self, **kwargs: Any) -> int:
+        start = time.perf_counter()
+        num_bytes = super().capture_model(**kwargs)
+        seconds = time.perf_counter() - start
+        self.graph_report = describe_capture(self.cudagraph_manager, seconds, num_bytes)
+        return num_bytes
+
     def price_rows(self) -> str | None:
-        """Measure what steps cost, where the scheduler is to know; returns what was found."""
-        if not self.settings.chooses_sizes:
-            return None
+        """Measure what steps cost, where the scheduler is to know; returns what the start took."""
+        step_report = self._time_steps() if self.settings.chooses_sizes else None
+        reports = (describe_compiling(), self.graph_report, step_report)
+        return "; ".join(filter(None, reports)) or None
+
+    @torch.inference_mode()
+    def _time_steps(self) -> str:
+        start = time.perf_counter()
         with self.tree_drafter.as_if_serving(), without_experts_load(self):
             times = find_graph_times(self)
         self.speculator.take_report()  # steps that warmed up have left one
         self.speculator.times = times
         if times.graphs:
             prefer_graphs(self.cudagraph_manager, times.preference)
-        return describe_times(times)
+        return describe_times(times, time.perf_counter() - start)
 
     def shutdown(self) -> None:
         self.paged_layers = {}
@@ -169,21 +189,21 @@ class TreeModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
-        new = scheduler_output.scheduled_new_reqs
-        if new:
-            indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
+        new_reqs = scheduler_output.scheduled_new_reqs
+        if new_reqs:
+            indices = [self.req_states.req_id_to_index[request.req_id] for request in new_reqs]
             text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
-            texts = [text_of(request.prefill_token_ids, request) for request in new]
-            classes = [class_of(request.sampling_params) for request in new]
+            texts = [text_of(request.prefill_token_ids, request) for request in new_reqs]
+            classes = [class_of(request.sampling_params) for request in new_reqs]
             owners = note_of(scheduler_output).owners
-            of_each = [owners.get(request.req_id) for request in new]
-            self.tree_drafter.begin(indices, texts, classes, of_each)
-            for index, request, text in zip(indices, new, texts, strict=True):
-                if hinted := hinted_text(request.sampling_params, text):
-                    self.tree_drafter.take_in(hinted, index)
+            req_owners = [owners.get(request.req_id) for request in new_reqs]
+            self.tree_drafter.begin(indices, texts, classes, req_owners)
+            for index, request, text in zip(indices, new_reqs, texts, strict=True):
+                if hint := hinted_text(request.sampling_params, text):
+                    self.tree_drafter.take_in(hint, index)
             drafting = [
                 may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
-                for request in new
+                for request in new_reqs
             ]
             self.may_speculate[indices] = drafting
             self.tree_drafter.num_undrafted += drafting.count(False)
@@ -191,16 +211,16 @@ class TreeModelRunner(GPUModelRunner):
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
         if not FEATURES.v2_hosts:
-            asked = scheduler_output.num_spec_tokens_to_schedule
-            self.speculator.num_scheduled = self.draft_tokens_handler.num_scheduled = asked
+            num_scheduled = scheduler_output.num_spec_tokens_to_schedule
+            self.speculator.num_scheduled = self.draft_tokens_handler.num_scheduled = num_scheduled
         self.speculator.update_requests(scheduler_output)
 
     def _remove_request(self, req_id: str) -> bool:
         req_state_idx = self.req_states.req_id_to_index.get(req_id)
-        removed = super()._remove_request(req_id)
-        if removed:
+        was_removed = super()._remove_request(req_id)
+        if was_removed:
             self.tree_drafter.release(req_state_idx)
-        return removed
+        return was_removed
 
     # Before the forward: positions, and what attention needs to know.
 
@@ -263,7 +283,7 @@ class TreeModelRunner(GPUModelRunner):
         if input_batch.num_draft_tokens == 0:
             output = self.sampler(logits, input_batch)
         else:
-            best = self.tree_drafter.best if grammar_output is None else None
+            best = self.tree_drafter.best_token_ids if grammar_output is None else None
             output, path = self._sample_trees(logits, input_batch, best)
         self.tree_drafter.accept(input_batch, self.row_token_ids, output, path)
         return output, output.num_sampled, output.num_rejected

@@ -47,19 +47,17 @@ def _penalise(
 def _ban(
     state: BadWordsState, trees: DeviceTrees, logits: torch.Tensor, context: Any
 ) -> torch.Tensor:
-    if most_words := int(state.num_bad_words.np[context.idx_mapping_np].max()):
-        texts = state.req_states
+    if max_words := int(state.num_bad_words.np[context.idx_mapping_np].max()):
+        req_states = state.req_states
         words = BadWords(
             state.bad_word_token_ids.gpu,
             state.bad_word_offsets.gpu,
             state.num_bad_words.gpu,
-            texts.all_token_ids.gpu,
-            texts.prompt_len.gpu,
-            texts.total_len.gpu,
+            req_states.all_token_ids.gpu,
+            req_states.prompt_len.gpu,
+            req_states.total_len.gpu,
         )
-        ban_words(
-            logits, *_rows(context), parents=trees.parents, words=words, most_words=most_words
-        )
+        ban_words(logits, *_rows(context), parents=trees.parents, words=words, max_words=max_words)
     return logits
 
 
@@ -72,7 +70,7 @@ def sample_rows(
     logits: torch.Tensor,
     input_batch: Any,
     row_token_ids: torch.Tensor,
-    best: torch.Tensor | None,
+    best_token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, in chunks of vLLM's size, and the logits that logprobs are of.
 
@@ -81,8 +79,8 @@ def sample_rows(
         logits: floating [logit rows, vocab].
         input_batch: of the step.
         row_token_ids: int64 [logit rows].
-        best: integer [logit rows], the most probable tokens, where they are known: of a batch that
-            is greedy and no more these are it.
+        best_token_ids: integer [logit rows], the most probable tokens, where they are known: of a
+            batch that is greedy and no more these are it.
 
     Returns:
         int64 [logit rows], and floating [logit rows, vocab].
@@ -93,33 +91,33 @@ def sample_rows(
         sampler.needs_logits_processing[requests].any()
         or sampler.sampling_states.temperature.np[requests].any()
     )
-    if best is not None and is_greedy:
-        return best.long(), logits
+    if best_token_ids is not None and is_greedy:
+        return best_token_ids.long(), logits
     starts = input_batch.cu_num_logits_np
     positions = input_batch.positions[input_batch.logits_indices]
     upper_bounds = input_batch.seq_lens_cpu_upper_bound.numpy()
-    processed_are_wanted = (
+    wants_processed_logits = (
         sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         and sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
     )
-    sampled, processed = [], []
-    for first, last in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
-        rows = slice(int(starts[first]), int(starts[last]))
+    token_chunks, logits_chunks = [], []
+    for start, end in _iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])):
+        rows = slice(int(starts[start]), int(starts[end]))
         token_ids, processed_logits = sampler.sample(
             logits[rows],
             input_batch.expanded_idx_mapping[rows],
-            input_batch.idx_mapping[first:last],
-            input_batch.idx_mapping_np[first:last],
+            input_batch.idx_mapping[start:end],
+            input_batch.idx_mapping_np[start:end],
             positions[rows],
             row_token_ids[rows],
             input_batch.expanded_local_pos[rows],
-            upper_bounds[first:last],
-            return_logprobs=processed_are_wanted,
+            upper_bounds[start:end],
+            return_logprobs=wants_processed_logits,
         )
-        sampled.append(token_ids.view(-1))
-        if processed_are_wanted:
-            processed.append(processed_logits)
-    return _joined(sampled), _joined(processed) if processed else logits
+        token_chunks.append(token_ids.view(-1))
+        if wants_processed_logits:
+            logits_chunks.append(processed_logits)
+    return _joined(token_chunks), _joined(logits_chunks) if logits_chunks else logits
 
 
 def logprobs_of_paths(
@@ -147,20 +145,20 @@ def logprobs_of_paths(
     path = path[:, : 1 + int(input_batch.num_draft_tokens_per_req.max())]
     num_reqs, length = path.shape
     rows = (input_batch.cu_num_logits[:-1, None] + path.clamp(min=0)).view(-1)
-    scored, taken = (rows, slice(None)) if len(rows) < len(logits) else (slice(None), rows)
-    found = compute_topk_scores(
-        logits[scored],
+    sources, places = (rows, slice(None)) if len(rows) < len(logits) else (slice(None), rows)
+    scores = compute_topk_scores(
+        logits[sources],
         dims[0],
-        sampled[scored],
+        sampled[sources],
         logprob_token_ids_state=sampler.logprob_token_ids_state,
-        expanded_idx_mapping=input_batch.expanded_idx_mapping[scored],
+        expanded_idx_mapping=input_batch.expanded_idx_mapping[sources],
         max_per_req_token_ids=dims[1],
         logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
     )
     return LogprobsTensors(
-        found.logprob_token_ids[taken],
-        found.logprobs[taken],
-        found.selected_token_ranks[taken],
+        scores.logprob_token_ids[places],
+        scores.logprobs[places],
+        scores.selected_token_ranks[places],
         list(range(0, num_reqs * length + 1, length)),
     )
 

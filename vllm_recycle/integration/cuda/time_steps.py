@@ -1,4 +1,7 @@
-"""What steps cost on this engine: each captured graph is replayed at start-up, and drafting run."""
+"""What steps cost on this engine: each captured graph is replayed at start-up, and drafting run.
+
+And what the start itself cost.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.graphs import shape_of
 from vllm_recycle.integration.drafter import from_first_rank
+from vllm_recycle.kernels.triton.launch import COMPILED
 
 ROUNDS = 5
 # For which a GPU waits until all rounds of drafting are launched: some 10 ms.
@@ -31,26 +35,40 @@ def find_graph_times(runner: Any) -> GraphTimes:
         runner: a `TreeModelRunner` with its graphs, and without requests.
 
     """
-    of = runner.speculator
-    drafting, alone, plain = (
+    speculator = runner.speculator
+    round_times, tree_times, plain_times = (
         {batch: _drafting_seconds(run, runner.device) for batch, run in runs.items()}
-        for runs in (of.drafting_runs(), of.alone_runs(), of.plain_runs())
+        for runs in (speculator.drafting_runs(), speculator.alone_runs(), speculator.plain_runs())
     )
-    kinds = {TRUNKS: drafting, TREES: alone} if alone else {TREES: drafting}
-    return from_first_rank(GraphTimes(time_graphs(runner), kinds, plain))
+    kinds = {TRUNKS: round_times, TREES: tree_times} if tree_times else {TREES: round_times}
+    return from_first_rank(GraphTimes(time_graphs(runner), kinds, plain_times))
 
 
-def describe_times(times: GraphTimes) -> str:
-    """A line that says what was found."""
+def describe_compiling() -> str | None:
+    """Of kernels of ours that Triton's cache did not have, if there were any."""
+    return f"compiled {len(COMPILED)} kernels in {sum(COMPILED):.1f} s" if COMPILED else None
+
+
+def describe_capture(manager: Any, seconds: float, num_bytes: int) -> str:
+    """Of vLLM's graphs and ours in one, since they share memory."""
+    num_ours = sum(shape_of(desc).max_query_len > 1 for desc in manager.graphs)
+    return (
+        f"captured graphs in {seconds:.1f} s and {num_bytes / 2**30:.2f} GiB, {num_ours} of the "
+        f"{len(manager.graphs)} full ones for trees"
+    )
+
+
+def describe_times(times: GraphTimes, seconds: float) -> str:
+    """What was found, and the seconds that it took."""
     if not times.graphs:
         return "sizes of trees follow the table of batch sizes: without full graphs none was timed"
     drafting = "; ".join(
-        f"{kind} take " + ", ".join(f"{1e3 * seconds:.2f} for {n}" for n, seconds in of.items())
-        for kind, of in times.drafting.items()
+        f"{kind} take " + ", ".join(f"{1e3 * took:.2f} for {batch}" for batch, took in runs.items())
+        for kind, runs in times.drafting.items()
     )
     return (
-        f"sizes of trees are chosen step by step; {len(times.graphs)} graphs timed; "
-        f"drafting, in ms for requests: {drafting}"
+        f"sizes of trees are chosen step by step; {len(times.graphs)} graphs and drafting timed in "
+        f"{seconds:.1f} s; drafting, in ms for requests: {drafting}"
     )
 
 
@@ -63,8 +81,8 @@ def time_graphs(runner: Any) -> dict[GraphShape, tuple[float, float]]:
     descs = [desc for desc in (manager.graphs if manager else ()) if not desc.num_active_loras]
     shapes = {shape_of(desc): desc for desc in descs}
     # As much for all: no request may be longer than the model takes.
-    longest = max((shape.max_query_len for shape in shapes), default=0)
-    context = max(1, min(CONTEXT, runner.max_model_len - longest))
+    max_query_len = max((shape.max_query_len for shape in shapes), default=0)
+    context = max(1, min(CONTEXT, runner.max_model_len - max_query_len))
     times = {}
     for shape, desc in shapes.items():
         step = partial(_run_step, runner, desc)
@@ -107,10 +125,10 @@ def _median_seconds(run: Callable[[], Any], device: torch.device) -> float:
     times = []
     for _ in range(ROUNDS):
         _wait(device)
-        started = time.perf_counter()
+        start = time.perf_counter()
         run()
         _wait(device)
-        times.append(time.perf_counter() - started)
+        times.append(time.perf_counter() - start)
     return median(times)
 
 

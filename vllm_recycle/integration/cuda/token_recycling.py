@@ -126,21 +126,20 @@ class TokenRecyclingV2Drafter(V2Drafter):
         owners: Sequence[Owner | None],
     ) -> None:
         matrix = self.state.matrix
-        for who in zip(req_state_indices, classes, owners, strict=True):
-            matrix.begin(*who)
+        for request in zip(req_state_indices, classes, owners, strict=True):
+            matrix.begin(*request)
         self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
         if self.seeds:
             pairs = [*zip(req_state_indices, texts, strict=True)]
-            whole = {index: len(text) for index, text in pairs if NO_TOKEN not in text}
-            if whole:
+            lengths = {index: len(text) for index, text in pairs if NO_TOKEN not in text}
+            if lengths:
                 # From the host at once: kernels look at each token again and again.
-                ends = [self.texts.token_ids[index, :length] for index, length in whole.items()]
-                indices, lengths = [*whole], [*whole.values()]
-                token_ids = torch.cat(ends)
-                seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=lengths)
+                rows = [self.texts.token_ids[index, :length] for index, length in lengths.items()]
+                token_ids, indices, counts = torch.cat(rows), [*lengths], [*lengths.values()]
+                seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=counts)
             # What vLLM has in the place of no token is some token.
             for index, text in pairs:
-                if index not in whole:
+                if index not in lengths:
                     self.take_in(text, index)
 
     def weights_changed(self) -> None:
@@ -162,7 +161,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)
-        self.best = self.successors[:, 0]
+        self.best_token_ids = self.successors[:, 0]
 
     def accept(
         self,
@@ -183,9 +182,9 @@ class TokenRecyclingV2Drafter(V2Drafter):
             WalkResult(path, output.sampled_token_ids.long(), output.num_sampled),
         )
         learns = output.num_sampled  # nothing in the middle of a prompt
-        blind = self.is_blind[input_batch.idx_mapping_np] & input_batch.is_prefilling_np
-        if blind.any():
-            learns = learns.masked_fill(async_tensor_h2d(blind, device=learns.device), 0)
+        is_blind = self.is_blind[input_batch.idx_mapping_np] & input_batch.is_prefilling_np
+        if is_blind.any():
+            learns = learns.masked_fill(async_tensor_h2d(is_blind, device=learns.device), 0)
         learn(
             matrix,
             self.stamps,
@@ -202,11 +201,11 @@ class TokenRecyclingV2Drafter(V2Drafter):
         shape = (len(idx_mapping), self.trees.num_nodes)
         drafts = torch.empty(shape, dtype=torch.int64, device=idx_mapping.device)
         self.worths = torch.empty(shape, device=idx_mapping.device)
-        learnt = (self.state.matrix, self.counts.rates, idx_mapping, self.texts)
+        arguments = (self.state.matrix, self.counts.rates, idx_mapping, self.texts)
         if self.template is None:
-            grow(drafts, self.worths, *learnt, trees=self.trees, beam=BEAM, trunks=self.trunks)
+            grow(drafts, self.worths, *arguments, trees=self.trees, beam=BEAM, trunks=self.trunks)
         else:
-            fill(drafts, self.worths, *learnt, tree=self.template)
+            fill(drafts, self.worths, *arguments, tree=self.template)
         return drafts
 
     def describe(self) -> str:
@@ -220,10 +219,10 @@ class TokenRecyclingV2Drafter(V2Drafter):
 
 def _recurring_text(vocab_size: int) -> list[int]:
     """Tokens of which each is followed by the same one three times of four."""
-    chance, kinds, text = random.Random(0), min(64, vocab_size), [0]
+    generator, num_kinds, text = random.Random(0), min(64, vocab_size), [0]
     while len(text) < 512:
-        follows = (5 * text[-1] + 1) % kinds
-        text.append(follows if chance.random() < 0.75 else chance.randrange(kinds))
+        successor, is_regular = (5 * text[-1] + 1) % num_kinds, generator.random() < 0.75
+        text.append(successor if is_regular else generator.randrange(num_kinds))
     return text
 
 
@@ -307,14 +306,14 @@ class TokenRecyclingSpeculator(V2Speculator):
         """Send what the trees are worth on its way."""
         if num_speculative_tokens:
             self.plain_steps = 0
-        worths, counted = self.drafter.worths, self._counted(input_batch)
-        if not counted.all():
-            indices = async_tensor_h2d(np.flatnonzero(counted), device=worths.device)
+        worths, is_counted = self.drafter.worths, self._counted(input_batch)
+        if not is_counted.all():
+            indices = async_tensor_h2d(np.flatnonzero(is_counted), device=worths.device)
             worths = worths[indices]
         # On the stream of the step, so that it is there with the tokens of the next one.
         times, self.times = self.times, None
         worth = async_copy_to_np(worths.sum(0))
-        self.report = DraftReport(worth, int(counted.sum()), self.kind, times)
+        self.report = DraftReport(worth, int(is_counted.sum()), self.kind, times)
 
     def _counted(self, input_batch: Any) -> np.ndarray:
         """bool [num_reqs], whose trees may be verified in the next step."""

@@ -14,7 +14,7 @@ from vllm_recycle.integration.shims import without_speculator
 from vllm_recycle.integration.worker import TreeWorker
 
 # Recurrent layers whose states V2 takes back to the last accepted row.
-GOING_BACK = (
+MAMBA_BACKENDS = (
     MambaAttentionBackendEnum.MAMBA2,
     MambaAttentionBackendEnum.GDN_ATTN,
     MambaAttentionBackendEnum.SHORT_CONV,
@@ -35,19 +35,19 @@ class TreeGPUWorker(TreeWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         for name, layer in get_layers_from_vllm_config(self.vllm_config, MambaBase).items():
-            if layer.mamba_type not in GOING_BACK:
+            if layer.mamba_type not in MAMBA_BACKENDS:
                 raise NotImplementedError(
                     f"layer {name}: its states are of the kind {layer.mamba_type.name}, expected "
-                    f"one of {[kind.name for kind in GOING_BACK]}; start without speculation"
+                    f"one of {[kind.name for kind in MAMBA_BACKENDS]}; start without speculation"
                 )
 
     def warm_up(self) -> Any:
         # vLLM warms up with as many requests as fit, each with a whole tree: thousands of rows,
         # which no step has, and for which no memory was left.
         runner = self.model_runner
-        config, full = runner.scheduler_config, runner.num_speculative_steps
+        config, num_nodes = runner.scheduler_config, runner.num_speculative_steps
         max_num_seqs = config.max_num_seqs
-        config.max_num_seqs = max(1, sum(full in sizes for sizes in runner.sizes_of_batch))
+        config.max_num_seqs = max(1, sum(num_nodes in sizes for sizes in runner.sizes_of_batch))
         try:
             return super().warm_up()
         finally:

@@ -48,8 +48,8 @@ class Settings:
     def put(self, additional_config: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of vLLM's additional configuration with these, as plain values."""
         values = {"method": self.options.method, **dataclasses.asdict(self.options)}
-        rest = {"chooses_sizes": self.chooses_sizes, "table": self.table}
-        return {**additional_config, KEY: {"options": values, **rest}}
+        size_settings = {"chooses_sizes": self.chooses_sizes, "table": self.table}
+        return {**additional_config, KEY: {"options": values, **size_settings}}
 
 
 def has_settings(vllm_config: Any) -> bool:
@@ -61,8 +61,8 @@ def settings_of(vllm_config: Any) -> Settings:
     """The settings of an engine."""
     values = vllm_config.additional_config[KEY]
     options = {**values["options"]}
-    of_class = options_class(options.pop("method"), options)
-    return Settings(**values | {"options": of_class(**options)})
+    option_class = options_class(options.pop("method"), options)
+    return Settings(**values | {"options": option_class(**options)})
 
 
 def put_table_back(vllm_config: Any) -> None:

@@ -43,20 +43,20 @@ class MethodOptions(ABC):
     save_every: float | None = None
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], *, on_gpu: bool) -> Self:
+    def parse(cls, config: Mapping[str, Any], *, on_gpu: bool) -> Self:
         """Check the keys and values of a speculative configuration (without its `method`).
 
         A key that is null is not given. What is not given is what is best on a GPU, or on a CPU.
         Raises ValueError naming the key, what was given and what is accepted.
         """
-        cls._check_keys(given)
-        given = cls._own({key: value for key, value in given.items() if value is not None})
-        if on_gpu and "row_cost" in given:
+        cls._check_keys(config)
+        config = cls._own({key: value for key, value in config.items() if value is not None})
+        if on_gpu and "row_cost" in config:
             raise NotImplementedError(
-                f"speculative_config: row_cost is {given['row_cost']!r}, expected none on a GPU, "
+                f"speculative_config: row_cost is {config['row_cost']!r}, expected none on a GPU, "
                 "where steps are timed at each start, or sizes follow from the batch alone"
             )
-        values = cls._defaults(given, on_gpu=on_gpu) | given
+        values = cls._defaults(config, on_gpu=on_gpu) | config
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in values:
                 raise ValueError(f"speculative_config of {cls.method}: {field.name!r} is missing")
@@ -66,20 +66,20 @@ class MethodOptions(ABC):
 
     @classmethod
     @abstractmethod
-    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         """The keys whose defaults a device decides."""
 
     @classmethod
-    def _own(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _own(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Keys of ours with their values, in the place of `other_keys`."""
-        return given
+        return config
 
     @classmethod
-    def _check_keys(cls, given: Mapping[str, Any]) -> None:
+    def _check_keys(cls, config: Mapping[str, Any]) -> None:
         shared = {field.name for field in dataclasses.fields(MethodOptions)}
         fields = sorted(dataclasses.fields(cls), key=lambda field: field.name in shared)
         accepted = [field.name for field in fields]
-        for key in given:
+        for key in config:
             if key not in (*accepted, *cls.other_keys):
                 raise ValueError(
                     f"speculative_config of {cls.method}: unknown key {shorten(key)}, expected any "

@@ -63,11 +63,11 @@ def _by_name(config: Mapping[Any, Any], place: str = "") -> dict[str, Any]:
     for key in config:
         if not isinstance(key, str):
             raise ValueError(f"speculative_config: key {shorten(key)}{place}, expected names")
-        other = names.setdefault(key.replace("-", "_"), key)
-        if other != key:
+        first_key = names.setdefault(key.replace("-", "_"), key)
+        if first_key != key:
             raise ValueError(
-                f"speculative_config: {other!r} and {key!r} are one key{place}, expected one of "
-                "them"
+                f"speculative_config: {first_key!r} and {key!r} are one key{place}, expected one "
+                "of them"
             )
     return {name: _plain(config[key]) for name, key in names.items()}
 
@@ -90,16 +90,16 @@ def check_table(table: Any, num_nodes: int) -> Schedule | None:
         and len(table) > 0
         and all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in table)
         and all(
-            is_int(first, 1, ANY) and is_int(last, first, ANY) and is_int(nodes, 0, ANY)
-            for first, last, nodes in table
+            is_int(start, 1, ANY) and is_int(end, start, ANY) and is_int(nodes, 0, ANY)
+            for start, end, nodes in table
         )
     )
     expect(TABLE, table, is_table, "a list of [first batch size, last batch size, nodes]")
-    most = max(nodes for _, _, nodes in table)
-    if most > num_nodes:
+    max_nodes = max(nodes for _, _, nodes in table)
+    if max_nodes > num_nodes:
         raise ValueError(
-            f"speculative_config: {TABLE} has {most} nodes, expected at most the {num_nodes} that "
-            "a tree has"
+            f"speculative_config: {TABLE} has {max_nodes} nodes, expected at most the {num_nodes} "
+            "that a tree has"
         )
     try:
         return validate_and_normalize_dynamic_sd_schedule(list(table))

@@ -93,14 +93,14 @@ class OuroborosOptions(DraftModelOptions):
     pool_file: str | None = None
 
     @classmethod
-    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         # Neither gamma nor `max_forwards` is below the other, whichever is given.
-        forwards = given.get("max_forwards")
-        least: Any = forwards if is_int(forwards, 1, MAX_NODES) else 1
-        sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], least), "row_cost": 0.0}
-        gamma = given.get("gamma") or sizes["gamma"]
-        most = gamma if is_int(gamma, 1, MAX_NODES) else 1
-        sizes["max_forwards"] = min(most, FORWARDS_ON_GPU) if on_gpu else most
+        forwards = config.get("max_forwards")
+        min_gamma: Any = forwards if is_int(forwards, 1, MAX_NODES) else 1
+        sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], min_gamma), "row_cost": 0.0}
+        gamma = config.get("gamma") or sizes["gamma"]
+        max_forwards = gamma if is_int(gamma, 1, MAX_NODES) else 1
+        sizes["max_forwards"] = min(max_forwards, FORWARDS_ON_GPU) if on_gpu else max_forwards
         return sizes
 
     def check(self) -> None:
@@ -139,9 +139,9 @@ class OuroborosOptions(DraftModelOptions):
         return self.shape().lookahead().num_nodes + self.phrase_length
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        most = draft_limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else draft_limits.MAX_DRAFT_ROWS
-        rows = min(most, max_num_batched_tokens or most)
+        limit = draft_limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else draft_limits.MAX_DRAFT_ROWS
+        rows = min(limit, max_num_batched_tokens or limit)
         # One request is drafted for even where its forwards have more rows.
         batch = max(1, rows // draft_limits.draft_forward_rows(self.shape()))
-        most = draft_limits.MAX_TREE_ROWS if on_gpu else draft_limits.UNLIMITED
-        return draft_limits.halving_schedule(self.num_nodes, most, max_num_reqs=batch)
+        max_rows = draft_limits.MAX_TREE_ROWS if on_gpu else draft_limits.UNLIMITED
+        return draft_limits.halving_schedule(self.num_nodes, max_rows, max_num_reqs=batch)

@@ -69,23 +69,23 @@ class TokenRecyclingOptions(MethodOptions):
     seed_from_prompt: bool = True
 
     @classmethod
-    def _own(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _own(cls, config: dict[str, Any]) -> dict[str, Any]:
         names = ("max_nodes", "num_speculative_tokens")
-        limits = {key: given[key] for key in names if key in given}
+        limits = {key: config[key] for key in names if key in config}
         for key, limit in limits.items():
             expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
-        own = {key: value for key, value in given.items() if key not in limits}
+        own = {key: value for key, value in config.items() if key not in limits}
         return own | ({"max_nodes": min(limits.values())} if limits else {})
 
     @classmethod
-    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         # A list of contexts, as any that travels in JSON.
         defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 16], "context_mib": 64}
-        if (preset := given.get("preset")) is not None:
+        if (preset := config.get("preset")) is not None:
             is_preset = isinstance(preset, str) and preset in PRESETS
             expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
             defaults |= PRESETS[preset]
-        if given.get("tree", defaults["tree"]) == DYNAMIC:
+        if config.get("tree", defaults["tree"]) == DYNAMIC:
             defaults["max_nodes"] = DYNAMIC_MAX_NODES_ON_GPU if on_gpu else DYNAMIC_MAX_NODES
         return defaults
 

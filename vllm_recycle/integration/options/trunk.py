@@ -26,8 +26,8 @@ class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
     gamma: int = 4
 
     @classmethod
-    def _defaults(cls, given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        return super()._defaults(given, on_gpu=on_gpu) | {"gamma": cls.gamma}
+    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        return super()._defaults(config, on_gpu=on_gpu) | {"gamma": cls.gamma}
 
     def check(self) -> None:
         super().check()

@@ -112,10 +112,10 @@ def find_or_build() -> Built:
             _load(command, built)
             return built
         except OSError as error:
-            said = [str(error)]
+            messages = [str(error)]
         except subprocess.CalledProcessError as error:
-            said = error.stderr.splitlines() or [f"exit status {error.returncode}"]
-        line = next((line for line in said if "error:" in line), said[-1])
+            messages = error.stderr.splitlines() or [f"exit status {error.returncode}"]
+        line = next((line for line in messages if "error:" in line), messages[-1])
         built.problems.append(f"{shlex.join(command)} cannot compile the kernels ({line})")
     built.problems = built.problems or ["no C++ compiler found"]
     return built
@@ -125,8 +125,8 @@ def find_shipped() -> Path | None:
     """The kernels in the package for this CPU, made of these very sources with these flags."""
     with contextlib.suppress(OSError):
         flags = set(_cpu_flags().split())
-        for name, (needed, _) in VARIANTS.items():
-            if flags.issuperset(needed) and (path := _shipped_path(name)).is_file():
+        for name, (required_flags, _) in VARIANTS.items():
+            if flags.issuperset(required_flags) and (path := _shipped_path(name)).is_file():
                 return path
     return None
 
@@ -151,17 +151,17 @@ def _cpu_flags() -> str:
 
 def compilers(problems: list[str]) -> list[list[str]]:
     """The compilers that are there: CXX, which may have options, then g++."""
-    given = os.environ.get("CXX", "")
+    setting = os.environ.get("CXX", "")
     try:
-        named = shlex.split(given)
+        cxx_command = shlex.split(setting)
     except ValueError:  # a quotation without its end
-        named = [given]
+        cxx_command = [setting]
     commands: list[list[str]] = []
-    for program, *options in filter(None, (named, ["g++"])):
-        if found := shutil.which(program):
-            commands += [[found, *options]] if [found, *options] not in commands else []
+    for program, *options in filter(None, (cxx_command, ["g++"])):
+        if path := shutil.which(program):
+            commands += [[path, *options]] if [path, *options] not in commands else []
         elif program != "g++":
-            problems.append(f"CXX is {given!r}, expected a compiler that is there")
+            problems.append(f"CXX is {setting!r}, expected a compiler that is there")
     return commands
 
 
@@ -177,14 +177,14 @@ def _load(command: list[str], built: Built) -> None:
             return
     # Nobody else's, and gone as soon as it is loaded, if not kept.
     with tempfile.TemporaryDirectory(prefix="vllm_recycle-") as folder:
-        compiled = Path(folder) / "cpu_native.so"
-        compile_to(compiled, [*command, *NATIVE])
+        compiled_path = Path(folder) / "cpu_native.so"
+        compile_to(compiled_path, [*command, *NATIVE])
         try:
             path = _path(command)
-            _keep(compiled, path)
+            _keep(compiled_path, path)
             built.library, built.path = ctypes.CDLL(str(path)), path
         except OSError as error:
-            built.library = ctypes.CDLL(str(compiled))
+            built.library = ctypes.CDLL(str(compiled_path))
             built.problems.append(
                 f"the kernels cannot be kept ({error}) and are compiled at each start: set "
                 "XDG_CACHE_HOME to a folder that can be written"
@@ -211,9 +211,9 @@ def _path(command: list[str]) -> Path:
     return root / "vllm_recycle" / f"cpu_native-{digest}.so"
 
 
-def _keep(compiled: Path, path: Path) -> None:
+def _keep(compiled_path: Path, path: Path) -> None:
     """Put a library in its place, with its digest, which the loader does not look at."""
-    content = compiled.read_bytes()
+    content = compiled_path.read_bytes()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, content + hashlib.sha256(content).digest(), kind="kernels")
 
@@ -231,14 +231,14 @@ def _is_whole(path: Path) -> bool:
 def main() -> None:
     """Compile all variants into the package, for `make wheel`; for x86 alone."""
     problems: list[str] = []
-    found = compilers(problems)
-    if platform.machine() != "x86_64" or not found:
+    commands = compilers(problems)
+    if platform.machine() != "x86_64" or not commands:
         raise SystemExit("; ".join(problems) or "expected x86-64, and the package g++")
     shutil.rmtree(FOLDER / "shipped", ignore_errors=True)
     (FOLDER / "shipped").mkdir()
     for name, (_, flags) in VARIANTS.items():
         try:
-            compile_to(_shipped_path(name), [*found[0], *flags])
+            compile_to(_shipped_path(name), [*commands[0], *flags])
         except subprocess.CalledProcessError as error:
             raise SystemExit(error.stderr) from error
 

@@ -18,7 +18,7 @@ import torch
 
 from vllm_recycle.core.tree import Trees
 from vllm_recycle.kernels.cpu.kv_cache import ISAS, slot_elements
-from vllm_recycle.kernels.cpu.pointers import DTYPES, MADE, library, pointer, pointers, rows_pointer
+from vllm_recycle.kernels.cpu.pointers import DTYPES, REFS, library, pointer, pointers, rows_pointer
 
 LANES = 16
 NO_WINDOW = 2**62  # more tokens than a text has
@@ -30,7 +30,7 @@ class TreeQueries:
 
     Attributes:
         trees: of the requests; each has a prefix of its rows.
-        first: int64 [batch], the flat row of each tree's root.
+        root_rows: int64 [batch], the flat row of each tree's root.
         num_rows: int64 [batch], rows of each tree, the root included.
         num_context: int64 [batch], tokens before the root.
         block_table: int32 [batch, n], the blocks of each request, enough for context and rows; for
@@ -41,25 +41,25 @@ class TreeQueries:
     """
 
     trees: Trees
-    first: torch.Tensor
+    root_rows: torch.Tensor
     num_rows: torch.Tensor
     num_context: torch.Tensor
     block_table: torch.Tensor
     block_size: int
     are_cached: bool = True
 
-    def select(self, chosen: torch.Tensor) -> TreeQueries:
-        """Only the requests where `chosen`, bool [batch], is true."""
-        names = ("first", "num_rows", "num_context", "block_table")
-        rows = {name: getattr(self, name)[chosen] for name in names}
-        return replace(self, trees=self.trees.select(chosen), **rows)
+    def select(self, selection: torch.Tensor) -> TreeQueries:
+        """Only the requests where `selection`, bool [batch], is true."""
+        names = ("root_rows", "num_rows", "num_context", "block_table")
+        rows = {name: getattr(self, name)[selection] for name in names}
+        return replace(self, trees=self.trees.select(selection), **rows)
 
 
 class _Queries(ctypes.Structure):
     """As `Queries` in tree_columns.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("first", "num_rows", "num_context")),
+        *((name, c_void_p) for name in ("root_rows", "num_rows", "num_context")),
         *((name, c_void_p) for name in ("block_table", "mask", "depths")),
         *((name, c_int64) for name in ("batch", "table_stride", "mask_batch_stride")),
         *((name, c_int64) for name in ("mask_stride", "depths_stride")),
@@ -68,20 +68,20 @@ class _Queries(ctypes.Structure):
 
 def _queries(queries: TreeQueries) -> Any:
     """For C++."""
-    if (known := MADE.get(queries)) is None:
+    if (ref := REFS.get(queries)) is None:
         table, trees = queries.block_table, queries.trees
         mask, depths = trees.ancestor_mask, trees.depths
         assert table.dtype == torch.int32
         assert table.stride(1) == mask.stride(2) == 1
-        known = MADE[queries] = ctypes.byref(
+        ref = REFS[queries] = ctypes.byref(
             _Queries(
-                *pointers(queries.first, queries.num_rows, queries.num_context),
+                *pointers(queries.root_rows, queries.num_rows, queries.num_context),
                 *(table.data_ptr(), mask.data_ptr(), rows_pointer(depths)),
-                *(len(queries.first), table.stride(0), mask.stride(0), mask.stride(1)),
+                *(len(queries.root_rows), table.stride(0), mask.stride(0), mask.stride(1)),
                 depths.stride(0),
             )
         )
-    return known
+    return ref
 
 
 def move_slots(
@@ -99,13 +99,13 @@ def move_slots(
         isa: one of `ISAS`.
 
     """
-    first = kv_caches[0]
-    read, write = (slot_elements(slots, shape=first.shape, isa=isa) for slots in (source, target))
+    layer = kv_caches[0]
+    read, write = (slot_elements(slots, shape=layer.shape, isa=isa) for slots in (source, target))
     caches = [kv_cache.data_ptr() for kv_cache in kv_caches]
     library().move_slots(
         (c_void_p * len(caches))(*caches),
         len(caches),
-        first.element_size(),
+        layer.element_size(),
         *pointers(read, write),
         read.numel(),
         torch.get_num_threads(),

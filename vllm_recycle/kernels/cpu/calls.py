@@ -23,7 +23,7 @@ from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
-from vllm_recycle.kernels.cpu.pointers import DTYPES, MADE, library, pointer, pointers, rows_pointer
+from vllm_recycle.kernels.cpu.pointers import DTYPES, REFS, library, pointer, pointers, rows_pointer
 
 # Numbers of a `MatrixLayout`, as `Matrix` in matrix.cpp has them.
 NUMBERS = ("vocab_size", "k", "slots", "has_own", "has_shared", "parts")
@@ -44,13 +44,13 @@ class _Matrix(ctypes.Structure):
 
 def _matrix(matrix: AdjacencyMatrix) -> Any:
     """For C++."""
-    if (known := MADE.get(matrix)) is None:
+    if (ref := REFS.get(matrix)) is None:
         layout, table = matrix.layout, pointer(matrix.table, torch.int32)
         numbers = (*(getattr(layout, name) for name in NUMBERS), len(layout.contexts))
         salts, classes = pointer(matrix.salts), pointer(matrix.classes)
-        known = ctypes.byref(_Matrix(table, salts, classes, *numbers, layout.contexts))
-        MADE[matrix] = known
-    return known
+        ref = ctypes.byref(_Matrix(table, salts, classes, *numbers, layout.contexts))
+        REFS[matrix] = ref
+    return ref
 
 
 def _numbers(values: Sequence[int]) -> Any:
@@ -59,7 +59,7 @@ def _numbers(values: Sequence[int]) -> Any:
 
 
 def _ends(ends: Ends) -> tuple[Any, ...]:
-    """For C++: tokens, which of them are tokens, the stride of both, and the last places."""
+    """For C++: tokens, which of them are tokens, the stride of both, and the last positions."""
     token_ids, is_token = ends.token_ids, ends.is_token
     assert token_ids.dtype == torch.int32
     assert token_ids.stride(1) == 1
@@ -68,7 +68,7 @@ def _ends(ends: Ends) -> tuple[Any, ...]:
         assert is_token.dtype == torch.bool
         assert is_token.stride() == token_ids.stride()
         flags = is_token.data_ptr()
-    return token_ids.data_ptr(), flags, token_ids.stride(0), _numbers(ends.last)
+    return token_ids.data_ptr(), flags, token_ids.stride(0), _numbers(ends.last_positions)
 
 
 def _trunks(trunks: Trunks | None, batch: int) -> tuple[int | None, int | None, int, int]:
@@ -88,7 +88,7 @@ class _Texts(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("idx_mapping", "token_ids", "is_token")),
         ("stride", c_int64),
-        *((name, c_void_p) for name in ("last", "max_depths", "trunk_ids", "chances")),
+        *((name, c_void_p) for name in ("last_positions", "max_depths", "trunk_ids", "chances")),
         ("gamma", c_int64),
         ("choices", c_int64),
         ("follows", c_void_p),
@@ -138,16 +138,16 @@ def _grammars(grammars: Sequence[Grammar | None] | None) -> Iterator[tuple[Any, 
         yield None, None
         return
     failures: list[Exception] = []
-    kept: Allowed | None = None  # C++ reads its words until it asks again
+    last_allowed: Allowed | None = None  # C++ reads its words until it asks again
 
     def ask(b: int, path: Any, length: int, allowed: Any) -> None:
-        nonlocal kept
+        nonlocal last_allowed
         try:
             grammar = grammars[b]
-            kept = grammar.allowed(path[:length]) if grammar else None
-            if kept is not None:
-                words = pointer(kept.words, torch.int32)
-                allowed[0] = _Allowed(words, len(kept.words), kept.expected)
+            last_allowed = grammar.allowed(path[:length]) if grammar else None
+            if last_allowed is not None:
+                words = pointer(last_allowed.words, torch.int32)
+                allowed[0] = _Allowed(words, len(last_allowed.words), last_allowed.expected)
         except Exception as error:  # which ends here, below C++
             failures.append(error)
 
@@ -167,20 +167,20 @@ def draft(
 ) -> Drafts:
     """See `vllm_recycle.core.draft.draft`."""
     batch = len(texts.idx_mapping)
-    assert len(texts.ends.last) == len(texts.max_depths) == batch
-    found = (c_int64 * (batch * (1 + 2 * max_nodes)))()
+    assert len(texts.ends.last_positions) == len(texts.max_depths) == batch
+    buffer = (c_int64 * (batch * (1 + 2 * max_nodes)))()
     template = _Template(None, None, None, 0)
     if tree is not None:
         template = _Template(*pointers(tree.parents, tree.ranks, tree.depths), tree.num_nodes)
-    token_ids, is_token, stride, last = _ends(texts.ends)
+    token_ids, is_token, stride, last_positions = _ends(texts.ends)
     depths, chosen = _numbers(texts.max_depths), _Chosen()
     with _grammars(texts.grammars) as (follows, ask):
-        given = _Texts(
+        structure = _Texts(
             pointer(texts.idx_mapping),
             token_ids,
             is_token,
             stride,
-            ctypes.addressof(last),
+            ctypes.addressof(last_positions),
             ctypes.addressof(depths),
             *_trunks(texts.trunks, batch),
             follows and ctypes.addressof(follows),
@@ -190,19 +190,19 @@ def draft(
         size = library().draft(
             _matrix(matrix),
             pointer(counts, torch.float64),
-            ctypes.byref(given),
+            ctypes.byref(structure),
             ctypes.byref(template),
             *(ctypes.byref(_price(prices.get(kind))) for kind in (TREES, CHAINS)),
             max_nodes,
-            found,
+            buffer,
             ctypes.byref(chosen),
         )
-    numbers = iter(found[:size])
+    numbers = iter(buffer[:size])
     kind = CHAINS if chosen.kind else TREES
     drafts = Drafts([], [], kind=kind, rate=chosen.rate, expected=chosen.expected)
     for count in numbers:
-        for of_each in (drafts.token_ids, drafts.parents):
-            of_each.append(list(islice(numbers, count)))
+        for lists in (drafts.token_ids, drafts.parents):
+            lists.append(list(islice(numbers, count)))
     return drafts
 
 
@@ -210,7 +210,7 @@ def learn(
     matrix: AdjacencyMatrix, counts: torch.Tensor | None, ends: Ends, step: VerifiedStep
 ) -> None:
     """See `vllm_recycle.core.learn.learn`."""
-    assert len(ends.last) == len(step.idx_mapping)
+    assert len(ends.last_positions) == len(step.idx_mapping)
     path, token_ids = step.walked.path.contiguous(), step.walked.token_ids.contiguous()
     library().learn(
         _matrix(matrix),
@@ -237,8 +237,8 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         logits = logits.float().contiguous()
     count, vocab = logits.shape
-    best = torch.empty(count, k, dtype=torch.int32)
-    first = torch.empty(count, dtype=torch.int64)
+    top_ids = torch.empty(count, k, dtype=torch.int32)
+    best_ids = torch.empty(count, dtype=torch.int64)
     library().top_k_rows(
         logits.data_ptr(),
         count,
@@ -247,10 +247,10 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         k,
         logits.dtype == torch.bfloat16,
         torch.get_num_threads(),
-        best.data_ptr(),
-        first.data_ptr(),
+        top_ids.data_ptr(),
+        best_ids.data_ptr(),
     )
-    return best, first
+    return top_ids, best_ids
 
 
 def walk(
@@ -287,7 +287,7 @@ def walk(
 def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """See `vllm_recycle.core.phrase_pool.newest_phrases`."""
     _, per_token, length = table.shape
-    newest = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
+    phrases = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
     token_ids = token_ids.contiguous()
     library().newest_phrases(
         pointer(table, torch.int32),
@@ -296,9 +296,9 @@ def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> 
         count,
         per_token,
         length,
-        pointer(newest),
+        pointer(phrases),
     )
-    return newest
+    return phrases
 
 
 def insert_phrases(

@@ -59,11 +59,11 @@ struct Ends {
   const int32_t* token_ids;
   const uint8_t* is_token;
   int64_t stride;  // of both
-  const int64_t* last;
+  const int64_t* last_positions;
 
   Context tail(int64_t b, int64_t reach) const {
     Context context = no_context();
-    for (int64_t i = 0, place = last[b]; i < reach && place >= 0; i++, place--) {
+    for (int64_t i = 0, place = last_positions[b]; i < reach && place >= 0; i++, place--) {
       if (is_token && !is_token[b * stride + place]) continue;
       context.tokens[i] = token_ids[b * stride + place];
     }
@@ -83,28 +83,28 @@ struct Address {
 // Calls `visit` with the address of each entry of a context, the shortest first, shared before own.
 template <typename Visit>
 void each_address(const Matrix& matrix, const Context& context, int64_t salt, Visit visit) {
-  uint64_t hashed = 0;
-  int64_t seen = 0;
+  uint64_t context_hash = 0;
+  int64_t num_hashed = 0;
   const int64_t slots = matrix.slots / matrix.parts;
-  const int64_t first = matrix.vocab + (salt & (matrix.parts - 1)) * slots;
+  const int64_t first_address = matrix.vocab + (salt & (matrix.parts - 1)) * slots;
   for (int64_t index = 0; index < matrix.num_contexts; index++) {
     const int64_t length = matrix.lengths[index];
-    for (; seen < length; seen++) {
-      if (!matrix.is_token(context.tokens[seen])) return;
-      hashed = (hashed ^ uint64_t(context.tokens[seen] + 1)) * MIX;
-      hashed ^= hashed >> 32;
+    for (; num_hashed < length; num_hashed++) {
+      if (!matrix.is_token(context.tokens[num_hashed])) return;
+      context_hash = (context_hash ^ uint64_t(context.tokens[num_hashed] + 1)) * MIX;
+      context_hash ^= context_hash >> 32;
     }
-    const bool shares = matrix.has_shared && salt < PRIVATE_SALT;
-    for (int64_t own = !shares; own < 1 + matrix.has_own; own++) {
+    const bool is_sharing = matrix.has_shared && salt < PRIVATE_SALT;
+    for (int64_t own = !is_sharing; own < 1 + matrix.has_own; own++) {
       if (length == 1 && !own) {
         const int64_t token = context.tokens[0];
         visit(Address{index, 0, matrix.entry(token), int32_t(token << 3), 0, matrix.k});
         continue;
       }
-      const uint64_t salted = own && matrix.parts == 1 ? uint64_t(salt) : 0;
-      uint64_t key = (hashed + salted * FINISH + uint64_t(length)) * FINISH;
+      const uint64_t hash_salt = own && matrix.parts == 1 ? uint64_t(salt) : 0;
+      uint64_t key = (context_hash + hash_salt * FINISH + uint64_t(length)) * FINISH;
       key = (key ^ key >> 29) * MIX;
-      const int64_t address = first + int64_t(key & uint64_t(slots - 1));
+      const int64_t address = first_address + int64_t(key & uint64_t(slots - 1));
       const int32_t head = int32_t(key >> 36 << 3 | uint64_t(own) << 2);
       visit(Address{index, own, matrix.entry(address), head, int32_t(own ? salt : 0), matrix.k});
     }
@@ -113,7 +113,7 @@ void each_address(const Matrix& matrix, const Context& context, int64_t salt, Vi
 
 // Known entries of a context, by whether they are own; `entry` is null for none.
 struct Known {
-  Address of[2] = {};
+  Address entries[2] = {};
 };
 
 // The known entries of the longest context that is known.
@@ -123,7 +123,7 @@ Known find_longest(const Matrix& matrix, const Context& context, int64_t salt) {
   each_address(matrix, context, salt, [&](const Address& address) {
     if (!address.is_known()) return;
     if (address.index != index) longest = {}, index = address.index;
-    longest.of[address.own] = address;
+    longest.entries[address.own] = address;
   });
   return longest;
 }
@@ -150,13 +150,13 @@ void apply(const Matrix& matrix, const Write& write) {
 // Which successors of the entries that a draft may be made from were right, and all as seen.
 void count(const Matrix& matrix, double* increments, const Context& context, int64_t salt,
            int64_t token) {
-  for (const Address& found : find_longest(matrix, context, salt).of) {
-    for (int64_t rank = 0; found.entry && rank < matrix.k; rank++) {
-      if (found.entry[1 + rank] < 0) continue;
-      const int64_t ranks = (found.index * 2 + found.own) * matrix.k + rank;
-      for (int64_t steadiness : {int64_t(found.entry[0] & 3), STEADINESSES}) {
+  for (const Address& address : find_longest(matrix, context, salt).entries) {
+    for (int64_t rank = 0; address.entry && rank < matrix.k; rank++) {
+      if (address.entry[1 + rank] < 0) continue;
+      const int64_t ranks = (address.index * 2 + address.own) * matrix.k + rank;
+      for (int64_t steadiness : {int64_t(address.entry[0] & 3), STEADINESSES}) {
         double* cell = increments + (ranks * CELLS + steadiness) * 2;
-        cell[0] += found.entry[1 + rank] == token;
+        cell[0] += address.entry[1 + rank] == token;
         cell[1] += 1.0;
       }
     }
@@ -256,14 +256,14 @@ struct Source {
 
   // The entry to draft from, the surer one; its `entry` is null where nothing is known.
   Address find(const Context& context, int64_t b) const {
-    const auto [shared, own] = find_longest(matrix, context, matrix.salts[idx_mapping[b]]).of;
+    const auto [shared, own] = find_longest(matrix, context, matrix.salts[idx_mapping[b]]).entries;
     if (!own.entry) return shared;
     return shared.entry && *rates_of(shared, b) > *rates_of(own, b) ? shared : own;
   }
-  const double* rates_of(const Address& found, int64_t b) const {
-    const int64_t of_class = matrix.classes[idx_mapping[b]] * matrix.num_ranks();
-    const int64_t first = of_class + (found.index * 2 + found.own) * matrix.k;
-    return rates.data() + first * STEADINESSES + (found.entry[0] & 3);
+  const double* rates_of(const Address& address, int64_t b) const {
+    const int64_t class_ranks = matrix.classes[idx_mapping[b]] * matrix.num_ranks();
+    const int64_t ranks = class_ranks + (address.index * 2 + address.own) * matrix.k;
+    return rates.data() + ranks * STEADINESSES + (address.entry[0] & 3);
   }
 };
 
@@ -283,69 +283,69 @@ std::vector<double> find_rates(const double* counts, int64_t num_successors) {
   return rates;
 }
 
-void sort_best_first(std::vector<Follower>& following) {
+void sort_best_first(std::vector<Follower>& followers) {
   std::stable_sort(
-      following.begin(), following.end(),
-      [](const Follower& one, const Follower& other) { return one.chance > other.chance; });
+      followers.begin(), followers.end(),
+      [](const Follower& a, const Follower& b) { return a.chance > b.chance; });
 }
 
 // See _following; those that are offered at a place of the trunk, and those of an entry.
 void find_following(const Source& source, const Context& context, int64_t b, int64_t place,
-                    std::vector<Follower>& following) {
+                    std::vector<Follower>& followers) {
   const Trunks& trunks = source.trunks;
-  const Address found = source.find(context, b);
-  const double* rate = found.entry ? source.rates_of(found, b) : nullptr;
-  following.clear();
-  double left = 1.0, others = 0.0, share = 1.0;
+  const Address address = source.find(context, b);
+  const double* rate = address.entry ? source.rates_of(address, b) : nullptr;
+  followers.clear();
+  double chance = 1.0, offered_rate = 0.0, share = 1.0;
   if (0 <= place && place < trunks.gamma) {
-    const int64_t first = (b * trunks.gamma + place) * trunks.choices;
-    for (int64_t i = first; i < first + trunks.choices; i++) {
+    const int64_t first_choice = (b * trunks.gamma + place) * trunks.choices;
+    for (int64_t i = first_choice; i < first_choice + trunks.choices; i++) {
       const int64_t token = trunks.token_ids[i];
-      if (token >= 0) following.push_back({token, bounded(trunks.chances[i]), NO_PLACE});
+      if (token >= 0) followers.push_back({token, bounded(trunks.chances[i]), NO_PLACE});
     }
   }
-  const size_t offered = following.size();
-  const int64_t ranks = found.entry ? source.matrix.k - int64_t(offered) : 0;
+  const size_t num_offered = followers.size();
+  const int64_t ranks = address.entry ? source.matrix.k - int64_t(num_offered) : 0;
   auto is_offered = [&](int64_t token) {
-    return std::any_of(following.begin(), following.begin() + offered,
-                       [&](const Follower& one) { return one.token == token; });
+    return std::any_of(followers.begin(), followers.begin() + num_offered,
+                       [&](const Follower& follower) { return follower.token == token; });
   };
-  if (offered) {
-    following[0].place = place + 1;
-    double sum = 0.0;
-    for (const Follower& one : following) sum += one.chance;
-    left = std::max(0.0, 1.0 - sum);
+  if (num_offered) {
+    followers[0].place = place + 1;
+    double trunk_chance = 0.0;
+    for (const Follower& follower : followers) trunk_chance += follower.chance;
+    chance = std::max(0.0, 1.0 - trunk_chance);
     for (int64_t rank = 0; rank < ranks; rank++) {
-      if (is_offered(found.entry[1 + rank])) others += rate[rank * STEADINESSES];
+      if (is_offered(address.entry[1 + rank])) offered_rate += rate[rank * STEADINESSES];
     }
-    share = left > 0.0 ? left / std::max(left, 1.0 - others) : 0.0;
+    share = chance > 0.0 ? chance / std::max(chance, 1.0 - offered_rate) : 0.0;
   }
   for (int64_t rank = 0; rank < ranks; rank++, rate += STEADINESSES) {
-    const int64_t token = found.entry[1 + rank];
-    if (token >= 0 && !is_offered(token)) following.push_back({token, *rate * share, NO_PLACE});
+    const int64_t token = address.entry[1 + rank];
+    if (token >= 0 && !is_offered(token)) followers.push_back({token, *rate * share, NO_PLACE});
   }
-  if (offered) sort_best_first(following);
+  if (num_offered) sort_best_first(followers);
 }
 
 // See _what_is_allowed.
-void keep_allowed(const Allowed& allowed, std::vector<Follower>& following) {
+void keep_allowed(const Allowed& allowed, std::vector<Follower>& followers) {
   if (!allowed.words) return;
   size_t count = 0;
-  for (const Follower& one : following) {
-    if (!allowed.has(one.token)) continue;
-    following[count].token = one.token, following[count].place = one.place;
+  for (const Follower& follower : followers) {
+    if (!allowed.has(follower.token)) continue;
+    followers[count].token = follower.token, followers[count].place = follower.place;
     count++;
   }
-  following.resize(count);
+  followers.resize(count);
   if (allowed.expected < 0) return;
   Follower expected = {allowed.expected, 1.0, NO_PLACE};
-  const auto same = std::find_if(following.begin(), following.end(),
-                                 [&](const Follower& one) { return one.token == expected.token; });
-  if (same != following.end()) expected.place = same->place, following.erase(same);
-  for (const Follower& one : following) expected.chance -= one.chance;
+  auto is_expected = [&](const Follower& follower) { return follower.token == expected.token; };
+  const auto match = std::find_if(followers.begin(), followers.end(), is_expected);
+  if (match != followers.end()) expected.place = match->place, followers.erase(match);
+  for (const Follower& follower : followers) expected.chance -= follower.chance;
   expected.chance = std::max(0.0, expected.chance);
-  following.push_back(expected);
-  sort_best_first(following);
+  followers.push_back(expected);
+  sort_best_first(followers);
 }
 
 // Returns how many nodes were grown.
@@ -354,9 +354,9 @@ int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& off
     Context context;
     int64_t depth, place;
   };
-  int64_t grown = 0;
+  int64_t num_grown = 0;
   std::vector<Row> rows(offer.nodes + 1);
-  std::vector<Follower> following;
+  std::vector<Follower> followers;
   std::fill(offer.token_ids.begin(), offer.token_ids.end(), -1);
   std::fill(offer.worths.begin(), offer.worths.end(), 0.0);
   for (int64_t b = 0; b < source.batch; b++) {
@@ -365,18 +365,18 @@ int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& off
     double worth = 1.0;
     int64_t row = 0;
     while (true) {
-      const Row& above = rows[row];
-      if (above.depth < source.max_depths[b]) {
-        const int64_t first = b * offer.nodes;
-        find_following(source, above.context, b, above.place, following);
-        keep_allowed(source.grammars.at(b, row, offer.token_ids.data() + first,
-                                        offer.parents.data() + first), following);
-        const int64_t count = std::min(ranks, int64_t(following.size()));
+      const Row& last_row = rows[row];
+      if (last_row.depth < source.max_depths[b]) {
+        const int64_t first_node = b * offer.nodes;
+        find_following(source, last_row.context, b, last_row.place, followers);
+        keep_allowed(source.grammars.at(b, row, offer.token_ids.data() + first_node,
+                                        offer.parents.data() + first_node), followers);
+        const int64_t count = std::min(ranks, int64_t(followers.size()));
         for (int64_t rank = 0; rank < count; rank++) {
-          const Follower& one = following[rank];
-          const double below = worth * one.chance;
-          if (below > least_worth) {
-            heap.push({below, above.depth + 1, row, rank, one.token, one.place});
+          const Follower& follower = followers[rank];
+          const double child_worth = worth * follower.chance;
+          if (child_worth > least_worth) {
+            heap.push({child_worth, last_row.depth + 1, row, rank, follower.token, follower.place});
           }
         }
       }
@@ -388,9 +388,9 @@ int64_t grow(const Source& source, int64_t ranks, double least_worth, Offer& off
       offer.token_ids[node] = top.token, offer.parents[node] = top.parent;
       rows[row] = {rows[top.parent].context.below(top.token), top.depth, top.place};
     }
-    grown += row;
+    num_grown += row;
   }
-  return grown;
+  return num_grown;
 }
 
 // For each number of rows, the least slope to any larger one; infinite for the largest.
@@ -413,15 +413,15 @@ void grow_what_may_pay(const Source& source, int64_t ranks, const Price& price, 
   const int64_t num_reqs = source.batch;
   const int64_t num_rows = std::min(price.num_rows, 1 + num_reqs * (1 + offer.nodes));
   const std::vector<double> slopes = least_slopes(price.seconds, num_rows);
-  const int64_t last = num_rows - 1, first = std::min(num_reqs, last);
-  const double plain = double(num_reqs) / price.seconds[first] / price.trust;
-  const auto begin = slopes.begin() + first;
-  double slope = *std::min_element(begin, begin + std::min(NEXT_ROWS, num_rows - first));
+  const int64_t max_rows = num_rows - 1, plain_rows = std::min(num_reqs, max_rows);
+  const double plain_rate = double(num_reqs) / price.seconds[plain_rows] / price.trust;
+  const auto begin = slopes.begin() + plain_rows;
+  double slope = *std::min_element(begin, begin + std::min(NEXT_ROWS, num_rows - plain_rows));
   while (true) {
-    const int64_t grown = grow(source, ranks, plain * slope, offer);
-    const double behind = slopes[std::min(num_reqs + grown, last)];
-    if (behind >= slope) return;
-    slope = behind;
+    const int64_t num_grown = grow(source, ranks, plain_rate * slope, offer);
+    const double next_slope = slopes[std::min(num_reqs + num_grown, max_rows)];
+    if (next_slope >= slope) return;
+    slope = next_slope;
   }
 }
 
@@ -430,7 +430,7 @@ void fill(const Source& source, const int64_t* parents, const int64_t* ranks,
           const int64_t* depths, Offer& offer) {
   struct Row {
     Context context;
-    Address found;
+    Address address;
     double worth;
     bool is_filled, is_found;
   };
@@ -441,14 +441,14 @@ void fill(const Source& source, const int64_t* parents, const int64_t* ranks,
       const int64_t node = b * offer.nodes + row - 1, rank = ranks[row];
       offer.parents[node] = parents[row];
       rows[row].is_filled = rows[row].is_found = false;
-      Row& above = rows[parents[row]];
-      if (!above.is_filled || depths[row] > source.max_depths[b]) continue;
-      if (!above.is_found) above.found = source.find(above.context, b), above.is_found = true;
-      if (!above.found.entry || above.found.entry[1 + rank] < 0) continue;
-      const int64_t token = offer.token_ids[node] = above.found.entry[1 + rank];
-      const double worth = above.worth * source.rates_of(above.found, b)[rank * STEADINESSES];
+      Row& parent = rows[parents[row]];
+      if (!parent.is_filled || depths[row] > source.max_depths[b]) continue;
+      if (!parent.is_found) parent.address = source.find(parent.context, b), parent.is_found = true;
+      if (!parent.address.entry || parent.address.entry[1 + rank] < 0) continue;
+      const int64_t token = offer.token_ids[node] = parent.address.entry[1 + rank];
+      const double worth = parent.worth * source.rates_of(parent.address, b)[rank * STEADINESSES];
       offer.worths[node] = worth;
-      rows[row] = {above.context.below(token), {}, worth, true, false};
+      rows[row] = {parent.context.below(token), {}, worth, true, false};
     }
   }
 }
@@ -465,10 +465,10 @@ struct Block {
 void choose(const Price& price, int64_t batch, Offer& offer) {
   std::vector<Block> blocks;
   for (int64_t b = 0; b < batch; b++) {
-    const size_t first = blocks.size();
+    const size_t first_block = blocks.size();
     for (int64_t node = 0; node < offer.nodes; node++) {
       Block block = {offer.worths[b * offer.nodes + node], 1, b};
-      while (blocks.size() > first &&
+      while (blocks.size() > first_block &&
              blocks.back().worth * double(block.size) < block.worth * double(blocks.back().size)) {
         block.worth = blocks.back().worth + block.worth;
         block.size += blocks.back().size;
@@ -476,7 +476,7 @@ void choose(const Price& price, int64_t batch, Offer& offer) {
       }
       blocks.push_back(block);
     }
-    while (blocks.size() > first && blocks.back().worth <= 0.0) blocks.pop_back();
+    while (blocks.size() > first_block && blocks.back().worth <= 0.0) blocks.pop_back();
   }
   std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) {
     return a.average() > b.average();
@@ -505,7 +505,7 @@ struct Texts {
   const int32_t* token_ids;
   const uint8_t* is_token;
   int64_t stride;
-  const int64_t *last, *max_depths, *trunk_ids;
+  const int64_t *last_positions, *max_depths, *trunk_ids;
   const double* chances;
   int64_t gamma, choices;
   const int64_t* follows;
@@ -534,17 +534,17 @@ int64_t draft(const Matrix* matrix, const double* counts, const Texts* texts, co
               const Price* trees, const Price* chains, int64_t max_nodes, int64_t* drafts,
               Chosen* chosen) {
   const Source source = {*matrix, texts->idx_mapping,
-                         {texts->token_ids, texts->is_token, texts->stride, texts->last},
+                         {texts->token_ids, texts->is_token, texts->stride, texts->last_positions},
                          texts->max_depths,
                          {texts->trunk_ids, texts->chances, texts->gamma, texts->choices},
                          {texts->follows, texts->ask}, texts->batch,
                          find_rates(counts, NUM_CLASSES * matrix->num_ranks())};
   std::vector<Offer> offers;
   auto offer = [&](int64_t nodes, int64_t ranks, const Price& price) {
-    Offer& made = offers.emplace_back(source.batch, std::min(nodes, max_nodes), &price == chains);
-    if (ranks) grow_what_may_pay(source, ranks, price, made);
-    else fill(source, tree->parents, tree->ranks, tree->depths, made);
-    choose(price, source.batch, made);
+    Offer& result = offers.emplace_back(source.batch, std::min(nodes, max_nodes), &price == chains);
+    if (ranks) grow_what_may_pay(source, ranks, price, result);
+    else fill(source, tree->parents, tree->ranks, tree->depths, result);
+    choose(price, source.batch, result);
   };
   if (trees->seconds && tree->nodes) offer(tree->nodes, 0, *trees);
   else if (trees->seconds) offer(max_nodes, ALL_RANKS, *trees);
@@ -553,29 +553,29 @@ int64_t draft(const Matrix* matrix, const double* counts, const Texts* texts, co
   *chosen = {best.rate, best.expected, best.kind};
   int64_t* out = drafts;
   for (int64_t b = 0; b < source.batch; b++) {
-    const int64_t first = b * best.nodes, size = best.sizes[b];
+    const int64_t first_node = b * best.nodes, size = best.sizes[b];
     *out++ = size;
-    out = std::copy_n(best.token_ids.data() + first, size, out);
-    out = std::copy_n(best.parents.data() + first, size, out);
+    out = std::copy_n(best.token_ids.data() + first_node, size, out);
+    out = std::copy_n(best.parents.data() + first_node, size, out);
   }
   return out - drafts;
 }
 
 // All is read before anything is written; of several writes to an entry the last one stays.
-void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const int32_t* text_ids,
-           const uint8_t* is_token, int64_t stride, const int64_t* last, const int64_t* parents,
-           int64_t parents_stride, const int64_t* row_token_ids, const int64_t* cu_num_logits,
-           const int32_t* successors, const int64_t* path, const int64_t* token_ids,
-           int64_t path_length, int64_t batch) {
-  const Matrix& matrix = *of;
-  const Ends ends = {text_ids, is_token, stride, last};
+void learn(const Matrix* ref, double* counts, const int64_t* idx_mapping,
+           const int32_t* text_ids, const uint8_t* is_token, int64_t stride,
+           const int64_t* last_positions, const int64_t* parents, int64_t parents_stride,
+           const int64_t* row_token_ids, const int64_t* cu_num_logits, const int32_t* successors,
+           const int64_t* path, const int64_t* token_ids, int64_t path_length, int64_t batch) {
+  const Matrix& matrix = *ref;
+  const Ends ends = {text_ids, is_token, stride, last_positions};
   const int64_t num_cells = matrix.num_ranks() * CELLS * 2;  // of a class
   std::vector<double> increments(counts ? NUM_COUNTED * num_cells : 0);
   std::vector<Context> contexts;
   std::vector<uint8_t> visited;
   std::vector<Write> writes;
   for (int64_t b = 0; b < batch; b++) {
-    const int64_t first = cu_num_logits[b], rows = cu_num_logits[b + 1] - first;
+    const int64_t first_row = cu_num_logits[b], rows = cu_num_logits[b + 1] - first_row;
     const int64_t salt = matrix.salts[idx_mapping[b]];
     if (!rows) continue;
     contexts.assign(rows, no_context());  // where a node was not filled
@@ -584,7 +584,7 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
     for (int64_t row = 1; row < rows; row++) {
       const int64_t parent = parents[b * parents_stride + row];
       const bool is_below = parent == 0 || contexts[parent].tokens[0] >= 0;
-      const int64_t token = row_token_ids[first + row];
+      const int64_t token = row_token_ids[first_row + row];
       if (is_below && token >= 0) contexts[row] = contexts[parent].below(token);
     }
     const int64_t *visits = path + b * path_length, *emitted = token_ids + b * path_length;
@@ -592,13 +592,13 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
     for (; num_visits < path_length && visits[num_visits] >= 0; num_visits++) {
       const int64_t row = visits[num_visits];
       visited[row] = 1;
-      const int64_t of_class = matrix.classes[idx_mapping[b]];
-      if (!counts || of_class >= NUM_COUNTED) continue;
-      count(matrix, increments.data() + of_class * num_cells, contexts[row], salt, emitted[num_visits]);
+      const int64_t request_class = matrix.classes[idx_mapping[b]], token = emitted[num_visits];
+      if (!counts || request_class >= NUM_COUNTED) continue;
+      count(matrix, increments.data() + request_class * num_cells, contexts[row], salt, token);
     }
     auto write = [&](int64_t row) {
       each_address(matrix, contexts[row], salt, [&](const Address& address) {
-        writes.push_back(write_to(address, successors + (first + row) * matrix.k));
+        writes.push_back(write_to(address, successors + (first_row + row) * matrix.k));
       });
     };
     for (int64_t row = 0; row < rows; row++) {
@@ -610,28 +610,28 @@ void learn(const Matrix* of, double* counts, const int64_t* idx_mapping, const i
   if (counts) fold(counts, increments);
 }
 
-void seed(const Matrix* of, const int64_t* tokens, int64_t num_tokens, int64_t req_state_idx) {
-  const Matrix& matrix = *of;
+void seed(const Matrix* ref, const int64_t* tokens, int64_t num_tokens, int64_t req_state_idx) {
+  const Matrix& matrix = *ref;
   const int64_t k = matrix.k, salt = matrix.salts[req_state_idx];
   Context context = no_context();
-  std::vector<const int32_t*> known(matrix.num_contexts);
+  std::vector<const int32_t*> entries(matrix.num_contexts);
   std::vector<int32_t> merged(matrix.num_contexts * k);
   for (int64_t end = 1; end < num_tokens; end++) {
     context = context.below(tokens[end - 1]);
     if (!matrix.is_token(tokens[end])) continue;
-    std::fill(known.begin(), known.end(), nullptr);
+    std::fill(entries.begin(), entries.end(), nullptr);
     each_address(matrix, context, salt, [&](const Address& address) {
-      if (address.is_known()) known[address.index] = address.entry + 1;
+      if (address.is_known()) entries[address.index] = address.entry + 1;
     });
     // All are read before one is written.
     const int32_t follower = int32_t(tokens[end]);
     for (int64_t index = 0; index < matrix.num_contexts; index++) {
       int32_t* out = merged.data() + index * k;
-      const int32_t* rest = known[index] ? known[index] : known[0];
+      const int32_t* entry = entries[index] ? entries[index] : entries[0];
       int64_t size = 0;
       out[size++] = follower;
-      for (int64_t rank = 0; rest && rank < k && size < k; rank++) {
-        if (rest[rank] != follower && rest[rank] >= 0) out[size++] = rest[rank];
+      for (int64_t rank = 0; entry && rank < k && size < k; rank++) {
+        if (entry[rank] != follower && entry[rank] >= 0) out[size++] = entry[rank];
       }
       std::fill(out + size, out + k, -1);
     }

@@ -13,7 +13,7 @@ from vllm_recycle.kernels.cpu.build import load_library
 DTYPES = (torch.float32, torch.bfloat16)  # that C++ reads of logits, queries and caches
 
 # What C++ reads, made once: of a matrix, which keeps its tensors, and of what all layers share.
-MADE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+REFS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def library() -> ctypes.CDLL:
@@ -22,9 +22,9 @@ def library() -> ctypes.CDLL:
     Raises RuntimeError where there are none: an engine is configured for drafts on a machine that
     has them, and a worker of it may be on another one.
     """
-    if (found := load_library()) is None:
+    if (kernels := load_library()) is None:
         raise RuntimeError("a worker has no C++ kernels: install the package g++ on its machine")
-    return found
+    return kernels
 
 
 def pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.int64) -> int | None:

@@ -18,19 +18,19 @@ template <typename T>
 inline void top_k(const T* logits, int64_t vocab, int64_t k, int32_t* best) {
   std::vector<float> value(k + 1, -__builtin_inff());
   auto offer = [&](float x, int64_t index) {
-    int64_t at = k;
-    for (; at > 0 && x > value[at - 1]; at--) {
-      if (at < k) value[at] = value[at - 1], best[at] = best[at - 1];
+    int64_t place = k;
+    for (; place > 0 && x > value[place - 1]; place--) {
+      if (place < k) value[place] = value[place - 1], best[place] = best[place - 1];
     }
-    if (at < k) value[at] = x, best[at] = int32_t(index);
+    if (place < k) value[place] = x, best[place] = int32_t(index);
   };
   std::fill(best, best + k, -1);
-  for (int64_t first = 0; first < vocab; first += GROUP) {
-    const int64_t end = std::min(first + GROUP, vocab);
+  for (int64_t start = 0; start < vocab; start += GROUP) {
+    const int64_t end = std::min(start + GROUP, vocab);
     const float least = value[k - 1];
-    int32_t any = 0;
-    for (int64_t c = first; c < end; c++) any |= to_float(logits[c]) > least;
-    for (int64_t c = first; any && c < end; c++) {
+    int32_t is_larger = 0;
+    for (int64_t c = start; c < end; c++) is_larger |= to_float(logits[c]) > least;
+    for (int64_t c = start; is_larger && c < end; c++) {
       if (to_float(logits[c]) > value[k - 1]) offer(to_float(logits[c]), c);
     }
   }

@@ -85,8 +85,8 @@ template <typename Use>
 inline void in_tiles(int64_t count, const Use& use) {
   const int64_t tiles = (count + TILE - 1) / TILE;  // of nearly one size
   for (int64_t tile = 0; tile < tiles; tile++) {
-    const int64_t first = tile * count / tiles;
-    with_size((tile + 1) * count / tiles - first, [&](auto size) { use(size, first); });
+    const int64_t start = tile * count / tiles;
+    with_size((tile + 1) * count / tiles - start, [&](auto size) { use(size, start); });
   }
 }
 
@@ -113,8 +113,8 @@ void score(const Attention& a, const Job<T>& job, int64_t from, std::vector<floa
     for (int64_t d = 0; d < dim; d++) queries[i * dim + d] = to_float(in[d]) * a.scale;
   }
   for (int64_t column = from; column < to; column += LANES) {
-    const auto [cache, tokens, first] = job.columns.segment_of(column);
-    const int64_t token = column - first, block_size = cache.block_size;
+    const auto [cache, tokens, first_column] = job.columns.segment_of(column);
+    const int64_t token = column - first_column, block_size = cache.block_size;
     const T* keys = cache.keys(token) + token % block_size;
     in_tiles(job.count(), [&](auto size, int64_t begin) {
       constexpr int64_t N = decltype(size)::value;
@@ -242,13 +242,13 @@ void attend(const Attention& a, int64_t threads) {
   static thread_local std::vector<float> all_scores;
   Jobs<T> all(a, MOST_QUERIES, threads);
   std::vector<Job<T>>& jobs = all.jobs;
-  for (size_t first = 0, last; first < jobs.size(); first = last) {
+  for (size_t start = 0, end; start < jobs.size(); start = end) {
     Pieces columns, queries, dims;
     size_t num_scores = 0;
-    for (last = first; last < jobs.size(); last++) {
-      const Job<T>& job = jobs[last];
+    for (end = start; end < jobs.size(); end++) {
+      const Job<T>& job = jobs[end];
       const size_t size = job.count() * (job.columns.padded + 1);
-      if (last > first && num_scores + size > MOST_SCORES * threads) break;
+      if (end > start && num_scores + size > MOST_SCORES * threads) break;
       num_scores += size;
       for (int64_t c = 0; c < job.columns.padded; c += COLUMNS_AT_ONCE) columns.push_back({&job, c});
       for (int64_t i = 0; i < job.count(); i++) queries.push_back({&job, i});
@@ -256,7 +256,7 @@ void attend(const Attention& a, int64_t threads) {
     }
     if (all_scores.size() < num_scores) all_scores.resize(num_scores);
     float* scores = all_scores.data();
-    for (size_t i = first; i < last; i++) {
+    for (size_t i = start; i < end; i++) {
       jobs[i].scores = scores, jobs[i].inverse = scores + jobs[i].count() * jobs[i].columns.padded;
       scores = jobs[i].inverse + jobs[i].count();
     }

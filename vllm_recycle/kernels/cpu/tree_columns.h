@@ -35,7 +35,7 @@ inline int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES *
 
 // The trees of a step, which all layers share; see TreeQueries, and `calls._Queries`.
 struct Queries {
-  const int64_t* first;
+  const int64_t* root_rows;
   const int64_t* num_rows;
   const int64_t* num_context;
   const int32_t* block_table;
@@ -87,7 +87,7 @@ Cache<T> pack_own(const Attention& a, int64_t request, int64_t kv_head, std::vec
   T* keys = buffer.data();
   T* values = keys + size * dim;
   for (int64_t t = 0; t < rows; t++) {
-    const int64_t row = a.trees.first[request] + t;
+    const int64_t row = a.trees.root_rows[request] + t;
     const T* key = a.own_keys.at<T>(row) + kv_head * dim;
     const T* value = a.own_values.at<T>(row) + kv_head * dim;
     for (int64_t d = 0; d < dim; d++) {
@@ -114,7 +114,7 @@ struct Query {
 
   Query(const Attention& a, int64_t request, int64_t kv_head, int64_t index) {
     const int64_t group = a.heads / a.kv_heads, row = index / group;
-    const int64_t head = kv_head * group + index % group, token = a.trees.first[request] + row;
+    const int64_t head = kv_head * group + index % group, token = a.trees.root_rows[request] + row;
     in = a.query.at<T>(token) + head * a.dim;
     out = a.output.at<T>(token) + head * a.dim;
     visible = a.trees.mask + request * a.trees.mask_batch_stride + row * a.trees.mask_stride;
@@ -126,17 +126,17 @@ struct Query {
 // The columns of the scores of queries before `end`: the context, and the rows that these see.
 template <typename T>
 struct Columns {
-  int64_t context, rows, first, padded;
+  int64_t context, rows, first_row, padded;
   Segment<T> segments[2];
 
   Columns(const Attention& a, const Cache<T>& cache, const Cache<T>& own, int64_t request,
           int64_t end) {
     context = a.trees.num_context[request] - a.passed_blocks(request) * a.block_size;
     rows = (end - 1) / (a.heads / a.kv_heads) + 1;  // None sees further than the last.
-    first = own.base ? whole_lanes(context) : context;
-    padded = whole_lanes(first + rows);
+    first_row = own.base ? whole_lanes(context) : context;
+    padded = whole_lanes(first_row + rows);
     segments[0] = {cache, own.base ? context : context + rows, 0};
-    segments[1] = {own, own.base ? rows : 0, first};
+    segments[1] = {own, own.base ? rows : 0, first_row};
   }
 
   const Segment<T>& segment_of(int64_t column) const {
@@ -148,15 +148,15 @@ struct Columns {
   float softmax(float* scores, const Query<T>& query) const {
     int64_t end = context;
     for (int64_t r = 0; r < rows; r++) {
-      if (query.visible[r]) scores[end++] = scores[first + r];
+      if (query.visible[r]) scores[end++] = scores[first_row + r];
     }
     std::fill_n(scores, std::clamp<int64_t>(context - query.reach, 0, end), HIDDEN);
     std::fill(scores + end, scores + whole_lanes(end), HIDDEN);
     const float inverse = softmax_row(scores, whole_lanes(end), query.sink);
     for (int64_t r = rows - 1; r >= 0; r--) {
-      scores[first + r] = query.visible[r] ? scores[--end] : 0;
+      scores[first_row + r] = query.visible[r] ? scores[--end] : 0;
     }
-    std::fill(scores + first + rows, scores + padded, 0.0f);
+    std::fill(scores + first_row + rows, scores + padded, 0.0f);
     return inverse;
   }
 };

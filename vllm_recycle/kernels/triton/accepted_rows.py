@@ -24,15 +24,15 @@ def move_rows(
         logits_indices, cu_num_logits, path: as for `kv_cache.compact_path`.
 
     """
-    wide = rows.view(len(rows), -1)
-    width = wide.shape[1]
+    flat_rows = rows.view(len(rows), -1)
+    width = flat_rows.shape[1]
     batch, length = path.shape
     _move_rows_kernel[(batch, triton.cdiv(width, ELEMENTS))](
-        wide,
+        flat_rows,
         logits_indices.contiguous(),
         cu_num_logits.contiguous(),
         path.contiguous(),
-        wide.stride(0),
+        flat_rows.stride(0),
         PATH=length,
         WIDTH=width,
         ELEMENTS=min(ELEMENTS, triton.next_power_of_2(width)),
@@ -56,16 +56,16 @@ def _move_rows_kernel(
     """A program for a request and a part of a row's elements."""
     index = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
-    first = logits_indices + tl.load(cu_num_logits + index)
+    token_rows = logits_indices + tl.load(cu_num_logits + index)
     for start in range(0, PATH, ROWS):
         place = start + tl.arange(0, ROWS)
         row = tl.load(path + index * PATH + place, mask=place < PATH, other=-1)
         moves = row > place
         if tl.max(moves.to(tl.int32), axis=0) > 0:
-            source = tl.load(first + row, mask=moves, other=0).to(tl.int64) * row_stride
-            target = tl.load(first + place, mask=moves, other=0).to(tl.int64) * row_stride
+            source = tl.load(token_rows + row, mask=moves, other=0).to(tl.int64) * row_stride
+            target = tl.load(token_rows + place, mask=moves, other=0).to(tl.int64) * row_stride
             mask = moves[:, None] & (element < WIDTH)[None, :]
-            moved = tl.load(rows + source[:, None] + element[None, :], mask=mask)
+            values = tl.load(rows + source[:, None] + element[None, :], mask=mask)
             # As in `kv_cache`: no row is read that an earlier turn has written.
             tl.debug_barrier()
-            tl.store(rows + target[:, None] + element[None, :], moved, mask=mask)
+            tl.store(rows + target[:, None] + element[None, :], values, mask=mask)

@@ -83,16 +83,16 @@ def _place_tree_rows_kernel(
     ROWS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = row < num_rows
-    token_row = tl.load(logits_indices + row, mask=real, other=0)
-    tree_row = tl.load(expanded_local_pos + row, mask=real, other=0)
-    request = tl.load(expanded_idx_mapping + row, mask=real, other=0).to(tl.int64)
-    depth = tl.load(depths + request * TREE_ROWS + tree_row, mask=real, other=0)
+    is_row = row < num_rows
+    token_row = tl.load(logits_indices + row, mask=is_row, other=0)
+    tree_row = tl.load(expanded_local_pos + row, mask=is_row, other=0)
+    request = tl.load(expanded_idx_mapping + row, mask=is_row, other=0).to(tl.int64)
+    depth = tl.load(depths + request * TREE_ROWS + tree_row, mask=is_row, other=0)
     shift = depth - tree_row
-    token_id = tl.load(input_ids + token_row, mask=real, other=0)
-    position = tl.load(positions + token_row, mask=real, other=0)
-    tl.store(row_token_ids + row, token_id.to(tl.int64), mask=real)
-    tl.store(positions + token_row, position + shift, mask=real)
-    tl.store(input_ids + token_row, tl.maximum(token_id, 0), mask=real)
+    token_id = tl.load(input_ids + token_row, mask=is_row, other=0)
+    position = tl.load(positions + token_row, mask=is_row, other=0)
+    tl.store(row_token_ids + row, token_id.to(tl.int64), mask=is_row)
+    tl.store(positions + token_row, position + shift, mask=is_row)
+    tl.store(input_ids + token_row, tl.maximum(token_id, 0), mask=is_row)
     index = tl.load(idx_mapping + row, mask=row < batch, other=0)
     tl.store(tree_indices + row, index.to(tl.int64), mask=row < batch)

@@ -79,19 +79,19 @@ def _compact_path_kernel(
     inside = (element < HEADS * WIDTH)[None, :]
     kv_cache = tl.load(pointers + tl.program_id(1)).to(tl.pointer_type(INTEGER))
     elements = kv_cache + (element // WIDTH).to(tl.int64) * head_stride + element % WIDTH
-    first = logits_indices + tl.load(cu_num_logits + index)
+    rows = logits_indices + tl.load(cu_num_logits + index)
     for start in range(0, PATH, TOKENS):
         place = start + tl.arange(0, TOKENS)
         row = tl.load(path + index * PATH + place, mask=place < PATH, other=-1)
         moves = row > place
         if tl.max(moves.to(tl.int32), axis=0) > 0:
-            source = tl.load(slot_mapping + tl.load(first + row, mask=moves, other=0), mask=moves)
-            target = tl.load(slot_mapping + tl.load(first + place, mask=moves, other=0), mask=moves)
+            source = tl.load(slot_mapping + tl.load(rows + row, mask=moves, other=0), mask=moves)
+            target = tl.load(slot_mapping + tl.load(rows + place, mask=moves, other=0), mask=moves)
             source = source // BLOCK_SIZE * block_stride + source % BLOCK_SIZE * token_stride
             target = target // BLOCK_SIZE * block_stride + target % BLOCK_SIZE * token_stride
             mask = moves[:, None] & inside
-            moved = tl.load(elements[None, :] + source[:, None], mask=mask)
+            values = tl.load(elements[None, :] + source[:, None], mask=mask)
             # A place may be another's source, never a later one's: rows ascend, and none lies
             # before its place. So it is enough that all of these are read before one is written.
             tl.debug_barrier()
-            tl.store(elements[None, :] + target[:, None], moved, mask=mask)
+            tl.store(elements[None, :] + target[:, None], values, mask=mask)

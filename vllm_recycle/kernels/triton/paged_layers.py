@@ -41,16 +41,16 @@ class PagedLayers:
         """
         if not kv_caches:
             raise ValueError("KV caches: got none, expected one or more")
-        first = _describe(kv_caches[0])
+        layout = _describe(kv_caches[0])
         if kv_caches[0].ndim != 4 or kv_caches[0].stride(-1) != 1:
             raise ValueError(
-                f"KV cache 0: got {first}, expected [blocks, kv_heads, block_size, "
+                f"KV cache 0: got {layout}, expected [blocks, kv_heads, block_size, "
                 "2 * head_size] with a contiguous last dimension"
             )
         for index, kv_cache in enumerate(kv_caches):
-            if _describe(kv_cache) != first:
+            if _describe(kv_cache) != layout:
                 raise ValueError(
-                    f"KV cache {index}: got {_describe(kv_cache)}, expected {first} as the first"
+                    f"KV cache {index}: got {_describe(kv_cache)}, expected {layout} as the first"
                 )
         distinct = {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}
         pointers = torch.tensor(list(distinct), dtype=torch.int64, device=kv_caches[0].device)

@@ -84,11 +84,11 @@ def penalise_paths(
     )
 
 
-def _rows(logits: torch.Tensor, *of_rows_and_parents: torch.Tensor) -> list[torch.Tensor | int]:
+def _rows(logits: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor | int]:
     """What both kernels begin with: the logits, what is known of their rows, and the parents."""
-    *of_rows, parents = of_rows_and_parents
-    known = [one.contiguous() for one in of_rows]
-    return [logits, logits.stride(0), *known, parents, parents.stride(0)]
+    *row_tensors, parents = tensors
+    row_inputs = [tensor.contiguous() for tensor in row_tensors]
+    return [logits, logits.stride(0), *row_inputs, parents, parents.stride(0)]
 
 
 # Of chunks of a step, which may begin anywhere.
@@ -117,14 +117,14 @@ def _penalise_kernel(
     """A program serves a block of the vocabulary at a row."""
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(expanded_idx_mapping + row).to(tl.int64)
-    of_seen = tl.load(repetition + request)
-    of_count = tl.load(frequency + request)
-    of_output = tl.load(presence + request)
-    if (of_seen == 1.0) & (of_count == 0.0) & (of_output == 0.0):
+    repetition_penalty = tl.load(repetition + request)
+    frequency_penalty = tl.load(frequency + request)
+    presence_penalty = tl.load(presence + request)
+    if (repetition_penalty == 1.0) & (frequency_penalty == 0.0) & (presence_penalty == 0.0):
         return
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = token < vocab_size
-    counts = tl.load(output_counts + request * output_stride + token, mask=real, other=0)
+    mask = token < vocab_size
+    counts = tl.load(output_counts + request * output_stride + token, mask=mask, other=0)
     node = tl.load(expanded_local_pos + row)
     root = row - node
     while node > 0:
@@ -132,16 +132,16 @@ def _penalise_kernel(
         parent = tl.load(parents + request * parents_stride + node)
         tl.device_assert(parent < node, "a parent behind its child")
         node = parent
-    word = tl.load(prompt_bits + request * prompt_stride + token // 32, mask=real, other=0)
-    in_prompt = ((word >> (token % 32)) & 1) != 0
-    in_output = counts > 0
-    at = logits + row * logits_stride + token
-    value = tl.load(at, mask=real, other=0).to(tl.float32)
-    factor = tl.where(in_prompt | in_output, of_seen, 1.0)
+    word = tl.load(prompt_bits + request * prompt_stride + token // 32, mask=mask, other=0)
+    is_prompt_token = ((word >> (token % 32)) & 1) != 0
+    is_output_token = counts > 0
+    pointer = logits + row * logits_stride + token
+    value = tl.load(pointer, mask=mask, other=0).to(tl.float32)
+    factor = tl.where(is_prompt_token | is_output_token, repetition_penalty, 1.0)
     value *= tl.where(value > 0, 1.0 / factor, factor)
-    value -= of_count * counts
-    value -= of_output * in_output
-    tl.store(at, value, mask=real)
+    value -= frequency_penalty * counts
+    value -= presence_penalty * is_output_token
+    tl.store(pointer, value, mask=mask)
 
 
 def ban_words(
@@ -152,7 +152,7 @@ def ban_words(
     *,
     parents: torch.Tensor,
     words: BadWords,
-    most_words: int,
+    max_words: int,
 ) -> None:
     """Ban the last token of each word whose others the output and the path to a row end with.
 
@@ -160,10 +160,10 @@ def ban_words(
         logits, row_token_ids, expanded_local_pos, expanded_idx_mapping, parents: as for
             `penalise_paths`.
         words: of all requests.
-        most_words: of a request of the step.
+        max_words: of a request of the step.
 
     """
-    _ban_kernel[(len(logits), most_words)](
+    _ban_kernel[(len(logits), max_words)](
         *_rows(logits, row_token_ids, expanded_local_pos, expanded_idx_mapping, parents),
         *words,
         words.token_ids.stride(0),
@@ -197,24 +197,24 @@ def _ban_kernel(
     if tl.program_id(1) >= tl.load(num_words + request):
         return
     offsets += request * offsets_stride + tl.program_id(1)
-    first = tl.load(offsets)
-    at = tl.load(offsets + 1) - 1
+    first_offset = tl.load(offsets)
+    offset = tl.load(offsets + 1) - 1
     word_token_ids += request * words_stride
-    banned = tl.load(word_token_ids + at)
+    last_token = tl.load(word_token_ids + offset)
     node = tl.load(expanded_local_pos + row)
     root = row - node
     prompt_length = tl.load(prompt_lengths + request)
     place = tl.load(lengths + request) - 1  # of the root
-    ends_with = at >= first
-    while ends_with & (at > first):
-        at -= 1
-        in_tree = node > 0
-        token = tl.load(row_token_ids + root + node, mask=in_tree, other=-1).to(tl.int32)
-        in_output = (node == 0) & (place >= prompt_length)
-        known = tl.load(texts + request * texts_stride + place, mask=in_output, other=-1)
-        token = tl.where(in_tree, token, known)
-        ends_with = token == tl.load(word_token_ids + at)
-        place -= tl.where(in_tree, 0, 1)
+    ends_with = offset >= first_offset
+    while ends_with & (offset > first_offset):
+        offset -= 1
+        is_node = node > 0
+        token = tl.load(row_token_ids + root + node, mask=is_node, other=-1).to(tl.int32)
+        is_output_token = (node == 0) & (place >= prompt_length)
+        text_token = tl.load(texts + request * texts_stride + place, mask=is_output_token, other=-1)
+        token = tl.where(is_node, token, text_token)
+        ends_with = token == tl.load(word_token_ids + offset)
+        place -= tl.where(is_node, 0, 1)
         node = tl.load(parents + request * parents_stride + node)
     if ends_with:
-        tl.store(logits + row * logits_stride + banned, float("-inf"))
+        tl.store(logits + row * logits_stride + last_token, float("-inf"))

@@ -44,21 +44,21 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
         num_warps=8,
     )
     # A power of two, and two at least: `tl.topk` of one is not to be had in every Triton.
-    kept = max(2, triton.next_power_of_2(k))
-    best = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
+    num_kept = max(2, triton.next_power_of_2(k))
+    token_ids = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
     _top_k_kernel[(num_rows,)](
-        best,
+        token_ids,
         maxima,
         logits,
         logits.stride(0),
         VOCAB=vocab_size,
-        GROUPS=max(kept, triton.next_power_of_2(num_groups)),
+        GROUPS=max(num_kept, triton.next_power_of_2(num_groups)),
         GROUP=group,
         K=k,
-        KEPT=kept,
+        KEPT=num_kept,
         num_warps=8,
     )
-    return best
+    return token_ids
 
 
 def group_size(vocab_size: int, k: int) -> int:
@@ -97,7 +97,7 @@ def _group_maxima_kernel(
 
 @triton.jit
 def _top_k_kernel(
-    best: tl.tensor,
+    token_ids: tl.tensor,
     maxima: tl.tensor,
     logits: tl.tensor,
     row_stride: int,
@@ -111,21 +111,21 @@ def _top_k_kernel(
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     num_groups = (VOCAB + GROUP - 1) // GROUP
-    real = group < num_groups
-    maximum = tl.load(maxima + row * num_groups + group, mask=real, other=0.0)
-    chosen = _best(maximum, group, real, KEPT)
-    column = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = group < num_groups
+    maximum = tl.load(maxima + row * num_groups + group, mask=mask, other=0.0)
+    best_group = _best(maximum, group, mask, KEPT)
+    column = best_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     # Where there are fewer groups than k, the places left over have ids beyond the last.
-    real = column < VOCAB
-    value = tl.load(logits + row * row_stride + column, mask=real, other=0.0)
+    mask = column < VOCAB
+    value = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
     N: tl.constexpr = KEPT * GROUP
-    tokens = _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(real, [N]), KEPT)
+    tokens = _best(tl.reshape(value, [N]), tl.reshape(column, [N]), tl.reshape(mask, [N]), KEPT)
     rank = tl.arange(0, KEPT)
-    tl.store(best + row * K + rank, tokens, mask=rank < K)
+    tl.store(token_ids + row * K + rank, tokens, mask=rank < K)
 
 
 @triton.jit
-def _best(value: tl.tensor, ids: tl.tensor, real: tl.tensor, KEPT: tl.constexpr) -> tl.tensor:
+def _best(value: tl.tensor, ids: tl.tensor, mask: tl.tensor, KEPT: tl.constexpr) -> tl.tensor:
     """int32 [KEPT], the ids of the greatest values, of equal ones the lowest id first."""
     # NaN counts as -inf, and adding 0.0 makes one zero of two. Then the bits order as the floats
     # do, -inf above INT_MIN, and with the id below them no two numbers are equal.
@@ -135,7 +135,7 @@ def _best(value: tl.tensor, ids: tl.tensor, real: tl.tensor, KEPT: tl.constexpr)
     value = value.to(tl.float32)
     value = tl.where(value == value, value, float("-inf")) + 0.0
     bits = value.to(tl.int32, bitcast=True)
-    ordered = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31))
-    packed = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-    best = tl.topk(packed, KEPT)
-    return 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+    ordered_bits = tl.where(mask, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31))
+    key = (ordered_bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    best_keys = tl.topk(key, KEPT)
+    return 0x7FFFFFFF - (best_keys & 0x7FFFFFFF).to(tl.int32)

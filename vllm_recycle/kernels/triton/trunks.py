@@ -83,9 +83,9 @@ class DeviceTrunks:
             num_warps=4,
         )
 
-    def take(self, idx_mapping: torch.Tensor, texts: Texts, drafted: Trunks) -> None:
+    def take(self, idx_mapping: torch.Tensor, texts: Texts, trunks: Trunks) -> None:
         """Take in trunks of some requests, int64 [batch], with probabilities for chances."""
-        token_ids, probabilities = drafted
+        token_ids, probabilities = trunks
         length = self.token_ids.shape[1]
         _take_trunks_kernel[(len(idx_mapping),)](
             self.acceptance.counts,
@@ -111,7 +111,7 @@ class DeviceTrunks:
 
 @triton.jit
 def _cells(
-    of_class: tl.tensor,
+    request_class: tl.tensor,
     probability: tl.tensor,
     place: tl.tensor,
     choice: tl.tensor,
@@ -119,12 +119,12 @@ def _cells(
 ) -> tl.tensor:
     """Where in the counts a choice is; see `ChoiceAcceptance`."""
     if HAS_PROBABILITIES:
-        scaled = probability * _PARTS
-        scaled = tl.where(scaled == scaled, scaled, 0.0)  # rounds that warm up may read NaN
-        part = tl.minimum(tl.maximum(scaled, 0.0), _PARTS - 1).to(tl.int32)
+        product = probability * _PARTS
+        product = tl.where(product == product, product, 0.0)  # rounds that warm up may read NaN
+        part = tl.minimum(tl.maximum(product, 0.0), _PARTS - 1).to(tl.int32)
     else:
         part = tl.minimum(place, _PARTS - 1)
-    return (of_class * _CHOICES + choice) * _PARTS + part
+    return (request_class * _CHOICES + choice) * _PARTS + part
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -148,35 +148,35 @@ def _count_trunks_kernel(
 ) -> None:
     """One program for all, so that it can add to the counts at its end."""
     choice = tl.arange(0, _CHOICE_LANES)[None, :]
-    for first in range(0, batch, REQUESTS):
-        lane = first + tl.arange(0, REQUESTS)
-        goes_on = lane < batch
-        index = tl.load(idx_mapping + lane, mask=goes_on, other=0).to(tl.int64)
-        of_class = tl.load(classes + index, mask=goes_on, other=0)
-        goes_on = goes_on & (of_class < _NUM_COUNTED)
-        began = tl.load(lengths + index, mask=goes_on, other=0)
-        length = tl.load(text_lengths + index, mask=goes_on, other=0)
+    for first_lane in range(0, batch, REQUESTS):
+        lane = first_lane + tl.arange(0, REQUESTS)
+        is_followed = lane < batch
+        index = tl.load(idx_mapping + lane, mask=is_followed, other=0).to(tl.int64)
+        request_class = tl.load(classes + index, mask=is_followed, other=0)
+        is_followed = is_followed & (request_class < _NUM_COUNTED)
+        start = tl.load(lengths + index, mask=is_followed, other=0)
+        length = tl.load(text_lengths + index, mask=is_followed, other=0)
         for place in range(LENGTH):
-            goes_on = goes_on & (began + place < length)
-            token = tl.load(texts + index * text_stride + began + place, mask=goes_on, other=-1)
-            at = (index * LENGTH + place)[:, None] * _CHOICES + choice
-            is_choice = goes_on[:, None] & (choice < _CHOICES)
-            offered = tl.load(token_ids + at, mask=is_choice, other=-1)
-            probability = tl.load(probabilities + at, mask=is_choice, other=0.0)
-            seen = offered >= 0
-            right = seen & (offered == token[:, None])
-            cell = _cells(of_class[:, None], probability, place, choice, HAS_PROBABILITIES)
-            tl.atomic_add(increments + cell * 2, 1, mask=right, sem="relaxed")
-            tl.atomic_add(increments + cell * 2 + 1, 1, mask=seen, sem="relaxed")
-            goes_on = tl.sum((right & (choice == 0)).to(tl.int32), axis=1) > 0
+            is_followed = is_followed & (start + place < length)
+            token = tl.load(texts + index * text_stride + start + place, mask=is_followed, other=-1)
+            offset = (index * LENGTH + place)[:, None] * _CHOICES + choice
+            is_choice = is_followed[:, None] & (choice < _CHOICES)
+            choice_token = tl.load(token_ids + offset, mask=is_choice, other=-1)
+            probability = tl.load(probabilities + offset, mask=is_choice, other=0.0)
+            has_token = choice_token >= 0
+            is_right = has_token & (choice_token == token[:, None])
+            cell = _cells(request_class[:, None], probability, place, choice, HAS_PROBABILITIES)
+            tl.atomic_add(increments + cell * 2, 1, mask=is_right, sem="relaxed")
+            tl.atomic_add(increments + cell * 2 + 1, 1, mask=has_token, sem="relaxed")
+            is_followed = tl.sum((is_right & (choice == 0)).to(tl.int32), axis=1) > 0
     tl.debug_barrier()
     cell = tl.arange(0, CELL_LANES)
-    real = cell < CELLS
-    right = tl.load(increments + cell * 2, mask=real, other=0)
-    seen = tl.load(increments + cell * 2 + 1, mask=real, other=0)
-    add_to_counts(counts + cell * 2, right, seen, real)
-    tl.store(increments + cell * 2, 0, mask=real)
-    tl.store(increments + cell * 2 + 1, 0, mask=real)
+    is_cell = cell < CELLS
+    num_right = tl.load(increments + cell * 2, mask=is_cell, other=0)
+    num_seen = tl.load(increments + cell * 2 + 1, mask=is_cell, other=0)
+    add_to_counts(counts + cell * 2, num_right, num_seen, is_cell)
+    tl.store(increments + cell * 2, 0, mask=is_cell)
+    tl.store(increments + cell * 2 + 1, 0, mask=is_cell)
 
 
 @triton.jit
@@ -189,12 +189,12 @@ def _take_trunks_kernel(
     lengths: tl.tensor,
     text_lengths: tl.tensor,
     idx_mapping: tl.tensor,
-    drafted: tl.tensor,
-    probable: tl.tensor,
-    drafted_stride: int,
-    drafted_place_stride: int,
-    probable_stride: int,
-    probable_place_stride: int,
+    draft_token_ids: tl.tensor,
+    draft_probabilities: tl.tensor,
+    token_ids_stride: int,
+    token_ids_place_stride: int,
+    probabilities_stride: int,
+    probabilities_place_stride: int,
     LENGTH: tl.constexpr,
     LANES: tl.constexpr,
     HAS_PROBABILITIES: tl.constexpr,
@@ -204,17 +204,17 @@ def _take_trunks_kernel(
     index = tl.load(idx_mapping + request).to(tl.int64)
     place = tl.arange(0, LANES)[:, None]
     choice = tl.arange(0, _CHOICE_LANES)[None, :]
-    real = (place < LENGTH) & (choice < _CHOICES)
-    source = request * drafted_stride + place * drafted_place_stride + choice
-    token = tl.load(drafted + source, mask=real, other=-1)
-    source = request * probable_stride + place * probable_place_stride + choice
-    probability = tl.load(probable + source, mask=real, other=0.0).to(tl.float32)
+    mask = (place < LENGTH) & (choice < _CHOICES)
+    source = request * token_ids_stride + place * token_ids_place_stride + choice
+    token = tl.load(draft_token_ids + source, mask=mask, other=-1)
+    source = request * probabilities_stride + place * probabilities_place_stride + choice
+    probability = tl.load(draft_probabilities + source, mask=mask, other=0.0).to(tl.float32)
     cell = _cells(tl.load(classes + index), probability, place, choice, HAS_PROBABILITIES)
-    right = tl.load(counts + cell * 2, mask=real, other=0.0)
-    seen = tl.load(counts + cell * 2 + 1, mask=real, other=0.0)
-    chance = (right + _PRIOR_WEIGHT * probability) / (seen + _PRIOR_WEIGHT)
+    num_right = tl.load(counts + cell * 2, mask=mask, other=0.0)
+    num_seen = tl.load(counts + cell * 2 + 1, mask=mask, other=0.0)
+    chance = (num_right + _PRIOR_WEIGHT * probability) / (num_seen + _PRIOR_WEIGHT)
     target = (index * LENGTH + place) * _CHOICES + choice
-    tl.store(token_ids + target, token, mask=real)
-    tl.store(probabilities + target, probability, mask=real)
-    tl.store(chances + target, chance.to(tl.float32), mask=real)
+    tl.store(token_ids + target, token, mask=mask)
+    tl.store(probabilities + target, probability, mask=mask)
+    tl.store(chances + target, chance.to(tl.float32), mask=mask)
     tl.store(lengths + index, tl.load(text_lengths + index).to(tl.int64))

@@ -94,28 +94,28 @@ def _walk_kernel(
     parents += request * parents_stride
     start = tl.load(cu_num_logits + index).to(tl.int64)
     num_rows = tl.load(cu_num_logits + index + 1).to(tl.int64) - start
-    produced = sampled + start
+    sampled_tokens = sampled + start
     row = tl.arange(0, LANES)
     # Parents come first: where a node is scheduled, so are its ancestors.
-    scheduled = (row > 0) & (row <= NODES) & (row < num_rows)
-    parent = tl.load(parents + row, mask=scheduled, other=0).to(tl.int32)
-    draft = tl.load(draft_token_ids + request * NODES + row - 1, mask=scheduled, other=-1)
-    agrees = (draft >= 0) & (tl.load(produced + parent, mask=scheduled, other=-1) == draft)
+    is_scheduled = (row > 0) & (row <= NODES) & (row < num_rows)
+    parent = tl.load(parents + row, mask=is_scheduled, other=0).to(tl.int32)
+    draft = tl.load(draft_token_ids + request * NODES + row - 1, mask=is_scheduled, other=-1)
+    agrees = (draft >= 0) & (tl.load(sampled_tokens + parent, mask=is_scheduled, other=-1) == draft)
     # The depth where all of a path agrees, else far below 0. Each round sees twice as much of it.
     depth = tl.where(agrees, 1, tl.where(row == 0, 0, _FAR))
     for _ in tl.static_range(ROUNDS):
         depth += tl.gather(depth, parent, 0)
         parent = tl.gather(parent, parent, 0)
     # The deepest, and of several the first, as one number.
-    best = tl.max(tl.where(depth >= 0, depth * LANES + (LANES - 1 - row), 0), axis=0)
-    last = LANES - 1 - best % LANES
-    length = best // LANES + 1
+    best_key = tl.max(tl.where(depth >= 0, depth * LANES + (LANES - 1 - row), 0), axis=0)
+    last_row = LANES - 1 - best_key % LANES
+    length = best_key // LANES + 1
     tl.store(lengths + index, length)
     place = tl.arange(0, PATH_LANES)
-    visited = tl.full([PATH_LANES], -1, tl.int64)
+    visited_row = tl.full([PATH_LANES], -1, tl.int64)
     for step in range(length):
-        visited = tl.where(place == length - 1 - step, last.to(tl.int64), visited)
-        last = tl.load(parents + last).to(tl.int32)
-    emitted = tl.load(produced + visited, mask=visited >= 0, other=-1)
-    tl.store(path + index * PATH + place, visited, mask=place < PATH)
-    tl.store(token_ids + index * PATH + place, emitted.to(tl.int64), mask=place < PATH)
+        visited_row = tl.where(place == length - 1 - step, last_row.to(tl.int64), visited_row)
+        last_row = tl.load(parents + last_row).to(tl.int32)
+    emitted_token = tl.load(sampled_tokens + visited_row, mask=visited_row >= 0, other=-1)
+    tl.store(path + index * PATH + place, visited_row, mask=place < PATH)
+    tl.store(token_ids + index * PATH + place, emitted_token.to(tl.int64), mask=place < PATH)

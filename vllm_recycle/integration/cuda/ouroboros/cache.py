@@ -25,32 +25,32 @@ class DraftCache:
 
     Attributes:
         num_cached: int64 [max_num_reqs], on the device: tokens of each text that are in the cache.
-        missing: int64 [max_num_reqs]: how many more the target has computed, at most.
-        least: int64 [max_num_reqs]: tokens of each text that are in the cache, at least.
+        max_missing: int64 [max_num_reqs]: how many more the target has computed, at most.
+        min_cached: int64 [max_num_reqs]: tokens of each text that are in the cache, at least.
 
     """
 
     def __init__(self, max_num_reqs: int, blocks: DraftBlocks, device: torch.device) -> None:
         self.blocks, self.device = blocks, device
         self.num_cached = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.missing, self.least = np.zeros((2, max_num_reqs), dtype=np.int64)
+        self.max_missing, self.min_cached = np.zeros((2, max_num_reqs), dtype=np.int64)
 
     def follow(self, scheduler_output: Any, index_of: dict[str, int], group: int) -> None:
         """Take in which requests start; see `DraftBlocks.follow`."""
-        begun = self.blocks.follow(scheduler_output, index_of, group)
-        for state, num_cached, num_computed in begun:
-            self.missing[state], self.least[state] = num_computed - num_cached, num_cached
-        if begun:
-            states, num_cached, _ = async_tensor_h2d(np.array(begun).T, device=self.device)
+        new_requests = self.blocks.follow(scheduler_output, index_of, group)
+        for state, num_cached, num_computed in new_requests:
+            self.max_missing[state], self.min_cached[state] = num_computed - num_cached, num_cached
+        if new_requests:
+            states, num_cached, _ = async_tensor_h2d(np.array(new_requests).T, device=self.device)
             self.num_cached[states] = num_cached
 
-    def see(self, states: np.ndarray, in_step: np.ndarray, most: np.ndarray) -> None:
+    def see(self, states: np.ndarray, num_new: np.ndarray, max_computed: np.ndarray) -> None:
         """Count what the target has computed, in a step and in all at most, as missing.
 
         Each is int64 [n].
         """
-        missing = self.missing[states] + in_step
-        self.missing[states] = np.minimum(missing, most - self.least[states])
+        num_missing = self.max_missing[states] + num_new
+        self.max_missing[states] = np.minimum(num_missing, max_computed - self.min_cached[states])
 
     def take(self, states: np.ndarray, counts: np.ndarray, num_computed: np.ndarray) -> None:
         """Count tokens that are taken in as missing no longer.
@@ -61,9 +61,9 @@ class DraftCache:
             num_computed: int64 [n], tokens that the target has computed of each, at least.
 
         """
-        self.missing[states] -= counts
-        taken = np.minimum(self.least[states] + counts, num_computed)
-        self.least[states] = np.maximum(self.least[states], taken)
+        self.max_missing[states] -= counts
+        num_cached = np.minimum(self.min_cached[states] + counts, num_computed)
+        self.min_cached[states] = np.maximum(self.min_cached[states], num_cached)
 
     def advance(
         self, idx_mapping: torch.Tensor, counts: torch.Tensor, num_computed: torch.Tensor
@@ -81,11 +81,11 @@ class DraftCache:
 
         """
         num_cached = self.num_cached[idx_mapping]
-        first = num_cached.minimum(num_computed - counts).clamp(min=0)
-        ends = (first + counts).minimum(num_computed)
+        starts = num_cached.minimum(num_computed - counts).clamp(min=0)
+        ends = (starts + counts).minimum(num_computed)
         self.num_cached[idx_mapping] = num_cached.maximum(ends)
-        return first
+        return starts
 
     def mark(self, states: np.ndarray, num_computed: np.ndarray) -> None:
         """Mark the blocks that are full, where the target has computed so much of each text."""
-        self.blocks.mark(states, num_computed - self.missing[states])
+        self.blocks.mark(states, num_computed - self.max_missing[states])

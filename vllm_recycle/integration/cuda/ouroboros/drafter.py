@@ -20,7 +20,7 @@ from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 # Tokens of prompts that are taken in at once, but for one that is longer.
-MOST_TOKENS = 1 << 16
+MAX_PROMPT_TOKENS = 1 << 16
 
 
 class OuroborosV2Drafter(V2Drafter):
@@ -53,12 +53,13 @@ class OuroborosV2Drafter(V2Drafter):
     ) -> None:
         lengths = [*map(len, texts)]
         all_token_ids = self.req_states.all_token_ids.gpu
-        for chosen in groups_of(lengths, MOST_TOKENS):
-            indices = [req_state_indices[i] for i in chosen]
-            counts = [lengths[i] for i in chosen]
-            known = [all_token_ids[i, :count] for i, count in zip(indices, counts, strict=True)]
-            of_tokens = async_tensor_h2d(np.repeat(indices, counts), device=self.device)
-            self.proposer.begin(of_tokens, torch.cat(known).to(torch.int64))
+        for group in groups_of(lengths, MAX_PROMPT_TOKENS):
+            indices = [req_state_indices[index] for index in group]
+            counts = [lengths[index] for index in group]
+            pairs = zip(indices, counts, strict=True)
+            prompts = [all_token_ids[index, :count] for index, count in pairs]
+            token_indices = async_tensor_h2d(np.repeat(indices, counts), device=self.device)
+            self.proposer.begin(token_indices, torch.cat(prompts).to(torch.int64))
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.proposer.observe(
@@ -76,15 +77,15 @@ class OuroborosV2Drafter(V2Drafter):
         return super().statistics() | {"rounds": self.num_rounds, "forwards": forwards}
 
 
-def groups_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+def groups_of(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Indices of some texts in order, in groups of at most so many tokens, or of one text."""
     group: list[int] = []
-    tokens = 0
+    num_tokens = 0
     for index, length in enumerate(lengths):
-        if group and tokens + length > most:
+        if group and num_tokens + length > max_tokens:
             yield group
-            group, tokens = [], 0
+            group, num_tokens = [], 0
         group.append(index)
-        tokens += length
+        num_tokens += length
     if group:
         yield group

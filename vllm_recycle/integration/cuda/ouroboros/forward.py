@@ -24,8 +24,8 @@ def draft_forward_template(head_length: int, lookahead: TreeTemplate | None) -> 
     end = head_length - 1
     chain = [(row, 0) for row in range(end)]
     nodes = () if lookahead is None else lookahead.nodes
-    below = [(end + parent, rank) for parent, rank in nodes]
-    return TreeTemplate((*chain, *below), "draft forward")
+    lookahead_rows = [(end + parent, rank) for parent, rank in nodes]
+    return TreeTemplate((*chain, *lookahead_rows), "draft forward")
 
 
 class DraftForward:
@@ -94,8 +94,8 @@ class DraftForward:
         )
         slot_mappings = {}
         if slot_mapping is not None:
-            missing = self.num_rows - slot_mapping.shape[1]
-            slots = pad(slot_mapping, (0, missing), value=PAD_SLOT_ID)
+            num_unwritten = self.num_rows - slot_mapping.shape[1]
+            slots = pad(slot_mapping, (0, num_unwritten), value=PAD_SLOT_ID)
             slot_mappings = dict.fromkeys(self.layer_names, slots.flatten())
         token_ids = torch.cat((heads, row_token_ids), dim=1)
         hidden_states = self.run_model(
@@ -106,5 +106,5 @@ class DraftForward:
             slot_mappings,
             None,
         )
-        behind = hidden_states.view(batch, self.num_rows, -1)[:, self.head_length - 1 :]
-        return self.compute_logits(behind.flatten(0, 1))
+        logit_states = hidden_states.view(batch, self.num_rows, -1)[:, self.head_length - 1 :]
+        return self.compute_logits(logit_states.flatten(0, 1))

@@ -137,43 +137,43 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         if dummy_run and skip_attn_for_dummy_run:
             self._run_largest_forwards()
         # The requests of a dummy run are none: they have the states of others, and no KV slots.
-        chosen = np.zeros(0, dtype=np.int64)
+        indices = np.zeros(0, dtype=np.int64)
         if not dummy_run:
             states = input_batch.idx_mapping_np
-            in_step, least, most = self._computed(input_batch)
-            self.cache.see(states, in_step, most)
+            num_new, min_computed, max_computed = self._computed(input_batch)
+            self.cache.see(states, num_new, max_computed)
             if drafts:
-                self._catch_up(input_batch, least)
-                chosen = self._choose(input_batch)
-                begun = states[chosen]
-                self.cache.take(begun, self.cache.missing[begun], least[chosen])
-                self.cache.mark(states, least)
-        return chosen
+                self._catch_up(input_batch, min_computed)
+                indices = self._choose(input_batch)
+                round_states, counts = states[indices], self.cache.max_missing[states[indices]]
+                self.cache.take(round_states, counts, min_computed[indices])
+                self.cache.mark(states, min_computed)
+        return indices
 
-    def _catch_up(self, input_batch: Any, least: np.ndarray) -> None:
+    def _catch_up(self, input_batch: Any, min_computed: np.ndarray) -> None:
         """Take in what the first forward of a round would have no rows for, as far as it fits.
 
-        Of each text the target has computed the `least` tokens, int64 [num_reqs], or more.
+        Of each text the target has computed the `min_computed` tokens, int64 [num_reqs], or more.
         """
         states = input_batch.idx_mapping_np
-        missing = self.cache.missing[states]
+        num_missing = self.cache.max_missing[states]
         may_draft = self.may_speculate[states]
         # Those behind them are not drafted for.
         is_among = np.cumsum(may_draft & has_text(input_batch)) <= self.max_drafting
-        is_late = may_draft & is_among & (missing >= self.head_length)
+        is_late = may_draft & is_among & (num_missing >= self.head_length)
         if is_late.any():
-            ends = np.where(is_late, missing, 0).cumsum().clip(max=self.max_num_tokens)
+            ends = np.where(is_late, num_missing, 0).cumsum().clip(max=self.max_num_tokens)
             counts = np.diff(ends, prepend=0)
             self._take_in(input_batch, counts)
-            self.cache.take(states, counts, least)
+            self.cache.take(states, counts, min_computed)
 
     def _choose(self, input_batch: Any) -> np.ndarray:
         """The places in the step of those to draft for, int64 [n]."""
         states = input_batch.idx_mapping_np
-        fits = self.cache.missing[states] < self.head_length
-        chosen = np.flatnonzero(self.may_speculate[states] & has_text(input_batch) & fits)
+        fits = self.cache.max_missing[states] < self.head_length
+        indices = np.flatnonzero(self.may_speculate[states] & has_text(input_batch) & fits)
         # Warm-up steps ask for drafts in batches of any size.
-        return chosen[: self.max_drafting]
+        return indices[: self.max_drafting]
 
     def _computed(self, input_batch: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of each text that the target computed: in the step at most, in all at least.
@@ -186,10 +186,11 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
         nodes = np.zeros_like(rows) if nodes is None else nodes
         ends = input_batch.num_computed_tokens_np + rows - nodes
-        sure = np.minimum(ends, input_batch.prefill_len_np)
-        accepted = np.minimum(nodes, self.drafter.trees.depth)
-        least = np.maximum(sure, ends - self.num_speculative_steps)
-        return rows - nodes + accepted, least, np.minimum(ends + accepted, self.max_model_len)
+        num_prompt = np.minimum(ends, input_batch.prefill_len_np)
+        max_accepted = np.minimum(nodes, self.drafter.trees.depth)
+        min_computed = np.maximum(num_prompt, ends - self.num_speculative_steps)
+        max_computed = np.minimum(ends + max_accepted, self.max_model_len)
+        return rows - nodes + max_accepted, min_computed, max_computed
 
     def draft(self, idx_mapping: torch.Tensor) -> None:
         """Run a round of these requests, int64 [batch]."""
@@ -240,8 +241,8 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
             positions=positions,
         )
-        by_layer = build_slot_mappings_by_layer(slots, config)
-        self._run_model(buffers.input_ids[:num_rows], positions, metadata, by_layer, None)
+        slot_mappings = build_slot_mappings_by_layer(slots, config)
+        self._run_model(buffers.input_ids[:num_rows], positions, metadata, slot_mappings, None)
 
     def _place_next(self, input_batch: Any, counts: np.ndarray, starts: np.ndarray) -> torch.Tensor:
         """Fill `input_buffers` with the next tokens; returns their slots, int64 [groups, rows]."""
@@ -249,13 +250,13 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         owner = np.repeat(np.arange(len(counts)), counts)
         place = np.stack((owner, np.arange(len(owner)) - starts[owner]))
         owner, offset = async_tensor_h2d(place, device=self.device)
-        taken = async_tensor_h2d(counts, device=self.device)
+        num_tokens = async_tensor_h2d(counts, device=self.device)
         num_computed = self.req_states.num_computed_tokens.gpu[idx_mapping].long()
-        first = self.cache.advance(idx_mapping, taken, num_computed)
-        token = first[owner] + offset
+        first_tokens = self.cache.advance(idx_mapping, num_tokens, num_computed)
+        token = first_tokens[owner] + offset
         query_start_loc = buffers.query_start_loc[: len(starts)]
         query_start_loc.copy_(async_tensor_h2d(starts, device=self.device))
-        buffers.seq_lens[: len(counts)].copy_(first + taken)
+        buffers.seq_lens[: len(counts)].copy_(first_tokens + num_tokens)
         positions = buffers.positions[: len(token)]
         positions.copy_(token.clamp(max=self.max_model_len - 1))
         texts = self.req_states.all_token_ids.gpu

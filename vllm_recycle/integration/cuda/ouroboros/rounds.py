@@ -56,16 +56,16 @@ class Round:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self._logits(new_token_ids, row_token_ids)
         shape = (*logits.shape[:2], choices)
-        chosen = top_k(logits.flatten(0, 1), choices).long().view(shape)
+        token_ids = top_k(logits.flatten(0, 1), choices).long().view(shape)
         total = logits.float().logsumexp(-1, keepdim=True)
-        return chosen, (logits.gather(-1, chosen) - total).exp()
+        return token_ids, (logits.gather(-1, token_ids) - total).exp()
 
     def _logits(self, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor) -> torch.Tensor:
         """[batch, nodes + 1, vocab], of a forward that takes in the one and tries the other."""
-        place = torch.arange(self.heads.shape[1], device=self.heads.device)
+        columns = torch.arange(self.heads.shape[1], device=self.heads.device)
         num_new = (new_token_ids >= 0).sum(dim=1)
-        longer = torch.cat((self.heads, new_token_ids), dim=1)
-        self.heads = longer.gather(1, place + num_new[:, None])
+        heads = torch.cat((self.heads, new_token_ids), dim=1)
+        self.heads = heads.gather(1, columns + num_new[:, None])
         self.num_head = self.num_head + num_new
         logits = self.model.run(
             self.heads,

@@ -32,15 +32,15 @@ class OuroborosSpeculator(RoundSpeculator):
     drafter: OuroborosV2Drafter
 
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
-        shape, most = drafter.proposer.shape, drafter.max_drafting
+        shape, max_drafting = drafter.proposer.shape, drafter.max_drafting
         super().__init__(
             drafter,
             may_speculate,
             head_length=head_length(shape),
-            max_drafting=most,
+            max_drafting=max_drafting,
             lookahead=shape.lookahead(),
         )
-        drafts = (most, self.num_speculative_steps)
+        drafts = (max_drafting, self.num_speculative_steps)
         self.drafts = torch.empty(drafts, dtype=torch.int64, device=self.device)
 
     def run_round(self, batch: int) -> None:
@@ -68,14 +68,14 @@ class OuroborosSpeculator(RoundSpeculator):
             int64 [num_reqs, nodes], -1 where there is no draft.
 
         """
-        chosen = self.ready(input_batch, drafts=bool(num_speculative_tokens), **kwargs)
-        if len(chosen) == input_batch.num_reqs:
+        indices = self.ready(input_batch, drafts=bool(num_speculative_tokens), **kwargs)
+        if len(indices) == input_batch.num_reqs:
             self.draft(input_batch.idx_mapping)
-            return self.drafts[: len(chosen)]
+            return self.drafts[: len(indices)]
         shape = (input_batch.num_reqs, self.num_speculative_steps)
         drafts = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
-        if len(chosen):
-            index = async_tensor_h2d(chosen, device=self.device)
-            self.draft(input_batch.idx_mapping[index])
-            drafts[index] = self.drafts[: len(chosen)]
+        if len(indices):
+            device_indices = async_tensor_h2d(indices, device=self.device)
+            self.draft(input_batch.idx_mapping[device_indices])
+            drafts[device_indices] = self.drafts[: len(indices)]
         return drafts

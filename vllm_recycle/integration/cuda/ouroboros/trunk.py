@@ -40,23 +40,23 @@ class TrunkV2Drafter(AlongTrunks):
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return TrunkSpeculator(self, may_speculate)
 
-    def draft_trunks(self, idx_mapping: torch.Tensor, last: torch.Tensor, model: Round) -> None:
+    def draft_trunks(self, idx_mapping: torch.Tensor, tokens: torch.Tensor, model: Round) -> None:
         """Draft behind some texts, and count what followed the trunks before.
 
         Args:
             idx_mapping: int64 [batch].
-            last: int64 [batch], the last token of each text.
+            tokens: int64 [batch], the last token of each text.
             model: the draft model.
 
         """
         self.count_trunks(idx_mapping)
-        newest, none = last[:, None], last[:, None][:, :0]
+        new_token_ids, row_token_ids = tokens[:, None], tokens[:, None][:, :0]
         steps = []
         for _ in range(self.length):
-            steps.append(model.choose(idx_mapping, newest, none, CHOICES))
-            newest = steps[-1][0][:, 0, :1]
-        drafted = Trunks(*(torch.cat(values, dim=1) for values in zip(*steps, strict=True)))
-        self.take_trunks(idx_mapping, drafted)
+            steps.append(model.choose(idx_mapping, new_token_ids, row_token_ids, CHOICES))
+            new_token_ids = steps[-1][0][:, 0, :1]
+        trunks = Trunks(*(torch.cat(values, dim=1) for values in zip(*steps, strict=True)))
+        self.take_trunks(idx_mapping, trunks)
 
     def describe(self) -> str:
         return f"{describe_draft_model(self.vllm_config, self.length)}; {super().describe()}"
@@ -86,9 +86,9 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         assert isinstance(options, TrunkOptions)
         length = head_length(options)
         rows = min(MAX_DRAFT_ROWS_ON_GPU, scheduler.max_num_batched_tokens)
-        most = min(scheduler.max_num_seqs, rows // length, LARGEST_BATCH)
+        max_drafting = min(scheduler.max_num_seqs, rows // length, LARGEST_BATCH)
         RoundSpeculator.__init__(
-            self, drafter, may_speculate, head_length=length, max_drafting=most
+            self, drafter, may_speculate, head_length=length, max_drafting=max_drafting
         )
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
 
@@ -106,30 +106,30 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         return TokenRecyclingSpeculator.drafting_runs(self)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        [(most, grow)] = self.alone_runs().items()
+        [(max_num_reqs, grow)] = self.alone_runs().items()
 
-        def both(round_: Callable[[], Any]) -> Callable[[], Any]:
+        def add_trees(round_: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: (round_(), grow())
 
-        runs = {batch: both(run) for batch, run in RoundSpeculator.drafting_runs(self).items()}
+        runs = {batch: add_trees(run) for batch, run in RoundSpeculator.drafting_runs(self).items()}
         # Of more requests as many have a trunk.
-        return runs | {most: runs[max(runs)]}
+        return runs | {max_num_reqs: runs[max(runs)]}
 
     def prepare(self, input_batch: Any, *args: Any, drafts: bool, **kwargs: Any) -> None:
-        chosen = self.ready(input_batch, drafts=drafts and self.kind == TRUNKS, **kwargs)
+        indices = self.ready(input_batch, drafts=drafts and self.kind == TRUNKS, **kwargs)
         if not drafts or kwargs.get("dummy_run"):
             return
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
         may_draft = self._counted(input_batch).sum()
-        self.is_settled = self.kind != TRUNKS or len(chosen) == min(may_draft, self.max_drafting)
-        if not len(chosen):
+        self.is_settled = self.kind != TRUNKS or len(indices) == min(may_draft, self.max_drafting)
+        if not len(indices):
             self.drafter.leave_out(idx_mapping)
             return
-        if len(chosen) < num_reqs:
-            left_out = np.delete(np.arange(num_reqs), chosen)
-            both = async_tensor_h2d(np.concatenate((chosen, left_out)), device=self.device)
-            self.drafter.leave_out(idx_mapping[both[len(chosen) :]])
-            idx_mapping = idx_mapping[both[: len(chosen)]]
+        if len(indices) < num_reqs:
+            other_indices = np.delete(np.arange(num_reqs), indices)
+            order = async_tensor_h2d(np.concatenate((indices, other_indices)), device=self.device)
+            self.drafter.leave_out(idx_mapping[order[len(indices) :]])
+            idx_mapping = idx_mapping[order[: len(indices)]]
         self.draft(idx_mapping)
 
     def _report(self, *args: Any) -> None:

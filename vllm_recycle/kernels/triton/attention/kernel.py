@@ -81,22 +81,22 @@ def attend_kernel(
     first_row, rows, padding = rows_of_request(query_start_loc, num_padding, request)
     length = tl.load(seq_lens + request) - padding
     context = length - rows
-    cached = length if own_keys is None else context
-    first, behind, share = share_of_context(length, rows, window, num_splits, BLOCK_N, LEAST_TILES)
-    begin = first + split * share
-    if (tile * BLOCK_M < rows * GROUP) & (begin < behind):
+    num_cached = length if own_keys is None else context
+    start, stop, share = share_of_context(length, rows, window, num_splits, BLOCK_N, LEAST_TILES)
+    first_block = start + split * share
+    if (tile * BLOCK_M < rows * GROUP) & (first_block < stop):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         row = m // GROUP
         head = kv_head * GROUP + m % GROUP
         is_row = row < rows
         token_row = (first_row + row).to(tl.int64)
         dim = tl.arange(0, BLOCK_D)
-        inside = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
+        query_mask = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
         queries = tl.load(
             query
             + (token_row * query_token_stride + head * query_head_stride)[:, None]
             + dim[None, :],
-            mask=inside,
+            mask=query_mask,
             other=0.0,
         )
         tree = tl.load(idx_mapping + request).to(tl.int64)
@@ -105,7 +105,7 @@ def attend_kernel(
         bits = ancestor_bits + (row + padding) * num_words
         if window is not None:
             depths += padding
-            oldest = _position(context + row, context, length, depths, padding) - window + 1
+            min_position = _position(context + row, context, length, depths, padding) - window + 1
         table = block_table + request.to(tl.int64) * table_stride
         cache = kv_cache + kv_head.to(tl.int64) * head_stride
         if own_keys is not None:
@@ -119,26 +119,26 @@ def attend_kernel(
             total += 1.0
             peak = load_sinks(sinks + head, is_row)
         # No row of this tile sees further than itself.
-        seen = context + tl.minimum(rows, tl.cdiv((tile + 1) * BLOCK_M, GROUP))
-        end = tl.minimum(begin + share, tl.cdiv(seen, BLOCK_N))
+        num_visible_tokens = context + tl.minimum(rows, tl.cdiv((tile + 1) * BLOCK_M, GROUP))
+        end_block = tl.minimum(first_block + share, tl.cdiv(num_visible_tokens, BLOCK_N))
         column = tl.arange(0, BLOCK_N)
-        page = _load_page(table, begin * BLOCK_N, cached, BLOCK_SIZE, BLOCK_N)
-        for block in range(begin, end):
+        page = _load_page(table, first_block * BLOCK_N, num_cached, BLOCK_SIZE, BLOCK_N)
+        for block in range(first_block, end_block):
             token = block * BLOCK_N + column
             place = (token % BLOCK_SIZE) * token_stride + page.to(tl.int64) * block_stride
             pointer = cache + place[:, None] + dim[None, :]
             # What lies behind, or before all windows, may be anything: 0 times NaN is NaN.
-            written = (token < length)[:, None]
+            kv_mask = (token < length)[:, None]
             if window is not None:
-                written = written & (token > context - window)[:, None]
+                kv_mask = kv_mask & (token > context - window)[:, None]
             if BLOCK_D != HEAD_SIZE:
-                written = written & (dim < HEAD_SIZE)[None, :]
+                kv_mask = kv_mask & (dim < HEAD_SIZE)[None, :]
             key = _or_own(pointer, own_keys, own_key_stride, token - context, dim)
-            keys = tl.load(key, mask=written, other=0.0)
+            keys = tl.load(key, mask=kv_mask, other=0.0)
             value = _or_own(pointer + HEAD_SIZE, own_values, own_value_stride, token - context, dim)
-            values = tl.load(value, mask=written, other=0.0)
+            values = tl.load(value, mask=kv_mask, other=0.0)
             # Ahead of its use by an iteration, so that the pipeline's loads need not wait for it.
-            page = _load_page(table, (block + 1) * BLOCK_N, cached, BLOCK_SIZE, BLOCK_N)
+            page = _load_page(table, (block + 1) * BLOCK_N, num_cached, BLOCK_SIZE, BLOCK_N)
 
             scores = _dot(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
             if (block + 1) * BLOCK_N > context:
@@ -146,7 +146,7 @@ def attend_kernel(
                 scores = _mask(scores, bits, num_words, first_column, row, rows, BLOCK_M, BLOCK_N)
             if window is not None:
                 position = _position(token, context, length, depths, padding)
-                scores = tl.where(position[None, :] >= oldest[:, None], scores, float("-inf"))
+                scores = tl.where(position[None, :] >= min_position[:, None], scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1) * log2_scale)
             # A row may have seen nothing of this share yet; -inf minus itself is NaN.
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -162,19 +162,19 @@ def attend_kernel(
             share_index = (kv_head * num_splits + split).to(tl.int64)
             place = share_index * num_queries + first_row * GROUP + m
             pointer = partial + place[:, None] * HEAD_SIZE + dim[None, :]
-            tl.store(pointer, acc, mask=inside)
+            tl.store(pointer, acc, mask=query_mask)
             tl.store(partial_lse + place, peak + tl.log2(total), mask=is_row)
         else:
             place = token_row * output_token_stride + head * output_head_stride
             pointer = output + place[:, None] + dim[None, :]
-            tl.store(pointer, acc.to(output.dtype.element_ty), mask=inside)
+            tl.store(pointer, acc.to(output.dtype.element_ty), mask=query_mask)
 
 
 @triton.jit
-def _dot(left: tl.tensor, right: tl.tensor, acc: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
+def _dot(lhs: tl.tensor, rhs: tl.tensor, acc: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
     if UPCAST:  # For the interpreter, whose product of bfloat16 is one of bit patterns.
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, acc, input_precision="ieee")
+        lhs, rhs = lhs.to(tl.float32), rhs.to(tl.float32)
+    return tl.dot(lhs, rhs, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -196,17 +196,17 @@ def _load_page(
 @triton.jit
 def _or_own(
     pointer: tl.tensor,
-    own: tl.tensor | None,
+    tree_pointer: tl.tensor | None,
     stride: tl.tensor | None,
     row: tl.tensor,
     dim: tl.tensor,
 ) -> tl.tensor:
-    """Where keys or values are: those of tree rows in `own` if it is given, others in the cache."""
-    if own is None:
+    """Where keys or values are: those of tree rows at `tree_pointer`, if any, else in the cache."""
+    if tree_pointer is None:
         return pointer
     else:
         place = row * stride  # May overflow where it is not used; wider numbers cost registers.
-        return tl.where((row >= 0)[:, None], own + place[:, None] + dim[None, :], pointer)
+        return tl.where((row >= 0)[:, None], tree_pointer + place[:, None] + dim[None, :], pointer)
 
 
 @triton.jit
@@ -262,5 +262,5 @@ def _load_word(
     """This word of each row's string of bits: -1 before the mask, 0 behind it."""
     # The interpreter cannot `&` a scalar condition and a tensor's; it can compare with a limit.
     readable_rows = tl.where((word >= 0) & (word < num_words), rows, 0)
-    known = tl.load(bits + word, mask=row < readable_rows, other=0)
-    return tl.where(word < 0, -1, known)
+    loaded_bits = tl.load(bits + word, mask=row < readable_rows, other=0)
+    return tl.where(word < 0, -1, loaded_bits)

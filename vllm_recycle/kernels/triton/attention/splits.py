@@ -30,11 +30,11 @@ def share_of_context(
         The first block, the one behind the last, and the blocks of a share.
 
     """
-    first = 0
+    start = 0
     if window is not None:  # No row's begins before the root's.
-        first = tl.maximum(length - rows - window + 1, 0) // BLOCK_N
-    end = tl.cdiv(length, BLOCK_N)
-    return first, end, tl.maximum(tl.cdiv(end - first, num_splits), LEAST_TILES)
+        start = tl.maximum(length - rows - window + 1, 0) // BLOCK_N
+    stop = tl.cdiv(length, BLOCK_N)
+    return start, stop, tl.maximum(tl.cdiv(stop - start, num_splits), LEAST_TILES)
 
 
 @triton.jit(
@@ -67,14 +67,14 @@ def combine_kernel(
     request = tl.program_id(2)
     first_row, rows, padding = rows_of_request(query_start_loc, num_padding, request)
     length = tl.load(seq_lens + request) - padding
-    first, end, share = share_of_context(length, rows, window, num_splits, BLOCK_N, LEAST_TILES)
+    start, stop, share = share_of_context(length, rows, window, num_splits, BLOCK_N, LEAST_TILES)
     if tl.program_id(0) * BLOCK_M < rows * GROUP:
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = m // GROUP
         head = kv_head * GROUP + m % GROUP
         is_row = row < rows
         dim = tl.arange(0, BLOCK_D)
-        inside = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
+        query_mask = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
         first_share = (kv_head * num_splits).to(tl.int64)
         query = first_row * GROUP + m
 
@@ -85,17 +85,17 @@ def combine_kernel(
         if sinks is not None:
             total = tl.full([BLOCK_M], 1.0, tl.float32)
             peak = load_sinks(sinks + head, is_row)
-        used = tl.cdiv(end - first, share)
-        for start in range(0, used, CHUNK):
-            split = start + tl.arange(0, CHUNK)
-            is_used = split < used
+        num_shares = tl.cdiv(stop - start, share)
+        for first_split in range(0, num_shares, CHUNK):
+            split = first_split + tl.arange(0, CHUNK)
+            is_share = split < num_shares
             place = (first_share + split)[:, None] * num_queries + query[None, :]
             lse = tl.load(
-                partial_lse + place, mask=is_used[:, None] & is_row[None, :], other=float("-inf")
+                partial_lse + place, mask=is_share[:, None] & is_row[None, :], other=float("-inf")
             )
-            found = tl.load(
+            outputs = tl.load(
                 partial + place[:, :, None] * HEAD_SIZE + dim[None, None, :],
-                mask=is_used[:, None, None] & inside[None, :, :],
+                mask=is_share[:, None, None] & query_mask[None, :, :],
                 other=0.0,
             )
             # Every row sees a token of the first shares, so that the peak is finite from there on:
@@ -104,11 +104,11 @@ def combine_kernel(
             weights = tl.exp2(lse - new_peak[None, :])
             decay = tl.exp2(peak - new_peak)
             total = total * decay + tl.sum(weights, 0)
-            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * found, 0)
+            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * outputs, 0)
             peak = new_peak
         place = (first_row + row).to(tl.int64) * output_token_stride + head * output_head_stride
         pointer = output + place[:, None] + dim[None, :]
-        tl.store(pointer, (acc / total[:, None]).to(output.dtype.element_ty), mask=inside)
+        tl.store(pointer, (acc / total[:, None]).to(output.dtype.element_ty), mask=query_mask)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ CPU_CAPABILITY = 9
 WAVES = 3
 # What a program that finds nothing takes, in parts of one that goes over a whole context of some
 # thousand tokens, by counting.
-EMPTY = 1 / 128
+EMPTY_COST = 1 / 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ def choose_tile(num_queries: int, head_size: int, *, itemsize: int, capability: 
     queries = min(128, max(16, triton.next_power_of_2(num_queries)))
     if itemsize == 4:  # Without tensor cores: exact, for tests, and slow.
         return Tile(queries=16, tokens=16, warps=4, stages=2)
-    large = capability in (9, 10)  # 227 KB of shared memory a program, where others have 99.
-    if not large and block_d > 128:
+    is_large = capability in (9, 10)  # 227 KB of shared memory a program, where others have 99.
+    if not is_large and block_d > 128:
         queries = min(64, queries)
-    tokens = min(64, (8192 if large else 4096) // block_d)
-    full = queries * block_d >= 128 * 128
-    warps = 8 if full or queries == 128 else 4
-    return Tile(queries, tokens, warps, resident=1 if full else 2)
+    tokens = min(64, (8192 if is_large else 4096) // block_d)
+    is_full = queries * block_d >= 128 * 128
+    warps = 8 if is_full or queries == 128 else 4
+    return Tile(queries, tokens, warps, resident=1 if is_full else 2)
 
 
 @functools.cache
-def choose_num_splits(programs: int, empty: int, slots: int) -> int:
+def choose_num_splits(programs: int, num_empty: int, slots: int) -> int:
     """Into how many shares to split every context.
 
     The fewest with which the time of a launch, in waves of `slots` programs over splits, is within
@@ -79,12 +79,12 @@ def choose_num_splits(programs: int, empty: int, slots: int) -> int:
 
     Args:
         programs: of a launch that splits nothing, if it is for as many requests as have room.
-        empty: those of others, which end at once in a step that has these requests alone.
+        num_empty: those of others, which end at once in a step that has these requests alone.
         slots: programs that run at a time.
 
     """
     shares = range(1, 1 + max(1, WAVES * slots // programs))
-    costs = [-(-programs * n // slots) / n + EMPTY * empty * n / slots for n in shares]
+    costs = [-(-programs * n // slots) / n + EMPTY_COST * num_empty * n / slots for n in shares]
     return next(n for n, cost in zip(shares, costs, strict=True) if cost <= min(costs) * 1.125)
 
 

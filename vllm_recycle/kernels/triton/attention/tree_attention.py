@@ -106,7 +106,7 @@ def _form_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _check(rows: TreeQueries, tensors: dict[str, Any]) -> None:
-    query, kv_cache, output, *own, sinks = tensors.values()
+    query, kv_cache, output, *own_tensors, sinks = tensors.values()
     _, heads, head_size = query.shape
     assert kv_cache.dtype == query.dtype
     assert kv_cache.shape[3] == 2 * head_size
@@ -115,9 +115,9 @@ def _check(rows: TreeQueries, tensors: dict[str, Any]) -> None:
     assert rows.ancestor_bits[0].is_contiguous()
     assert rows.depths.stride(1) == 1
     assert sinks is None or (sinks.is_contiguous() and len(sinks) == heads)
-    for side in own:
-        assert side is None or side.dtype == query.dtype
-        assert side is None or side.stride()[1:] == (head_size, 1)
+    for tensor in own_tensors:
+        assert tensor is None or tensor.dtype == query.dtype
+        assert tensor is None or tensor.stride()[1:] == (head_size, 1)
 
 
 def _plan(
@@ -130,8 +130,8 @@ def _plan(
     num_queries = rows.max_rows * group
     # By the rows of the launch: of most requests that a graph has room for there are none.
     all_queries = min(tokens * group, rows.batch * num_queries)
-    known = numbers | {
-        **{each.name: getattr(rows, each.name) for each in fields(rows)},
+    arguments = numbers | {
+        **{field.name: getattr(rows, field.name) for field in fields(rows)},
         "num_queries": all_queries,
         "num_words": rows.ancestor_bits.shape[-1],
         "query_token_stride": query.stride(0),
@@ -157,12 +157,12 @@ def _plan(
     }
     grid = (triton.cdiv(num_queries, tile.queries) * num_splits, kv_heads, rows.batch)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    attend = bind(attend_kernel, grid, known | {"BLOCK_M": tile.queries}, **options)
+    attend = bind(attend_kernel, grid, arguments | {"BLOCK_M": tile.queries}, **options)
     if num_splits == 1:
         return partial(_attend, attend)
     grid = (triton.cdiv(num_queries, COMBINED_QUERIES), kv_heads, rows.batch)
-    known |= {"BLOCK_M": COMBINED_QUERIES, "CHUNK": COMBINED_SPLITS}
-    combine = bind(combine_kernel, grid, known)
+    arguments |= {"BLOCK_M": COMBINED_QUERIES, "CHUNK": COMBINED_SPLITS}
+    combine = bind(combine_kernel, grid, arguments)
     return partial(_attend_and_combine, attend, combine, (kv_heads, num_splits, all_queries))
 
 
@@ -177,9 +177,9 @@ def _attend_and_combine(
     """`shape` is of what shares find: [kv_heads, splits, queries]."""
     output = tensors["output"]
     new_empty = partial(output.new_empty, dtype=torch.float32)
-    found = {"partial": new_empty((*shape, output.shape[2])), "partial_lse": new_empty(shape)}
-    attend(tensors | found | {"sinks": None})
-    combine(found | {"output": output, "sinks": tensors["sinks"]})
+    partials = {"partial": new_empty((*shape, output.shape[2])), "partial_lse": new_empty(shape)}
+    attend(tensors | partials | {"sinks": None})
+    combine(partials | {"output": output, "sinks": tensors["sinks"]})
 
 
 def _num_splits_of(
@@ -187,11 +187,11 @@ def _num_splits_of(
 ) -> int:
     processors, _ = processors_and_capability(query.device)
     kv_heads = kv_cache.shape[1]
-    of_one = kv_heads * triton.cdiv(rows.max_rows * query.shape[1] // kv_heads, tile.queries)
+    programs = kv_heads * triton.cdiv(rows.max_rows * query.shape[1] // kv_heads, tile.queries)
     # So many requests may have so many rows: programs of others have less to do, or nothing.
-    full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
+    num_full = min(rows.batch, triton.cdiv(query.shape[0], rows.max_rows))
     slots = processors * tile.resident
-    num_splits = choose_num_splits(full * of_one, (rows.batch - full) * of_one, slots)
+    num_splits = choose_num_splits(num_full * programs, (rows.batch - num_full) * programs, slots)
     if window is not None:
         num_splits = min(num_splits, triton.cdiv(window + rows.max_rows, LEAST_SHARE))
     return num_splits

@@ -75,17 +75,17 @@ def count_visits(
     """
     # The text that ends at each visited row, the newest token first.
     place = tl.arange(0, PATH_LANES)
-    emitted = tl.load(token_ids + place, mask=place < PATH, other=-1)
-    tl.store(text + (PATH - 1) - place, emitted, mask=place < PATH)
+    emitted_token = tl.load(token_ids + place, mask=place < PATH, other=-1)
+    tl.store(text + (PATH - 1) - place, emitted_token, mask=place < PATH)
     place = tl.arange(0, LAYOUT.CONTEXT_LANES)
     tl.store(text + PATH + place, tail.to(tl.int64), mask=place < LAYOUT.REACH)
     tl.debug_barrier()
-    visits = (visit < PATH) & (visit < num_rows)
-    visits = visits & (tl.load(path + visit, mask=visits, other=-1) >= 0)
+    is_visited = (visit < PATH) & (visit < num_rows)
+    is_visited = is_visited & (tl.load(path + visit, mask=is_visited, other=-1) >= 0)
     shared, shared_cell, own, own_cell = find_longest(
-        table, text + (PATH - visit), salt, visits, LAYOUT
+        table, text + (PATH - visit), salt, is_visited, LAYOUT
     )
-    token = tl.load(token_ids + visit, mask=visits, other=-1)
+    token = tl.load(token_ids + visit, mask=is_visited, other=-1)
     _count_entries(increments, table, shared, shared_cell, token, LAYOUT.K)
     _count_entries(increments, table, own, own_cell, token, LAYOUT.K)
 
@@ -103,9 +103,9 @@ def _count_entries(
     for rank in range(K):
         successor = tl.load(table + address * (2 + K) + 1 + rank, mask=address >= 0, other=-1)
         cells = increments + (cell + rank * _STEADINESSES) * 2
-        seen = successor >= 0
-        tl.atomic_add(cells, 1, mask=seen & (successor == token), sem="relaxed")
-        tl.atomic_add(cells + 1, 1, mask=seen, sem="relaxed")
+        has_successor = successor >= 0
+        tl.atomic_add(cells, 1, mask=has_successor & (successor == token), sem="relaxed")
+        tl.atomic_add(cells + 1, 1, mask=has_successor, sem="relaxed")
 
 
 @triton.jit
@@ -113,28 +113,28 @@ def fold_counts(
     counts: tl.tensor,
     rates: tl.tensor,
     increments: tl.tensor,
-    first: tl.tensor,
+    first_rank: tl.tensor,
     ALL_RANKS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Take in what was counted of `LANES` ranks, and leave their rates."""
-    rank = first + tl.arange(0, LANES)
-    real = rank < ALL_RANKS
+    rank = first_rank + tl.arange(0, LANES)
+    is_rank = rank < ALL_RANKS
     steadiness = tl.arange(0, _STEADINESSES)[None, :]
-    each = rank[:, None] * _STEADINESSES + steadiness
-    mask = real[:, None] & (steadiness >= 0)
-    right = tl.load(increments + each * 2, mask=mask, other=0)
-    seen = tl.load(increments + each * 2 + 1, mask=mask, other=0)
-    of_all = counts + (rank * (_STEADINESSES + 1) + _STEADINESSES) * 2
-    all_right, all_seen = add_to_counts(of_all, tl.sum(right, axis=1), tl.sum(seen, axis=1), real)
+    cell = rank[:, None] * _STEADINESSES + steadiness
+    mask = is_rank[:, None] & (steadiness >= 0)
+    right = tl.load(increments + cell * 2, mask=mask, other=0)
+    seen = tl.load(increments + cell * 2 + 1, mask=mask, other=0)
+    rank_cells = counts + (rank * (_STEADINESSES + 1) + _STEADINESSES) * 2
+    rank_right, rank_seen = add_to_counts(rank_cells, tl.sum(right, 1), tl.sum(seen, 1), is_rank)
     cells = counts + (rank[:, None] * (_STEADINESSES + 1) + steadiness) * 2
     cell_right, cell_seen = add_to_counts(cells, right, seen, mask)
-    rate = all_right / tl.maximum(all_seen, 1.0)
+    rate = rank_right / tl.maximum(rank_seen, 1.0)
     rate = (cell_right + _PRIOR_WEIGHT * rate[:, None]) / (cell_seen + _PRIOR_WEIGHT)
-    tl.store(rates + each, rate.to(tl.float32), mask=mask)
+    tl.store(rates + cell, rate.to(tl.float32), mask=mask)
     tl.debug_barrier()
-    tl.store(increments + each * 2, 0, mask=mask)
-    tl.store(increments + each * 2 + 1, 0, mask=mask)
+    tl.store(increments + cell * 2, 0, mask=mask)
+    tl.store(increments + cell * 2 + 1, 0, mask=mask)
 
 
 @triton.jit

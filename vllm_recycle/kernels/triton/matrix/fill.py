@@ -47,7 +47,7 @@ def fill(
     """
     batch, nodes = drafts.shape
     assert nodes == tree.num_nodes
-    read = inputs_of(drafts, worths, matrix, rates, idx_mapping, texts)
+    inputs = inputs_of(drafts, worths, matrix, rates, idx_mapping, texts)
     lanes, constants = triton.next_power_of_2(nodes + 1), Layout.of(matrix.layout)
     shape = (batch, lanes, constants.CONTEXT_LANES)
     scratch = torch.empty(shape, dtype=torch.int32, device=drafts.device)
@@ -55,7 +55,7 @@ def fill(
         drafts,
         worths,
         scratch,
-        *read,
+        *inputs,
         tree.parents,
         tree.ranks,
         tree.depths,
@@ -96,10 +96,10 @@ def _fill_kernel(
     salt = tl.load(salts + request)
     rates += tl.load(classes + request) * (LAYOUT.RANKS * 4)
     row = tl.arange(0, LANES)
-    inside = row <= NODES
-    parent = tl.load(parents + row, mask=inside, other=0).to(tl.int32)
-    rank = tl.load(ranks + row, mask=inside, other=0).to(tl.int32)
-    depth = tl.load(depths + row, mask=inside, other=-1).to(tl.int32)
+    is_row = row <= NODES
+    parent = tl.load(parents + row, mask=is_row, other=0).to(tl.int32)
+    rank = tl.load(ranks + row, mask=is_row, other=0).to(tl.int32)
+    depth = tl.load(depths + row, mask=is_row, other=-1).to(tl.int32)
     contexts = scratch + index * (LANES * STRIDE)  # by row
     place = tl.arange(0, STRIDE)
     tail = read_tail(all_token_ids, all_token_ids_stride, lengths, request, LAYOUT)
@@ -111,22 +111,22 @@ def _fill_kernel(
         tl.debug_barrier()  # The contexts were written by other threads.
         expands = is_known & (depth == level)
         address, cell = find_entry(table, rates, contexts + row * STRIDE, salt, expands, LAYOUT)
-        above = tl.gather(address, parent, 0)
-        real = (depth == level + 1) & (above >= 0)
-        child = tl.load(table + above * (2 + K) + 1 + rank, mask=real, other=-1)
-        rate = tl.load(rates + tl.gather(cell, parent, 0) + rank * 4, mask=real, other=0.0)
+        parent_address = tl.gather(address, parent, 0)
+        is_child = (depth == level + 1) & (parent_address >= 0)
+        child = tl.load(table + parent_address * (2 + K) + 1 + rank, mask=is_child, other=-1)
+        rate = tl.load(rates + tl.gather(cell, parent, 0) + rank * 4, mask=is_child, other=0.0)
         rate = bounded(rate)
-        real = real & (child >= 0)
-        token = tl.where(real, child, token)
-        worth = tl.where(real, tl.gather(worth, parent, 0) * rate, worth)
-        is_known = is_known | real
-        older = tl.load(
+        is_child = is_child & (child >= 0)
+        token = tl.where(is_child, child, token)
+        worth = tl.where(is_child, tl.gather(worth, parent, 0) * rate, worth)
+        is_known = is_known | is_child
+        older_tokens = tl.load(
             contexts + parent[:, None] * STRIDE + place[None, :] - 1,
-            mask=real[:, None] & (place > 0)[None, :],
+            mask=is_child[:, None] & (place > 0)[None, :],
             other=-1,
         )
-        context = tl.where((place == 0)[None, :], child[:, None], older)
-        tl.store(contexts + row[:, None] * STRIDE + place[None, :], context, mask=real[:, None])
-    is_node = (row > 0) & inside
+        context = tl.where((place == 0)[None, :], child[:, None], older_tokens)
+        tl.store(contexts + row[:, None] * STRIDE + place[None, :], context, mask=is_child[:, None])
+    is_node = (row > 0) & is_row
     tl.store(drafts + index * NODES + row - 1, token.to(tl.int64), mask=is_node)
     tl.store(worths + index * NODES + row - 1, worth, mask=is_node)

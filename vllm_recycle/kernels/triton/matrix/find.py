@@ -98,8 +98,8 @@ def read_tail(
     """int32 [CONTEXT_LANES], the end of a text, the newest token first, -1 before the first."""
     place = tl.arange(0, LAYOUT.CONTEXT_LANES)
     position = tl.load(lengths + request).to(tl.int64) - 1 - place
-    inside = (place < LAYOUT.REACH) & (position >= 0)
-    return tl.load(token_ids + request * stride + position, mask=inside, other=-1)
+    mask = (place < LAYOUT.REACH) & (position >= 0)
+    return tl.load(token_ids + request * stride + position, mask=mask, other=-1)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def absorb(hashed: tl.tensor, token: tl.tensor) -> tl.tensor:
 @triton.jit
 def address_of(
     hashed: tl.tensor,
-    newest: tl.tensor,
+    newest_token: tl.tensor,
     salt: tl.tensor,
     INDEX: tl.constexpr,
     OWN: tl.constexpr,
@@ -122,14 +122,14 @@ def address_of(
 
     Args:
         hashed: uint64, of the tokens of the context.
-        newest: the first of them.
+        newest_token: the first of them.
         salt: of the sequence, of any integer type; the entry carries it if it is its own, else 0.
         INDEX: of the length of the context, among `CONTEXTS`.
 
     """
     LENGTH: tl.constexpr = LAYOUT.CONTEXTS[INDEX]
     if LENGTH == 1 and not OWN:
-        return newest.to(tl.int64), newest.to(tl.int32) << 3
+        return newest_token.to(tl.int64), newest_token.to(tl.int32) << 3
     else:
         key = hashed + LENGTH
         if OWN and LAYOUT.PARTS == 1:
@@ -144,9 +144,9 @@ def address_of(
 
 
 @triton.jit
-def shares(salt: tl.tensor, real: tl.tensor) -> tl.tensor:
-    """Which lanes are real, and of a sequence that reads and writes what is shared."""
-    return real & (salt + tl.zeros(real.shape, tl.int64) < _PRIVATE_SALT)
+def shares(salt: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Which lanes of `mask` are of a sequence that reads and writes what is shared."""
+    return mask & (salt + tl.zeros(mask.shape, tl.int64) < _PRIVATE_SALT)
 
 
 @triton.jit
@@ -155,14 +155,14 @@ def is_written(
     address: tl.tensor,
     head: tl.tensor,
     salt: tl.tensor,
-    real: tl.tensor,
+    mask: tl.tensor,
     K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Whether the entry there has this head and salt; and the head that is there."""
     entry = table + address * (2 + K)
-    written = tl.load(entry, mask=real, other=-1)
-    salted = tl.load(entry + (1 + K), mask=real, other=-1)
-    return real & ((written >> 2) == (head >> 2)) & (salted == salt), written
+    old_head = tl.load(entry, mask=mask, other=-1)
+    old_salt = tl.load(entry + (1 + K), mask=mask, other=-1)
+    return mask & ((old_head >> 2) == (head >> 2)) & (old_salt == salt), old_head
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def find_longest(
     table: tl.tensor,
     context: tl.tensor,
     salt: tl.tensor,
-    real: tl.tensor,
+    mask: tl.tensor,
     LAYOUT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The known entries of the longest context that is known.
@@ -182,7 +182,7 @@ def find_longest(
         context: pointers [lanes] to the newest tokens, behind each of which the older ones lie, as
             many as the longest of `CONTEXTS`.
         salt: of each lane's sequence.
-        real: [lanes], whether a lane has a context; the others find nothing.
+        mask: [lanes], whether a lane has a context; the others find nothing.
 
     Returns:
         Of the shared entry, and then of the own one, address, int64 [lanes], -1 for none; and cell,
@@ -190,36 +190,36 @@ def find_longest(
         behind.
 
     """
-    hashed = tl.zeros(real.shape, tl.uint64)
-    shared = tl.full(real.shape, -1, tl.int64)
-    shared_cell = tl.zeros(real.shape, tl.int32)
-    owned = tl.full(real.shape, -1, tl.int64)
-    own_cell = tl.zeros(real.shape, tl.int32)
-    newest = tl.load(context, mask=real, other=-1)
+    hashed = tl.zeros(mask.shape, tl.uint64)
+    shared = tl.full(mask.shape, -1, tl.int64)
+    shared_cell = tl.zeros(mask.shape, tl.int32)
+    own = tl.full(mask.shape, -1, tl.int64)
+    own_cell = tl.zeros(mask.shape, tl.int32)
+    newest_token = tl.load(context, mask=mask, other=-1)
     salt = salt.to(tl.int64)
-    known = real
+    has_context = mask
     for index in tl.static_range(len(LAYOUT.CONTEXTS)):
         for place in tl.static_range(
             first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
-            token = tl.load(context + place, mask=real, other=-1)
-            known = known & (token >= 0) & (token < LAYOUT.VOCAB)
+            token = tl.load(context + place, mask=mask, other=-1)
+            has_context = has_context & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
         if LAYOUT.HAS_SHARED:
-            address, head = address_of(hashed, newest, salt, index, 0, LAYOUT)
-            may = shares(salt, known)
-            written, there = is_written(table, address, head, salt * 0, may, LAYOUT.K)
-            shared = tl.where(written, address, shared)
-            shared_cell = tl.where(written, index * 8 * LAYOUT.K + (there & 3), shared_cell)
-            owned = tl.where(written, -1, owned)
+            address, head = address_of(hashed, newest_token, salt, index, 0, LAYOUT)
+            may_share = shares(salt, has_context)
+            is_found, old_head = is_written(table, address, head, salt * 0, may_share, LAYOUT.K)
+            shared = tl.where(is_found, address, shared)
+            shared_cell = tl.where(is_found, index * 8 * LAYOUT.K + (old_head & 3), shared_cell)
+            own = tl.where(is_found, -1, own)
         if LAYOUT.HAS_OWN:
-            address, head = address_of(hashed, newest, salt, index, 1, LAYOUT)
-            written, there = is_written(table, address, head, salt, known, LAYOUT.K)
-            owned = tl.where(written, address, owned)
-            own_cell = tl.where(written, (index * 2 + 1) * 4 * LAYOUT.K + (there & 3), own_cell)
+            address, head = address_of(hashed, newest_token, salt, index, 1, LAYOUT)
+            is_found, old_head = is_written(table, address, head, salt, has_context, LAYOUT.K)
+            own = tl.where(is_found, address, own)
+            own_cell = tl.where(is_found, (index * 2 + 1) * 4 * LAYOUT.K + (old_head & 3), own_cell)
             # A shared one of a shorter context is passed.
-            shared = tl.where(written & (shared_cell < index * 8 * LAYOUT.K), -1, shared)
-    return shared, shared_cell, owned, own_cell
+            shared = tl.where(is_found & (shared_cell < index * 8 * LAYOUT.K), -1, shared)
+    return shared, shared_cell, own, own_cell
 
 
 @triton.jit
@@ -234,25 +234,25 @@ def find_entry(
     rates: tl.tensor,
     context: tl.tensor,
     salt: tl.tensor,
-    real: tl.tensor,
+    mask: tl.tensor,
     LAYOUT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The entry to draft from: of the longest context that is known the surer one, else the own.
 
     Args:
-        table, context, salt, real: see `find_longest`.
+        table, context, salt, mask: see `find_longest`.
         rates: float32 [contexts, 2, k, 4], of the class of the sequence.
 
     Returns:
         Address and cell, as `find_longest` has them.
 
     """
-    shared, shared_cell, own, own_cell = find_longest(table, context, salt, real, LAYOUT)
+    shared, shared_cell, own, own_cell = find_longest(table, context, salt, mask, LAYOUT)
     if LAYOUT.HAS_OWN and LAYOUT.HAS_SHARED:
-        both = (shared >= 0) & (own >= 0)
-        shared_rate = bounded(tl.load(rates + shared_cell, mask=both, other=0.0))
-        own_rate = bounded(tl.load(rates + own_cell, mask=both, other=0.0))
-        is_own = (shared < 0) | (both & (shared_rate <= own_rate))
+        has_both = (shared >= 0) & (own >= 0)
+        shared_rate = bounded(tl.load(rates + shared_cell, mask=has_both, other=0.0))
+        own_rate = bounded(tl.load(rates + own_cell, mask=has_both, other=0.0))
+        is_own = (shared < 0) | (has_both & (shared_rate <= own_rate))
         return tl.where(is_own, own, shared), tl.where(is_own, own_cell, shared_cell)
     elif LAYOUT.HAS_OWN:
         return own, own_cell

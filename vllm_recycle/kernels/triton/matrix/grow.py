@@ -24,7 +24,7 @@ from vllm_recycle.kernels.triton.matrix.find import (
 )
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
-_MOST = tl.constexpr(0x7FFFFFFF)
+_MAX_INT32 = tl.constexpr(0x7FFFFFFF)
 
 
 def grow(
@@ -57,15 +57,15 @@ def grow(
     """
     (batch, nodes), layout = drafts.shape, matrix.layout
     assert nodes == trees.num_nodes
-    read = inputs_of(drafts, worths, matrix, rates, idx_mapping, texts)
+    inputs = inputs_of(drafts, worths, matrix, rates, idx_mapping, texts)
     # Lanes for at least as many children as a tree has nodes. No more nodes of a level than a tree
     # has have a child that is chosen.
     beam = min(beam, nodes)
     lanes = max(2, triton.next_power_of_2(nodes))
     children = triton.next_power_of_2(layout.k)
-    expanded = max(triton.next_power_of_2(beam), lanes // children)
+    num_expanded = max(triton.next_power_of_2(beam), lanes // children)
     constants = Layout.of(layout)
-    size = expanded * (trees.depth * (2 * children + 1) + 2 * constants.CONTEXT_LANES)
+    size = num_expanded * (trees.depth * (2 * children + 1) + 2 * constants.CONTEXT_LANES)
     scratch = torch.empty(batch, size, dtype=torch.int32, device=drafts.device)
     words = trees.ancestor_bits.shape[2]
     _, gamma, choices = (0, 0, 0) if trunks is None else trunks.token_ids.shape
@@ -77,7 +77,7 @@ def grow(
         trees.depths,
         trees.ancestor_bits,
         scratch,
-        *read,
+        *inputs,
         *(trunks or (None, None)),
         GAMMA=gamma,
         CHOICES=choices,
@@ -86,12 +86,12 @@ def grow(
         WORDS=words,
         WORD_LANES=triton.next_power_of_2(words),
         BEAM=beam,
-        EXPANDED=expanded,
+        EXPANDED=num_expanded,
         CHILDREN=children,
         LEVELS=trees.depth,
         SIZE=size,
         LAYOUT=constants,
-        num_warps=min(8, max(1, expanded * children // candidates_of_warp)),
+        num_warps=min(8, max(1, num_expanded * children // candidates_of_warp)),
     )
 
 
@@ -151,7 +151,7 @@ def _grow_kernel(
     tl.store(contexts + place, tail)
     value = tl.where(lane == 0, 1.0, 0.0)
     node = tl.arange(0, LANES)
-    best = tl.zeros([LANES], tl.int64)
+    best_keys = tl.zeros([LANES], tl.int64)
     level = tl.full([], 0, tl.int32)
     trunk_lane = tl.full([], 0, tl.int32)  # that has the trunk's node of this level; -1 for none
     grows = level < LEVELS
@@ -159,78 +159,78 @@ def _grow_kernel(
         tl.debug_barrier()  # The contexts were written by other threads.
         context = contexts + (level % 2) * (EXPANDED * STRIDE)
         address, cell = find_entry(table, rates, context + lane * STRIDE, salt, value > 0, LAYOUT)
-        real = (address >= 0)[:, None] & (rank < K)
-        first = table + address * (2 + K) + 1
+        is_successor = (address >= 0)[:, None] & (rank < K)
+        successors = table + address * (2 + K) + 1
         successor = rank
         if GAMMA:
             choice = (request * GAMMA + tl.minimum(level, GAMMA - 1)) * CHOICES
             has_choices = (trunk_lane >= 0) & (level < GAMMA)
             has_choices = has_choices & (tl.load(trunk_token_ids + choice) >= 0)
-            on_trunk = ((lane == trunk_lane) & has_choices)[:, None]
-            successor = rank - tl.where(on_trunk, CHOICES, 0)
-            real = real & (successor >= 0)
-        token = tl.load(first[:, None] + successor, mask=real, other=-1)
+            is_on_trunk = ((lane == trunk_lane) & has_choices)[:, None]
+            successor = rank - tl.where(is_on_trunk, CHOICES, 0)
+            is_successor = is_successor & (successor >= 0)
+        token = tl.load(successors[:, None] + successor, mask=is_successor, other=-1)
         rate = (rates + cell)[:, None] + successor * 4
-        chance = bounded(tl.load(rate, mask=real & (token >= 0), other=0.0))
+        chance = bounded(tl.load(rate, mask=is_successor & (token >= 0), other=0.0))
         if GAMMA:
             is_choice = rank < CHOICES
-            chosen = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
-            offered = bounded(tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0))
+            choice_token = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
+            choice_rate = bounded(tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0))
             is_chosen = token < 0
-            for other in tl.static_range(CHOICES):
-                is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other))
-            left = tl.maximum(1.0 - tl.sum(offered), 0.0)
-            others = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)
-            share = tl.div_rn(left, tl.maximum(tl.maximum(left, others), 1e-30))[:, None]
-            chance = tl.where(on_trunk, tl.where(is_chosen, 0.0, share * chance), chance)
-            chance = tl.where(on_trunk & is_choice, offered, chance)
-            token = tl.where(on_trunk & is_choice, chosen.to(tl.int32), token)
+            for other_rank in tl.static_range(CHOICES):
+                is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other_rank))
+            mass = tl.maximum(1.0 - tl.sum(choice_rate), 0.0)
+            matrix_mass = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)
+            share = tl.div_rn(mass, tl.maximum(tl.maximum(mass, matrix_mass), 1e-30))[:, None]
+            chance = tl.where(is_on_trunk, tl.where(is_chosen, 0.0, share * chance), chance)
+            chance = tl.where(is_on_trunk & is_choice, choice_rate, chance)
+            token = tl.where(is_on_trunk & is_choice, choice_token.to(tl.int32), token)
         product = value[:, None] * chance
         candidate = (level * EXPANDED + lane)[:, None] * CHILDREN + rank
-        key = (product.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (_MOST - candidate)
+        key = (product.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (_MAX_INT32 - candidate)
         key = tl.where((token >= 0) & (product > 0), key, 0)
         tl.store(token_of + candidate, token)
-        of_level = tl.topk(tl.reshape(key, [WIDTH]), LANES)
+        level_keys = tl.topk(tl.reshape(key, [WIDTH]), LANES)
         # The best of two sorted lists are the greater ones of one and of the other in reverse.
-        best = tl.bitonic_merge(tl.maximum(best, tl.flip(of_level, 0)), descending=True)
+        best_keys = tl.bitonic_merge(tl.maximum(best_keys, tl.flip(level_keys, 0)), descending=True)
 
-        key_above = tl.where(lane < BEAM, tl.gather(of_level, lane, 0), 0)
+        key_above = tl.where(lane < BEAM, tl.gather(level_keys, lane, 0), 0)
         value = (key_above >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        candidate_above = _MOST - (key_above & _MOST).to(tl.int32)
-        goes_on = key_above > tl.where(level + 1 < LEVELS, 0, key_above)
-        tl.store(candidate_of + (level + 1) * EXPANDED + lane, candidate_above, mask=goes_on)
+        candidate_above = _MAX_INT32 - (key_above & _MAX_INT32).to(tl.int32)
+        is_expanded = key_above > tl.where(level + 1 < LEVELS, 0, key_above)
+        tl.store(candidate_of + (level + 1) * EXPANDED + lane, candidate_above, mask=is_expanded)
         if GAMMA:
             trunk = (level * EXPANDED + trunk_lane) * CHILDREN
-            is_trunk = goes_on & has_choices & (candidate_above == trunk)
+            is_trunk = is_expanded & has_choices & (candidate_above == trunk)
             trunk_lane = tl.max(tl.where(is_trunk, lane, -1))
         tl.debug_barrier()  # So were the tokens.
-        newest = tl.load(token_of + candidate_above, mask=goes_on, other=-1)
+        newest_token = tl.load(token_of + candidate_above, mask=is_expanded, other=-1)
         lane_above = candidate_above % WIDTH // CHILDREN
-        older = tl.load(
+        older_tokens = tl.load(
             context + lane_above[:, None] * STRIDE + place[None, :] - 1,
-            mask=goes_on[:, None] & (place > 0)[None, :],
+            mask=is_expanded[:, None] & (place > 0)[None, :],
             other=-1,
         )
-        following = contexts + ((level + 1) % 2) * (EXPANDED * STRIDE)
+        next_context = contexts + ((level + 1) % 2) * (EXPANDED * STRIDE)
         tl.store(
-            following + lane[:, None] * STRIDE + place[None, :],
-            tl.where((place == 0)[None, :], newest[:, None], older),
+            next_context + lane[:, None] * STRIDE + place[None, :],
+            tl.where((place == 0)[None, :], newest_token[:, None], older_tokens),
         )
         # No node is worth more than its parent, and of equals the earlier one stays: with as many
         # nodes as a tree may have, levels end where none of the next one could be among them.
-        # A gather, not a sum of `best`: Triton 3.6 sums the wrong lanes of what a merge returns.
-        last = tl.gather(best, tl.full([EXPANDED], NODES - 1, tl.int32), 0)
+        # A gather, not a sum of `best_keys`: Triton 3.6 sums the wrong lanes of a merge.
+        last_key = tl.gather(best_keys, tl.full([EXPANDED], NODES - 1, tl.int32), 0)
         level += 1
-        grows = (level < LEVELS) & (tl.max((key_above >> 32) - (last >> 32), 0) > 0)
+        grows = (level < LEVELS) & (tl.max((key_above >> 32) - (last_key >> 32), 0) > 0)
 
-    real = (best > 0) & (node < NODES)
-    candidate = _MOST - (best & _MOST).to(tl.int32)
-    tl.store(row_of + candidate, node + 1, mask=real)
+    is_node = (best_keys > 0) & (node < NODES)
+    candidate = _MAX_INT32 - (best_keys & _MAX_INT32).to(tl.int32)
+    tl.store(row_of + candidate, node + 1, mask=is_node)
     tl.debug_barrier()
-    token = tl.load(token_of + candidate, mask=real, other=-1)
-    is_deep = real & (candidate >= WIDTH)
-    above = tl.load(candidate_of + candidate // CHILDREN, mask=is_deep, other=0)
-    parent = tl.load(row_of + above, mask=is_deep, other=0)
+    token = tl.load(token_of + candidate, mask=is_node, other=-1)
+    is_deep = is_node & (candidate >= WIDTH)
+    parent_candidate = tl.load(candidate_of + candidate // CHILDREN, mask=is_deep, other=0)
+    parent = tl.load(row_of + parent_candidate, mask=is_deep, other=0)
     # A parent that was not chosen would lie anywhere, and the loops over parents would not end.
     tl.device_assert((parent >= 0) & (parent <= node), "a parent behind its child")
     parent = tl.minimum(tl.maximum(parent, 0), node)
@@ -241,15 +241,15 @@ def _grow_kernel(
         bits = bits | tl.where((row // 32)[:, None] == word, (1 << (row % 32))[:, None], 0)
         row = tl.where(row > 0, tl.gather(parent, tl.maximum(row - 1, 0), 0), 0)
 
-    inside = node < NODES
-    value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(drafts + index * NODES + node, token.to(tl.int64), mask=inside)
-    tl.store(worths + index * NODES + node, value, mask=inside)
+    mask = node < NODES
+    value = (best_keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(drafts + index * NODES + node, token.to(tl.int64), mask=mask)
+    tl.store(worths + index * NODES + node, value, mask=mask)
     below_root = request * (NODES + 1) + 1 + node
-    tl.store(parents + below_root, parent, mask=inside)
-    tl.store(depths + below_root, tl.where(real, candidate // WIDTH + 1, 1), mask=inside)
+    tl.store(parents + below_root, parent, mask=mask)
+    tl.store(depths + below_root, tl.where(is_node, candidate // WIDTH + 1, 1), mask=mask)
     tl.store(
         ancestor_bits + below_root[:, None] * WORDS + word,
         bits,
-        mask=inside[:, None] & (word < WORDS),
+        mask=mask[:, None] & (word < WORDS),
     )

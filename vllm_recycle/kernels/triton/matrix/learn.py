@@ -55,11 +55,11 @@ def learn(
     table, layout, walked = matrix.table, matrix.layout, step.walked
     batch, path = walked.path.shape
     tensors = (table, stamps, matrix.salts, matrix.classes, step.parents, step.row_token_ids)
-    of_step = (step.successors, step.cu_num_logits, walked.path, walked.token_ids)
-    for tensor in (*tensors, *of_step):
+    step_tensors = (step.successors, step.cu_num_logits, walked.path, walked.token_ids)
+    for tensor in (*tensors, *step_tensors):
         assert tensor.is_contiguous()
     assert texts.token_ids.stride(1) == 1
-    shared = (step.idx_mapping.contiguous(), matrix.salts, step.cu_num_logits)
+    row_inputs = (step.idx_mapping.contiguous(), matrix.salts, step.cu_num_logits)
     rows = batch * max_rows
     kinds = 2 * len(layout.contexts)
     numbers = torch.empty(rows, dtype=torch.int32, device=table.device)
@@ -76,7 +76,7 @@ def learn(
         stamps,
         counts.increments if counts is not None else None,
         table,
-        *shared,
+        *row_inputs,
         matrix.classes,
         learns,
         texts.token_ids,
@@ -99,8 +99,8 @@ def learn(
     ranks = NUM_COUNTED * kinds * layout.k
     fold_blocks = triton.cdiv(ranks, LANES) if counts is not None else 0
     # A kind of entry is a length of context and whether it is an own one; first the shared one.
-    written = len(layout.contexts) * (layout.has_own + layout.has_shared)
-    _write_step_kernel[(fold_blocks + triton.cdiv(rows, block) * written,)](
+    num_written = len(layout.contexts) * (layout.has_own + layout.has_shared)
+    _write_step_kernel[(fold_blocks + triton.cdiv(rows, block) * num_written,)](
         table,
         stamps,
         counts.counts if counts is not None else None,
@@ -109,7 +109,7 @@ def learn(
         numbers,
         heads,
         addresses,
-        *shared,
+        *row_inputs,
         step.successors,
         rows,
         MAX_ROWS=max_rows,
@@ -117,9 +117,9 @@ def learn(
         WIDTH=width,
         ROWS=block,
         KINDS=kinds,
-        WRITTEN=written,
+        WRITTEN=num_written,
         FIRST_KIND=0 if layout.has_shared else 1,
-        KIND_STEP=2 * len(layout.contexts) // written,
+        KIND_STEP=2 * len(layout.contexts) // num_written,
         ALL_RANKS=ranks,
         FOLD_BLOCKS=fold_blocks,
         LANES=LANES,
@@ -188,10 +188,10 @@ def _mark_step_kernel(
             LAYOUT,
         )
     elif increments is not None:
-        of_class = tl.load(classes + request)
-        num_rows = tl.where(of_class < _NUM_COUNTED, num_rows, 0)
+        request_class = tl.load(classes + request)
+        num_rows = tl.where(request_class < _NUM_COUNTED, num_rows, 0)
         count_visits(
-            increments + of_class * (LAYOUT.RANKS * 8),
+            increments + request_class * (LAYOUT.RANKS * 8),
             text + index * (PATH + LAYOUT.REACH),
             tail,
             path,
@@ -243,33 +243,33 @@ def _write_step_kernel(
         address = tl.load(addresses + kind.to(tl.int64) * rows + row, mask=number > 0, other=-1)
         head = tl.load(heads + kind.to(tl.int64) * rows + row, mask=number > 0, other=0)
         stamp = tl.load(stamps + address, mask=address >= 0, other=0)
-        last = (address >= 0) & (stamp == number * KINDS + kind)
+        is_last = (address >= 0) & (stamp == number * KINDS + kind)
         request = row // MAX_ROWS
-        salt = tl.load(salts + tl.load(idx_mapping + request, mask=last, other=0), mask=last)
+        salt = tl.load(salts + tl.load(idx_mapping + request, mask=is_last, other=0), mask=is_last)
         salt = tl.where(kind % 2 == 1, salt, 0)
-        source = tl.load(cu_num_logits + request, mask=last, other=0) + row % MAX_ROWS
-        most_probable = tl.load(successors + source * K, mask=last, other=-1)
-        known, old = is_written(table, address, head, salt, last, K)
-        stays = known & (
-            tl.load(table + address * (2 + K) + 1, mask=known, other=-1) == most_probable
+        source = tl.load(cu_num_logits + request, mask=is_last, other=0) + row % MAX_ROWS
+        top_token = tl.load(successors + source * K, mask=is_last, other=-1)
+        is_found, old_head = is_written(table, address, head, salt, is_last, K)
+        is_steady = is_found & (
+            tl.load(table + address * (2 + K) + 1, mask=is_found, other=-1) == top_token
         )
-        head |= tl.where(stays, tl.minimum(_MAX_STEADINESS, (old & 3) + 1), 0)
+        head |= tl.where(is_steady, tl.minimum(_MAX_STEADINESS, (old_head & 3) + 1), 0)
         column = tl.arange(0, WIDTH)[None, :]
         is_successor = (column > 0) & (column <= K)
         value = tl.load(
             successors + source[:, None] * K + column - 1,
-            mask=last[:, None] & is_successor,
+            mask=is_last[:, None] & is_successor,
             other=0,
         )
         value = tl.where(column == 0, head[:, None], value)
         value = tl.where(column > K, salt[:, None].to(tl.int32), value)
         # All of a program's threads have read before one of them writes.
         tl.debug_barrier()
-        tl.store(stamps + address, 0, mask=last)
+        tl.store(stamps + address, 0, mask=is_last)
         tl.store(
             table + address[:, None] * (2 + K) + column,
             value,
-            mask=last[:, None] & (column < 2 + K),
+            mask=is_last[:, None] & (column < 2 + K),
         )
     elif counts is not None:
         fold_counts(counts, rates, increments, program * LANES, ALL_RANKS, LANES)

@@ -38,46 +38,46 @@ def mark_entries(
     the number 0, and a kind of entry without a context the address -1.
     """
     KINDS: tl.constexpr = 2 * len(LAYOUT.CONTEXTS)
-    filled = row < num_rows
-    above = tl.where(filled, row, 0)
-    while tl.max(above, axis=0) > 0:
-        filled = filled & (tl.load(row_token_ids + above, mask=above > 0, other=0) >= 0)
-        parent = tl.load(parents + above, mask=above > 0, other=0).to(tl.int32)
-        tl.device_assert((parent < above) | (above == 0), "a parent behind its child")
-        above = parent
-    visited = tl.zeros(row.shape, tl.int32)
+    is_filled = row < num_rows
+    ancestor = tl.where(is_filled, row, 0)
+    while tl.max(ancestor, axis=0) > 0:
+        is_filled = is_filled & (tl.load(row_token_ids + ancestor, mask=ancestor > 0, other=0) >= 0)
+        parent = tl.load(parents + ancestor, mask=ancestor > 0, other=0).to(tl.int32)
+        tl.device_assert((parent < ancestor) | (ancestor == 0), "a parent behind its child")
+        ancestor = parent
+    is_visited = tl.zeros(row.shape, tl.int32)
     for place in range(PATH):
-        visited |= (tl.load(path + place) == row).to(tl.int32)
-    number = 1 + (2 * start).to(tl.int32) + visited * num_rows + row
+        is_visited |= (tl.load(path + place) == row).to(tl.int32)
+    number = 1 + (2 * start).to(tl.int32) + is_visited * num_rows + row
     scratch = tl.program_id(0).to(tl.int64) * MAX_ROWS + row
-    tl.store(numbers + scratch, tl.where(filled, number, 0), mask=row < MAX_ROWS)
+    tl.store(numbers + scratch, tl.where(is_filled, number, 0), mask=row < MAX_ROWS)
 
     rows = tl.num_programs(0).to(tl.int64) * MAX_ROWS
-    known = filled
-    above = tl.where(filled, row, 0)
-    before = tl.zeros(row.shape, tl.int32)  # how many tokens of the text were read
+    has_context = is_filled
+    ancestor = tl.where(is_filled, row, 0)
+    num_text_tokens = tl.zeros(row.shape, tl.int32)  # that were read
     hashed = tl.zeros(row.shape, tl.uint64)
-    newest = tl.zeros(row.shape, tl.int64)
+    newest_token = tl.zeros(row.shape, tl.int64)
     for index in tl.static_range(len(LAYOUT.CONTEXTS)):
         for place in tl.static_range(
             first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
-            in_tree = above > 0
-            token = tl.load(row_token_ids + above, mask=in_tree, other=-1)
-            token = tl.where(in_tree, token, tl.gather(tail, before, 0).to(tl.int64))
+            is_node = ancestor > 0
+            token = tl.load(row_token_ids + ancestor, mask=is_node, other=-1)
+            token = tl.where(is_node, token, tl.gather(tail, num_text_tokens, 0).to(tl.int64))
             if place == 0:
-                newest = token
-            known = known & (token >= 0) & (token < LAYOUT.VOCAB)
+                newest_token = token
+            has_context = has_context & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
-            before += (above == 0).to(tl.int32)
-            above = tl.load(parents + above, mask=in_tree, other=0).to(tl.int32)
+            num_text_tokens += (ancestor == 0).to(tl.int32)
+            ancestor = tl.load(parents + ancestor, mask=is_node, other=0).to(tl.int32)
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
-                real = known if own else shares(salt, known)
-                written = (2 * index + own) * rows + scratch
+                address, head = address_of(hashed, newest_token, salt, index, own, LAYOUT)
+                is_writer = has_context if own else shares(salt, has_context)
+                target = (2 * index + own) * rows + scratch
                 stamp = number * KINDS + (2 * index + own)
-                tl.atomic_max(stamps + address, stamp, mask=real, sem="relaxed")
-                address = tl.where(real, address, -1)
-                tl.store(addresses + written, address, mask=row < MAX_ROWS)
-                tl.store(heads + written, head, mask=row < MAX_ROWS)
+                tl.atomic_max(stamps + address, stamp, mask=is_writer, sem="relaxed")
+                address = tl.where(is_writer, address, -1)
+                tl.store(addresses + target, address, mask=row < MAX_ROWS)
+                tl.store(heads + target, head, mask=row < MAX_ROWS)

@@ -43,7 +43,7 @@ class RoundStart:
     def make(cls, batch: int, head: int, num_blocks: int, device: torch.device) -> RoundStart:
         """See `clear`."""
         number = torch.empty(batch, dtype=torch.int64, device=device)
-        made = cls(
+        start = cls(
             idx_mapping=number,
             last_token_ids=torch.empty_like(number),
             heads=number.new_empty(batch, head),
@@ -52,8 +52,8 @@ class RoundStart:
             block_table=number.new_empty(batch, num_blocks, dtype=torch.int32),
             slot_mapping=number.new_empty(batch, head - 1),
         )
-        made.clear()
-        return made
+        start.clear()
+        return start
 
     def clear(self) -> None:
         """Make it one of requests that are none: a round can be run, and writes no KV.
@@ -154,31 +154,31 @@ def _begin_round_kernel(
     """A program a request."""
     index = tl.program_id(0).to(tl.int64)
     state = tl.load(idx_mapping + index)
-    cached = tl.load(num_cached + state)
-    missing = tl.minimum(tl.load(num_computed + state).to(tl.int64) - cached, HEAD - 1)
-    computed = cached + missing
+    num_cached_tokens = tl.load(num_cached + state)
+    num_head = tl.minimum(tl.load(num_computed + state).to(tl.int64) - num_cached_tokens, HEAD - 1)
+    num_tokens = num_cached_tokens + num_head
     table = block_tables + state * table_stride
 
     column = tl.arange(0, PLACES)
-    place = column - HEAD + missing
-    token = cached + place
+    place = column - HEAD + num_head
+    token = num_cached_tokens + place
     is_token = (place >= 0) & (column < HEAD)
     head = tl.load(texts + state * text_stride + token, mask=is_token, other=0)
     tl.store(start_heads + index * HEAD + column, head.to(tl.int64), mask=column < HEAD)
     block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
     slot = tl.where(is_token, block * BLOCK_SIZE + token % BLOCK_SIZE, -1)
-    behind = (column > 0) & (column < HEAD)
-    tl.store(start_slot_mapping + index * (HEAD - 1) + column - 1, slot, mask=behind)
+    has_slot = (column > 0) & (column < HEAD)
+    tl.store(start_slot_mapping + index * (HEAD - 1) + column - 1, slot, mask=has_slot)
 
-    for first in range(0, tl.cdiv(computed, BLOCK_SIZE), BLOCKS):
-        at = first + tl.arange(0, BLOCKS)
-        is_block = at < tl.cdiv(computed, BLOCK_SIZE)
-        blocks = tl.load(table + at, mask=is_block, other=0)
-        tl.store(start_block_table + index * start_table_stride + at, blocks, mask=is_block)
+    for first_block in range(0, tl.cdiv(num_tokens, BLOCK_SIZE), BLOCKS):
+        offset = first_block + tl.arange(0, BLOCKS)
+        is_block = offset < tl.cdiv(num_tokens, BLOCK_SIZE)
+        blocks = tl.load(table + offset, mask=is_block, other=0)
+        tl.store(start_block_table + index * start_table_stride + offset, blocks, mask=is_block)
 
     tl.store(start_idx_mapping + index, state)
     tl.store(start_last_token_ids + index, tl.load(last_token_ids + state))
-    tl.store(start_num_head + index, missing)
-    tl.store(start_num_cached + index, cached)
+    tl.store(start_num_head + index, num_head)
+    tl.store(start_num_cached + index, num_cached_tokens)
     tl.debug_barrier()  # The other threads have read what one of them overwrites.
-    tl.store(num_cached + state, computed)
+    tl.store(num_cached + state, num_tokens)
