@@ -36,7 +36,12 @@ unpack() {
     local archive site tools
     for archive in .kit/*.tar.xz; do
         site=$PWD/${archive%.tar.xz}
-        [ -d "$site" ] || "$python" -m tarfile --extract "$archive" "$site" || exit
+        [ -f "$archive" ] || { echo "no vLLM is installed, and no kit is in .kit" >&2; exit 2; }
+        if [ "$archive" -nt "$site" ]; then
+            rm -rf "$site" "$site.new"
+            "$python" -m tarfile --extract "$archive" "$site.new" || exit
+            touch "$site.new" && mv "$site.new" "$site"
+        fi
         if [ -d "$site/triton" ]; then  # without CUDA's tools, which the machine's Triton has
             tools=$("$python" -c 'import triton.backends.nvidia as one; print(*one.__path__)')/bin
             ln -sfn "$tools" "$site/triton/backends/nvidia/bin"

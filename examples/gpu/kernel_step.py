@@ -38,6 +38,7 @@ from vllm_recycle.kernels.triton.trees import DeviceTrees, ancestor_bits
 from vllm_recycle.kernels.triton.walk import walk
 
 CONTEXTS = (1, 2, 4, 16)
+MORE_WARPS = (2, 4)  # than growing has by default
 BEFORE_ROWS = 5  # tokens, so that the rows do not begin with a block
 
 
@@ -175,7 +176,7 @@ class StepInputs:
         matrix, rows = self.matrix, self.case.rows
         learn(matrix, self.stamps, self.counts, self.texts, step, max_rows=rows)
 
-    def grow(self, candidates_of_warp: int = 128) -> None:
+    def grow(self, num_warps: int | None = None) -> None:
         grow(
             self.grown,
             self.worths,
@@ -185,7 +186,7 @@ class StepInputs:
             self.texts,
             trees=self.trees,
             beam=BEAM,
-            candidates_of_warp=candidates_of_warp,
+            num_warps=num_warps,
         )
 
 
@@ -210,6 +211,10 @@ def check_step(inputs: StepInputs) -> None:
     compare("grow", inputs.trees.parents[idx_mapping], growth.parents.int())
     bits = ancestor_bits(Trees.from_parents(growth.parents).ancestor_mask)
     compare("grow", inputs.trees.ancestor_bits[idx_mapping], bits)
+    for warps in MORE_WARPS:
+        inputs.grow(warps)
+        compare(f"grow-{warps}", inputs.grown, growth.token_ids)
+        compare(f"grow-{warps}", inputs.trees.parents[idx_mapping], growth.parents.int())
 
     compare("place", inputs.place(), StepInputs.place(twin, torch_place_tree_rows))
     for name in ("input_ids", "positions", "tree_indices"):
@@ -256,8 +261,7 @@ def measure_step(case: StepCase, peaks: Peaks) -> dict[str, Any]:
     names = ("place", "top_k", "walk", "compact", "learn", "grow")
     calls: dict[str, Call] = {name: getattr(inputs, name) for name in names}
     calls["together"] = partial(in_turn, *calls.values())
-    for warps in (2, 4):
-        calls[f"grow-{warps}"] = partial(inputs.grow, 128 // warps)  # of warps
+    calls |= {f"grow-{warps}": partial(inputs.grow, warps) for warps in MORE_WARPS}
     return {
         **asdict(case),
         "nodes": int((inputs.grown >= 0).sum()),

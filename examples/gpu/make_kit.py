@@ -45,7 +45,7 @@ LEFT_OUT = re.compile(
 )
 FATBIN = re.compile(rb"\x50\xed\x55\xba\x01\x00\x10\x00(.{8})", re.DOTALL)
 ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, sizes of header and payload, architecture
-ARCH_OFFSET, CUBIN, ARCH, OTHER_ARCH = 28, 2, 90, 75
+ARCH_OFFSET, CUBIN, ARCH, UNUSED_ARCH = 28, 2, 90, 121
 USED_ATTENTION = re.compile(rb"Li(64|128)ENS_10bfloat16_tEf")
 
 
@@ -56,6 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     folder = ROOT / ".kit"
     folder.mkdir(exist_ok=True)
+    for archive in folder.glob("*.tar.xz"):  # of other versions
+        archive.unlink()
     make(folder / "vllm.tar.xz", f"vllm=={args.vllm}", *PACKAGES.split())
     if args.triton:
         make(folder / "triton.tar.xz", f"triton=={args.triton}")
@@ -93,7 +95,7 @@ def download(packages: Iterable[str], folder: Path) -> None:
 def prune(library: Path) -> None:
     """Zeros in place of kernels that the kit does not need: the file keeps its layout.
 
-    Entries for the GPU that are zeros say another architecture, so that nothing loads them.
+    Entries that are zeros say an architecture above the GPU's, so that nothing loads them.
     """
     data = bytearray(library.read_bytes())
     for found in FATBIN.finditer(bytes(data)):
@@ -103,8 +105,7 @@ def prune(library: Path) -> None:
             payload = slice(place + header, place + header + size)
             if not (kind == CUBIN and arch == ARCH and is_used(bytes(data[payload]))):
                 data[payload] = bytes(size)
-                if arch == ARCH:
-                    struct.pack_into("<I", data, place + ARCH_OFFSET, OTHER_ARCH)
+                struct.pack_into("<I", data, place + ARCH_OFFSET, UNUSED_ARCH)
             place = payload.stop
     library.write_bytes(data)
 

@@ -170,7 +170,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 def fill_matrix(worker: Any) -> None:
     """Successors for every token, so that all nodes of all trees are filled; random ones."""
-    matrix = worker.drafter.state.matrix
+    matrix = worker.tree_drafter.state.matrix
     layout = matrix.layout
     tokens = torch.arange(layout.vocab_size, device=worker.device)
     successors = torch.randint_like(tokens, layout.vocab_size)[:, None] + tokens[: layout.k]

@@ -49,12 +49,12 @@ def verdict(folder: Path) -> Iterator[str]:
 def machine(report: dict[str, Any] | None) -> Iterator[str]:
     """Device and versions, and how far vLLM's own operators are off."""
     if report is None:
-        yield "vLLM's operators: not run"
+        yield "vLLM's operators: no report"
         return
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     yield "{device}, driver {driver}, ".format_map(report) + versions
-    errors = ", ".join(f"{name} off by {error:.2g}" for name, error in report["errors"].items())
-    yield f"vLLM's operators: {errors}"
+    outcomes = "; ".join(f"{name} {text}" for name, text in report["operators"].items())
+    yield f"vLLM's operators: {outcomes}"
 
 
 def tests(path: Path) -> str:

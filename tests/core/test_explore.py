@@ -21,7 +21,7 @@ from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.explore import EARNED, LOOK_EVERY, PLAIN, PLAIN_STEPS, STAKE, STALE, Account
 
 NODES, MANY = 32, 8
-SIZES = [0, 4, 8, 16, 32]
+SIZES = [0, 2, 4, 7, 11, 14, 18, 23, 32]
 KINDS = (TREES, CHAINS)
 LOADS = ((1, 256), (MANY, 512))
 STEPS, WINDOW, MOST_LOST = 1200, 1000, 0.02
@@ -273,7 +273,7 @@ def test_rounds_are_paid_for_whatever_the_step_becomes(chooser):
     plain = chooser.curve.plain(LOAD)
     for rows, kind in ((1, None), (5, TREES)):
         before, [seconds] = chooser.account.credit, chooser.curve.at(TREES, LOAD, (rows,))
-        chooser.served(kind, LOAD, rows, tokens=1, seconds=seconds, drafting_seconds=2 * plain)
+        chooser.served(kind, LOAD, rows, tokens=1, seconds=seconds, round_seconds=2 * plain)
         earned = EARNED if kind is None else 1.0 - seconds / plain
         assert chooser.account.credit - before == pytest.approx(earned - 2.0)
 

@@ -156,7 +156,7 @@ class Chooser:
         return self.explorer.look(self.curve.cell(load), lambda: self._arms(load))
 
     def _arms(self, load: Load) -> dict[Arm, float]:
-        """Drafts of each kind, as large as the best or twice as large, and their cost."""
+        """Drafts of each kind, about as large as the best or twice as large, and their cost."""
         plain, arms = self.curve.plain(load), {}
         for kind in self.curve.kinds:
             for size in (self.best[1], 2 * self.best[1]):
@@ -194,23 +194,23 @@ class Chooser:
         arm = self.look(load)
         if arm == PLAIN:
             return self.best[0], 0
+        drafting, limit = load.drafting or load.requests, self.most_seconds(load)
+        rows = tuple(load.requests + drafting * size for size in sizes)
         if arm is not None:
             kind, max_rows = arm
-            fitting_sizes = [size for size in sizes if 0 < size < max_rows]
+            pairs = zip(sizes, self.curve.at(kind, load, rows), strict=True)
+            fitting_sizes = [n for n, cost in pairs if 0 < n < max_rows and cost <= limit]
             return kind, max(fitting_sizes, default=sizes[:2][-1])
-        drafting = load.drafting or load.requests
-        rows = tuple(load.requests + drafting * size for size in sizes)
-        widths = [end - start for start, end in itertools.pairwise(rows)]
-        offers, limit = [], self.most_seconds(load)
+        widths, offers = [end - start for start, end in itertools.pairwise(rows)], []
         for kind, worth in worths.items():
             gains = [0.0, *(drafting * worth.cumsum()).tolist()]
-            blocks = [gains[end] - gains[start] for start, end in itertools.pairwise(sizes)]
+            deltas = [gains[end] - gains[start] for start, end in itertools.pairwise(sizes)]
             seconds = [math.inf] * (rows[-1] + 1)
             for num_rows, step_seconds in zip(rows, self.curve.at(kind, load, rows), strict=True):
                 if step_seconds <= limit:
                     seconds[num_rows] = step_seconds
             trust, num_reqs = self.trusts[kind].factor, load.requests
-            [index], rate = choose([blocks], seconds, trust=trust, num_reqs=num_reqs, widths=widths)
+            [index], rate = choose([deltas], seconds, trust=trust, num_reqs=num_reqs, widths=widths)
             offers.append((rate, kind, sizes[index]))
         _, kind, size = max(offers, key=itemgetter(0))
         self.best = kind, 1 + size
@@ -224,7 +224,7 @@ class Chooser:
         *,
         tokens: int,
         seconds: float | None,
-        drafting_seconds: float = 0.0,
+        round_seconds: float = 0.0,
         expected: float | None = None,
         corrects: bool = True,
     ) -> None:
@@ -236,7 +236,7 @@ class Chooser:
             rows: of these requests.
             tokens: that they got.
             seconds: that the step took; None where it had prompts, or others disturbed it.
-            drafting_seconds: that drafting for the step took beside these.
+            round_seconds: a draft model's round, which is not in `seconds`.
             expected: draft tokens that should have been accepted; None if that is unknown.
             corrects: whether its seconds say what such a step takes.
 
@@ -247,13 +247,13 @@ class Chooser:
         if not (math.isfinite(prediction) and math.isfinite(plain)):
             return
         if rows == load.requests:
-            account.plain(drafting_seconds / plain)
+            account.plain(round_seconds / plain)
         else:
             slowdown = 1.0 if seconds is None else seconds / prediction
             # One step that is far longer than the one before it was disturbed.
             step_seconds = prediction * min(slowdown, max(STALL, self._slowdown))
             self._slowdown = min(slowdown, MOST_LONGER)
-            account.drafted(tokens / load.requests, (step_seconds + drafting_seconds) / plain)
+            account.drafted(tokens / load.requests, (step_seconds + round_seconds) / plain)
         self._trust(kinds if rows > load.requests else (), load, tokens, expected)
         cell = self.curve.cell(load)
         size = 1 + (rows - load.requests) / (load.drafting or load.requests)

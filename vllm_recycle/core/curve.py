@@ -106,7 +106,7 @@ class Curve(ABC):
             load: of the step.
             rows: of all requests.
             seconds: that it took.
-            is_look: whether it was a look, of which a shorter time is believed at once: whatever
+            is_look: whether it was a look: a shorter time is then believed at once, since whatever
                 disturbs a step lengthens it.
 
         """

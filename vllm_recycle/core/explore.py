@@ -68,9 +68,9 @@ class Account:
         """Take in a step with drafts: tokens per request, and plain steps' time that it took."""
         self.credit = max(-STAKE, min(STAKE, self.credit + tokens - cost))
 
-    def plain(self, drafting_cost: float = 0.0) -> None:
-        """Take in a step without drafts, and plain steps' time that drafting took beside it."""
-        self.credit = max(-STAKE, min(STAKE, self.credit + EARNED - drafting_cost))
+    def plain(self, round_cost: float = 0.0) -> None:
+        """Take in a step without drafts, and plain steps' time that a round took beside it."""
+        self.credit = max(-STAKE, min(STAKE, self.credit + EARNED - round_cost))
 
 
 class Trust:

@@ -113,11 +113,11 @@ class GraphCurve(Curve):
         return seconds + _at(self.times.drafting[kind] if nodes else self.times.plain, drafting)
 
     def graph_sizes(self, requests: int, drafting: int) -> set[int]:
-        """Nodes that so many of the requests can have in each graph: fewer take as long."""
+        """Nodes that so many of the requests can have in each graph; fewer there take as long."""
         return {
             min(graph.max_query_len - 1, (graph.num_tokens - requests) // drafting)
             for graph in self.times.graphs
-            if graph.num_reqs >= requests <= graph.num_tokens
+            if graph.num_reqs >= requests
         }
 
     def describe(self, cell: Hashable) -> str:

@@ -161,10 +161,10 @@ class Reader(NamedTuple):
         ]
         if not choices:
             return successors
-        chance = max(0.0, 1.0 - sum(choices.values()))
-        mass = 1.0 - sum(rate for token, rate in successors if token in choices)
+        rest_chance = max(0.0, 1.0 - sum(choices.values()))
+        rest_rate = 1.0 - sum(rate for token, rate in successors if token in choices)
         # In the precision of rates, as twins have it.
-        share = self.rates.new_tensor(chance) / max(chance, mass) if chance else 0.0
+        share = rest_chance and self.rates.new_tensor(rest_chance) / max(rest_chance, rest_rate)
         pairs = [(token, float(share * rate)) for token, rate in successors if token not in choices]
         return sorted([*choices.items(), *pairs], key=lambda pair: -pair[1])
 
@@ -323,8 +323,8 @@ def fill(
                 continue
             if parent not in children:
                 worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
-                entry = reader.successors(contexts[parent])
-                children[parent] = {place: (token, worth * rate) for place, token, rate in entry}
+                successors = reader.successors(contexts[parent])
+                children[parent] = {rank: (token, worth * rate) for rank, token, rate in successors}
             if rank in children[parent]:
                 token_ids[b, node], worths[b, node] = token, _ = children[parent][rank]
                 contexts[node + 1] = [token, *contexts[parent]][: matrix.layout.reach]
@@ -339,7 +339,7 @@ def _what_is_allowed(
     followers = list(zip(tokens, (chance for _, chance in followers), strict=False))
     if allowed.expected == NO_TOKEN:
         return followers
-    pairs, mass = [pair for pair in followers if pair[0] != allowed.expected], 1.0
+    pairs, rest_chance = [pair for pair in followers if pair[0] != allowed.expected], 1.0
     for _, chance in pairs:  # not `sum`, which rounds otherwise from Python 3.12 on
-        mass -= chance
-    return sorted([*pairs, (allowed.expected, max(0.0, mass))], key=lambda pair: -pair[1])
+        rest_chance -= chance
+    return sorted([*pairs, (allowed.expected, max(0.0, rest_chance))], key=lambda pair: -pair[1])

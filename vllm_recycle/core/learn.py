@@ -128,13 +128,13 @@ def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -
         if not 0 <= follower < layout.vocab_size:
             continue
         # By index of the length; the own entry comes last.
-        entries = {
+        known_successors = {
             index: matrix.table[address, 1:-1].tolist()
             for address, index, _ in matrix.known_entries(context, salt)
         }
         for index, own, address, head in layout.each_address(context, salt):
             if own == layout.has_own:
-                entry = entries.get(index, entries.get(0, []))
-                successors = [token for token in entry if token not in (follower, NO_TOKEN)]
+                successors = known_successors.get(index, known_successors.get(0, []))
+                successors = [token for token in successors if token not in (follower, NO_TOKEN)]
                 successors = [follower, *successors, *[NO_TOKEN] * layout.k][: layout.k]
                 matrix.write_entry(address, head, salt if own else 0, successors)

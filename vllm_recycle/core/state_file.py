@@ -182,7 +182,7 @@ def _check_header(
     facts: Mapping[str, object],
     kind: str,
 ) -> None:
-    """See `check_tensors`; the first of the file's bytes have at least its header."""
+    """See `check_tensors`; `header_bytes` are the file's first, at least its header."""
     end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
     try:
         headers = json.loads(header_bytes[LENGTH_BYTES:end])

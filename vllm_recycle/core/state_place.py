@@ -42,7 +42,7 @@ class StatePlace:
         self._stale_ns = int(stale_after * 1e9)
         self.is_folder = self.path.is_dir()
         self._output: Path | None = None
-        self._inputs: set[Path] = set()
+        self._superseded: set[Path] = set()
 
     def files(self) -> list[Path]:
         """All files of replicas, the newest first; without a folder the file, if it exists."""
@@ -56,12 +56,12 @@ class StatePlace:
         if not self.is_folder:
             return []
         paths = self.files()
-        self._inputs = self._inputs.intersection(paths)  # other threads may read the old one
-        return [path for path in paths if path not in self._inputs and path != self._output]
+        self._superseded = self._superseded.intersection(paths)  # threads may read the old one
+        return [path for path in paths if path not in self._superseded and path != self._output]
 
     def note_taken_in(self, path: Path) -> None:
         """What this replica writes from now on has all that is in a file."""
-        self._inputs.add(path)
+        self._superseded.add(path)
 
     def write(self, save: Callable[[Path], None]) -> Path:
         """Write this replica's file, and remove those that it makes superfluous.
@@ -75,14 +75,14 @@ class StatePlace:
         save(path)
         old_path, self._output = self._output, path
         if old_path is not None:
-            self._inputs.add(old_path)  # if it cannot be removed now
+            self._superseded.add(old_path)  # if it cannot be removed now
             _remove(old_path)
         self._remove_stale(path)
         return path
 
     def _remove_stale(self, newest_path: Path) -> None:
         write_times = self._write_times()
-        for path in self._inputs & write_times.keys():
+        for path in self._superseded & write_times.keys():
             age = abs(write_times.get(newest_path, write_times[path]) - write_times[path])
             if age > self._stale_ns:  # or as far in the future, by a clock that was wrong
                 _remove(path)

@@ -71,9 +71,9 @@ class TokenRecyclingState(SavedState):
 
     def is_better(self, peer_lines: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
         """Entries that are not known here, or were found steadier elsewhere; never for own ones."""
-        head, new_head = lines[:, :1], peer_lines[:, :1]
-        is_steadier = (new_head & MAX_STEADINESS > head & MAX_STEADINESS) & (head & OWN_BIT == 0)
-        return (new_head >= 0) & ((head < 0) | is_steadier)
+        head, peer_head = lines[:, :1], peer_lines[:, :1]
+        is_steadier = (peer_head & MAX_STEADINESS > head & MAX_STEADINESS) & (head & OWN_BIT == 0)
+        return (peer_head >= 0) & ((head < 0) | is_steadier)
 
     def describe(self) -> str:
         """What it holds, as part of a start-up line."""

@@ -127,17 +127,17 @@ def draft_trunks(
             contexts[b] += new_token_ids[b]
             lengths[b] += num_right + 1
             survival[b] *= math.prod(chance[index][: num_right + 1])
-        trunks = {b: survival[b] for b in active if lengths[b] < min(gamma, texts.max_depths[b])}
-        drafting = _that_pay(trunks, least_chance)
+        unfinished_texts = [b for b in active if lengths[b] < min(gamma, texts.max_depths[b])]
+        drafting = _that_pay({b: survival[b] for b in unfinished_texts}, least_chance)
     return Trunks(token_ids, chances)
 
 
-def _that_pay(survival: Mapping[int, float], least_chance: float) -> list[int]:
+def _that_pay(survival_by_text: Mapping[int, float], least_chance: float) -> list[int]:
     """The most trunks, the surest ones, that each pay an equal part of a forward, ascending."""
-    order = sorted(survival, key=lambda b: -survival[b])
-    counts = range(len(order), 0, -1)
-    sizes = (count for count in counts if count * survival[order[count - 1]] >= least_chance)
-    return sorted(order[: next(sizes, 0)])
+    surest_texts = sorted(survival_by_text, key=lambda b: -survival_by_text[b])
+    counts = range(len(surest_texts), 0, -1)
+    paying_counts = (n for n in counts if n * survival_by_text[surest_texts[n - 1]] >= least_chance)
+    return sorted(surest_texts[: next(paying_counts, 0)])
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:

@@ -79,9 +79,9 @@ class DraftRoom:
             limit, share = self._own_limit, self._guaranteed_blocks()
         else:
             step_tokens = sum(num_scheduled.values())
-            max_tokens = scheduler.scheduler_config.max_num_batched_tokens
-            max_tokens -= self.draft_slots * len(num_scheduled)
-            token_budget = min(scheduler.max_num_scheduled_tokens, max_tokens) - step_tokens
+            max_batched_tokens = scheduler.scheduler_config.max_num_batched_tokens
+            max_batched_tokens -= self.draft_slots * len(num_scheduled)
+            token_budget = min(scheduler.max_num_scheduled_tokens, max_batched_tokens) - step_tokens
             limit = even_limit(lengths, max(0, min(self.max_draft_tokens, token_budget)))
             share = self._unclaimed_blocks(num_scheduled)
             share //= len(scheduler.running) * len(self.block_sizes)

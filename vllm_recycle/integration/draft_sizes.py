@@ -97,7 +97,8 @@ class DraftSizes:
     Attributes:
         kind: of the trees that the step drafts.
         is_first: whether no size was chosen yet.
-        chooser: what chooses, when graphs were timed.
+        curve: of the graphs that were timed.
+        chooser: what chooses, when there are any.
 
     """
 
@@ -110,6 +111,7 @@ class DraftSizes:
         rows = [batch * (1 + sizes[0]) for batch, sizes in enumerate(self.sizes_of_batch) if sizes]
         self.max_rows = min(_max_rows(vllm_config), max(rows, default=0))
         self.max_draft_tokens = scheduler.room.max_draft_tokens
+        self.curve = GraphCurve(GraphTimes())
         self.chooser: Chooser | None = None
         self.worths: dict[str, MeanWorth] = {}
         self.kind = TRUNKS  # if there is a draft model
@@ -158,12 +160,9 @@ class DraftSizes:
     def _sizes(self, num_reqs: int, drafting: int) -> list[int]:
         """The sizes that trees may have which so many of the requests have, ascending from 0."""
         if (sizes := self._sizes_of.get((num_reqs, drafting))) is None:
-            assert self.chooser is not None
-            curve = self.chooser.curve
-            assert isinstance(curve, GraphCurve)
             rows = max(0, min(self.max_draft_tokens, self.max_rows - num_reqs))
             max_nodes = min(self.num_nodes, rows // drafting)
-            filling = curve.graph_sizes(num_reqs, drafting).union(self.sizes_of_batch[drafting])
+            filling = self.curve.graph_sizes(num_reqs, drafting) or self.sizes_of_batch[drafting]
             sizes = sorted({0, *(min(max_nodes, nodes) for nodes in filling)})
             self._sizes_of[num_reqs, drafting] = sizes
         return sizes
@@ -247,7 +246,8 @@ class DraftSizes:
             return
         max_tree_rows = 1 + max((sizes[0] for sizes in self.sizes_of_batch if sizes), default=0)
         max_rows = dict.fromkeys(times.drafting, max_tree_rows)
-        self.chooser, self.is_first = Chooser(GraphCurve(times), max_rows, ahead=STEPS_AHEAD), True
+        self.curve, self.is_first = GraphCurve(times), True
+        self.chooser = Chooser(self.curve, max_rows, ahead=STEPS_AHEAD)
         self._sizes_of.clear()
         self.kind = next(iter(times.drafting))
         for kind in times.drafting:

@@ -183,11 +183,11 @@ def _tokens_of_hints(processor: Any, hints: dict[str, Any], options: Any) -> lis
     vocab_size, token_budget = model_config.get_vocab_size(), model_config.max_model_len
     token_ids = []
     for hint in hint_list:
-        token_ids.append(to_token_ids(hint, name, tokenizer, vocab_size, max_tokens=token_budget))
+        token_ids.append(to_token_ids(hint, name, tokenizer, vocab_size, limit=token_budget))
         token_budget -= len(token_ids[-1])
         if token_budget < 0:
-            max_tokens = model_config.max_model_len
-            raise _BadInputError(name, value, f"at most the {max_tokens} tokens of max_model_len")
+            limit = model_config.max_model_len
+            raise _BadInputError(name, value, f"at most the {limit} tokens of max_model_len")
     return token_ids
 
 
@@ -200,15 +200,15 @@ def _each_hint(value: Any) -> list[Any]:
 
 
 def to_token_ids(
-    value: Any, name: str, tokenizer: Any, vocab_size: int, *, max_tokens: int | None = None
+    value: Any, name: str, tokenizer: Any, vocab_size: int, *, limit: int | None = None
 ) -> list[int]:
     """The token ids of a text, or those that were given in its place.
 
-    Of a text that has more than `max_tokens` it need not be all. Raises ValueError with the `name`
+    Of a text of more than `limit` tokens it need not be all. Raises ValueError with the `name`
     of what was given.
     """
     if isinstance(value, str) and tokenizer is not None and _is_utf8(value):
-        longest = None if max_tokens is None else max_tokens * tokenizer.max_chars_per_token + 1
+        longest = None if limit is None else limit * tokenizer.max_chars_per_token + 1
         return tokenizer.encode(value[:longest], add_special_tokens=False)
     is_list = isinstance(value, list) and all(type(token_id) is int for token_id in value)
     if is_list and all(0 <= token_id < vocab_size for token_id in value):

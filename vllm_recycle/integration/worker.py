@@ -51,7 +51,7 @@ class TreeWorker(Worker):
         return settings_of(self.vllm_config).options.has_trees
 
     @property
-    def drafter(self) -> Drafter:
+    def tree_drafter(self) -> Drafter:
         return self.model_runner.tree_drafter
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -84,14 +84,14 @@ class TreeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = self.warm_up()
-        found = self.model_runner.price_rows()  # what rows cost, where that is measured
+        start_report = self.model_runner.price_rows()  # what it took, and what rows cost if timed
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
-        self.drafter.reset()
+        self.tree_drafter.reset()
         if self.rank == 0:
-            self.saver = self.drafter.make_saver()
-            logger.info(self.drafter.describe())
-            if found is not None:
-                logger.info("%s: %s", settings_of(self.vllm_config).options.method, found)
+            self.saver = self.tree_drafter.make_saver()
+            logger.info(self.tree_drafter.describe())
+            if start_report is not None:
+                logger.info("%s: %s", settings_of(self.vllm_config).options.method, start_report)
         return times
 
     def warm_up(self) -> Any:
@@ -117,7 +117,7 @@ class TreeWorker(Worker):
         with self._changing_state():
             if self.has_new_weights:
                 self.has_new_weights = False
-                self.drafter.weights_changed()
+                self.tree_drafter.weights_changed()
             return super().execute_model(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ class TreeWorker(Worker):
         ]
         with self._changing_state():
             for token_ids in read:
-                self.drafter.take_in(token_ids)
+                self.tree_drafter.take_in(token_ids)
         return sum(map(len, read))
 
     @torch.inference_mode()
@@ -185,7 +185,7 @@ class TreeWorker(Worker):
             check_owner(name)
         digests = {digest(name) for name in owners if isinstance(name, str)}
         with self._changing_state():
-            return self.drafter.forget({*owners, *digests})
+            return self.tree_drafter.forget({*owners, *digests})
 
     def draft_statistics(self) -> dict[str, float]:
         """What vLLM's own metrics have no place for; for `collective_rpc`.
@@ -199,7 +199,7 @@ class TreeWorker(Worker):
             a row more costs a step of one at least, in units of it; and `seconds_by_measured:
             ...`: what steps take in parts of what they did at start-up.
         """
-        return self.drafter.statistics()
+        return self.tree_drafter.statistics()
 
     def shutdown(self) -> None:
         try:

@@ -131,7 +131,8 @@ def run(name: str, adapter: Any) -> Served:
 
 def switch_sizes(llm: Any) -> None:
     """Let trees be of another size in each step, none among them."""
-    turns = cycle(sorted({n for some in runner(llm).sizes_of_batch for n in some} | {0}))
+    sizes = {nodes for sizes in runner(llm).sizes_of_batch for nodes in sizes}
+    turns = cycle(sorted({0, *sizes, *(2 * nodes // 3 for nodes in sizes)}))
 
     class Turns:
         def __getitem__(self, num_reqs: int) -> int:

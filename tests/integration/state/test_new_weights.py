@@ -88,7 +88,7 @@ def main(_: Path) -> dict[str, Any]:
         for change in (*changes, partial(model.load_weights, iter(()))):
             change()
             assert worker.has_new_weights
-            worker.drafter.weights_changed()
+            worker.tree_drafter.weights_changed()
             found["counted"].append(counted())
     with engine(**arguments) as llm:
         for params, had in zip(PARAMS * 2, places, strict=True):

@@ -135,7 +135,7 @@ def watched_warm_up() -> list[int]:
 
     def warm_up_as_on_a_gpu(worker: Any) -> Any:
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
-        entries.append(worker.drafter.state.matrix.num_written)
+        entries.append(worker.tree_drafter.state.matrix.num_written)
         return compile_or_warm_up(worker)
 
     CPUWorker.compile_or_warm_up_model = warm_up_as_on_a_gpu

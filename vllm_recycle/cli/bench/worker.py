@@ -210,7 +210,7 @@ class Worker:
         counts.engine_steps += 1
         if decode_only and results:
             counts.decode_ms.append(1000 * seconds)
-        finished_conversations = []
+        answered_conversations = []
         for result in results:
             conversation, (output,) = requests[result.request_id], result.outputs
             conversation.counts.steps += bool(conversation.answer and output.token_ids)
@@ -221,8 +221,8 @@ class Worker:
                 self.events({"event": "text", "text": output.text, **fields})
             if result.finished:
                 self._finish(conversation, output.spec_decode_metrics)
-                finished_conversations.append(requests.pop(result.request_id))
-        return finished_conversations
+                answered_conversations.append(requests.pop(result.request_id))
+        return answered_conversations
 
     def _finish(self, conversation: Conversation, metrics: Any) -> None:
         """Count an answer, and put it into the conversation."""

@@ -84,7 +84,7 @@ class AcceptedSteps(CPUModelRunner):
             Tokens by request of the batch, int64 [num_reqs, length], or a list of lists.
 
         """
-        output, sampled_token_ids, sampling, hidden, sample_hidden, aux, *metadata = self.proposing
+        sampled_token_ids, sampling, hidden, sample_hidden_states, aux, *rest = self.proposing[1:]
         if self.moved is not None:
             source, target = self.moved
             tensors = (self.input_ids.gpu, self.positions, hidden, *(aux or ()))
@@ -92,8 +92,8 @@ class AcceptedSteps(CPUModelRunner):
                 tensor[target] = tensor[source]
             if self.uses_mrope:
                 self.mrope_positions.gpu[:, target] = self.mrope_positions.gpu[:, source]
-            sample_hidden = hidden[self.logits_indices]
-        output = copy.copy(output)
-        output.num_spec_tokens_to_schedule = length
-        args = (output, sampled_token_ids, sampling, hidden, sample_hidden, aux, *metadata)
-        return super().propose_draft_token_ids(*args)
+            sample_hidden_states = hidden[self.logits_indices]
+        scheduler_output = copy.copy(self.proposing[0])
+        scheduler_output.num_spec_tokens_to_schedule = length
+        args = (sampled_token_ids, sampling, hidden, sample_hidden_states, aux, *rest)
+        return super().propose_draft_token_ids(scheduler_output, *args)

@@ -29,13 +29,13 @@ class TreeMetadata(NamedTuple):
 
     Attributes:
         trees: the rows of trees.
-        other_rows: the other rows, int64 [n], or a slice where they follow each other, and vLLM's
+        other_part: the other rows, int64 [n], or a slice where they follow each other, and vLLM's
             metadata for these alone; None for none.
 
     """
 
     trees: TreeQueries
-    other_rows: tuple[torch.Tensor | slice, CPUAttentionMetadata] | None
+    other_part: tuple[torch.Tensor | slice, CPUAttentionMetadata] | None
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -104,15 +104,15 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             trees = trees.select(trees.num_rows > 0)
         # Rows before a root are no tree's.
         other_lengths = np.array(lengths) - np.array(sizes)
-        other_rows = None
+        other_part = None
         if other_lengths.any():
             [requests] = other_lengths.nonzero()
             first_rows = np.array(starts)[requests]  # before a root, if there is one
             rows, part = part_of(common, requests, first_rows, other_lengths[requests])
             start, end = int(rows[0]), int(rows[-1]) + 1
             follow_each_other = end - start == len(rows)
-            other_rows = slice(start, end) if follow_each_other else rows, super().build(0, part)
-        return TreeMetadata(trees, other_rows)
+            other_part = slice(start, end) if follow_each_other else rows, super().build(0, part)
+        return TreeMetadata(trees, other_part)
 
 
 def hand_over(step: StepLayout, attn_groups: Iterable[Sequence[Any]]) -> None:
@@ -198,8 +198,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             window=None if self.sliding_window == -1 else self.sliding_window,
             sinks=self.sinks,
         )
-        if attn_metadata.other_rows is not None:
-            rows, metadata = attn_metadata.other_rows
+        if attn_metadata.other_part is not None:
+            rows, metadata = attn_metadata.other_part
             other_output = output[rows]  # of a slice no copy, as the query is none
             super().forward(layer, query[rows], key, value, kv_cache, metadata, other_output)
             if not isinstance(rows, slice):

@@ -194,7 +194,7 @@ class V1Drafter(Drafter):
             len(step.num_nodes) + nodes,
             tokens=tokens,
             seconds=seconds,
-            drafting_seconds=round_seconds,
+            round_seconds=round_seconds,
             expected=drafts.expected if nodes == drafts.num_nodes else None,
             corrects=not drafts.is_behind_round,
         )

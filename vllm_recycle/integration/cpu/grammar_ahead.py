@@ -87,10 +87,10 @@ class GrammarsAhead:
 
     def _take_compiled(self, futures: Mapping[str, Future[GrammarAhead]]) -> None:
         """Take those of some grammars that each rank has compiled, since ranks draft alike."""
-        req_ids = [req_id for req_id, future in futures.items() if self.waits or future.done()]
-        has_failed = {req_id: futures[req_id].exception() is not None for req_id in req_ids}
+        ended_ids = [req_id for req_id, future in futures.items() if self.waits or future.done()]
+        has_failed = {req_id: futures[req_id].exception() is not None for req_id in ended_ids}
         failures_by_rank = from_all_ranks(has_failed)
-        for req_id in req_ids:
+        for req_id in ended_ids:
             if not all(req_id in failures for failures in failures_by_rank):
                 continue
             future = self.compiling.pop(req_id)

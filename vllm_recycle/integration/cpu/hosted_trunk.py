@@ -137,11 +137,11 @@ class HostedTrunkV1Drafter(AlongTrunks):
     def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         started, self.extra_seconds = time.perf_counter(), 0.0
         max_depths = np.array(texts.max_depths) * (self.arm is None)  # a look is at what steps take
-        wants, step = max_depths > 0, None
+        wants, step_alone = max_depths > 0, None
         if self.source.is_model and self.chooser is not None and wants.any():
-            step, seconds = self.step_alone(texts, num_nodes)
-            wants = self.rounds.choose(step, np.zeros_like(max_depths), max_depths)
-            wants &= self.affords(step, seconds, np.zeros_like(max_depths), wants)
+            step_alone, seconds = self.step_alone(texts, num_nodes)
+            wants = self.rounds.choose(step_alone, np.zeros_like(max_depths), max_depths)
+            wants &= self.affords(step_alone, seconds, np.zeros_like(max_depths), wants)
         num_drafting = int(wants.sum())
         # A model reads each step, whether it drafts or not; others look at each.
         drafted = self.source.draft(self.length if num_drafting or not self.source.is_model else 0)
@@ -151,12 +151,12 @@ class HostedTrunkV1Drafter(AlongTrunks):
         self.num_rounds += num_drafting
         drafted.token_ids[torch.from_numpy(~wants)] = NO_TOKEN
         texts = self.along(texts, drafted)
-        if step:
+        if step_alone:
             self.extra_seconds = self.rounds.seconds(num_drafting)
         drafts = super()._draft(texts, num_nodes, block_tables)
-        if step and drafts.rate:
-            duration = from_first_rank(self.round_seconds)
-            self.rounds.gave(step, num_drafting, rate=drafts.rate * step.unit, seconds=duration)
+        if step_alone and drafts.rate:
+            rate, duration = drafts.rate * step_alone.unit, from_first_rank(self.round_seconds)
+            self.rounds.gave(step_alone, num_drafting, rate=rate, seconds=duration)
         return drafts
 
     def price(self, runner: Any) -> str | None:

@@ -147,12 +147,11 @@ class TreeCPUModelRunner(AcceptedSteps):
     def _update_states(self, scheduler_output: Any) -> Callable | None:
         new_ids = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         resumed_ids = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        req_ids = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
-        note = note_of(scheduler_output)
-        req_ids.update(note.idle_sessions)
+        note, ended_ids = note_of(scheduler_output), set(scheduler_output.finished_req_ids)
+        ended_ids.update(scheduler_output.preempted_req_ids or (), note.idle_sessions)
         # Sorted: sets have no order that tensor-parallel ranks share. A request whose input is
         # streamed comes as a new one again and again.
-        freed_indices = self.req_state_indices.free(sorted(req_ids.union(resumed_ids, new_ids)))
+        freed_indices = self.req_state_indices.free(sorted(ended_ids.union(resumed_ids, new_ids)))
         if freed_indices:
             self.tree_drafter.release(freed_indices)
         self.grammars.end([*scheduler_output.finished_req_ids, *new_ids])

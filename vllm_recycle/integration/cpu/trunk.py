@@ -67,27 +67,27 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         depths = np.minimum(max_depths, self.room(texts, block_tables) + 1).clip(min=0)
         depths *= self.arm is None  # a look is at what steps take
         to_read = (drafting.num_unseen - self.gamma - 1).clip(min=0)
-        step: StepAlone | None = None
+        step_alone: StepAlone | None = None
         if self.options.row_cost is None and not self.isolates and depths.any():
-            step, seconds = self.step_alone(texts, num_nodes)
-            depths *= self.rounds.choose(step, to_read, np.where(depths, max_depths, 0))
-            depths *= self.affords(step, seconds, np.where(depths, to_read, 0), depths)
+            step_alone, seconds = self.step_alone(texts, num_nodes)
+            depths *= self.rounds.choose(step_alone, to_read, np.where(depths, max_depths, 0))
+            depths *= self.affords(step_alone, seconds, np.where(depths, to_read, 0), depths)
         if not (num_drafting := int((depths > 0).sum())):
             self.round_seconds = time.perf_counter() - started
             return super()._draft(texts, num_nodes, block_tables)
-        least_chance = self.rounds.least_chance(step, num_drafting) if step else 0.0
+        least_chance = self.rounds.least_chance(step_alone, num_drafting) if step_alone else 0.0
         drafted_for = replace(texts, max_depths=depths.tolist())
         trunks = self._draft_trunks(drafted_for, drafting, least_chance)
         self.round_seconds = time.perf_counter() - started
-        if step:
+        if step_alone:
             self.extra_seconds = drafting.num_forwards * self.rounds.seconds(num_drafting)
         texts = self.along(texts, trunks)
         drafts = super()._draft(texts, num_nodes, block_tables)
-        if step and drafts.rate:
+        if step_alone and drafts.rate:
             reads = to_read[depths > 0].any()
             forward_seconds = from_first_rank(self.round_seconds) / drafting.num_forwards
-            rate, duration = drafts.rate * step.unit, None if reads else forward_seconds
-            self.rounds.gave(step, num_drafting, rate=rate, seconds=duration)
+            rate, duration = drafts.rate * step_alone.unit, None if reads else forward_seconds
+            self.rounds.gave(step_alone, num_drafting, rate=rate, seconds=duration)
         return drafts
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:

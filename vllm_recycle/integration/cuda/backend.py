@@ -70,29 +70,29 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        batch = common_attn_metadata
+        common = common_attn_metadata
         num_trees, self.num_trees = self.num_trees, 0
         if not num_trees:
-            return super().build(common_prefix_len, batch, fast_build)
-        ends = batch.query_start_loc_cpu[: num_trees + 1]
-        is_all = num_trees == batch.num_reqs
+            return super().build(common_prefix_len, common, fast_build)
+        ends = common.query_start_loc_cpu[: num_trees + 1]
+        is_all = num_trees == common.num_reqs
         queries = TreeQueries(
             ancestor_bits=self.trees.ancestor_bits,
             depths=self.trees.depths,
             idx_mapping=self.tree_indices[:num_trees],
-            query_start_loc=batch.query_start_loc[: num_trees + 1],
-            seq_lens=batch.seq_lens[:num_trees],
-            block_table=batch.block_table_tensor[:num_trees],
+            query_start_loc=common.query_start_loc[: num_trees + 1],
+            seq_lens=common.seq_lens[:num_trees],
+            block_table=common.block_table_tensor[:num_trees],
             # Of a graph that is captured, more than the rows that it is captured with.
-            max_rows=batch.max_query_len if is_all else int(ends.diff().max()),
+            max_rows=common.max_query_len if is_all else int(ends.diff().max()),
             num_rows=int(ends[-1]),
         )
         # Without vLLM's schedule for its own kernel, which does not run on these rows.
-        metadata = super().build(0, batch, fast_build=True)
+        metadata = super().build(0, common, fast_build=True)
         metadata.tree_queries, metadata.plain_metadata = queries, None
         if not is_all:
-            plain_batch = _requests_from(batch, num_trees)
-            metadata.plain_metadata = super().build(0, plain_batch, fast_build)
+            plain_common = _requests_from(common, num_trees)
+            metadata.plain_metadata = super().build(0, plain_common, fast_build)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -101,22 +101,22 @@ class TreeMetadataBuilder(AttentionMetadataBuilder):
         return super().build_for_cudagraph_capture(common_attn_metadata)
 
 
-def _requests_from(batch: CommonAttentionMetadata, first_request: int) -> CommonAttentionMetadata:
+def _requests_from(common: CommonAttentionMetadata, first_request: int) -> CommonAttentionMetadata:
     """The metadata of the requests from this one on, as if they were a batch of their own."""
-    start = int(batch.query_start_loc_cpu[first_request])
-    query_start_loc_cpu = batch.query_start_loc_cpu[first_request:] - start
-    upper_bound = batch.seq_lens_cpu_upper_bound
+    start = int(common.query_start_loc_cpu[first_request])
+    query_start_loc_cpu = common.query_start_loc_cpu[first_request:] - start
+    upper_bound = common.seq_lens_cpu_upper_bound
     seq_lens_cpu_upper_bound = upper_bound[first_request:] if upper_bound is not None else None
-    return batch.replace(
-        query_start_loc=batch.query_start_loc[first_request:] - start,
+    return common.replace(
+        query_start_loc=common.query_start_loc[first_request:] - start,
         query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=batch.seq_lens[first_request:],
+        seq_lens=common.seq_lens[first_request:],
         seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound,
-        num_reqs=batch.num_reqs - first_request,
-        num_actual_tokens=batch.num_actual_tokens - start,
+        num_reqs=common.num_reqs - first_request,
+        num_actual_tokens=common.num_actual_tokens - start,
         max_query_len=int(query_start_loc_cpu.diff().max()),
-        block_table_tensor=batch.block_table_tensor[first_request:],
-        slot_mapping=batch.slot_mapping[start:],
+        block_table_tensor=common.block_table_tensor[first_request:],
+        slot_mapping=common.slot_mapping[start:],
     )
 
 

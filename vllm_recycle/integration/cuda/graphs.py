@@ -24,7 +24,8 @@ from vllm_recycle.core.graph_curve import GraphShape, by_preference
 # this many times the requests that use up its rows at the bound. Grids are made for all of them:
 # the programs of a request that is not there end at once.
 SPREAD = 8
-# A step is padded by at most a quarter of its rows, or by this many rows.
+# For each step there is a graph with at most a quarter more rows, or this many; one with more rows
+# and fewer programs may cost less.
 PADDING_ROWS = 16
 # Batches of so many requests have graphs of their own, without room for others.
 EXACT_BATCHES = (1, 2, 4, 8)
@@ -45,13 +46,13 @@ def plan_full_graphs(
             plain ones may be beside them.
 
     """
-    max_num_reqs, max_num_tokens = len(sizes_of_batch) - 1, max(capture_sizes)
+    max_num_reqs, max_capture_size = len(sizes_of_batch) - 1, max(capture_sizes)
     plain_sizes = {min(size, max_num_reqs) for size in capture_sizes}
     steps = {
         (nodes + 1, batch * (nodes + 1))
         for batch, sizes in enumerate(sizes_of_batch)
         for nodes in sizes
-        if 0 < batch * (nodes + 1) <= max_num_tokens
+        if 0 < batch * (nodes + 1) <= max_capture_size
     }
     shapes = {GraphShape(size, size, 1) for size in plain_sizes}
     lengths = _thinned({rows for rows, _ in steps}, lambda rows: SPREAD * rows)

@@ -99,7 +99,7 @@ class HostedSpeculator(V2Speculator):
 
     """
 
-    drafter: HostedTrunkV2Drafter
+    tree_drafter: HostedTrunkV2Drafter
 
     def host(self, drafter: HostedTrunkV2Drafter, may_speculate: np.ndarray) -> None:
         """Complete what vLLM has made."""
@@ -124,8 +124,8 @@ class HostedSpeculator(V2Speculator):
             # requests as the target's graph has, which trees are not padded to.
             mixed_mode = cudagraph_mode.mixed_mode()
             mode = mixed_mode if mixed_mode == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
-            manager, rows = type(self.decode_cudagraph_manager), self.drafter.length + 1
-            self.prefill_cudagraph_manager = manager(self.vllm_config, self.device, mode, rows)
+            manager_type, rows = type(self.decode_cudagraph_manager), self.tree_drafter.length + 1
+            self.prefill_cudagraph_manager = manager_type(self.vllm_config, self.device, mode, rows)
 
     def sample_draft(
         self,
@@ -167,7 +167,7 @@ class HostedSpeculator(V2Speculator):
         **kwargs: Any,
     ) -> None:
         """Draft trunks, if the step is to have some; a model reads each step, even without."""
-        path, self.drafter.path = self.drafter.path, None
+        path, self.tree_drafter.path = self.tree_drafter.path, None
         is_dummy = kwargs.get("dummy_run")
         has_trunks = drafts and not (self.is_model and self.kind == TREES)
         chains = None
@@ -176,7 +176,7 @@ class HostedSpeculator(V2Speculator):
                 states = aux_hidden_states or [last_hidden_states]
                 for rows in (input_batch.input_ids, input_batch.positions, *states):
                     move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
-            length = self.drafter.length if is_dummy or has_trunks else 0
+            length = self.tree_drafter.length if is_dummy or has_trunks else 0
             step_arguments = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
             kwargs = {"num_speculative_tokens": length, **kwargs}
             chains = super().propose(input_batch, *step_arguments, *args, **kwargs)
@@ -190,7 +190,7 @@ class HostedSpeculator(V2Speculator):
         self._take_trunks(input_batch, has_trunks=has_trunks)
 
     def _take_trunks(self, input_batch: Any, *, has_trunks: bool) -> None:
-        drafter, idx_mapping = self.drafter, input_batch.idx_mapping
+        drafter, idx_mapping = self.tree_drafter, input_batch.idx_mapping
         had_trunks, self.has_trunks = self.has_trunks, has_trunks
         if had_trunks:
             drafter.count_trunks(idx_mapping)
@@ -217,21 +217,21 @@ class HostedSpeculator(V2Speculator):
         return self._runs(0) if self.is_model else {}
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        return self._runs(self.drafter.length)
+        return self._runs(self.tree_drafter.length)
 
     def _batches(self) -> list[int]:
         return sorted({1, min(self.max_num_reqs, self.max_num_tokens)})
 
     def _runs(self, length: int) -> dict[int, Callable[[], Any]]:
         """A round of so many tokens behind the most rows that a step may have, and trees."""
-        self.drafter.leave_out(self.drafter.roots[0])
+        self.tree_drafter.leave_out(self.tree_drafter.roots[0])
         runs = TokenRecyclingSpeculator.drafting_runs(self)
         if not self.is_model:
             return runs
         [grow] = runs.values()
 
         def draft(batch: int) -> None:
-            rows = min(batch * (1 + self.drafter.trees.num_nodes), self.max_num_tokens)
+            rows = min(batch * (1 + self.tree_drafter.trees.num_nodes), self.max_num_tokens)
             self._run_dummy(batch, rows, length)
             grow()
 

@@ -21,5 +21,5 @@ class TreeLoraState(LoraState):
     num_logits: np.ndarray
 
     def make_lora_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple, tuple, set]:
-        prompt_lora_mapping, *token_inputs = super().make_lora_inputs(*args, **kwargs)
-        return tuple(np.repeat(prompt_lora_mapping, self.num_logits)), *token_inputs
+        prompt_lora_mapping, *other_inputs = super().make_lora_inputs(*args, **kwargs)
+        return tuple(np.repeat(prompt_lora_mapping, self.num_logits)), *other_inputs

@@ -43,7 +43,6 @@ from vllm_recycle.integration.cuda.lora import TreeLoraState
 from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
 from vllm_recycle.integration.cuda.time_steps import (
     describe_capture,
-    describe_compiling,
     describe_times,
     find_graph_times,
 )
@@ -54,6 +53,7 @@ from vllm_recycle.integration.requests import class_of, hinted_text, may_specula
 from vllm_recycle.integration.shims import without_experts_load
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.kernels.triton.compile_times import describe_compiling
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
@@ -63,10 +63,10 @@ from vllm_recycle.kernels.triton.walk import walk
 class TreeModelRunner(GPUModelRunner):
     """vLLM's V2 runner, verifying trees instead of chains."""
 
-    drafter: V2Drafter
+    tree_drafter: V2Drafter
     speculator: V2Speculator
     decode_query_len: int
-    graph_report: str | None = None  # once there are any
+    graph_report: str | None = None  # once there are full ones
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)

@@ -1,7 +1,4 @@
-"""What steps cost on this engine: each captured graph is replayed at start-up, and drafting run.
-
-And what the start itself cost.
-"""
+"""What steps cost on this engine: each captured graph is replayed at start-up, and drafting run."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
 from vllm_recycle.integration.cuda.graphs import shape_of
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.kernels.triton.launch import COMPILED
 
 ROUNDS = 5
 # For which a GPU waits until all rounds of drafting are launched: some 10 ms.
@@ -44,17 +40,14 @@ def find_graph_times(runner: Any) -> GraphTimes:
     return from_first_rank(GraphTimes(time_graphs(runner), kinds, plain_times))
 
 
-def describe_compiling() -> str | None:
-    """Of kernels of ours that Triton's cache did not have, if there were any."""
-    return f"compiled {len(COMPILED)} kernels in {sum(COMPILED):.1f} s" if COMPILED else None
-
-
-def describe_capture(manager: Any, seconds: float, num_bytes: int) -> str:
-    """Of vLLM's graphs and ours in one, since they share memory."""
-    num_ours = sum(shape_of(desc).max_query_len > 1 for desc in manager.graphs)
+def describe_capture(manager: Any, seconds: float, num_bytes: int) -> str | None:
+    """Of vLLM's graphs and ours in one, since they share memory; None without full ones."""
+    if not (manager and manager.graphs):
+        return None
+    num_for_drafts = sum(shape_of(desc).max_query_len > 1 for desc in manager.graphs)
     return (
-        f"captured graphs in {seconds:.1f} s and {num_bytes / 2**30:.2f} GiB, {num_ours} of the "
-        f"{len(manager.graphs)} full ones for trees"
+        f"captured graphs in {seconds:.1f} s and {num_bytes / 2**30:.2f} GiB, {num_for_drafts} of "
+        f"the {len(manager.graphs)} full ones for drafts"
     )
 
 
@@ -63,7 +56,7 @@ def describe_times(times: GraphTimes, seconds: float) -> str:
     if not times.graphs:
         return "sizes of trees follow the table of batch sizes: without full graphs none was timed"
     drafting = "; ".join(
-        f"{kind} take " + ", ".join(f"{1e3 * took:.2f} for {batch}" for batch, took in runs.items())
+        f"{kind} take " + ", ".join(f"{1e3 * s:.2f} for {batch}" for batch, s in runs.items())
         for kind, runs in times.drafting.items()
     )
     return (

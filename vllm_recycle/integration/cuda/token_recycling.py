@@ -250,7 +250,7 @@ class TokenRecyclingSpeculator(V2Speculator):
     report: DraftReport | None = None
 
     def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
-        self.drafter, self.may_speculate = drafter, may_speculate
+        self.tree_drafter, self.may_speculate = drafter, may_speculate
         shape = (len(may_speculate), drafter.trees.num_nodes)
         self.no_drafts = drafter.roots.new_full(shape, NO_TOKEN)
         self.reports = settings_of(drafter.vllm_config).chooses_sizes
@@ -266,9 +266,9 @@ class TokenRecyclingSpeculator(V2Speculator):
         return report
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        idx_mapping = self.drafter.roots[0]
+        idx_mapping = self.tree_drafter.roots[0]
         # Trees of more requests grow at the same time.
-        return {len(self.may_speculate): partial(self.drafter.propose, idx_mapping)}
+        return {len(self.may_speculate): partial(self.tree_drafter.propose, idx_mapping)}
 
     def propose(
         self,
@@ -287,7 +287,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         self.prepare(input_batch, *args, drafts=drafts_trees, **kwargs)
         if not drafts_trees:
             return self.no_drafts[: input_batch.num_reqs]
-        drafts = self.drafter.propose(input_batch.idx_mapping)
+        drafts = self.tree_drafter.propose(input_batch.idx_mapping)
         if self.reports:
             self._report(input_batch, num_speculative_tokens)
         return drafts
@@ -306,7 +306,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         """Send what the trees are worth on its way."""
         if num_speculative_tokens:
             self.plain_steps = 0
-        worths, is_counted = self.drafter.worths, self._counted(input_batch)
+        worths, is_counted = self.tree_drafter.worths, self._counted(input_batch)
         if not is_counted.all():
             indices = async_tensor_h2d(np.flatnonzero(is_counted), device=worths.device)
             worths = worths[indices]

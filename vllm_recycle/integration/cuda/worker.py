@@ -14,7 +14,7 @@ from vllm_recycle.integration.shims import without_speculator
 from vllm_recycle.integration.worker import TreeWorker
 
 # Recurrent layers whose states V2 takes back to the last accepted row.
-MAMBA_BACKENDS = (
+REVERTIBLE_MAMBA = (
     MambaAttentionBackendEnum.MAMBA2,
     MambaAttentionBackendEnum.GDN_ATTN,
     MambaAttentionBackendEnum.SHORT_CONV,
@@ -35,10 +35,10 @@ class TreeGPUWorker(TreeWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         for name, layer in get_layers_from_vllm_config(self.vllm_config, MambaBase).items():
-            if layer.mamba_type not in MAMBA_BACKENDS:
+            if layer.mamba_type not in REVERTIBLE_MAMBA:
                 raise NotImplementedError(
                     f"layer {name}: its states are of the kind {layer.mamba_type.name}, expected "
-                    f"one of {[kind.name for kind in MAMBA_BACKENDS]}; start without speculation"
+                    f"one of {[kind.name for kind in REVERTIBLE_MAMBA]}; start without speculation"
                 )
 
     def warm_up(self) -> Any:

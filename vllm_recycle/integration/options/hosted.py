@@ -71,9 +71,9 @@ class HostedTrunkOptions(TokenRecyclingOptions):
         self._check_trunk_keys()
         is_length = is_int(length, 1, MAX_CHAIN)
         expect(f"{LENGTH} of trunk", length, is_length, f"an integer 1 to {MAX_CHAIN}")
-        for key, default in FIXED.items():
-            value = trunk.get(key)
-            expect(f"{key} of trunk", value, value in (None, default), f"none or {default!r}")
+        for key, fixed_value in FIXED.items():
+            is_fixed = trunk.get(key) in (None, fixed_value)
+            expect(f"{key} of trunk", trunk.get(key), is_fixed, f"none or {fixed_value!r}")
         expect("tree", self.tree, self.tree == DYNAMIC, f"{DYNAMIC!r} with a trunk")
         if method == "suffix" and self.isolates:
             raise ValueError(

@@ -113,7 +113,7 @@ void each_address(const Matrix& matrix, const Context& context, int64_t salt, Vi
 
 // Known entries of a context, by whether they are own; `entry` is null for none.
 struct Known {
-  Address entries[2] = {};
+  Address addresses[2] = {};
 };
 
 // The known entries of the longest context that is known.
@@ -123,7 +123,7 @@ Known find_longest(const Matrix& matrix, const Context& context, int64_t salt) {
   each_address(matrix, context, salt, [&](const Address& address) {
     if (!address.is_known()) return;
     if (address.index != index) longest = {}, index = address.index;
-    longest.entries[address.own] = address;
+    longest.addresses[address.own] = address;
   });
   return longest;
 }
@@ -150,7 +150,7 @@ void apply(const Matrix& matrix, const Write& write) {
 // Which successors of the entries that a draft may be made from were right, and all as seen.
 void count(const Matrix& matrix, double* increments, const Context& context, int64_t salt,
            int64_t token) {
-  for (const Address& address : find_longest(matrix, context, salt).entries) {
+  for (const Address& address : find_longest(matrix, context, salt).addresses) {
     for (int64_t rank = 0; address.entry && rank < matrix.k; rank++) {
       if (address.entry[1 + rank] < 0) continue;
       const int64_t ranks = (address.index * 2 + address.own) * matrix.k + rank;
@@ -256,7 +256,7 @@ struct Source {
 
   // The entry to draft from, the surer one; its `entry` is null where nothing is known.
   Address find(const Context& context, int64_t b) const {
-    const auto [shared, own] = find_longest(matrix, context, matrix.salts[idx_mapping[b]]).entries;
+    auto [shared, own] = find_longest(matrix, context, matrix.salts[idx_mapping[b]]).addresses;
     if (!own.entry) return shared;
     return shared.entry && *rates_of(shared, b) > *rates_of(own, b) ? shared : own;
   }
@@ -296,7 +296,7 @@ void find_following(const Source& source, const Context& context, int64_t b, int
   const Address address = source.find(context, b);
   const double* rate = address.entry ? source.rates_of(address, b) : nullptr;
   followers.clear();
-  double chance = 1.0, offered_rate = 0.0, share = 1.0;
+  double share = 1.0;
   if (0 <= place && place < trunks.gamma) {
     const int64_t first_choice = (b * trunks.gamma + place) * trunks.choices;
     for (int64_t i = first_choice; i < first_choice + trunks.choices; i++) {
@@ -312,13 +312,13 @@ void find_following(const Source& source, const Context& context, int64_t b, int
   };
   if (num_offered) {
     followers[0].place = place + 1;
-    double trunk_chance = 0.0;
+    double trunk_chance = 0.0, offered_rate = 0.0;
     for (const Follower& follower : followers) trunk_chance += follower.chance;
-    chance = std::max(0.0, 1.0 - trunk_chance);
     for (int64_t rank = 0; rank < ranks; rank++) {
       if (is_offered(address.entry[1 + rank])) offered_rate += rate[rank * STEADINESSES];
     }
-    share = chance > 0.0 ? chance / std::max(chance, 1.0 - offered_rate) : 0.0;
+    const double rest_chance = std::max(0.0, 1.0 - trunk_chance), rest_rate = 1.0 - offered_rate;
+    share = rest_chance > 0.0 ? rest_chance / std::max(rest_chance, rest_rate) : 0.0;
   }
   for (int64_t rank = 0; rank < ranks; rank++, rate += STEADINESSES) {
     const int64_t token = address.entry[1 + rank];
@@ -614,24 +614,24 @@ void seed(const Matrix* ref, const int64_t* tokens, int64_t num_tokens, int64_t 
   const Matrix& matrix = *ref;
   const int64_t k = matrix.k, salt = matrix.salts[req_state_idx];
   Context context = no_context();
-  std::vector<const int32_t*> entries(matrix.num_contexts);
+  std::vector<const int32_t*> known_successors(matrix.num_contexts);
   std::vector<int32_t> merged(matrix.num_contexts * k);
   for (int64_t end = 1; end < num_tokens; end++) {
     context = context.below(tokens[end - 1]);
     if (!matrix.is_token(tokens[end])) continue;
-    std::fill(entries.begin(), entries.end(), nullptr);
+    std::fill(known_successors.begin(), known_successors.end(), nullptr);
     each_address(matrix, context, salt, [&](const Address& address) {
-      if (address.is_known()) entries[address.index] = address.entry + 1;
+      if (address.is_known()) known_successors[address.index] = address.entry + 1;
     });
     // All are read before one is written.
     const int32_t follower = int32_t(tokens[end]);
     for (int64_t index = 0; index < matrix.num_contexts; index++) {
       int32_t* out = merged.data() + index * k;
-      const int32_t* entry = entries[index] ? entries[index] : entries[0];
+      const int32_t* successors = known_successors[known_successors[index] ? index : 0];
       int64_t size = 0;
       out[size++] = follower;
-      for (int64_t rank = 0; entry && rank < k && size < k; rank++) {
-        if (entry[rank] != follower && entry[rank] >= 0) out[size++] = entry[rank];
+      for (int64_t rank = 0; successors && rank < k && size < k; rank++) {
+        if (successors[rank] != follower && successors[rank] >= 0) out[size++] = successors[rank];
       }
       std::fill(out + size, out + k, -1);
     }

@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import triton
-
 # Bytes: Triton compiles a pointer that is divisible by it in another way than one that is not.
 ALIGNMENT = 16
-# Seconds of each kernel of ours that this process compiled, and did not find in Triton's cache.
-COMPILED: list[float] = []
-
-
-def _note_compiled(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-    if not cache_hit and __package__ in repr(getattr(src, "fn", None)):
-        COMPILED.append(times.total / 1e6)
-
-
-triton.knobs.compilation.listener = triton.knobs.compilation.listener or _note_compiled
 
 
 def bind(

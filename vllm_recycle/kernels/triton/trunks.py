@@ -191,10 +191,10 @@ def _take_trunks_kernel(
     idx_mapping: tl.tensor,
     draft_token_ids: tl.tensor,
     draft_probabilities: tl.tensor,
-    token_ids_stride: int,
-    token_ids_place_stride: int,
-    probabilities_stride: int,
-    probabilities_place_stride: int,
+    draft_token_ids_stride: int,
+    draft_token_ids_place_stride: int,
+    draft_probabilities_stride: int,
+    draft_probabilities_place_stride: int,
     LENGTH: tl.constexpr,
     LANES: tl.constexpr,
     HAS_PROBABILITIES: tl.constexpr,
@@ -205,10 +205,10 @@ def _take_trunks_kernel(
     place = tl.arange(0, LANES)[:, None]
     choice = tl.arange(0, _CHOICE_LANES)[None, :]
     mask = (place < LENGTH) & (choice < _CHOICES)
-    source = request * token_ids_stride + place * token_ids_place_stride + choice
-    token = tl.load(draft_token_ids + source, mask=mask, other=-1)
-    source = request * probabilities_stride + place * probabilities_place_stride + choice
-    probability = tl.load(draft_probabilities + source, mask=mask, other=0.0).to(tl.float32)
+    source = request * draft_token_ids_stride + place * draft_token_ids_place_stride
+    token = tl.load(draft_token_ids + source + choice, mask=mask, other=-1)
+    source = request * draft_probabilities_stride + place * draft_probabilities_place_stride
+    probability = tl.load(draft_probabilities + source + choice, mask=mask, other=0).to(tl.float32)
     cell = _cells(tl.load(classes + index), probability, place, choice, HAS_PROBABILITIES)
     num_right = tl.load(counts + cell * 2, mask=mask, other=0.0)
     num_seen = tl.load(counts + cell * 2 + 1, mask=mask, other=0.0)

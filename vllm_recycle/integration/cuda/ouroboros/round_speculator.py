@@ -50,7 +50,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
     """
 
     num_extra_query_per_req = 0
-    drafter: V2Drafter
+    tree_drafter: V2Drafter
     forward: DraftForward
     cache: DraftCache
     start: RoundStart
@@ -66,7 +66,7 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         lookahead: TreeTemplate | None = None,
     ) -> None:
         StandaloneARSpeculator.__init__(self, drafter.vllm_config, drafter.device)
-        self.drafter, self.may_speculate = drafter, may_speculate
+        self.tree_drafter, self.may_speculate = drafter, may_speculate
         self.req_states = drafter.req_states
         self.head_length, self.max_drafting = head_length, max_drafting
         self.lookahead = lookahead
@@ -186,16 +186,16 @@ class RoundSpeculator(V2Speculator, StandaloneARSpeculator):
         rows, nodes = input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
         nodes = np.zeros_like(rows) if nodes is None else nodes
         ends = input_batch.num_computed_tokens_np + rows - nodes
-        num_prompt = np.minimum(ends, input_batch.prefill_len_np)
-        max_accepted = np.minimum(nodes, self.drafter.trees.depth)
-        min_computed = np.maximum(num_prompt, ends - self.num_speculative_steps)
+        num_computed_prefill = np.minimum(ends, input_batch.prefill_len_np)
+        max_accepted = np.minimum(nodes, self.tree_drafter.trees.depth)
+        min_computed = np.maximum(num_computed_prefill, ends - self.num_speculative_steps)
         max_computed = np.minimum(ends + max_accepted, self.max_model_len)
         return rows - nodes + max_accepted, min_computed, max_computed
 
     def draft(self, idx_mapping: torch.Tensor) -> None:
         """Run a round of these requests, int64 [batch]."""
         batch, states = len(idx_mapping), self.req_states
-        self.drafter.num_rounds += batch
+        self.tree_drafter.num_rounds += batch
         begin_round(
             self.start.first(batch),
             idx_mapping,

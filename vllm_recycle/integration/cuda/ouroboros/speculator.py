@@ -29,7 +29,7 @@ class OuroborosSpeculator(RoundSpeculator):
 
     """
 
-    drafter: OuroborosV2Drafter
+    tree_drafter: OuroborosV2Drafter
 
     def __init__(self, drafter: OuroborosV2Drafter, may_speculate: np.ndarray) -> None:
         shape, max_drafting = drafter.proposer.shape, drafter.max_drafting
@@ -45,7 +45,7 @@ class OuroborosSpeculator(RoundSpeculator):
 
     def run_round(self, batch: int) -> None:
         start = self.start.first(batch)
-        self.drafts[:batch] = self.drafter.proposer.propose(
+        self.drafts[:batch] = self.tree_drafter.proposer.propose(
             start.idx_mapping,
             start.last_token_ids,
             draft_model=Round(self.forward, start),

@@ -40,17 +40,18 @@ class TrunkV2Drafter(AlongTrunks):
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return TrunkSpeculator(self, may_speculate)
 
-    def draft_trunks(self, idx_mapping: torch.Tensor, tokens: torch.Tensor, model: Round) -> None:
+    def draft_trunks(
+        self, idx_mapping: torch.Tensor, last_token_ids: torch.Tensor, model: Round
+    ) -> None:
         """Draft behind some texts, and count what followed the trunks before.
 
         Args:
-            idx_mapping: int64 [batch].
-            tokens: int64 [batch], the last token of each text.
+            idx_mapping, last_token_ids: int64 [batch], of the texts.
             model: the draft model.
 
         """
         self.count_trunks(idx_mapping)
-        new_token_ids, row_token_ids = tokens[:, None], tokens[:, None][:, :0]
+        new_token_ids, row_token_ids = last_token_ids[:, None], last_token_ids[:, None][:, :0]
         steps = []
         for _ in range(self.length):
             steps.append(model.choose(idx_mapping, new_token_ids, row_token_ids, CHOICES))
@@ -77,7 +78,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
 
     """
 
-    drafter: TrunkV2Drafter
+    tree_drafter: TrunkV2Drafter
     kind = TRUNKS
     is_settled = True
 
@@ -95,14 +96,14 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
     def run_round(self, batch: int) -> None:
         start = self.start.first(batch)
         model = Round(self.forward, start)
-        self.drafter.draft_trunks(start.idx_mapping, start.last_token_ids, model)
+        self.tree_drafter.draft_trunks(start.idx_mapping, start.last_token_ids, model)
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
         self.kind = note_of(scheduler_output).kind
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
-        self.drafter.leave_out(self.drafter.roots[0])
+        self.tree_drafter.leave_out(self.tree_drafter.roots[0])
         return TokenRecyclingSpeculator.drafting_runs(self)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
@@ -123,12 +124,12 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
         may_draft = self._counted(input_batch).sum()
         self.is_settled = self.kind != TRUNKS or len(indices) == min(may_draft, self.max_drafting)
         if not len(indices):
-            self.drafter.leave_out(idx_mapping)
+            self.tree_drafter.leave_out(idx_mapping)
             return
         if len(indices) < num_reqs:
             other_indices = np.delete(np.arange(num_reqs), indices)
             order = async_tensor_h2d(np.concatenate((indices, other_indices)), device=self.device)
-            self.drafter.leave_out(idx_mapping[order[len(indices) :]])
+            self.tree_drafter.leave_out(idx_mapping[order[len(indices) :]])
             idx_mapping = idx_mapping[order[: len(indices)]]
         self.draft(idx_mapping)
 

@@ -38,7 +38,7 @@ def grow(
     trees: DeviceTrees,
     beam: int,
     trunks: Trunks | None = None,
-    candidates_of_warp: int = 128,
+    num_warps: int | None = None,
 ) -> None:
     """Draft below the last token of each text; see `core.grow.grow`.
 
@@ -52,7 +52,8 @@ def grow(
         trees: written where the requests' are; has the most nodes and levels of a tree.
         beam: the most nodes of a level that are expanded.
         trunks: by `req_state_idx`, float32, of at most k choices; None where there is none.
-        candidates_of_warp: of a level, to sort. With fewer, warps have less to do and more waits.
+        num_warps: by default one for 128 candidates of a level; of more each has less to sort, and
+            waits more often.
 
     """
     (batch, nodes), layout = drafts.shape, matrix.layout
@@ -91,7 +92,7 @@ def grow(
         LEVELS=trees.depth,
         SIZE=size,
         LAYOUT=constants,
-        num_warps=min(8, max(1, num_expanded * children // candidates_of_warp)),
+        num_warps=num_warps or min(8, max(1, num_expanded * children // 128)),
     )
 
 
@@ -179,9 +180,9 @@ def _grow_kernel(
             is_chosen = token < 0
             for other_rank in tl.static_range(CHOICES):
                 is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other_rank))
-            mass = tl.maximum(1.0 - tl.sum(choice_rate), 0.0)
-            matrix_mass = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)
-            share = tl.div_rn(mass, tl.maximum(tl.maximum(mass, matrix_mass), 1e-30))[:, None]
+            rest_chance = tl.maximum(1.0 - tl.sum(choice_rate), 0.0)
+            rest_rate = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)[:, None]
+            share = tl.div_rn(rest_chance, tl.maximum(tl.maximum(rest_chance, rest_rate), 1e-30))
             chance = tl.where(is_on_trunk, tl.where(is_chosen, 0.0, share * chance), chance)
             chance = tl.where(is_on_trunk & is_choice, choice_rate, chance)
             token = tl.where(is_on_trunk & is_choice, choice_token.to(tl.int32), token)
