@@ -269,6 +269,19 @@ def test_a_load_that_is_new_begins_with_plain_steps(chooser):
     assert [chooser.look(LOAD) for _ in range(PLAIN_STEPS)] == [PLAIN] * PLAIN_STEPS
 
 
+@pytest.mark.parametrize("credit", [0.0, 0.4, 0.9, STAKE])
+def test_a_look_among_many_sizes_is_no_longer_than_the_account_affords(
+    chooser, credit, monkeypatch
+):
+    chooser.account.credit = credit
+    monkeypatch.setattr(chooser.explorer, "look", lambda *_: (TREES, NODES))
+    limit = chooser.most_seconds(LOAD)
+    kind, size = chooser.choose_size(LOAD, {TREES: GOOD}, range(NODES + 1))
+    [seconds, longer] = chooser.curve.at(kind, LOAD, (1 + size, 2 + size))
+    assert seconds <= limit or size == 1
+    assert longer > limit or size == NODES - 1
+
+
 def test_rounds_are_paid_for_whatever_the_step_becomes(chooser):
     plain = chooser.curve.plain(LOAD)
     for rows, kind in ((1, None), (5, TREES)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,13 @@ def test_programs_fit_on_a_multiprocessor_as_often_as_planned(figures):
     # Sinks take registers that may cost a program.
     planned = [one for one in figures if one["arch"] == 90 and "sinks" not in one["case"]]
     assert [one for one in planned if one["resident"] < one["taken_for"]] == []
+
+
+def test_the_log_counts_kernels_that_the_cache_did_not_have(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    first, again = (printed_by("compile_times") for _ in range(2))
+    assert re.fullmatch(r"compiled 1 kernels in \d+\.\d s", first)
+    assert again is None
 
 
 def test_attention_copies_ahead_and_on_hopper_its_matrix_instruction_is_used(figures):
