@@ -8,6 +8,7 @@ import torch
 from tests.core.recycling_steps import K, address_of, learn_text, make_matrix, verify
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SAMPLED, MatrixLayout
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees
 
@@ -20,8 +21,8 @@ def make_proposer(scope="sequence", **options) -> TokenRecyclingProposer:
     state = TokenRecyclingState(make_matrix(scope, **options))
     state.acceptance.counts.zero_()
     proposer = TokenRecyclingProposer(state, max_nodes=4, seed_from_prompt=False)
-    proposer.begin(0, torch.empty(0, dtype=torch.int64))
-    proposer.begin(1, torch.empty(0, dtype=torch.int64))
+    proposer.add_request(NewRequest(0, []))
+    proposer.add_request(NewRequest(1, []))
     return proposer
 
 
@@ -67,7 +68,7 @@ def test_a_step_without_drafts_teaches_all_ranks_of_what_may_be_drafted_from():
 
 def test_greedy_and_sampled_requests_are_counted_apart():
     proposer = make_proposer(contexts=(1,))
-    proposer.begin(1, torch.empty(0, dtype=torch.int64), SAMPLED)
+    proposer.add_request(NewRequest(1, [], SAMPLED))
     write(proposer, [2], [3, 4, 5], own=False)
     learn_text(proposer, 1, [2], [3, 0, 1])
     assert counted(proposer) == {}

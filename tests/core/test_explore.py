@@ -282,27 +282,6 @@ def test_a_look_among_many_sizes_is_no_longer_than_the_account_affords(
     assert longer > limit or size == NODES - 1
 
 
-def test_rounds_are_paid_for_whatever_the_step_becomes(chooser):
-    plain = chooser.curve.plain(LOAD)
-    for rows, kind in ((1, None), (5, TREES)):
-        before, [seconds] = chooser.account.credit, chooser.curve.at(TREES, LOAD, (rows,))
-        chooser.served(kind, LOAD, rows, tokens=1, seconds=seconds, round_seconds=2 * plain)
-        earned = EARNED if kind is None else 1.0 - seconds / plain
-        assert chooser.account.credit - before == pytest.approx(earned - 2.0)
-
-
-@pytest.mark.parametrize("corrects", [True, False])
-def test_a_step_behind_a_round_is_paid_for_and_corrects_no_cost(chooser, corrects):
-    [first] = chooser.curve.at(TREES, LOAD, (5,))
-    for _ in range(20):
-        before = chooser.account.credit
-        chooser.served(TREES, LOAD, 5, tokens=1, seconds=1.3 * first, corrects=corrects)
-    assert before - chooser.account.credit > 1.2 * first / chooser.curve.plain(LOAD) - 1.0
-    [last] = chooser.curve.at(TREES, LOAD, (5,))
-    assert (last > 1.1 * first) == corrects
-    assert (last == first) == (not corrects)
-
-
 def test_drafts_of_one_node_are_of_both_kinds(chooser):
     for _ in range(20):
         [seconds] = chooser.curve.at(TREES, LOAD, (2,))

@@ -30,6 +30,7 @@ from vllm_recycle.core.adjacency import MAX_STEADINESS, SCOPES
 from vllm_recycle.core.choose import Price, choose
 from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
 from vllm_recycle.core.grow import TextEnds
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
 from vllm_recycle.core.tree import Trees, TreeTemplate
 
@@ -83,7 +84,7 @@ def step(proposer, idx_mapping, texts) -> int:
 
 def steps_of(proposer, req_state_idx: int, prompt: list[int], length: int) -> int:
     """How many steps a text takes."""
-    proposer.begin(req_state_idx, torch.tensor(prompt))
+    proposer.add_request(NewRequest(req_state_idx, prompt))
     texts, steps = [list(prompt)], 0
     while len(texts[0]) < length:
         step(proposer, torch.tensor([req_state_idx]), texts)
@@ -104,7 +105,7 @@ def test_accepted_tokens_rise(scope, tree):
     proposer = make_proposer(scope=scope, slots=1024, tree=tree)
     texts, idx_mapping = [[1, 1], [0, 3]], torch.tensor([2, 0])
     for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
-        proposer.begin(req_state_idx, torch.tensor(text))
+        proposer.add_request(NewRequest(req_state_idx, text))
     emitted = [step(proposer, idx_mapping, texts) for _ in range(40)]
     assert texts == [greedy([1, 1], len(texts[0])), greedy([0, 3], len(texts[1]))]
     assert emitted[0] == 2  # nothing is known, each has one token
@@ -118,13 +119,13 @@ def test_a_text_is_taken_in_for_one_request_or_for_all(scope, whose):
     proposer, text = make_proposer(scope=scope, slots=1024), greedy([1, 1], 30)
     matrix = proposer.state.matrix
     for req_state_idx in (0, 1):
-        proposer.begin(req_state_idx, torch.tensor([0]))
+        proposer.add_request(NewRequest(req_state_idx, [0]))
     if whose is None and scope == "isolated":
         with pytest.raises(ValueError, match="scope is 'isolated', expected one with shared"):
             proposer.take_in(torch.tensor(text))
         assert matrix.num_written == 0
         return
-    proposer.take_in(torch.tensor(text), whose)
+    proposer.take_in(text, whose)
     is_shared = whose is None or scope == "shared"
     assert ((matrix.shared_entries()[:, 0] >= 0).sum() == matrix.num_written) == is_shared
     drafts, _ = propose(proposer, torch.tensor([0, 1]), [text[:9], text[:9]])
@@ -159,7 +160,7 @@ def test_the_text_is_the_targets_own_whatever_is_drafted_and_scheduled(scope, da
     prompts = [list(text) for text in texts]
     idx_mapping = torch.tensor(chance.sample(range(3), batch))
     for req_state_idx, text in zip(idx_mapping.tolist(), texts, strict=True):
-        proposer.begin(req_state_idx, torch.tensor(text))
+        proposer.add_request(NewRequest(req_state_idx, text))
     for _ in range(6):
         max_depths = [chance.choice([0, 1, 2, 50]) for _ in texts]
         drafts, trees = propose(proposer, idx_mapping, texts, max_depths)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_recycle.core.curve import Curve, Load
+from vllm_recycle.core.curve import TRUNKS, Curve, Load
 from vllm_recycle.core.explore import (
     DOUBTFUL,
+    FIRST_GAIN,
+    FIRST_STEPS,
     FORGET,
     FORGET_OTHER,
+    GAIN,
     MOST_LONGER,
     PLAIN,
     PROMISED,
@@ -149,6 +152,8 @@ class Chooser:
         self.explorer = Explorer(curve.kinds, self.account)
         self.trusts = {kind: Trust() for kind in curve.kinds}
         self.best = (curve.kinds[0], 1)
+        # By cell: expected tokens a second of steps along trunks, and of how many steps.
+        self._trunk_rates: dict[Hashable, tuple[float, int]] = {}
         self._slowdown = 1.0  # the last step with drafts, in parts of its expected seconds
 
     def look(self, load: Load) -> Arm | None:
@@ -179,6 +184,38 @@ class Chooser:
         max_seconds = torch.tensor(self.most_seconds(load), dtype=torch.float64)
         rows = max(1 + load.requests, int(torch.searchsorted(seconds, max_seconds, right=True)))
         return Price(seconds[:rows], self.trusts[kind].factor)
+
+    def choose_trunks(
+        self, load: Load, rate: float, *, num_left: np.ndarray, reading: np.ndarray, is_look: bool
+    ) -> np.ndarray:
+        """For which requests of a step a draft model drafts a trunk, bool [batch].
+
+        Args:
+            load: of the step.
+            rate: expected tokens a second of the step without trunks.
+            num_left: int64 [batch], tokens that each answer is expected to get still; 0 where
+                nothing is drafted.
+            reading: float64 [batch], seconds in which the model reads what it lacks of each text.
+            is_look: whether the step is a look at trunks.
+
+        """
+        gain = num_left * (1 / rate - 1 / self.trunk_rate(load, rate))
+        chosen = (num_left > 0) & (is_look | (gain > reading))
+        [seconds] = self.curve.at(TRUNKS, load, (load.requests,))
+        is_affordable = seconds + float(reading[chosen].sum()) <= self.most_seconds(load)
+        return chosen if is_affordable else np.zeros_like(chosen)
+
+    def trunk_rate(self, load: Load, rate: float) -> float:
+        """Expected tokens a second of a step along trunks, by that of the step without."""
+        first_rates = FIRST_GAIN * rate, FIRST_STEPS
+        return self._trunk_rates.get(self.curve.cell(load), first_rates)[0]
+
+    def record_trunks(self, load: Load, rate: float, trunk_rate: float) -> None:
+        """Take in tokens a second that a step promised along trunks, and what it did without."""
+        cell = self.curve.cell(load)
+        mean_rate, steps = self._trunk_rates.get(cell, (FIRST_GAIN * rate, FIRST_STEPS))
+        mean_rate += max(GAIN, 1 / (steps + 1)) * (trunk_rate - mean_rate)
+        self._trunk_rates[cell] = mean_rate, steps + 1
 
     def choose_size(
         self, load: Load, worths: Mapping[str, np.ndarray], sizes: Sequence[int]
@@ -224,21 +261,20 @@ class Chooser:
         *,
         tokens: int,
         seconds: float | None,
-        round_seconds: float = 0.0,
+        reading: float = 0.0,
         expected: float | None = None,
-        corrects: bool = True,
     ) -> None:
         """Take in a step.
 
         Args:
-            kind: of its drafts; None where there were none, or they may be of any kind.
+            kind: of its drafts, of which there may be none along trunks; else None where there were
+                none, or they may be of any kind.
             load: of the requests that were sampled for.
             rows: of these requests.
             tokens: that they got.
             seconds: that the step took; None where it had prompts, or others disturbed it.
-            round_seconds: a draft model's round, which is not in `seconds`.
+            reading: seconds in which a draft model read texts, which are not in `seconds`.
             expected: draft tokens that should have been accepted; None if that is unknown.
-            corrects: whether its seconds say what such a step takes.
 
         """
         plain, account = self.curve.plain(load), self.account
@@ -246,22 +282,23 @@ class Chooser:
         [prediction] = self.curve.at(kinds[0], load, (rows,))
         if not (math.isfinite(prediction) and math.isfinite(plain)):
             return
-        if rows == load.requests:
-            account.plain(round_seconds / plain)
+        is_plain = rows == load.requests and kind != TRUNKS
+        if is_plain:
+            account.plain()
         else:
             slowdown = 1.0 if seconds is None else seconds / prediction
             # One step that is far longer than the one before it was disturbed.
             step_seconds = prediction * min(slowdown, max(STALL, self._slowdown))
             self._slowdown = min(slowdown, MOST_LONGER)
-            account.drafted(tokens / load.requests, (step_seconds + round_seconds) / plain)
+            account.drafted(tokens / load.requests, (step_seconds + reading) / plain)
         self._trust(kinds if rows > load.requests else (), load, tokens, expected)
         cell = self.curve.cell(load)
         size = 1 + (rows - load.requests) / (load.drafting or load.requests)
-        arms = [arm_of(draft_kind, size) for draft_kind in kinds]
+        arms = [PLAIN if is_plain else arm_of(draft_kind, size) for draft_kind in kinds]
         is_look, median = self.explorer.served(cell, arms, seconds=seconds, expected=prediction)
         if median is not None:
             self.curve.set_plain(load, median)
-        elif corrects and seconds is not None and not (is_look and rows == load.requests):
+        elif seconds is not None and (rows > load.requests or (is_plain and not is_look)):
             self.curve.serve(kind, load, rows, seconds, is_look=is_look)
 
     def _trust(self, kinds: Sequence[str], load: Load, tokens: int, expected: float | None) -> None:
@@ -287,4 +324,4 @@ class Chooser:
 def arm_of(kind: str, rows: float) -> Arm:
     """The arm of steps with so many rows per request."""
     place = round(math.log2(rows))
-    return (kind, 2**place) if rows > 1 else PLAIN
+    return kind, 2**place

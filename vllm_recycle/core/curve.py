@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -212,6 +212,12 @@ class MeasuredCurve(Curve):
         """Every row beyond the first costs the same part of a step of one row, at any load."""
         points = {1: 1.0, max_rows + 1: 1.0 + row_cost * max_rows}
         return cls({kind: {(0, 0): points} for kind in kinds}, max_rows)
+
+    def add_trunks(self, round_seconds: Callable[[int], float]) -> None:
+        """Add the kind of trees along trunks: trees, and a round by the requests of a load."""
+        self.kinds = (*self.kinds, TRUNKS)
+        pairs = zip(self._seconds[self.kinds[0]], self.loads, strict=True)
+        self._seconds[TRUNKS] = [seconds + round_seconds(load.requests) for seconds, load in pairs]
 
     def cell(self, load: Load) -> int:
         """The nearest load: by the ratio of requests, then by the length of context."""

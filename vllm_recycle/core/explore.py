@@ -28,9 +28,9 @@ PLAIN_STEPS, MOST_LOOKING = 3, 32
 # Plain steps are looked at if so many steps in a row deviate by so much (logarithm) to one side,
 # and there was no plain step for so many. The next such look needs twice as many surprises.
 SURPRISES, SURPRISE, RECENT = 3, 0.2, 8
-# A round of a draft model is tried after so many steps without one, times the plain steps that its
-# reading takes. None is tried that reads for longer than MOST_READING plain steps.
-LOOK_AT_ROUNDS_EVERY, MOST_READING = 32, 32
+# The rate of a step along trunks, in parts of that of a step without, before there was any; of how
+# many steps that would be the average; and the least part of a new one that the average takes.
+FIRST_GAIN, FIRST_STEPS, GAIN = 1.5, 3, 1 / 16
 # One of so many plain steps grows drafts that no step verifies, so that their worth stays known.
 GROW_EVERY = 32
 # A step forgets a part of what drafts gave: of its own kind, or of the others; and a part of what
@@ -68,9 +68,9 @@ class Account:
         """Take in a step with drafts: tokens per request, and plain steps' time that it took."""
         self.credit = max(-STAKE, min(STAKE, self.credit + tokens - cost))
 
-    def plain(self, round_cost: float = 0.0) -> None:
-        """Take in a step without drafts, and plain steps' time that a round took beside it."""
-        self.credit = max(-STAKE, min(STAKE, self.credit + EARNED - round_cost))
+    def plain(self) -> None:
+        """Take in a step without drafts."""
+        self.credit = min(STAKE, self.credit + EARNED)
 
 
 class Trust:

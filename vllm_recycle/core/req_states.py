@@ -1,4 +1,4 @@
-"""The numbers of requests, and the names of vLLM that the package uses.
+"""New requests and their numbers, and the names of vLLM that the package uses.
 
 A runner numbers the states of its running requests. When a request ends its number may become
 another's. Proposers know nothing else of a request.
@@ -20,6 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
+
+from vllm_recycle.core.adjacency import GREEDY
+from vllm_recycle.core.owners import Owner
+
+
+class NewRequest(NamedTuple):
+    """A request that starts, or goes on after a preemption.
+
+    Attributes:
+        req_state_idx: the number of its state.
+        token_ids: its text, -1 where the input is no token.
+        request_class: `GREEDY` or `SAMPLED`, by which acceptance is counted.
+        owner: whose it is; None for nobody else's.
+        hint: what its output may say, -1 between the parts; empty for none.
+
+    """
+
+    req_state_idx: int
+    token_ids: Sequence[int]
+    request_class: int = GREEDY
+    owner: Owner | None = None
+    hint: Sequence[int] = ()
 
 
 class ReqStateIndices(dict[str, int]):

@@ -6,14 +6,13 @@ learns from every row that the target computes (arXiv 2408.08696, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from vllm_recycle.core import reference
 from vllm_recycle.core.acceptance import AcceptanceTable
 from vllm_recycle.core.adjacency import (
-    GREEDY,
     MAX_STEADINESS,
     NUM_COUNTED,
     OWN_BIT,
@@ -26,7 +25,7 @@ from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.operations import Operations
-from vllm_recycle.core.owners import Owner
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.saved_state import SavedState, check_token_ids
 from vllm_recycle.core.tree import TreeTemplate
 
@@ -153,21 +152,19 @@ class TokenRecyclingProposer:
         counts = state.acceptance.counts if self.layout.has_shared else None
         self.operations.learn(state.matrix, counts, ends, step)
 
-    def begin(
-        self,
-        req_state_idx: int,
-        token_ids: torch.Tensor,
-        request_class: int = GREEDY,
-        owner: Owner | None = None,
-    ) -> None:
-        """A request of a class and an owner starts with a text, int64 [length]."""
-        self.state.matrix.begin(req_state_idx, request_class, owner)
+    def add_request(self, request: NewRequest) -> None:
+        """Begin with a request: its text, and then its hint, enter the matrix as its own."""
+        req_state_idx = request.req_state_idx
+        self.state.matrix.begin(req_state_idx, request.request_class, request.owner)
         if self.seed_from_prompt:
-            self.operations.seed(self.state.matrix, req_state_idx, token_ids)
+            self.take_in(request.token_ids, req_state_idx)
+        if request.hint:
+            self.take_in(request.hint, req_state_idx)
 
-    def take_in(self, token_ids: torch.Tensor, req_state_idx: int | None = None) -> None:
-        """Take in a text, int64 [length], as a prompt: of one request, or else for all of them."""
+    def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
+        """Take in a text as a prompt: of one request, or else for all of them."""
         matrix = self.state.matrix
         if req_state_idx is None:
             matrix, req_state_idx = matrix.of_all(), 0
-        self.operations.seed(matrix, req_state_idx, token_ids)
+        text = torch.tensor(token_ids, dtype=torch.int64)
+        self.operations.seed(matrix, req_state_idx, text)

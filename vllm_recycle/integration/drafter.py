@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, settings_of
@@ -32,6 +33,7 @@ class Drafter(ABC):
 
     state: SavedState
     num_undrafted = 0  # requests that began and get no drafts, by their sampling parameters
+    num_rounds = 0  # of a draft model, counted once for each request
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -57,6 +59,15 @@ class Drafter(ABC):
                 # Ranks must agree, and may see different files, or one that is being replaced.
                 for tensor in self.state.tensors.values():
                     get_tp_group().broadcast(tensor)
+
+    @property
+    def num_forwards(self) -> int:
+        """Draft forwards so far, counted once for each request that took part."""
+        return 0
+
+    @abstractmethod
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        """Begin with some requests."""
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         """Take in a text, as a prompt: of one request, or else for all of them.
@@ -147,8 +158,8 @@ class Drafter(ABC):
     def statistics(self) -> dict[str, float]:
         """See `TreeWorker.draft_statistics`."""
         return {
-            "rounds": 0,
-            "forwards": 0,
+            "rounds": self.num_rounds,
+            "forwards": self.num_forwards,
             "table_fill": self.state.share_written,
             "undrafted_requests": self.num_undrafted,
         }

@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingType
 
 from vllm_recycle.core.adjacency import GREEDY, MAX_CONTEXT, SAMPLED
 from vllm_recycle.core.owners import Owner
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.options import (
@@ -38,9 +39,12 @@ def is_ours(speculative_config: Any) -> bool:
     return hasattr(speculative_config, IS_OURS)
 
 
-def class_of(params: SamplingParams) -> int:
-    """The class of a request, by which acceptance is counted."""
-    return GREEDY if params.sampling_type == SamplingType.GREEDY else SAMPLED
+def new_request(
+    req_state_idx: int, token_ids: Sequence[int], params: SamplingParams, owner: Owner | None
+) -> NewRequest:
+    """What a drafter is told of a request with a text and sampling parameters."""
+    request_class = GREEDY if params.sampling_type == SamplingType.GREEDY else SAMPLED
+    return NewRequest(req_state_idx, token_ids, request_class, owner, _hint(params, token_ids))
 
 
 def may_speculate(params: Any, *, sees_paths: bool = True) -> bool:
@@ -218,7 +222,7 @@ def to_token_ids(
     raise _BadInputError(name, value, expected)
 
 
-def hinted_text(params: Any, token_ids: Sequence[int]) -> list[int]:
+def _hint(params: Any, token_ids: Sequence[int]) -> list[int]:
     """The hints of a request, each as it may follow its text, with -1 between; empty for none."""
     hints = (params.extra_args or {}).get(HINT)
     if not isinstance(hints, list):

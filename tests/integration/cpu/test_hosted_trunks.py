@@ -59,7 +59,8 @@ CASES += [pytest.param({}, name, id=f"priced-{name}") for name in ("eagle", "ngr
 def watch(llm: Any, chains: Chains) -> tuple[list[tuple[int, ...]], Counter[str]]:
     """Texts of chains behind a step whose rows were moved, and what becomes of chains."""
     ours, moved, counts = runner(llm), [], Counter[str]()
-    draft_chains, along, draft = ours.draft_chains, ours.tree_drafter.along, ours.tree_drafter.draft
+    choices, draft = ours.tree_drafter.choices, ours.tree_drafter.draft
+    draft_chains, chances = ours.draft_chains, choices.chances
     last: dict[str, Any] = {}
 
     def watched_chains(length: int) -> Any:
@@ -69,12 +70,12 @@ def watch(llm: Any, chains: Chains) -> tuple[list[tuple[int, ...]], Counter[str]
             moved.extend(text for text in chains if text not in known)
         return last["chains"]
 
-    def watched_along(texts: Any, trunks: Any) -> Any:
+    def watched_chances(trunks: Any, idx_mapping: Any) -> Any:
         last["trunks"] = trunks.token_ids[:, :, 0].tolist()
         for trunk, chain in zip(last["trunks"], last["chains"], strict=True):
             tokens = [token for token in trunk if token >= 0]
             counts["wrong trunks"] += tokens not in ([], [*map(int, chain)][: len(trunk)])
-        return along(texts, trunks)
+        return chances(trunks, idx_mapping)
 
     def watched_draft(*args: Any) -> Any:
         last["trunks"] = []
@@ -84,7 +85,7 @@ def watch(llm: Any, chains: Chains) -> tuple[list[tuple[int, ...]], Counter[str]
             counts["trunks in trees"] += (0, trunk[0]) in set(nodes)
         return drafts
 
-    ours.draft_chains, ours.tree_drafter.along = watched_chains, watched_along
+    ours.draft_chains, choices.chances = watched_chains, watched_chances
     ours.tree_drafter.draft = watched_draft
     return moved, counts
 

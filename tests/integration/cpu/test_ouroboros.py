@@ -27,10 +27,11 @@ from tests.integration.engines import (
 )
 from tests.integration.models.random_models import gemma4
 from tests.kernels.cpu.cache_layouts import gather_keys_values
+from vllm_recycle.core.choose import Chooser
 from vllm_recycle.core.curve import Load
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.rounds import Rounds
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
+from vllm_recycle.integration.cpu.trunk import FORWARDS
 
 DRAFT = EXAMPLES / "models" / "draft"
 PROMPTS = [
@@ -122,28 +123,29 @@ def test_a_draft_model_whose_layers_share_a_kv_cache_is_refused(tmp_path):
         pass
 
 
-def test_start_up_says_what_a_forward_takes_and_rounds_know_what_is_left(monkeypatch):
-    known, answers, said = [], [], []
+def test_start_up_says_what_rounds_take_and_the_chooser_knows_what_is_left(monkeypatch):
+    known, said = [], []
     price_rows = TreeCPUModelRunner.price_rows
 
-    def choose(rounds, step, behind, left):
-        known.append((int(behind[0]), int(left[0])))
-        return left < 0
+    def choose_trunks(chooser, load, rate, *, num_left, reading, is_look):
+        known.append((float(reading[0]), int(num_left[0])))
+        return num_left < 0
 
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (prompt,) = read_prompts(1)
     priced = lambda self: said.append(price_rows(self)) or said[0]  # noqa: E731
     monkeypatch.setattr(TreeCPUModelRunner, "price_rows", priced)
-    monkeypatch.setattr(Rounds, "choose", choose)
-    monkeypatch.setattr(Rounds, "ended", lambda _, length: answers.append(length))
+    monkeypatch.setattr(Chooser, "choose_trunks", choose_trunks)
     # Blocks that are not there yet do not make an answer shorter.
     with engine(PRICED, block_size=32) as llm:
         drafter = runner(llm).tree_drafter
-        cost = drafter.rounds.seconds(1) / drafter.curve.plain(Load(1))
-        first = len(llm.get_tokenizer().encode(prompt)) - 1 - drafter.gamma
+        cost = FORWARDS * drafter.forward_seconds[1] / drafter.curve.plain(Load(1))
+        token_seconds = drafter.token_seconds
+        num_unseen = len(llm.get_tokenizer().encode(prompt)) - 1 - drafter.gamma
         assert len(generate(llm, [prompt], params)[0][0]) == 40
         generate(llm, [prompt], params)  # vLLM says with the next step who ended
-    sentence = r"forward of the draft model takes, in parts of a step, (.*) for 1, .* requests"
+        mean_length = drafter.mean_length
+    sentence = r"forwards of the draft model take, in parts of a step, (.*) for 1, .* requests"
     found = re.search(sentence, said[0])
     assert cost > 0
     assert found
@@ -151,28 +153,9 @@ def test_start_up_says_what_a_forward_takes_and_rounds_know_what_is_left(monkeyp
     # The steps before had no drafts, as each at a load that is new.
     plain = 38 - known[0][1]
     assert 0 < plain < 6
-    assert known[0][0] == first + plain
-    assert {behind + left for behind, left in known} == {sum(known[0])}
-    assert answers == [40]
-
-
-def test_a_round_of_a_part_is_taken_in_as_such(monkeypatch):
-    rounds, gave = [], Rounds.gave
-
-    def take_in(self, step, num_drafting, *, rate, seconds):
-        rounds.append((step.num_reqs, num_drafting, seconds is None))
-        gave(self, step, num_drafting, rate=rate, seconds=seconds)
-
-    def choose(rounds, step, behind, left):
-        # The first of two, which has its prompt to read at first.
-        return (left > 0) & (np.arange(len(left)) < 1)
-
-    monkeypatch.setattr(Rounds, "choose", choose)
-    monkeypatch.setattr(Rounds, "gave", take_in)
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with engine(PRICED) as llm:
-        generate(llm, read_prompts(2), params)
-    assert rounds[:2] == [(2, 1, True), (2, 1, False)]
+    assert known[0][0] == pytest.approx(token_seconds * (num_unseen + plain))
+    assert mean_length == (40.0, 1)
+    assert known[-1][1] <= 40
 
 
 # The same products in GEMMs of other shapes; keys and values are of order one to ten.
@@ -216,11 +199,11 @@ def test_the_draft_s_keys_and_values_are_those_of_the_text(method, monkeypatch):
         # The last ones are in the cache still.
         for turn, batch in enumerate((prompts, prompts[::-1])):
 
-            def choose(rounds, step, behind, left, turn=turn):
+            def choose_trunks(chooser, load, rate, *, num_left, turn=turn, **kwargs):
                 # Where rounds are priced, at first there are some of a part of the requests.
-                return (left > 0) & (np.arange(len(left)) % 3 < 1 + 2 * turn)
+                return (num_left > 0) & (np.arange(len(num_left)) % 3 < 1 + 2 * turn)
 
-            monkeypatch.setattr(Rounds, "choose", choose)
+            monkeypatch.setattr(Chooser, "choose_trunks", choose_trunks)
             for number, prompt in enumerate(batch):
                 llm.llm_engine.add_request(f"{turn} {number}", prompt, params)
             step = 0

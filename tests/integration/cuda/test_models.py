@@ -33,7 +33,7 @@ from tests.integration.engines import THINKING as ENDS
 from tests.integration.engines import TOKEN_RECYCLING, core, counter, engine, make_config, runner
 from tests.integration.models.derived_models import with_windows
 from tests.integration.models.random_models import gemma4, gpt_oss, granite_hybrid, mamba1
-from vllm_recycle.core import adjacency
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.integration.draft_limits import UNLIMITED
 from vllm_recycle.integration.options import settings_of
 
@@ -212,8 +212,8 @@ def entries_of_holes(llm: Any) -> list[int]:
     counts = [drafter.state.matrix.num_written]
     for act in (
         lambda: llm.generate([embeddings], params, use_tqdm=False),
-        lambda: drafter.begin([0], [image], [adjacency.GREEDY], [None]),
-        lambda: drafter.begin([0], [text], [adjacency.GREEDY], [None]),
+        lambda: drafter.add_requests([NewRequest(0, image)]),
+        lambda: drafter.add_requests([NewRequest(0, text)]),
     ):
         act()
         counts.append(drafter.state.matrix.num_written)

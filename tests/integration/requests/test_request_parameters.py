@@ -151,7 +151,8 @@ def test_what_no_frontend_has_checked_is_nobodys(name):
     request = processed("sequence", {"owner": "a"})
     request.sampling_params.extra_args = {"owner": name, "hint": [name, 5]}
     assert requests.owner_of(request) is None
-    assert requests.hinted_text(request.sampling_params, [1, 2]) in ([], [-1, 1, 2, "a", "salt"])
+    new_request = requests.new_request(0, [1, 2], request.sampling_params, None)
+    assert new_request.hint in ([], [-1, 1, 2, "a", "salt"])
 
 
 @pytest.mark.parametrize(

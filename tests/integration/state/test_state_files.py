@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from tests.integration.engines import OUROBOROS, core, engine, make_config
 from vllm_recycle.core import state_file
-from vllm_recycle.core.adjacency import GREEDY
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.options import settings_of
@@ -88,7 +88,7 @@ def start_in(path: Path | str, rank: int = 0, ranks: int = 1, **options) -> Toke
 def learn_and_end(drafter: TokenRecyclingV1Drafter, token_ids: range) -> None:
     saver = drafter.make_saver()
     with saver.changing():
-        drafter.begin(0, torch.tensor(token_ids), GREEDY, None)
+        drafter.add_requests([NewRequest(0, token_ids)])
     saver.close()
 
 

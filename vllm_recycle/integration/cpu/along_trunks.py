@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,26 +12,16 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.adjacency import Ends
-from vllm_recycle.core.curve import Load
+from vllm_recycle.core.curve import TRUNKS
 from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.explore import Arm
 from vllm_recycle.core.grow import TextEnds, Trunks
-from vllm_recycle.core.owners import Owner
-from vllm_recycle.core.rounds import Rounds, StepAlone
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.cpu.time_steps import ROUNDS
-from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
-
-
-def shortest(run: Callable[[], object]) -> float:
-    """The shortest of a few times of a run, in seconds."""
-    seconds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter, load_of
 
 
 class AlongTrunks(TokenRecyclingV1Drafter):
@@ -43,25 +34,48 @@ class AlongTrunks(TokenRecyclingV1Drafter):
     Attributes:
         choices: what the choices of a trunk are worth.
         trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
-        rounds: what rounds take and give.
-        num_rounds: drafts along a trunk so far, counted once for each request.
-        extra_seconds: of a step, for the round that was made for it.
+        is_model: whether a model drafts them, whose rounds take time.
 
     """
+
+    choices: ChoiceAcceptance
+    is_model = True
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, *, length: int) -> None:
         super().__init__(vllm_config, device, runner)
         self.choices = ChoiceAcceptance(self.state.matrix.classes)
-        self.rounds = Rounds({1: 0.0}, 0.0)
         shape = vllm_config.scheduler_config.max_num_seqs, length, CHOICES
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
-        self.num_rounds, self.extra_seconds = 0, 0.0
 
-    def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
-    ) -> None:
-        super().begin(req_state_idx, token_ids, request_class, owner)
-        self.trunks.token_ids[req_state_idx] = NO_TOKEN
+    @abstractmethod
+    def draft_trunks(self, texts: TextEnds, block_tables: Any, rate: float) -> Trunks | None:
+        """Draft a trunk below each text of a step, no longer than its `max_depths`.
+
+        Args:
+            texts: of the step.
+            block_tables: vLLM's, of all KV cache groups.
+            rate: expected tokens a second of the step; 0 for a whole trunk at any price.
+
+        Returns:
+            Trunks with probabilities in the place of chances; None where there are none.
+
+        """
+
+    def trunk_depths(self, texts: TextEnds, block_tables: Any) -> np.ndarray:
+        """int64 [batch], the most tokens of a trunk below each text; 0 where there may be none."""
+        return np.array(texts.max_depths)
+
+    def answer_left(self, texts: TextEnds) -> np.ndarray:
+        """float64 [batch], tokens that are expected behind each text."""
+        return np.array(texts.max_depths, dtype=np.float64)
+
+    def reading_seconds(self, texts: TextEnds) -> np.ndarray:
+        """float64 [batch], in which the draft model reads what it lacks of each text."""
+        return np.zeros(len(texts.idx_mapping))
+
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        super().add_requests(requests)
+        self.trunks.token_ids[[request.req_state_idx for request in requests]] = NO_TOKEN
 
     def accept(
         self, idx_mapping: torch.Tensor, step: StepLayout, walked: WalkResult, ends: Ends
@@ -72,48 +86,57 @@ class AlongTrunks(TokenRecyclingV1Drafter):
             self.choices.count(drafted, idx_mapping, walked.token_ids)
         self.trunks.token_ids[idx_mapping] = NO_TOKEN
 
-    def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        drafts = super().draft(texts, num_nodes, block_tables)
-        self.last_drafts = self.last_drafts._replace(is_behind_round=self.extra_seconds > 0)
-        return drafts
+    def draft_step(
+        self, texts: TextEnds, num_nodes: int, block_tables: Any, arm: Arm | None
+    ) -> tuple[Drafts, float]:
+        depths, load = self.trunk_depths(texts, block_tables), load_of(texts)
+        if self.chooser is None or not self.is_model:
+            drafted_texts = self._along_trunks(texts, depths, block_tables, 0.0)
+            return self.grow(drafted_texts, num_nodes, arm), 0.0
+        is_look = arm is not None and arm[0] == TRUNKS
+        if load is None or not (arm is None or is_look):  # a look at another kind
+            self._along_trunks(texts, 0 * depths, block_tables, 0.0)
+            return self.grow(texts, num_nodes, arm), 0.0
+        drafts, reading = self.grow(texts, num_nodes, None), self.reading_seconds(texts)
+        trunk_rate = self.chooser.trunk_rate(load, drafts.rate)
+        num_left = np.where(depths, self.answer_left(texts), 0)
+        chosen = self.chooser.choose_trunks(
+            load, drafts.rate, num_left=num_left, reading=reading, is_look=is_look
+        )
+        rate = max(drafts.rate, trunk_rate)
+        drafted_texts = self._along_trunks(texts, depths * chosen, block_tables, rate)
+        if not chosen.any():
+            return drafts, 0.0
+        trunk_drafts = self.grow(drafted_texts, num_nodes, None, along_trunks=True)
+        self.chooser.record_trunks(load, drafts.rate, trunk_drafts.rate)
+        return trunk_drafts, float(reading[chosen].sum())
 
-    def along(self, texts: TextEnds, trunks: Trunks) -> TextEnds:
-        """Texts with these trunks, of which each has probabilities in the place of chances."""
+    def _along_trunks(
+        self, texts: TextEnds, depths: np.ndarray, block_tables: Any, rate: float
+    ) -> TextEnds:
+        """The texts, with the trunks that are drafted for them."""
+        self.num_rounds += int((depths > 0).sum())
+        drafted_texts = replace(texts, max_depths=depths.tolist())
+        trunks = self.draft_trunks(drafted_texts, block_tables, rate)
+        if trunks is None:
+            return texts
         for tensor, values in zip(self.trunks, trunks, strict=True):
             tensor[texts.idx_mapping] = values
         return replace(texts, trunks=self.choices.chances(trunks, texts.idx_mapping))
 
-    def step_alone(self, texts: TextEnds, num_nodes: int) -> tuple[StepAlone, float]:
-        """What a step would be whose drafts have no trunk, and the seconds that it would take."""
-        num_reqs, max_nodes = len(texts.idx_mapping), min(num_nodes, self.proposer.num_nodes)
-        load = Load(num_reqs, sum(texts.ends.last_positions) / num_reqs)
-        drafts = self.proposer.propose(texts, prices=self.prices(load), max_nodes=max_nodes)
-        plain, rows = self.curve.plain(load), num_reqs + sum(map(len, drafts.token_ids))
-        seconds = float(self.seconds(drafts.kind or self.curve.kinds[0], load)[rows])
-        return StepAlone(num_reqs, plain, drafts.rate * plain), seconds
+    def add_rounds(self, seconds: Callable[[int], float]) -> str:
+        """Add to the curve what a round takes by its requests, and describe it."""
+        self.curve.add_trunks(seconds)
+        plain = {load.requests: self.curve.plain(load) for load in self.curve.loads}
+        costs = [f"{seconds(n) / plain[n]:.2f} for {n}" for n in sorted(plain)]
+        return ", ".join(costs) + " requests"
 
-    def affords(self, step: StepAlone, seconds: float, to_read: np.ndarray, depths: Any) -> bool:
-        """Whether a step of so many seconds may have a round besides."""
-        seconds += step.unit * self.rounds.cost(step, to_read, depths)
-        return self.chooser is None or seconds <= self.chooser.account.most * step.unit
 
-    def shown(self) -> str:
-        """What rounds take, or their forwards, at the loads of the curve."""
-        batches = sorted({load.requests for load in self.curve.loads})
-        costs = {size: self.rounds.seconds(size) / self.curve.plain(Load(size)) for size in batches}
-        return ", ".join(f"{cost:.2f} for {size}" for size, cost in costs.items()) + " requests"
-
-    def seconds(self, kind: str, load: Load) -> torch.Tensor:
-        seconds = super().seconds(kind, load)
-        return seconds + self.extra_seconds if self.extra_seconds else seconds
-
-    def reset(self) -> None:
-        super().reset()
-        self.choices.clear()
-
-    def weights_changed(self) -> None:
-        super().weights_changed()
-        self.choices.halve()
-
-    def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"rounds": self.num_rounds}
+def shortest(run: Callable[[], object]) -> float:
+    """The shortest of a few times of a run, in seconds."""
+    seconds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -10,11 +10,10 @@ import torch
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.choose import Chooser, least_slopes
-from vllm_recycle.core.curve import CHAINS, TREES, Load, MeasuredCurve
+from vllm_recycle.core.curve import CHAINS, TREES, TRUNKS, Load, MeasuredCurve
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.core.verification import WalkResult
@@ -29,18 +28,17 @@ class LastDrafts(NamedTuple):
     Attributes:
         num_nodes: of all requests.
         expected: draft tokens that should be accepted.
-        seconds: that drafting took, without `round_seconds`.
-        round_seconds: seconds of a draft model's round.
-        is_behind_round: whether the model drafted. The step behind that takes longer: the model's
-            weights were in the caches.
+        seconds: that drafting took, but for `reading`.
+        reading: seconds in which a draft model read texts, as expected.
+        is_along_trunks: whether a draft model's round was made for them.
 
     """
 
     num_nodes: int = 0
     expected: float = 0.0
     seconds: float = 0.0
-    round_seconds: float = 0.0
-    is_behind_round: bool = False
+    reading: float = 0.0
+    is_along_trunks: bool = False
 
 
 class Placeholder:
@@ -85,12 +83,6 @@ class V1Drafter(Drafter):
     def attention_layers(self) -> Set[str]:
         """Names of attention layers that are not the target's."""
         return frozenset()
-
-    @abstractmethod
-    def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
-    ) -> None:
-        """A request of a class and an owner starts, with this text, int64 [length]."""
 
     def follow(self, scheduler_output: Any, index_of: dict[str, int]) -> None:
         """Take in what vLLM has scheduled; requests that start have a `req_state_idx` here."""
@@ -163,10 +155,11 @@ class V1Drafter(Drafter):
         if not self.options.isolates:
             max_tree_rows = 1 + self.options.num_nodes
             max_rows = {TREES: max_tree_rows, CHAINS: min(max_tree_rows, 1 + MAX_CHAIN)}
+            max_rows[TRUNKS] = max_tree_rows
             self.chooser = Chooser(curve, max_rows)
-        return report + self.judge()
+        return report + self.measure_drafting()
 
-    def serve(
+    def record_step(
         self, step: StepLayout, context: float, *, tokens: int, seconds: float | None
     ) -> None:
         """Take in a step, before the next one is drafted for.
@@ -181,26 +174,27 @@ class V1Drafter(Drafter):
         if self.chooser is None:
             return
         drafts = self.last_drafts
-        seconds = None if seconds is None else seconds + drafts.seconds
         # Ranks must choose alike.
-        seconds, round_seconds = from_first_rank((seconds, drafts.round_seconds))
+        seconds = from_first_rank(None if seconds is None else seconds + drafts.seconds)
         nodes = sum(step.num_nodes)
         kind: str | None = CHAINS if step.trees.are_chains else TREES
+        if drafts.is_along_trunks:
+            kind = TRUNKS
         # A draft of one node is a chain and a tree.
-        is_any = kind not in self.curve.kinds or step.trees.num_nodes <= 1
+        elif kind not in self.curve.kinds or step.trees.num_nodes <= 1:
+            kind = None
         self.chooser.served(
-            None if is_any else kind,
+            kind,
             Load(len(step.num_nodes), context, sum(map(bool, step.num_nodes))),
             len(step.num_nodes) + nodes,
             tokens=tokens,
             seconds=seconds,
-            round_seconds=round_seconds,
+            reading=drafts.reading,
             expected=drafts.expected if nodes == drafts.num_nodes else None,
-            corrects=not drafts.is_behind_round,
         )
 
-    def judge(self) -> str:
-        """Measure what drafting takes beside the steps, whose times are known; what was found."""
+    def measure_drafting(self) -> str:
+        """Add to the curve what a draft model takes, which was not measured, and describe it."""
         return ""
 
     def statistics(self) -> dict[str, float]:

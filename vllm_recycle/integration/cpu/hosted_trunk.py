@@ -7,18 +7,14 @@ that a chain's rows have. Its chain is the trunk of the trees.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Set
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds, Trunks
-from vllm_recycle.core.rounds import Rounds
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.along_trunks import AlongTrunks, shortest
@@ -127,37 +123,21 @@ class HostedTrunkV1Drafter(AlongTrunks):
         self.length = options.trunk_length
         super().__init__(vllm_config, device, runner, length=self.length)
         self.source = HostedProposer(runner, self.length)
-        self.reading = 0.0  # seconds in which a model reads a step
+        self.is_model = self.source.is_model
         self.choices.has_probabilities = self.source.has_probabilities
 
     @property
     def attention_layers(self) -> Set[str]:
         return self.source.attention_layers
 
-    def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        started, self.extra_seconds = time.perf_counter(), 0.0
-        max_depths = np.array(texts.max_depths) * (self.arm is None)  # a look is at what steps take
-        wants, step_alone = max_depths > 0, None
-        if self.source.is_model and self.chooser is not None and wants.any():
-            step_alone, seconds = self.step_alone(texts, num_nodes)
-            wants = self.rounds.choose(step_alone, np.zeros_like(max_depths), max_depths)
-            wants &= self.affords(step_alone, seconds, np.zeros_like(max_depths), wants)
-        num_drafting = int(wants.sum())
+    def draft_trunks(self, texts: TextEnds, block_tables: Any, rate: float) -> Trunks | None:
         # A model reads each step, whether it drafts or not; others look at each.
-        drafted = self.source.draft(self.length if num_drafting or not self.source.is_model else 0)
-        if not num_drafting:
-            return super()._draft(texts, num_nodes, block_tables)
-        self.round_seconds = max(0.0, time.perf_counter() - started - self.reading)
-        self.num_rounds += num_drafting
-        drafted.token_ids[torch.from_numpy(~wants)] = NO_TOKEN
-        texts = self.along(texts, drafted)
-        if step_alone:
-            self.extra_seconds = self.rounds.seconds(num_drafting)
-        drafts = super()._draft(texts, num_nodes, block_tables)
-        if step_alone and drafts.rate:
-            rate, duration = drafts.rate * step_alone.unit, from_first_rank(self.round_seconds)
-            self.rounds.gave(step_alone, num_drafting, rate=rate, seconds=duration)
-        return drafts
+        depths = torch.tensor(texts.max_depths)
+        trunks = self.source.draft(self.length if depths.any() or not self.is_model else 0)
+        if not depths.any():
+            return None
+        trunks.token_ids[depths == 0] = NO_TOKEN
+        return trunks
 
     def price(self, runner: Any) -> str | None:
         if self.source.is_model and self.source.proposer.supports_mm_inputs:
@@ -167,18 +147,17 @@ class HostedTrunkV1Drafter(AlongTrunks):
         return super().price(runner)
 
     @torch.inference_mode()
-    def judge(self) -> str:
-        if not self.source.is_model:
+    def measure_drafting(self) -> str:
+        if not self.is_model:
             return ""
         batches = sorted({load.requests for load in self.curve.loads})
-        forwards = from_first_rank({num_reqs: self._seconds_of(num_reqs) for num_reqs in batches})
-        self.reading = min(forwards.values())
+        forwards = from_first_rank({num_reqs: self._time_forward(num_reqs) for num_reqs in batches})
         # The first forward reads the step, whether more of them follow or not.
-        rounds = {n: self.length * seconds - self.reading for n, seconds in forwards.items()}
-        self.rounds = Rounds(rounds, 0.0)
-        return f"; a trunk takes, in parts of a step, {self.shown()}"
+        reading = min(forwards.values())
+        costs = self.add_rounds(lambda num_reqs: self.length * forwards[num_reqs] - reading)
+        return f"; a trunk takes, in parts of a step, {costs}"
 
-    def _seconds_of(self, num_reqs: int) -> float:
+    def _time_forward(self, num_reqs: int) -> float:
         """The shortest time of a forward that chooses."""
         proposer = self.source.proposer
 

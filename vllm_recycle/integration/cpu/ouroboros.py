@@ -11,7 +11,7 @@ import torch
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.owners import Owner
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.draft_model import DraftModel
 from vllm_recycle.integration.cpu.drafter import V1Drafter
@@ -32,10 +32,10 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
         V1Drafter.__init__(self, vllm_config)
         self.state = self.proposer.pool
 
-    def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
-    ) -> None:
-        self.proposer.begin(torch.full_like(token_ids, req_state_idx), token_ids)
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        for request in requests:
+            text = torch.tensor(request.token_ids)
+            self.proposer.begin(torch.full_like(text, request.req_state_idx), text)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         self.proposer.release(req_state_indices)
@@ -68,6 +68,10 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
     def describe(self) -> str:
         return describe(self.proposer, self.vllm_config)
 
-    def statistics(self) -> dict[str, float]:
-        counted = {"rounds": self.proposer.num_rounds, "forwards": self.proposer.num_forwards}
-        return super().statistics() | counted
+    @property
+    def num_rounds(self) -> int:  # type: ignore[override]
+        return self.proposer.num_rounds
+
+    @property
+    def num_forwards(self) -> int:
+        return self.proposer.num_forwards

@@ -38,7 +38,7 @@ from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.grammar import rows_of_masks
 from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.requests import class_of, hinted_text, may_speculate, with_holes
+from vllm_recycle.integration.requests import may_speculate, new_request, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.integration.step_note import note_of
 
@@ -156,6 +156,7 @@ class TreeCPUModelRunner(AcceptedSteps):
             self.tree_drafter.release(freed_indices)
         self.grammars.end([*scheduler_output.finished_req_ids, *new_ids])
         result = super()._update_states(scheduler_output)
+        new_requests = []
         for request_id in [*new_ids, *sorted(resumed_ids)]:
             request = self.requests[request_id]
             prompt = request.prompt_token_ids or [NO_TOKEN] * request.num_prompt_tokens
@@ -165,14 +166,12 @@ class TreeCPUModelRunner(AcceptedSteps):
                 is_encoder_decoder=self.model_config.is_encoder_decoder,
             )
             req_state_idx = self.req_state_indices.assign(request_id)
-            params = request.sampling_params
-            text, owner = torch.tensor(token_ids), note.owners.get(request_id)
-            self.tree_drafter.begin(req_state_idx, text, class_of(params), owner)
+            params, owner = request.sampling_params, note.owners.get(request_id)
+            new_requests.append(new_request(req_state_idx, token_ids, params, owner))
             self.tree_drafter.num_undrafted += not may_speculate(params)
             if self.grows:
                 self.grammars.begin(request_id, params)
-            if hinted := hinted_text(params, token_ids):
-                self.tree_drafter.take_in(hinted, req_state_idx)
+        self.tree_drafter.add_requests(new_requests)
         self.tree_drafter.follow(scheduler_output, self.req_state_indices)
         return result
 
@@ -295,7 +294,7 @@ class TreeCPUModelRunner(AcceptedSteps):
         is_alone = scheduler_output.total_num_scheduled_tokens == len(self.step.row_token_ids)
         seconds = time.perf_counter() - self.start_time if is_alone else None
         context = sum(num_computed) / len(num_computed)
-        self.tree_drafter.serve(self.step, context, tokens=tokens, seconds=seconds)
+        self.tree_drafter.record_step(self.step, context, tokens=tokens, seconds=seconds)
         computed, max_depths = [], []
         for index, name in enumerate(batch.req_ids):
             request, has_token = self.requests[name], bool(sampled_token_ids[index])

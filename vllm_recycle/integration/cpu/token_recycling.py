@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.choose import Price
-from vllm_recycle.core.curve import Load
+from vllm_recycle.core.curve import TREES, TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import PLAIN, Arm
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.owners import Owner
-from vllm_recycle.core.token_recycling import TokenRecyclingProposer, TokenRecyclingState
+from vllm_recycle.core.req_states import NewRequest
+from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
 from vllm_recycle.integration.saved_state import make_token_recycling_state
+from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
 from vllm_recycle.kernels.cpu import calls
 
 
-class TokenRecyclingV1Drafter(V1Drafter):
+class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
     proposer: TokenRecyclingProposer
-    state: TokenRecyclingState
-    arm: Arm | None = None  # of a look
-    round_seconds = 0.0  # that a draft model took for the last drafts
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config)
@@ -48,20 +46,12 @@ class TokenRecyclingV1Drafter(V1Drafter):
             operations=calls,
         )
 
-    def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
-    ) -> None:
-        self.proposer.begin(req_state_idx, token_ids, request_class, owner)
-
-    def weights_changed(self) -> None:
-        super().weights_changed()
-        self.state.acceptance.halve()
-
-    def forget(self, owners: Collection[str | int]) -> int:
-        return self.state.matrix.forget(owners)
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        for request in requests:
+            self.proposer.add_request(request)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
-        self.proposer.take_in(torch.tensor(token_ids, dtype=torch.int64), req_state_idx)
+        self.proposer.take_in(token_ids, req_state_idx)
 
     def observe(
         self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor
@@ -84,60 +74,67 @@ class TokenRecyclingV1Drafter(V1Drafter):
         self.proposer.learn(ends, verified)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        started, self.arm, self.round_seconds = time.perf_counter(), None, 0.0
-        if self.chooser is not None and (load := load_of(texts)) is not None:
-            self.arm = self.chooser.look(load)
-        drafts = self._draft(texts, num_nodes, block_tables)
-        seconds = time.perf_counter() - started - self.round_seconds
-        nodes = sum(map(len, drafts.token_ids))
-        self.last_drafts = LastDrafts(nodes, drafts.expected, seconds, self.round_seconds)
+        started, load, arm = time.perf_counter(), load_of(texts), None
+        if self.chooser is not None and load is not None:
+            arm = self.chooser.look(load)
+        drafts, reading = self.draft_step(texts, num_nodes, block_tables, arm)
+        seconds = time.perf_counter() - started - reading
+        nodes, is_along_trunks = sum(map(len, drafts.token_ids)), drafts.kind == TRUNKS
+        self.last_drafts = LastDrafts(nodes, drafts.expected, seconds, reading, is_along_trunks)
         return drafts
 
-    def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        batch = len(texts.idx_mapping)
-        if not self.isolates:
-            return self._propose(texts, batch, num_nodes)
-        parts = [self._propose(texts.only(index), batch, num_nodes) for index in range(batch)]
-        return Drafts([part.token_ids[0] for part in parts], [part.parents[0] for part in parts])
+    def draft_step(
+        self, texts: TextEnds, num_nodes: int, block_tables: Any, arm: Arm | None
+    ) -> tuple[Drafts, float]:
+        """The drafts of a step, which may be a look at an arm, and `LastDrafts.reading`."""
+        return self.grow(texts, num_nodes, arm), 0.0
 
-    def _propose(self, texts: TextEnds, batch: int, num_nodes: int) -> Drafts:
-        """Drafts of some requests of a batch, those that share the rows of the step.
+    def grow(
+        self, texts: TextEnds, num_nodes: int, arm: Arm | None, *, along_trunks: bool = False
+    ) -> Drafts:
+        """The best drafts, or those of a look; `along_trunks` where a model made a round for them.
 
         Under `isolated` each request drafts alone, as if all drafted as many nodes as it does, so
         that its size depends on its own text and on how many requests there are.
         """
-        load = load_of(texts)
-        if load is None or self.arm == PLAIN:
-            return Drafts.none(len(texts.idx_mapping))
-        if self.arm is not None:
-            kind, rows = self.arm
-            max_nodes = min(num_nodes, rows - 1)
+        load, batch = load_of(texts), len(texts.idx_mapping)
+        max_nodes = min(num_nodes, self.proposer.num_nodes)
+        if load is None or arm == PLAIN:
+            return Drafts.none(batch)
+        if self.isolates:
+            parts = [self._grow_alone(texts.only(b), batch, max_nodes) for b in range(batch)]
+            return Drafts(
+                [part.token_ids[0] for part in parts], [part.parents[0] for part in parts]
+            )
+        if arm is not None and not along_trunks:
+            kind, rows = arm
+            max_nodes = min(max_nodes, rows - 1)
             drafts = self.proposer.propose(texts, prices={kind: self.free}, max_nodes=max_nodes)
             return drafts._replace(rate=0.0)
-        prices = self.prices(load._replace(requests=batch))
-        max_nodes = min(num_nodes, self.proposer.num_nodes)
+        kinds = {TREES: TRUNKS} if along_trunks else {kind: kind for kind in self.options.kinds}
+        prices = {shape: self._price(kind, load) for shape, kind in kinds.items()}
         drafts = self.proposer.propose(texts, prices=prices, max_nodes=max_nodes)
         if self.chooser is not None and drafts.kind is not None:
-            nodes = sum(map(len, drafts.token_ids))
-            self.chooser.best = drafts.kind, 1 + nodes // load.drafting
+            kind, nodes = kinds[drafts.kind], sum(map(len, drafts.token_ids))
+            self.chooser.best, drafts = (
+                (kind, 1 + nodes // load.drafting),
+                drafts._replace(kind=kind),
+            )
         return drafts
 
-    def prices(self, load: Load) -> dict[str, Price]:
-        """Of a step with drafts of each kind."""
+    def _grow_alone(self, text: TextEnds, batch: int, max_nodes: int) -> Drafts:
+        if (load := load_of(text)) is None:
+            return Drafts.none(1)
         prices = {}
-        for kind in self.curve.kinds:
-            seconds = self.seconds(kind, load)
-            if self.chooser is not None:
-                prices[kind] = self.chooser.price(kind, seconds, load)
-            elif self.isolates:  # as if each request had as many rows
-                prices[kind] = Price(seconds[:: load.requests].contiguous())
-            else:
-                prices[kind] = Price(seconds)
-        return prices
+        for kind in self.options.kinds:
+            seconds = self.curve.by_rows(kind, load._replace(requests=batch))
+            prices[kind] = Price(seconds[::batch].contiguous())
+        return self.proposer.propose(text, prices=prices, max_nodes=max_nodes)
 
-    def seconds(self, kind: str, load: Load) -> torch.Tensor:
-        """Of a step by its rows, float64 [rows + 1]."""
-        return self.curve.by_rows(kind, load)
+    def _price(self, kind: str, load: Load) -> Price:
+        """Of a step with drafts of a kind."""
+        seconds = self.curve.by_rows(kind, load)
+        return Price(seconds) if self.chooser is None else self.chooser.price(kind, seconds, load)
 
     def describe(self) -> str:
         proposer, num_bytes = self.proposer, self.state.matrix.num_bytes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,20 @@ import torch
 
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, Load
-from vllm_recycle.core.draft import Drafts
+from vllm_recycle.core.explore import GAIN
 from vllm_recycle.core.grow import TextEnds, Trunks
-from vllm_recycle.core.owners import Owner
-from vllm_recycle.core.rounds import Rounds, StepAlone
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.trunk import draft_trunks
 from vllm_recycle.integration.cpu.along_trunks import AlongTrunks, shortest
-from vllm_recycle.integration.cpu.draft_model import DraftModel, Round
+from vllm_recycle.integration.cpu.draft_model import DraftModel
 from vllm_recycle.integration.drafter import from_first_rank
 from vllm_recycle.integration.options import TrunkOptions, settings_of
 from vllm_recycle.integration.ouroboros import describe_draft_model
 
 # Rows of a draft forward for each request, of the text and tried; and of one that reads prompts.
 FORWARD_ROWS, READING_ROWS = 4, 256
+FORWARDS = 2  # of a round, before any was made
 
 
 class TrunkV1Drafter(DraftModel, AlongTrunks):
@@ -33,9 +32,12 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
 
     Attributes:
         lengths: int64 [2, max_num_reqs], tokens of each text when it began, and now.
-        num_forwards: draft forwards so far.
+        mean_length: tokens of an answer, up to where it ended or was interrupted, on average, and
+            of how many answers; 0 before there was any.
 
     """
+
+    num_forwards = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         options = settings_of(vllm_config).options
@@ -46,84 +48,77 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         AlongTrunks.__init__(self, vllm_config, device, runner, length=gamma)
         self.gamma = gamma
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
-        self.num_forwards = 0
+        self.mean_length = 0.0, 0
+        # Seconds of a forward by its requests, and in which a token is read.
+        self.forward_seconds: dict[int, float] = {1: 0.0}
+        self.token_seconds = 0.0
 
-    def begin(
-        self, req_state_idx: int, token_ids: torch.Tensor, request_class: int, owner: Owner | None
-    ) -> None:
-        super().begin(req_state_idx, token_ids, request_class, owner)
-        self.lengths[:, req_state_idx] = len(token_ids)
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        super().add_requests(requests)
+        for request in requests:
+            self.lengths[:, request.req_state_idx] = len(request.token_ids)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         super().release(req_state_indices)
-        for start, end in self.lengths[:, req_state_indices].T.tolist():
-            if end > start:
-                self.rounds.ended(end - start)
+        starts, ends = self.lengths[:, req_state_indices]
+        for length in (ends - starts)[ends > starts].tolist():
+            mean, count = self.mean_length
+            part = max(GAIN, 1 / (count + 1))
+            self.mean_length = mean + part * (length - mean), count + 1
 
-    def _draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        started, self.extra_seconds = time.perf_counter(), 0.0
+    def trunk_depths(self, texts: TextEnds, block_tables: Any) -> np.ndarray:
         self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last_positions) + 1
-        drafting, max_depths = self.begin_round(texts, block_tables), np.array(texts.max_depths)
-        depths = np.minimum(max_depths, self.room(texts, block_tables) + 1).clip(min=0)
-        depths *= self.arm is None  # a look is at what steps take
-        to_read = (drafting.num_unseen - self.gamma - 1).clip(min=0)
-        step_alone: StepAlone | None = None
-        if self.options.row_cost is None and not self.isolates and depths.any():
-            step_alone, seconds = self.step_alone(texts, num_nodes)
-            depths *= self.rounds.choose(step_alone, to_read, np.where(depths, max_depths, 0))
-            depths *= self.affords(step_alone, seconds, np.where(depths, to_read, 0), depths)
-        if not (num_drafting := int((depths > 0).sum())):
-            self.round_seconds = time.perf_counter() - started
-            return super()._draft(texts, num_nodes, block_tables)
-        least_chance = self.rounds.least_chance(step_alone, num_drafting) if step_alone else 0.0
-        drafted_for = replace(texts, max_depths=depths.tolist())
-        trunks = self._draft_trunks(drafted_for, drafting, least_chance)
-        self.round_seconds = time.perf_counter() - started
-        if step_alone:
-            self.extra_seconds = drafting.num_forwards * self.rounds.seconds(num_drafting)
-        texts = self.along(texts, trunks)
-        drafts = super()._draft(texts, num_nodes, block_tables)
-        if step_alone and drafts.rate:
-            reads = to_read[depths > 0].any()
-            forward_seconds = from_first_rank(self.round_seconds) / drafting.num_forwards
-            rate, duration = drafts.rate * step_alone.unit, None if reads else forward_seconds
-            self.rounds.gave(step_alone, num_drafting, rate=rate, seconds=duration)
-        return drafts
+        room = self.room(texts, block_tables) + 1
+        return np.minimum(texts.max_depths, room).clip(min=0)
 
-    def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
-        """Trunks below some texts; what the draft model tries is drafted from the matrix."""
+    def answer_left(self, texts: TextEnds) -> np.ndarray:
+        return np.minimum(texts.max_depths, self.mean_length[0] or math.inf)
+
+    def reading_seconds(self, texts: TextEnds) -> np.ndarray:
+        num_unseen = texts.ends.last_positions - self.num_cached[texts.idx_mapping.numpy()]
+        return self.token_seconds * (num_unseen - self.gamma - 1).clip(min=0)
+
+    def draft_trunks(self, texts: TextEnds, block_tables: Any, rate: float) -> Trunks | None:
+        """See `AlongTrunks`; the draft model tries what is drafted from the matrix."""
         chosen = texts.idx_mapping.numpy()[np.array(texts.max_depths) > 0]
-        drafting.catch_up(chosen)
-        self.num_rounds += len(chosen)
-        prices = {CHAINS: Price(self.curve.by_rows(self.curve.kinds[-1], Load(1)))}
+        if not len(chosen):
+            return None
+        draft_round = self.begin_round(texts, block_tables)
+        draft_round.catch_up(chosen)
+        prices = {CHAINS: Price(self.curve.by_rows(self.options.kinds[-1], Load(1)))}
 
         def guess(ends: TextEnds) -> list[list[int]]:
             self.num_forwards += len(ends.max_depths)
             drafts = self.proposer.propose(ends, prices=prices, max_nodes=self.gamma)
             return drafts.token_ids
 
-        reach = self.proposer.layout.reach
         return draft_trunks(
             texts,
-            drafting,
+            draft_round,
             guess,
             self.choices,
             gamma=self.gamma,
-            reach=reach,
-            least_chance=least_chance,
+            reach=self.proposer.layout.reach,
+            least_chance=rate * self._forward_seconds(len(chosen)),
         )
 
-    @torch.inference_mode()
-    def judge(self) -> str:
-        batches = sorted({load.requests for load in self.curve.loads})
-        forwards = {num_reqs: self._seconds_of(FORWARD_ROWS * num_reqs) for num_reqs in batches}
-        rows = min(READING_ROWS, self.max_num_tokens)
-        reading = self._seconds_of(rows, chooses=False) / rows
-        self.rounds = Rounds(*from_first_rank((forwards, reading)))
-        return f"; a forward of the draft model takes, in parts of a step, {self.shown()}"
+    def _forward_seconds(self, num_reqs: int) -> float:
+        """Seconds of a forward, as for the nearest number of requests that was timed."""
+        nearest = min(self.forward_seconds, key=lambda size: abs(math.log(size / num_reqs)))
+        return self.forward_seconds[nearest]
 
-    def _seconds_of(self, num_rows: int, *, chooses: bool = True) -> float:
-        """The shortest time of a draft forward of so many rows, or of as many as one may have."""
+    @torch.inference_mode()
+    def measure_drafting(self) -> str:
+        rows = min(READING_ROWS, self.max_num_tokens)
+        batches = sorted({load.requests for load in self.curve.loads})
+        seconds = {n: self._time_forward(FORWARD_ROWS * n, chooses=True) for n in batches}
+        reading = self._time_forward(rows, chooses=False) / rows
+        self.forward_seconds, self.token_seconds = from_first_rank((seconds, reading))
+        costs = self.add_rounds(lambda num_reqs: FORWARDS * self.forward_seconds[num_reqs])
+        return f"; {FORWARDS} forwards of the draft model take, in parts of a step, {costs}"
+
+    def _time_forward(self, num_rows: int, *, chooses: bool) -> float:
+        """The shortest time of a draft forward of so many rows, or of as many as there may be."""
 
         def run() -> None:
             hidden = self.run(min(num_rows, self.max_num_tokens))
@@ -134,6 +129,3 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
 
     def describe(self) -> str:
         return f"{describe_draft_model(self.vllm_config, self.gamma)}; {super().describe()}"
-
-    def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"forwards": self.num_forwards}

@@ -9,7 +9,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core.grow import Trunks
-from vllm_recycle.core.owners import Owner
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.trunk import ChoiceAcceptance
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingV2Drafter
@@ -30,6 +30,7 @@ class AlongTrunks(TokenRecyclingV2Drafter):
 
     """
 
+    choices: ChoiceAcceptance
     trunks: Trunks
 
     def __init__(
@@ -42,23 +43,10 @@ class AlongTrunks(TokenRecyclingV2Drafter):
         self.last_trunks = DeviceTrunks.empty(max_num_reqs, self.length, self.choices)
         self.trunks = Trunks(self.last_trunks.token_ids, self.last_trunks.chances)
 
-    def reset(self) -> None:
-        super().reset()
-        self.choices.clear()
-
-    def weights_changed(self) -> None:
-        super().weights_changed()
-        self.choices.halve()
-
-    def begin(
-        self,
-        req_state_indices: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        classes: Sequence[int],
-        owners: Sequence[Owner | None],
-    ) -> None:
-        super().begin(req_state_indices, texts, classes, owners)
-        self.leave_out(async_tensor_h2d([*req_state_indices], device=self.device))
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        super().add_requests(requests)
+        indices = [request.req_state_idx for request in requests]
+        self.leave_out(async_tensor_h2d(indices, device=self.device))
 
     def leave_out(self, idx_mapping: torch.Tensor) -> None:
         """Some requests, int64 [n], have no trunk."""
@@ -72,6 +60,3 @@ class AlongTrunks(TokenRecyclingV2Drafter):
         """Count what followed the last trunks of some requests, int64 [batch]."""
         if not self.options.isolates:  # else nobody's counts reach another
             self.last_trunks.count(idx_mapping, self.texts)
-
-    def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"rounds": self.num_rounds}

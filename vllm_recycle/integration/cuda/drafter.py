@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core.graph_curve import GraphTimes
-from vllm_recycle.core.owners import Owner
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.kernels.triton.trees import DeviceTrees
@@ -65,14 +64,11 @@ class V2Drafter(Drafter):
         trees: the topology of all requests' drafts, by `req_state_idx`.
         best_token_ids: integer [logit rows], the most probable token of each row that was observed;
             None where the method does not look for it.
-        num_rounds: of a draft model, counted once for each request; a round that is replayed counts
-            nothing itself.
 
     """
 
     trees: DeviceTrees
     best_token_ids: torch.Tensor | None = None
-    num_rounds = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config)
@@ -91,16 +87,6 @@ class V2Drafter(Drafter):
         What this teaches is nonsense, and forgotten when the engine has started.
         """
         return nullcontext()
-
-    @abstractmethod
-    def begin(
-        self,
-        req_state_indices: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        classes: Sequence[int],
-        owners: Sequence[Owner | None],
-    ) -> None:
-        """Some requests start, with these texts, -1 where the input is no token."""
 
     @abstractmethod
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:

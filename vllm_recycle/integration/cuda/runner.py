@@ -49,7 +49,7 @@ from vllm_recycle.integration.cuda.time_steps import (
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.refusals import has_states
-from vllm_recycle.integration.requests import class_of, hinted_text, may_speculate, with_holes
+from vllm_recycle.integration.requests import may_speculate, new_request, with_holes
 from vllm_recycle.integration.shims import without_experts_load
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.integration.versions import FEATURES
@@ -193,14 +193,18 @@ class TreeModelRunner(GPUModelRunner):
         if new_reqs:
             indices = [self.req_states.req_id_to_index[request.req_id] for request in new_reqs]
             text_of = partial(with_holes, is_encoder_decoder=self.is_encoder_decoder)
-            texts = [text_of(request.prefill_token_ids, request) for request in new_reqs]
-            classes = [class_of(request.sampling_params) for request in new_reqs]
             owners = note_of(scheduler_output).owners
-            req_owners = [owners.get(request.req_id) for request in new_reqs]
-            self.tree_drafter.begin(indices, texts, classes, req_owners)
-            for index, request, text in zip(indices, new_reqs, texts, strict=True):
-                if hint := hinted_text(request.sampling_params, text):
-                    self.tree_drafter.take_in(hint, index)
+            self.tree_drafter.add_requests(
+                [
+                    new_request(
+                        index,
+                        text_of(request.prefill_token_ids, request),
+                        request.sampling_params,
+                        owners.get(request.req_id),
+                    )
+                    for index, request in zip(indices, new_reqs, strict=True)
+                ]
+            )
             drafting = [
                 may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
                 for request in new_reqs

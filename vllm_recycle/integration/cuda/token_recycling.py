@@ -8,7 +8,7 @@ Topology is data, in buffers that never move, for the kernels of the next step.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,13 +23,13 @@ from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.explore import GROW_EVERY
 from vllm_recycle.core.grow import BEAM, LEVELS, Trunks
 from vllm_recycle.core.learn import VerifiedStep
-from vllm_recycle.core.owners import Owner
-from vllm_recycle.core.token_recycling import TokenRecyclingState
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.options import TokenRecyclingOptions, settings_of
 from vllm_recycle.integration.saved_state import make_token_recycling_state
+from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
@@ -40,7 +40,7 @@ from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
-class TokenRecyclingV2Drafter(V2Drafter):
+class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
     """Grows a tree for each request, or fills a template.
 
     Attributes:
@@ -56,7 +56,6 @@ class TokenRecyclingV2Drafter(V2Drafter):
 
     """
 
-    state: TokenRecyclingState
     trunks: Trunks | None = None
     scans_texts = False
     successors: torch.Tensor
@@ -118,37 +117,32 @@ class TokenRecyclingV2Drafter(V2Drafter):
             end.zero_()
             length.zero_()
 
-    def begin(
-        self,
-        req_state_indices: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        classes: Sequence[int],
-        owners: Sequence[Owner | None],
-    ) -> None:
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
         matrix = self.state.matrix
-        for request in zip(req_state_indices, classes, owners, strict=True):
-            matrix.begin(*request)
-        self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
+        for request in requests:
+            matrix.begin(request.req_state_idx, request.request_class, request.owner)
+            self.is_blind[request.req_state_idx] = request.token_ids[-1] == NO_TOKEN
         if self.seeds:
-            pairs = [*zip(req_state_indices, texts, strict=True)]
-            lengths = {index: len(text) for index, text in pairs if NO_TOKEN not in text}
+            lengths = {
+                request.req_state_idx: len(request.token_ids)
+                for request in requests
+                if NO_TOKEN not in request.token_ids
+            }
             if lengths:
                 # From the host at once: kernels look at each token again and again.
                 rows = [self.texts.token_ids[index, :length] for index, length in lengths.items()]
                 token_ids, indices, counts = torch.cat(rows), [*lengths], [*lengths.values()]
                 seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=counts)
             # What vLLM has in the place of no token is some token.
-            for index, text in pairs:
-                if index not in lengths:
-                    self.take_in(text, index)
+            for request in requests:
+                if request.req_state_idx not in lengths:
+                    self.take_in(request.token_ids, request.req_state_idx)
+        for request in requests:
+            self.take_in(request.hint, request.req_state_idx)
 
     def weights_changed(self) -> None:
         super().weights_changed()
-        self.state.acceptance.halve()
         self.counts.rates.copy_(self.state.acceptance.rates())
-
-    def forget(self, owners: Collection[str | int]) -> int:
-        return self.state.matrix.forget(owners)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         matrix = self.state.matrix

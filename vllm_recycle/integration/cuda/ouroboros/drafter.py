@@ -10,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_recycle.core.ouroboros import OuroborosProposer
-from vllm_recycle.core.owners import Owner
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
 from vllm_recycle.integration.draft_limits import largest_drafting_batch
@@ -44,14 +44,9 @@ class OuroborosV2Drafter(V2Drafter):
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return OuroborosSpeculator(self, may_speculate)
 
-    def begin(
-        self,
-        req_state_indices: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        classes: Sequence[int],
-        owners: Sequence[Owner | None],
-    ) -> None:
-        lengths = [*map(len, texts)]
+    def add_requests(self, requests: Sequence[NewRequest]) -> None:
+        req_state_indices = [request.req_state_idx for request in requests]
+        lengths = [len(request.token_ids) for request in requests]
         all_token_ids = self.req_states.all_token_ids.gpu
         for group in groups_of(lengths, MAX_PROMPT_TOKENS):
             indices = [req_state_indices[index] for index in group]
@@ -72,9 +67,9 @@ class OuroborosV2Drafter(V2Drafter):
     def describe(self) -> str:
         return describe(self.proposer, self.vllm_config)
 
-    def statistics(self) -> dict[str, float]:
-        forwards = self.num_rounds * self.proposer.max_forwards
-        return super().statistics() | {"rounds": self.num_rounds, "forwards": forwards}
+    @property
+    def num_forwards(self) -> int:
+        return self.num_rounds * self.proposer.max_forwards
 
 
 def groups_of(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

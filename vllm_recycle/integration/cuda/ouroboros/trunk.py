@@ -62,8 +62,9 @@ class TrunkV2Drafter(AlongTrunks):
     def describe(self) -> str:
         return f"{describe_draft_model(self.vllm_config, self.length)}; {super().describe()}"
 
-    def statistics(self) -> dict[str, float]:
-        return super().statistics() | {"forwards": self.num_rounds * self.length}
+    @property
+    def num_forwards(self) -> int:
+        return self.num_rounds * self.length
 
 
 class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
