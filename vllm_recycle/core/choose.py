@@ -218,17 +218,25 @@ class Chooser:
         self._trunk_rates[cell] = mean_rate, steps + 1
 
     def choose_size(
-        self, load: Load, worths: Mapping[str, np.ndarray], sizes: Sequence[int]
+        self,
+        load: Load,
+        worths: Mapping[str, np.ndarray],
+        sizes: Sequence[int],
+        *,
+        is_known: bool = True,
     ) -> tuple[str, int]:
         """The kind and the nodes of the drafts of a step, where all have one of a few sizes.
+
+        Of steps whose seconds are not known it is what was best, if the account affords that.
 
         Args:
             load: of the step.
             worths: by kind, of each node of a request's draft, float64 [nodes]; at least one kind.
             sizes: nodes that drafts may have, ascending from 0.
+            is_known: whether seconds of such a step are known.
 
         """
-        arm = self.look(load)
+        arm = self.look(load) if is_known else self.best
         if arm == PLAIN:
             return self.best[0], 0
         drafting, limit = load.drafting or load.requests, self.most_seconds(load)
@@ -236,8 +244,12 @@ class Chooser:
         if arm is not None:
             kind, max_rows = arm
             pairs = zip(sizes, self.curve.at(kind, load, rows), strict=True)
-            fitting_sizes = [n for n, cost in pairs if 0 < n < max_rows and cost <= limit]
-            return kind, max(fitting_sizes, default=sizes[:2][-1])
+            fitting_sizes = [
+                size
+                for size, seconds in pairs
+                if 0 < size < max_rows and (seconds <= limit or math.isinf(seconds) > is_known)
+            ]
+            return kind, max(fitting_sizes, default=sizes[:2][-1] if is_known else 0)
         widths, offers = [end - start for start, end in itertools.pairwise(rows)], []
         for kind, worth in worths.items():
             gains = [0.0, *(drafting * worth.cumsum()).tolist()]

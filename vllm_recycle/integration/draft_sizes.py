@@ -1,12 +1,14 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up in a table, by the requests of a step. `DraftSizes` stands in its place and
-asks the chooser (`core.choose`). The worths of trees come with the output of an earlier step.
+vLLM looks the number up in a table, by the requests of a step. `SizeTable` stands in its place, and
+`DraftSizes` asks the chooser (`core.choose`). The worths of trees come with the output of an
+earlier step.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +91,16 @@ class MeanWorth:
         self.worth = mean_worth + (step_worth - mean_worth) / self._weight
 
 
+class SizeTable:
+    """vLLM's table of sizes by the requests of a step, as vLLM reads it."""
+
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        self._choose = choose
+
+    def __getitem__(self, num_reqs: int) -> int:
+        return self._choose(num_reqs)
+
+
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
@@ -96,7 +108,6 @@ class DraftSizes:
 
     Attributes:
         kind: of the trees that the step drafts.
-        is_first: whether no size was chosen yet.
         curve: of the graphs that were timed.
         chooser: what chooses, when there are any.
 
@@ -115,7 +126,6 @@ class DraftSizes:
         self.chooser: Chooser | None = None
         self.worths: dict[str, MeanWorth] = {}
         self.kind = TRUNKS  # if there is a draft model
-        self.is_first = True
         self.num_steps = 0
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
@@ -124,11 +134,10 @@ class DraftSizes:
         self._sizes_of: dict[tuple[int, int], list[int]] = {}
         self._last_output: tuple[float, int] | None = None  # when it came, requests of the step
 
-    def __getitem__(self, num_reqs: int) -> int:
+    def choose(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
 
-        It is asked for once per step. Where nothing is known of steps like the next one, since they
-        have no graph or none was timed, the size stays what it was.
+        It is asked for once per step. Before graphs were timed it is what the table says.
         """
         self._count_requests()
         # Those that came since the look may all draft, and must not have as large trees as few.
@@ -140,19 +149,10 @@ class DraftSizes:
         if self.chooser is None or not worths:
             return self.table[num_reqs]
         load, sizes = Load(num_reqs, self.context, drafting), self._sizes(num_reqs, drafting)
-        plain = self.chooser.curve.plain(load)
         # A step with a prompt has no graph. One prompt that comes in between changes nothing.
-        if min(self.prompt_rows) or np.isinf(plain):
-            self.kind, rows = self.chooser.best
-            size = self.table[num_reqs] if self.is_first else rows - 1
-            limit = self.chooser.most_seconds(load) if np.isfinite(plain) else np.inf
-            all_rows = tuple(num_reqs + drafting * nodes for nodes in sizes)
-            pairs = zip(sizes, self.chooser.curve.at(self.kind, load, all_rows), strict=True)
-            fitting = (n for n, seconds in pairs if seconds <= limit or np.isinf(seconds) or not n)
-            return max(n for n in fitting if n <= size)
-        self.is_first = False
-        self.kind, size = self.chooser.choose_size(load, worths, sizes)
-        if not size:
+        has_graph = not min(self.prompt_rows) and np.isfinite(self.chooser.curve.plain(load))
+        self.kind, size = self.chooser.choose_size(load, worths, sizes, is_known=has_graph)
+        if has_graph and not size:
             # Trees grow that nobody verifies, now and then: of the kind that was not seen longest.
             self.kind = min(self.worths, key=lambda kind: self.worths[kind].step)
         return size
@@ -246,8 +246,9 @@ class DraftSizes:
             return
         max_tree_rows = 1 + max((sizes[0] for sizes in self.sizes_of_batch if sizes), default=0)
         max_rows = dict.fromkeys(times.drafting, max_tree_rows)
-        self.curve, self.is_first = GraphCurve(times), True
+        self.curve = GraphCurve(times)
         self.chooser = Chooser(self.curve, max_rows, ahead=STEPS_AHEAD)
+        self.chooser.best = self.chooser.best[0], 1 + max(self.table)
         self._sizes_of.clear()
         self.kind = next(iter(times.drafting))
         for kind in times.drafting:

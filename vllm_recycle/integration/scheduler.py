@@ -22,7 +22,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_room import DraftRoom
-from vllm_recycle.integration.draft_sizes import DraftSizes
+from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
 from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import (
     DraftModelOptions,
@@ -71,7 +71,8 @@ class TreeScheduler(Scheduler):
             )
         self.sizes: DraftSizes | None = None
         if settings.chooses_sizes:
-            self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
+            self.sizes = DraftSizes(self, vllm_config)
+            self.dynamic_sd_lookup = SizeTable(self.sizes.choose)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
         # What a draft model writes ahead of the text: vLLM takes it for the whole tree.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.adjacency import Ends
-from vllm_recycle.core.curve import TRUNKS
+from vllm_recycle.core.curve import TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import Arm
 from vllm_recycle.core.grow import TextEnds, Trunks
@@ -127,8 +127,8 @@ class AlongTrunks(TokenRecyclingV1Drafter):
     def add_rounds(self, seconds: Callable[[int], float]) -> str:
         """Add to the curve what a round takes by its requests, and describe it."""
         self.curve.add_trunks(seconds)
-        plain = {load.requests: self.curve.plain(load) for load in self.curve.loads}
-        costs = [f"{seconds(n) / plain[n]:.2f} for {n}" for n in sorted(plain)]
+        batches = sorted({load.requests for load in self.curve.loads})
+        costs = (f"{seconds(n) / self.curve.plain(Load(n)):.2f} for {n}" for n in batches)
         return ", ".join(costs) + " requests"
 
 

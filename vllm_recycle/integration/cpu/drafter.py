@@ -151,13 +151,14 @@ class V1Drafter(Drafter):
         if curve is None:
             return report
         self.curve = curve
+        report += self.measure_drafting()
         # Under `isolated` nothing that depends on other requests may be seen in a draft.
         if not self.options.isolates:
             max_tree_rows = 1 + self.options.num_nodes
-            max_rows = {TREES: max_tree_rows, CHAINS: min(max_tree_rows, 1 + MAX_CHAIN)}
-            max_rows[TRUNKS] = max_tree_rows
+            max_rows = dict.fromkeys(curve.kinds, max_tree_rows)
+            max_rows[CHAINS] = min(max_tree_rows, 1 + MAX_CHAIN)
             self.chooser = Chooser(curve, max_rows)
-        return report + self.measure_drafting()
+        return report
 
     def record_step(
         self, step: StepLayout, context: float, *, tokens: int, seconds: float | None
