@@ -1,4 +1,4 @@
-"""The kernel that begins a round gives what a plain loop gives."""
+"""A round begins with what a plain loop gives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from functools import partial
 import pytest
 import torch
 
-from vllm_recycle.kernels.triton.ouroboros.round_starts import NO_SLOT, RoundStart, begin_round
+from vllm_recycle.integration.cuda.ouroboros.round_starts import (
+    PAD_SLOT_ID,
+    RoundStart,
+    begin_round,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD, BLOCK_SIZE, MAX_NUM_REQS, NUM_BLOCKS = 7, 4, 5, 300
 
 
 def requests(missing: list[int]) -> dict[str, torch.Tensor]:
-    """Texts of some hundred tokens, the longest of which have more blocks than a program copies."""
+    """Texts of some hundred tokens."""
     torch.manual_seed(0)
     num_cached = torch.tensor([0, 3, 255, 1090, 17], device=DEVICE)
     return {
@@ -35,13 +39,12 @@ def begin_in_torch(start: RoundStart, idx_mapping: torch.Tensor, **given: torch.
         start.idx_mapping[row], start.num_head[row] = state, len(tokens)
         start.last_token_ids[row] = given["last_token_ids"][state, 0]
         start.num_cached[row] = cached
-        start.heads[row], start.slot_mapping[row] = 0, NO_SLOT
+        start.heads[row], start.slot_mapping[row] = 0, PAD_SLOT_ID
         if len(tokens):
             start.heads[row, -len(tokens) :] = given["texts"][state, cached:computed]
             slots = blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
             start.slot_mapping[row, -len(tokens) :] = slots
-        used = -(-computed // BLOCK_SIZE)
-        start.block_table[row, :used] = blocks[:used]
+        start.block_table[row] = blocks
         given["num_cached"][state] = computed
 
 
