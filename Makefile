@@ -107,7 +107,7 @@ test-nightly: ray $(OTHER:%=%/.installed)
 	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m attention tests/kernels/triton
 
 test-ptx: setup $(OTHER:%=%/.installed)
-	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m "not attention" tests/kernels/triton tests/kernels/test_phrase_pools.py $(PYTEST_ARGS)
+	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m "not attention" tests/kernels/triton $(PYTEST_ARGS)
 
 test-triton:
 	$(MAKE) test-ptx TRITON=$(or $(TRITON),$(NEWEST_TRITON))

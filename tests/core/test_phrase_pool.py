@@ -59,9 +59,9 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
     gaps = [(-1,) * LENGTH] * PER_TOKEN
     found = [[tuple(one) for one in row] for row in pool.phrases.tolist()]
     assert found == [(gaps + known)[-PER_TOKEN:] for known in expected]
-    newest = newest_phrases(pool.table, torch.arange(VOCAB), count).tolist()
+    newest = newest_phrases(pool.table, torch.arange(-1, VOCAB), count).tolist()
     found = [[tuple(one) for one in row] for row in newest]
-    assert found == [(known[::-1] + gaps)[:count] for known in expected]
+    assert found == [(known[::-1] + gaps)[:count] for known in ([], *expected)]
 
 
 @pytest.mark.parametrize("name", ["per_token", "length"])

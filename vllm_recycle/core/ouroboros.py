@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_recycle.core import reference
 from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.harvest import harvest
 from vllm_recycle.core.lookahead import advance_window
-from vllm_recycle.core.operations import PhraseOperations
-from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.phrase_pool import PhrasePool, insert_phrases, newest_phrases
 from vllm_recycle.core.trunk import DraftModel
-from vllm_recycle.core.verification import NO_TOKEN
+from vllm_recycle.core.verification import NO_TOKEN, walk
 
 WINDOW_SEED = 0
 
@@ -51,7 +50,6 @@ class OuroborosProposer:
         harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
         shares_pool: whether all requests share a pool that is never cleared (section 3.4); else
             each has its own, which ends with it.
-        operations: what walks, and reads and writes the pool.
         device: where all of this lives.
 
     Attributes:
@@ -73,10 +71,9 @@ class OuroborosProposer:
         harvest_trunk: bool = True,
         harvest_branches: bool = True,
         shares_pool: bool = True,
-        operations: PhraseOperations = reference,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.shape, self.operations = shape, operations
+        self.shape = shape
         self.tree = shape.tree().to(device)
         self.lookahead = shape.lookahead().to(device)
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
@@ -174,9 +171,7 @@ class OuroborosProposer:
         if len(token_ids) == len(cu_num_logits) - 1:  # no drafts
             return
         sampled = logits.max(dim=1).indices
-        trunk_phrases, branch_phrases = self.operations.harvest(
-            token_ids, sampled, cu_num_logits, shape=self.shape
-        )
+        trunk_phrases, branch_phrases = harvest(token_ids, sampled, cu_num_logits, shape=self.shape)
         idx_mapping = expanded_idx_mapping[cu_num_logits[:-1]]
         if self.harvest_trunk:
             self._insert(idx_mapping, *trunk_phrases)
@@ -219,9 +214,7 @@ class OuroborosProposer:
         rows = lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)
         drafts = torch.cat((torch.full_like(window_token_ids, NO_TOKEN), guesses), dim=1)
-        result = self.operations.walk(
-            outputs.flatten(), drafts, starts, trees=lookahead.of_batch(batch)
-        )
+        result = walk(outputs.flatten(), drafts, starts, trees=lookahead.of_batch(batch))
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
         draft_token_ids = tokens[:, : shape.length + 1].where(is_drafting[:, None], NO_TOKEN)
         return draft_token_ids, result.lengths.where(is_drafting, 0).long()
@@ -251,7 +244,7 @@ class OuroborosProposer:
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, count: int
     ) -> torch.Tensor:
         owners = self._owners(idx_mapping, token_ids)
-        return self.operations.newest_phrases(self.pool.table, owners, count)
+        return newest_phrases(self.pool.table, owners, count)
 
     def _insert(
         self,
@@ -263,8 +256,7 @@ class OuroborosProposer:
         """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
         owners = self._owners(idx_mapping[:, None], owners).flatten()
         replaced = None if replaced is None else replaced.flatten(0, 1)
-        insert = self.operations.insert_phrases
-        insert(self.pool.table, owners, phrases.flatten(0, 1), replaced=replaced)
+        insert_phrases(self.pool.table, owners, phrases.flatten(0, 1), replaced=replaced)
 
     def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""

@@ -115,6 +115,8 @@ def insert_phrases(
 ) -> None:
     """Insert phrases as if one after the other; the last one given of a token is the newest.
 
+    Nothing waits for a device. Time and memory go by the square of the number of phrases.
+
     Args:
         table: int32 [owners + 1, per_token, length], changed in place; the last is nobody's.
         token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
@@ -123,38 +125,33 @@ def insert_phrases(
             of these are inserted, if the pool has it and its phrase is not to be ignored.
 
     """
-    spare_owner, per_token = table.shape[0] - 1, table.shape[1]
+    spare_owner, per_token = len(table) - 1, table.shape[1]
+    phrases = phrases.to(table.dtype)
     is_phrase = (token_ids >= 0) & (phrases >= 0).all(dim=1)
-    owners, order = token_ids.where(is_phrase, spare_owner).sort(stable=True)
-    # Candidates, by age: what a token has already, listed with the first that comes in for it, and
-    # then what comes in.
-    pool_phrases, starts = table[owners], _run_starts(owners)
+    owners = token_ids.where(is_phrase, spare_owner)
+    # Each phrase with each: those of the same token, and those of them that come later.
+    is_of_owner = owners[:, None] == owners
+    is_later = is_of_owner.triu(1)
+    is_equal = is_later.clone()
+    for column in phrases.unbind(dim=1):
+        is_equal &= column[:, None] == column
+    is_kept = ~is_equal.any(dim=1)  # the last of equal ones
+    # What the token of each has already goes where it comes again, or is replaced.
+    pool_phrases = table[owners]
+    is_gone = (pool_phrases == phrases[:, None]).all(dim=2)
     if replaced is not None:
-        group = starts.cumsum(0) - 1
-        hits = (pool_phrases == replaced[order].to(table.dtype)[:, None]).all(dim=2).to(torch.int32)
-        hits = torch.zeros_like(hits).index_add_(0, group, hits)[group]
-        pool_phrases = pool_phrases.masked_fill(hits[:, :, None] > 0, NO_TOKEN)
-    pool_phrases = pool_phrases.masked_fill(~starts[:, None, None], NO_TOKEN)
-    candidates = torch.cat((pool_phrases.flatten(0, 1), phrases[order].to(table.dtype)))
-    table[owners] = NO_TOKEN
-    owners = torch.cat((owners.repeat_interleave(per_token), owners))
-    owners = owners.where(candidates[:, 0] >= 0, spare_owner)
-    # The youngest of equal ones of a token stays.
-    index = torch.arange(len(owners), device=table.device)
-    _, group = torch.cat((owners[:, None], candidates), dim=1).unique(dim=0, return_inverse=True)
-    youngest_index = torch.zeros_like(index).scatter_reduce_(0, group, index, "amax")
-    owners = owners.where(youngest_index[group] == index, spare_owner)
-    # By token, the oldest first; places are counted from the last of each token.
-    owners, order = owners.sort(stable=True)
-    is_last = _run_starts(owners.flip(0)).flip(0)
-    last_index = index.where(is_last, len(owners)).flip(0).cummin(0).values.flip(0)
-    place = per_token - 1 - (last_index - index)
-    owners = owners.where(place >= 0, spare_owner)
-    table[owners, place.clamp(min=0)] = candidates[order]
-
-
-def _run_starts(values: torch.Tensor) -> torch.Tensor:
-    """bool [n], where a value of [n] differs from the one before it; the first always does."""
-    starts = torch.ones_like(values, dtype=torch.bool)
-    starts[1:] = values[1:] != values[:-1]
-    return starts
+        is_gone |= (pool_phrases == replaced[:, None]).all(dim=2)
+    is_gone = is_of_owner.float() @ is_gone.float() > 0
+    stays = (pool_phrases[:, :, 0] >= 0) & ~is_gone
+    num_newer = (is_later & is_kept).sum(dim=1, keepdim=True)
+    num_newer_stay = stays.flip(1).cumsum(dim=1).flip(1) - 1
+    num_newer_of_pool = (is_of_owner & is_kept).sum(dim=1, keepdim=True) + num_newer_stay
+    table.index_fill_(0, owners, NO_TOKEN)
+    # Phrases of a token all say the same of what it has already.
+    for is_there, num_newer_ones, values in (
+        (stays, num_newer_of_pool, pool_phrases),
+        (is_kept[:, None], num_newer, phrases[:, None]),
+    ):
+        place = per_token - 1 - num_newer_ones
+        rows = owners[:, None].where(is_there & (place >= 0), spare_owner)
+        table[rows, place.clamp(min=0)] = values

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from vllm_recycle.core.draft import draft as draft
-from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import learn as learn
 from vllm_recycle.core.learn import seed as seed
 from vllm_recycle.core.learn import top_k as top_k
-from vllm_recycle.core.phrase_pool import insert_phrases as insert_phrases
-from vllm_recycle.core.phrase_pool import newest_phrases as newest_phrases
 from vllm_recycle.core.verification import walk as walk

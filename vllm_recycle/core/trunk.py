@@ -184,7 +184,8 @@ class ChoiceAcceptance:
 
         """
         probabilities = trunks.chances
-        right, seen = self.counts.view(-1, 2)[self._cells(probabilities, idx_mapping)].unbind(-1)
+        cells = self._cells(probabilities, self.classes[idx_mapping.long()])
+        right, seen = self.counts.view(-1, 2)[cells].unbind(-1)
         chances = (right + PRIOR_WEIGHT * probabilities) / (seen + PRIOR_WEIGHT)
         return trunks._replace(chances=chances.to(probabilities.dtype))
 
@@ -193,29 +194,30 @@ class ChoiceAcceptance:
 
         Args:
             trunks, idx_mapping: as for `chances`.
-            token_ids: int64 [batch, n], padded with -1.
+            token_ids: integer [batch, n], padded with -1.
 
         """
         gamma = trunks.token_ids.shape[1]
         num_missing = max(0, gamma - token_ids.shape[1])
         follows = torch.nn.functional.pad(token_ids, (0, num_missing), value=NO_TOKEN)[:, :gamma]
-        was_right = (trunks.token_ids[:, :, 0] == follows) & (follows != NO_TOKEN)
+        classes = self.classes[idx_mapping.long()]
+        has_token = trunks.token_ids != NO_TOKEN
+        was_right = has_token & (trunks.token_ids == follows[:, :, None])
         # All before a place.
-        was_visited = torch.nn.functional.pad(was_right[:, :-1], (1, 0), value=True).cumprod(1) > 0
-        was_visited &= follows != NO_TOKEN
-        was_visited &= self.classes[idx_mapping.long()][:, None] < NUM_COUNTED
-        seen = was_visited[:, :, None] & (trunks.token_ids != NO_TOKEN)
-        right = seen & (trunks.token_ids == follows[:, :, None])
-        cells = self._cells(trunks.chances, idx_mapping)
+        is_reached = torch.nn.functional.pad(was_right[:, :-1, 0], (1, 0), value=True)
+        is_reached = (is_reached.cumprod(dim=1) > 0) & (follows != NO_TOKEN)
+        is_reached &= classes[:, None] < NUM_COUNTED
+        seen = is_reached[:, :, None] & has_token
+        outcomes = torch.stack((was_right & seen, seen), dim=-1).double()
         increments = torch.zeros_like(self.counts).view(-1, 2)
-        outcomes = torch.stack((right, seen), dim=-1).double()
+        cells = self._cells(trunks.chances, classes)
         increments.index_add_(0, cells.flatten(), outcomes.flatten(0, -2))
         self.counts += increments.view_as(self.counts)
-        self.counts *= torch.where(self.counts[..., 1:] > MOST_SEEN, 0.5, 1.0)
+        self.counts /= 1 + (self.counts[..., 1:] > MOST_SEEN)
 
-    def _cells(self, probabilities: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+    def _cells(self, probabilities: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         """Where in the counts each choice of some trunks is, int64 [batch, n, CHOICES]."""
-        first_cells = self.classes[idx_mapping.long()][:, None, None] * CHOICES
+        first_cells = classes[:, None, None] * CHOICES
         return (first_cells + self._choices) * PARTS + self._parts(probabilities)
 
     def _parts(self, probabilities: torch.Tensor) -> torch.Tensor:

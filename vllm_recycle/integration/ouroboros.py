@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from vllm_recycle.core.operations import PhraseOperations
 from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.integration.options import OuroborosOptions, settings_of
 
@@ -45,11 +44,7 @@ def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None
 
 
 def make_proposer(
-    vllm_config: Any,
-    operations: PhraseOperations,
-    device: torch.device,
-    *,
-    stops_early: bool,
+    vllm_config: Any, device: torch.device, *, stops_early: bool
 ) -> OuroborosProposer:
     """The proposer that an engine's options ask for, with its pool on a device."""
     options = settings_of(vllm_config).options
@@ -63,7 +58,6 @@ def make_proposer(
         harvest_trunk=options.harvest_trunk,
         harvest_branches=options.harvest_branches,
         shares_pool=options.shares_pool,
-        operations=operations,
         device=device,
     )
 

@@ -46,14 +46,14 @@ ALL = SEEDED | {
     "extra_args": {"prediction": {"type": "content", "content": TEXT[:80]}},
 }
 FEW, UNSEEDED = GROWN | {"max_nodes": 7}, {"seed_from_prompt": False, "scope": "shared"}
-# By name: the method, a kernel that drafts, and what is smaller where rounds of few requests have
+# By name: the method, a kernel that it has, and what is smaller where rounds of few requests have
 # all shapes.
 ENGINES = {
     "grown": (GROWN | {"max_nodes": NODES}, "_grow_kernel", {}),
     "grown, without seeding": (FEW | UNSEEDED, "_mark_prompt_kernel", {}),
-    "ouroboros": (OUROBOROS, "_begin_round_kernel", LLM_ARGUMENTS),
-    # The head's own kernels are vLLM's; its trunk is chosen and moved by ours.
-    "eagle": (FEW, "_move_rows_kernel", LLM_ARGUMENTS | {"model": TARGET}),
+    "ouroboros": (OUROBOROS, "_walk_kernel", LLM_ARGUMENTS),
+    # The head's own kernels are vLLM's; its trunk is chosen by ours.
+    "eagle": (FEW, "_top_k_kernel", LLM_ARGUMENTS | {"model": TARGET}),
 }
 
 

@@ -22,8 +22,9 @@ from tests.integration.cuda.v2_engines import (
 from tests.integration.engines import OUROBOROS, TARGET, counter, engine, runner
 from tests.integration.models import heads
 from vllm_recycle.integration.cuda import hosted_trunk
-from vllm_recycle.integration.cuda.hosted_trunk import SPECULATORS
-from vllm_recycle.kernels.triton.accepted_rows import move_rows
+from vllm_recycle.integration.cuda.along_trunks import tokens_behind
+from vllm_recycle.integration.cuda.hosted_trunk import SPECULATORS, move_rows
+from vllm_recycle.kernels.triton.matrix.find import Texts
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +79,25 @@ def test_a_head_drafts_where_that_is_worth_its_time(result):
     timed = priced["alone timed for"], priced["rounds timed for"]
     alone, rounds = (of_batches[max(of_batches, key=int)] for of_batches in timed)
     assert 0 < alone < 2 * rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16])
+def test_rows_of_accepted_paths_come_to_those_of_chains(dtype):
+    """Of two requests, whose rows are anywhere among the tokens of a step."""
+    indices, starts = torch.tensor([4, 0, 7, 2, 5, 1, 8]), torch.tensor([0, 4, 7])
+    path = torch.tensor([[0, 2, 3, -1], [0, 2, -1, -1]])
+    rows = torch.arange(10).to(dtype)
+    wide_rows = 10 * rows[:, None] + torch.arange(3).to(dtype)
+    move_rows((rows, wide_rows), indices, starts.int(), path)
+    assert rows.tolist() == [7, 8, 2, 3, 4, 5, 6, 2, 8, 9]
+    assert wide_rows.equal(10 * rows[:, None] + torch.arange(3).to(dtype))
+
+
+def test_what_follows_a_trunk_is_read_to_the_end_of_its_text():
+    texts = Texts(torch.arange(18).view(3, 6).int(), torch.tensor([4, 6, 6]).int())
+    states, starts = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 5])
+    follows = tokens_behind(texts, states, starts, 3)
+    assert follows.tolist() == [[13, 14, 15], [2, 3, -1], [11, -1, -1]]
 
 
 def test_what_a_trunk_does_not_go_with_is_refused(result):
@@ -143,9 +163,9 @@ def watch_trees(llm: Any, chains: dict[str, list[int]]) -> Counter[str]:
             seen["other trunks"] += found != chain[: len(found)]
         return drafts
 
-    def watched_move(rows: Any, indices: Any, starts: Any, path: Any) -> None:
+    def watched_move(tensors: Any, indices: Any, starts: Any, path: Any) -> None:
         seen["moved rows"] += int((path > torch.arange(path.shape[1])).sum())
-        move_rows(rows, indices, starts, path)
+        move_rows(tensors, indices, starts, path)
 
     drafter.propose, hosted_trunk.move_rows = watched_propose, watched_move
     return seen

@@ -21,23 +21,16 @@ from triton import JITFunction  # noqa: TID253 - for a script of its own
 
 from tests.kernels.triton.attention_steps import Request, Shape, Step, below_chain
 from vllm_recycle.core.adjacency import AdjacencyMatrix
-from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.tree import load_tree
-from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
-from vllm_recycle.kernels.triton.accepted_rows import move_rows
+from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.kernels.triton.attention.tiles import choose_tile
 from vllm_recycle.kernels.triton.matrix.fill import fill
-from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
 from vllm_recycle.kernels.triton.matrix.seed import seed
-from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
-from vllm_recycle.kernels.triton.ouroboros.phrase_pool import insert_phrases, newest_phrases
-from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
 from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
-from vllm_recycle.kernels.triton.trunks import DeviceTrunks
 
 
 class Case(NamedTuple):
@@ -96,13 +89,7 @@ def cases() -> Iterator[Case]:
         yield from (attention_case(arch, sizes, options) for arch in archs)
     yield from step_cases()
     yield Case("penalise-and-ban", penalise_and_ban)
-    yield Case("move-int32", partial(move, torch.int32), (80,))
-    yield Case("move-int64", partial(move, torch.int64), (90,))
-    yield Case("move-bfloat16", partial(move, torch.bfloat16, 4096))
-    yield Case("trunks-a head", partial(count_and_take, has_probabilities=True), (90,))
-    yield Case("trunks-ngram", partial(count_and_take, has_probabilities=False), (80,))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8), (80,))
-    yield from ouroboros_cases()
 
 
 def attention_case(arch: int, sizes: tuple[int, int, int], options: dict[str, Any]) -> Case:
@@ -169,10 +156,6 @@ def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
     return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=8, device="cpu")
 
 
-def make_texts() -> Texts:
-    return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
-
-
 def penalise_and_ban() -> None:
     """With logits, tokens, places in their trees and requests of some rows."""
     rows, parents = (torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)), make_trees().parents
@@ -182,24 +165,6 @@ def penalise_and_ban() -> None:
     widths = ((64,), (65,), (), (MAX_MODEL_LEN,), (), ())
     words = BadWords(*(int32(MAX_NUM_REQS, *width) for width in widths))
     ban_words(*rows, parents=parents, words=words, max_words=3)
-
-
-def move(dtype: torch.dtype, *width: int) -> None:
-    """Token ids, positions, and hidden states of Llama-3-8B."""
-    rows = BATCH * TREE_ROWS
-    moved = torch.zeros(rows, *width, dtype=dtype)
-    move_rows(moved, int64(rows), int32(BATCH + 1), int64(BATCH, 9))
-
-
-def count_and_take(*, has_probabilities: bool) -> None:
-    """Trunks of four tokens, as vLLM's speculators draft them: by place first."""
-    choices = ChoiceAcceptance(int64(MAX_NUM_REQS))
-    choices.has_probabilities = has_probabilities
-    trunks = DeviceTrunks.empty(MAX_NUM_REQS, 4, choices)
-    shape = (4, MAX_NUM_REQS, CHOICES)
-    drafted = (values[:, :BATCH].transpose(0, 1) for values in (int64(*shape), torch.zeros(shape)))
-    trunks.count(int32(BATCH), make_texts())
-    trunks.take(int32(BATCH), make_texts(), Trunks(*drafted))
 
 
 def seed_prompts(step: Any) -> None:
@@ -217,25 +182,3 @@ def grow_trees(step: Any, *, rows: int = TREE_ROWS, beam: int = 16, gamma: int =
     shape = (MAX_NUM_REQS, gamma, CHOICES)
     trunks = Trunks(int64(shape), torch.zeros(shape)) if gamma else None
     grow(*drafting(step, rows - 1), trees=make_trees(rows), beam=beam, trunks=trunks)
-
-
-def ouroboros_cases() -> Iterator[Case]:
-    """With the paper's sizes."""
-    shape = DraftShape(gamma=12, window=20, guesses=20, phrase_length=7, branches=3)
-    table = int32(1001, 20, shape.length)
-    owners, phrases = int64(40), int64(40, shape.length)
-    insert = partial(insert_phrases, table, owners, phrases)
-    rows = BATCH * (1 + shape.num_nodes)
-    yield Case("newest", partial(newest_phrases, table, int64(8), 3))
-    yield Case("insert", insert, (80,))
-    yield Case("insert-replacing", partial(insert, replaced=torch.zeros_like(phrases)), (90,))
-    yield Case("harvest", partial(harvest, int64(rows), int64(rows), int32(3), shape=shape))
-    start = RoundStart.make(BATCH, 20, 256, torch.device("cpu"))
-    given = {
-        "texts": int32(MAX_NUM_REQS, MAX_MODEL_LEN),
-        "last_token_ids": int64(MAX_NUM_REQS, 1),
-        "num_computed": int32(MAX_NUM_REQS),
-        "num_cached": int64(MAX_NUM_REQS),
-        "block_tables": int32(MAX_NUM_REQS, 256),
-    }
-    yield Case("begin-round", partial(begin_round, start, int64(BATCH), **given, block_size=16))

@@ -1,4 +1,4 @@
-"""Moving accepted paths in a paged cache, and rows of a step, in Triton: as the torch twin does."""
+"""Moving accepted paths in a paged cache in Triton: as the torch twin does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.triton import torch_twins
-from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path
 from vllm_recycle.kernels.triton.paged_layers import PagedLayers
 
@@ -93,22 +92,6 @@ def test_a_path_of_the_first_rows_moves_nothing():
     before = kv_cache.clone()
     compact_path(PagedLayers.make([kv_cache]), *step)
     assert kv_cache.equal(before)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    step=steps(),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.int32, torch.int64]),
-    width=st.sampled_from([None, 1, 10, 300]),
-)
-def test_rows_of_a_step_are_moved_as_the_twin_moves_slots(step, dtype, width):
-    shape = (len(step[0]), *([] if width is None else [width]))
-    rows = torch.randint(0, 10**6, shape, device=DEVICE).to(dtype)
-    slots, expected = torch.arange(len(rows), device=DEVICE), rows.clone()
-    layers = PagedLayers.make([expected.view(len(rows), 1, 1, -1)])
-    torch_twins.compact_path(layers, slots, *step[1:])
-    move_rows(rows, *step[1:])
-    assert rows.equal(expected)
 
 
 def test_layers_that_share_memory_are_moved_once():

@@ -17,7 +17,6 @@ from vllm_recycle.integration.cpu.draft_model import DraftModel
 from vllm_recycle.integration.cpu.drafter import V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.ouroboros import describe, make_proposer
-from vllm_recycle.kernels.cpu import calls
 
 
 class OuroborosV1Drafter(DraftModel, V1Drafter):
@@ -26,7 +25,7 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
     proposer: OuroborosProposer
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
-        self.proposer = make_proposer(vllm_config, calls, device, stops_early=True)
+        self.proposer = make_proposer(vllm_config, device, stops_early=True)
         lookahead = self.proposer.lookahead
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=lookahead)
         V1Drafter.__init__(self, vllm_config)

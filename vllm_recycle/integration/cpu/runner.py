@@ -41,6 +41,7 @@ from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.requests import may_speculate, new_request, with_holes
 from vllm_recycle.integration.scheduler import TreeDraftTokenIds
 from vllm_recycle.integration.step_note import note_of
+from vllm_recycle.kernels.cpu.calls import walk
 
 
 class TreeCPUModelRunner(AcceptedSteps):
@@ -244,9 +245,7 @@ class TreeCPUModelRunner(AcceptedSteps):
             sampled = self.argmax
             if sampled is None:
                 sampled = self.sampler(logits, sampling_metadata).sampled_token_ids.flatten().long()
-            result = self.tree_drafter.proposer.operations.walk(
-                sampled, step.drafts, step.cu_num_logits, trees=step.trees
-            )
+            result = walk(sampled, step.drafts, step.cu_num_logits, trees=step.trees)
             logprobs = None
         else:
             result, logprobs = walk_by_depth(

@@ -9,7 +9,7 @@ write their KV to the slots of a chain, so nothing moves in their cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,31 @@ from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculat
 from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.step_note import note_of
-from vllm_recycle.kernels.triton.accepted_rows import move_rows
 from vllm_recycle.kernels.triton.top_k import top_k
 
 # vLLM's speculators that draft place by place. EAGLE's is that of EAGLE-3 too.
 SPECULATORS = (EagleSpeculator, MTPSpeculator, NgramGPUSpeculator)
+
+
+def move_rows(
+    tensors: Iterable[torch.Tensor],
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    path: torch.Tensor,
+) -> None:
+    """Move the rows of each accepted path to the first rows of its request.
+
+    Args:
+        tensors: [tokens, ...] each, what a step has for each of its tokens; changed in place.
+        logits_indices, cu_num_logits, path: as for `kv_cache.compact_path`.
+
+    """
+    places = torch.arange(path.shape[1], device=path.device)
+    # Behind the end of a path its root is moved to where it is.
+    pairs = torch.stack((path, places.where(path >= 0, 0))).clamp(min=0)
+    sources, targets = logits_indices[cu_num_logits[:-1, None] + pairs].flatten(1).unbind()
+    for rows in tensors:
+        rows.index_copy_(0, targets, rows[sources])
 
 
 class HostedTrunkV2Drafter(AlongTrunks):
@@ -174,8 +194,8 @@ class HostedSpeculator(V2Speculator):
         if self.is_model or has_trunks:
             if path is not None and self.is_model and not is_dummy:
                 states = aux_hidden_states or [last_hidden_states]
-                for rows in (input_batch.input_ids, input_batch.positions, *states):
-                    move_rows(rows, input_batch.logits_indices, input_batch.cu_num_logits, path)
+                tensors = (input_batch.input_ids, input_batch.positions, *states)
+                move_rows(tensors, input_batch.logits_indices, input_batch.cu_num_logits, path)
             length = self.tree_drafter.length if is_dummy or has_trunks else 0
             step_arguments = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
             kwargs = {"num_speculative_tokens": length, **kwargs}

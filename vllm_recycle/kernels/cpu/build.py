@@ -56,8 +56,6 @@ SIGNATURES = {
     "tree_attention": "p" + "pi" * 2 + "p" + "pi" * 2 + "p" + "iiiiiii" + "f" + "i",
     "move_slots": "p" + "ii" + "pp" + "ii",
     "walk": "pp" + "i" + "ppp" + "iiiii" + "ppp",
-    "newest_phrases": "pp" + "iiii" + "p",
-    "insert_phrases": "pppp" + "iii",
     "draft": "pppppp" + "i" + "pp",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",

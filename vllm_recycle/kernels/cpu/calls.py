@@ -19,7 +19,6 @@ from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import Allowed, Grammar, TextEnds, Trunks
-from vllm_recycle.core.harvest import harvest as harvest
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
@@ -282,41 +281,3 @@ def walk(
         lengths.data_ptr(),
     )
     return WalkResult(path, token_ids, lengths)
-
-
-def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """See `vllm_recycle.core.phrase_pool.newest_phrases`."""
-    _, per_token, length = table.shape
-    phrases = torch.empty(*token_ids.shape, count, length, dtype=torch.int64)
-    token_ids = token_ids.contiguous()
-    library().newest_phrases(
-        pointer(table, torch.int32),
-        pointer(token_ids),
-        token_ids.numel(),
-        count,
-        per_token,
-        length,
-        pointer(phrases),
-    )
-    return phrases
-
-
-def insert_phrases(
-    table: torch.Tensor,
-    token_ids: torch.Tensor,
-    phrases: torch.Tensor,
-    *,
-    replaced: torch.Tensor | None = None,
-) -> None:
-    """See `vllm_recycle.core.phrase_pool.insert_phrases`."""
-    _, per_token, length = table.shape
-    token_ids, phrases = token_ids.contiguous(), phrases.contiguous()
-    replaced = None if replaced is None else replaced.contiguous()
-    library().insert_phrases(
-        pointer(table, torch.int32),
-        *pointers(token_ids, phrases),
-        pointer(replaced),
-        len(token_ids),
-        per_token,
-        length,
-    )

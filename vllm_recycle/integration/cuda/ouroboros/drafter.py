@@ -16,7 +16,6 @@ from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculat
 from vllm_recycle.integration.draft_limits import largest_drafting_batch
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.ouroboros import describe, make_proposer
-from vllm_recycle.kernels.triton import operations
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 # Tokens of prompts that are taken in at once, but for one that is longer.
@@ -35,9 +34,7 @@ class OuroborosV2Drafter(V2Drafter):
         super().__init__(vllm_config, device, req_states)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_drafting = largest_drafting_batch(settings_of(vllm_config).table, max_num_reqs)
-        self.proposer: OuroborosProposer = make_proposer(
-            vllm_config, operations, device, stops_early=False
-        )
+        self.proposer: OuroborosProposer = make_proposer(vllm_config, device, stops_early=False)
         self.state = self.proposer.pool
         self.trees = DeviceTrees.of(self.proposer.tree, max_num_reqs, device)
 

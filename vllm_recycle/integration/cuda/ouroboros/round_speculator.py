@@ -24,10 +24,10 @@ from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
+from vllm_recycle.integration.cuda.ouroboros.round_starts import RoundStart, begin_round
 from vllm_recycle.integration.cuda.ouroboros.rounds import DraftGraphs
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
-from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
 
 
 class RoundSpeculator(V2Speculator, StandaloneARSpeculator):

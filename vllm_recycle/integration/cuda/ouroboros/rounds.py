@@ -19,7 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_recycle.integration.cuda.ouroboros.forward import DraftForward
-from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart
+from vllm_recycle.integration.cuda.ouroboros.round_starts import RoundStart
 from vllm_recycle.kernels.triton.top_k import top_k
 
 # Rounds of more requests have no graph: each takes memory, and time at start-up.

@@ -1,4 +1,4 @@
-"""The kernel that begins a round gives what a plain loop gives."""
+"""A round begins with what a plain loop gives."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from functools import partial
 import pytest
 import torch
 
-from vllm_recycle.kernels.triton.ouroboros.round_starts import NO_SLOT, RoundStart, begin_round
+from vllm_recycle.integration.cuda.ouroboros.round_starts import (
+    PAD_SLOT_ID,
+    RoundStart,
+    begin_round,
+)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD, BLOCK_SIZE, MAX_NUM_REQS, NUM_BLOCKS = 7, 4, 5, 300
 
 
 def requests(missing: list[int]) -> dict[str, torch.Tensor]:
-    """Texts of some hundred tokens, the longest of which have more blocks than a program copies."""
+    """Texts of some hundred tokens."""
     torch.manual_seed(0)
-    num_cached = torch.tensor([0, 3, 255, 1090, 17], device=DEVICE)
+    num_cached = torch.tensor([0, 3, 255, 1090, 17])
     return {
-        "texts": torch.randint(1000, (MAX_NUM_REQS, 1200), device=DEVICE).int(),
-        "last_token_ids": torch.randint(1000, (MAX_NUM_REQS, 1), device=DEVICE),
-        "num_computed": (num_cached + torch.tensor(missing, device=DEVICE)).int(),
+        "texts": torch.randint(1000, (MAX_NUM_REQS, 1200)).int(),
+        "last_token_ids": torch.randint(1000, (MAX_NUM_REQS, 1)),
+        "num_computed": (num_cached + torch.tensor(missing)).int(),
         "num_cached": num_cached,
-        "block_tables": torch.randint(9999, (MAX_NUM_REQS, NUM_BLOCKS), device=DEVICE).int(),
+        "block_tables": torch.randint(9999, (MAX_NUM_REQS, NUM_BLOCKS)).int(),
     }
 
 
@@ -35,22 +38,21 @@ def begin_in_torch(start: RoundStart, idx_mapping: torch.Tensor, **given: torch.
         start.idx_mapping[row], start.num_head[row] = state, len(tokens)
         start.last_token_ids[row] = given["last_token_ids"][state, 0]
         start.num_cached[row] = cached
-        start.heads[row], start.slot_mapping[row] = 0, NO_SLOT
+        start.heads[row], start.slot_mapping[row] = 0, PAD_SLOT_ID
         if len(tokens):
             start.heads[row, -len(tokens) :] = given["texts"][state, cached:computed]
             slots = blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
             start.slot_mapping[row, -len(tokens) :] = slots
-        used = -(-computed // BLOCK_SIZE)
-        start.block_table[row, :used] = blocks[:used]
+        start.block_table[row] = blocks
         given["num_cached"][state] = computed
 
 
 @pytest.mark.parametrize("missing", [[1, 1, 1, 1, 1], [0, 6, 2, 3, 5], [7, 1, 6, 99, 1]])
 def test_a_round_begins_as_in_a_plain_loop(missing):
-    idx_mapping = torch.tensor([3, 0, 2, 1], device=DEVICE)
+    idx_mapping = torch.tensor([3, 0, 2, 1])
     found = []
     for begin in (begin_in_torch, partial(begin_round, block_size=BLOCK_SIZE)):
-        start = RoundStart.make(MAX_NUM_REQS, HEAD, NUM_BLOCKS, DEVICE)
+        start = RoundStart.make(MAX_NUM_REQS, HEAD, NUM_BLOCKS, torch.device("cpu"))
         given = requests(missing)
         begin(start.first(len(idx_mapping)), idx_mapping, **given)
         found.append([*(getattr(start, field.name) for field in fields(start)), *given.values()])

@@ -1,1 +1,0 @@
-"""The phrase pool on a device, and what a draft round starts from."""
