@@ -34,7 +34,6 @@ from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.ouroboros.harvest import harvest
 from vllm_recycle.kernels.triton.ouroboros.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.kernels.triton.ouroboros.round_starts import RoundStart, begin_round
-from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 from vllm_recycle.kernels.triton.trunks import DeviceTrunks
@@ -95,7 +94,6 @@ def cases() -> Iterator[Case]:
     for sizes, options, archs in ATTENTION:
         yield from (attention_case(arch, sizes, options) for arch in archs)
     yield from step_cases()
-    yield Case("penalise-and-ban", penalise_and_ban)
     yield Case("move-int32", partial(move, torch.int32), (80,))
     yield Case("move-int64", partial(move, torch.int64), (90,))
     yield Case("move-bfloat16", partial(move, torch.bfloat16, 4096))
@@ -171,17 +169,6 @@ def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
 
 def make_texts() -> Texts:
     return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
-
-
-def penalise_and_ban() -> None:
-    """With logits, tokens, places in their trees and requests of some rows."""
-    rows, parents = (torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)), make_trees().parents
-    of_requests = (torch.zeros(MAX_NUM_REQS) for _ in range(3))
-    counts = int32(MAX_NUM_REQS, -(-VOCAB // 32)), int32(MAX_NUM_REQS, VOCAB)
-    penalise_paths(*rows, parents=parents, penalties=Penalties(*of_requests, *counts))
-    widths = ((64,), (65,), (), (MAX_MODEL_LEN,), (), ())
-    words = BadWords(*(int32(MAX_NUM_REQS, *width) for width in widths))
-    ban_words(*rows, parents=parents, words=words, max_words=3)
 
 
 def move(dtype: torch.dtype, *width: int) -> None:
