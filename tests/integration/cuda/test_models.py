@@ -1,9 +1,9 @@
 """Chains, and models of other layers, on Model Runner V2: what V2 gives without, token for token.
 
-Where there are only chains, vLLM's own layers verify them, whatever they are. Beside trees are those
-of requests that look back. Recurrent layers, of which vLLM keeps a
-state behind each row, are those of Mamba2: gated delta nets have no kernels for float32. `test_gpu`
-has both. Trees are for layers with windows, sinks, or KV caches that they share.
+Where there are only chains, vLLM's own layers verify them, whatever they are. Requests that look
+back have chains beside trees. Recurrent layers, of which vLLM keeps a state behind each row, are
+those of Mamba2: gated delta nets have no kernels for float32. `test_gpu` has both. Trees are for
+layers with windows, sinks, or KV caches that they share.
 """
 
 from __future__ import annotations
