@@ -47,15 +47,24 @@ def new_request(
     return NewRequest(req_state_idx, token_ids, request_class, owner, _hint(params, token_ids))
 
 
-def may_speculate(params: Any, *, sees_paths: bool = True) -> bool:
-    """Whether drafts for a request may be verified, as far as its sampling parameters tell.
+def may_speculate(params: Any) -> bool:
+    """Whether drafts for a request may be verified, as far as its sampling parameters tell."""
+    return bool(_says(params.extra_args or {}))
 
-    A thinking budget looks back on the output, and must see of a row the path that leads to it: on
-    Model Runner V2 vLLM's kernel for it takes the rows before a row for its ancestors, as in a
-    chain.
+
+def looks_back(params: Any) -> bool:
+    """Whether penalties, bad words or a thinking budget look back on the output of a request.
+
+    On Model Runner V2 vLLM's kernels for these take all rows before a row for its ancestors. So
+    they are in a chain.
     """
-    looks_back = params.thinking_token_budget is not None
-    return bool(_says(params.extra_args or {})) and (sees_paths or not looks_back)
+    return (
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+        or bool(params.bad_words_token_ids)
+        or params.thinking_token_budget is not None
+    )
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:

@@ -31,7 +31,7 @@ from vllm_recycle.integration.options import (
     put_table_back,
     settings_of,
 )
-from vllm_recycle.integration.requests import has_owners, may_speculate, owner_of
+from vllm_recycle.integration.requests import has_owners, looks_back, may_speculate, owner_of
 from vllm_recycle.integration.step_note import StepNote
 from vllm_recycle.integration.versions import FEATURES
 
@@ -58,7 +58,6 @@ class TreeScheduler(Scheduler):
         self.room = DraftRoom(self, options)
         self.has_owners = has_owners(options)
         self.set_aside: dict[str, list[int]] = {}  # drafts of the step, by request
-        self.sees_paths = not (self.use_v2_model_runner and options.has_trees)
         # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
         # draft; the most that it may be where trees are grown on the device.
         self.depth_of_nodes: list[int] = []
@@ -69,6 +68,9 @@ class TreeScheduler(Scheduler):
                 if options.is_dynamic
                 else options.load_tree().depths.cummax(0).values[1:].tolist()
             )
+        # A prefix that is as deep as it has nodes is a chain; so is all that is grown as one.
+        depths = enumerate(self.depth_of_nodes, 1)
+        self.chain_nodes = sum(depth == count for count, depth in depths)
         self.sizes: DraftSizes | None = None
         if settings.chooses_sizes:
             self.sizes = DraftSizes(self, vllm_config)
@@ -86,7 +88,7 @@ class TreeScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as without drafts, and then the drafts that fit beside that."""
         self.set_aside = {
-            request.request_id: request.spec_token_ids
+            request.request_id: request.spec_token_ids[: self.max_nodes(request)]
             for request in self.running
             if request.spec_token_ids
             and self.may_speculate(request)
@@ -209,7 +211,12 @@ class TreeScheduler(Scheduler):
             self.masks.is_constrained(request) and self.masks.comes_back(request)
         ):
             return False
-        return may_speculate(request.sampling_params, sees_paths=self.sees_paths)
+        return may_speculate(request.sampling_params)
+
+    def max_nodes(self, request: Any) -> int | None:
+        """The most nodes of the draft of a request that are verified; None for any number."""
+        is_chain = self.use_v2_model_runner and looks_back(request.sampling_params)
+        return self.chain_nodes if is_chain else None
 
     def will_know_draft(self, request: Any) -> bool:
         """Whether the draft is here when masks are made of it, where that is needed."""

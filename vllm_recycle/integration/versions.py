@@ -57,9 +57,9 @@ class Features:
 
     @cached_property
     def v2_runs_trees(self) -> bool:
-        """Model Runner V2 has logits processors that can see paths. Remove when 0.30 is dropped.
+        """Model Runner V2 gives a batch with a prompt no graph that was made for drafts.
 
-        Since then, it also gives a batch with a prompt no graph that was made for drafts.
+        So it is since it has logits processors. Remove when 0.30 is dropped.
         """
         return _has_folder("v1/worker/gpu/sample/logits_processor")
 

@@ -194,10 +194,10 @@ class TreeWorker(Worker):
             `rounds`, drafts along a trunk or by Ouroboros since the start, and `forwards`, those of
             Ouroboros' draft model, both counted once for each request that took part; else 0.
             `table_fill`, the part of the matrix or pool that is written. `undrafted_requests`, how
-            often a request began that gets no drafts by its sampling parameters: an opt-out, with
-            trees on a GPU a thinking budget too. Where rows are priced one by one, `row_cost`: what
-            a row more costs a step of one at least, in units of it; and `seconds_by_measured:
-            ...`: what steps take in parts of what they did at start-up.
+            often a request began that gets no drafts by its sampling parameters: an opt-out.
+            Where rows are priced one by one, `row_cost`: what a row more costs a step of one at
+            least, in units of it; and `seconds_by_measured: ...`: what steps take in parts of what
+            they did at start-up.
         """
         return self.tree_drafter.statistics()
 

@@ -1,8 +1,9 @@
 """Chains, and models of other layers, on Model Runner V2: what V2 gives without, token for token.
 
-Chains are verified by vLLM's own layers, whatever they are. Recurrent layers, of which vLLM keeps a
-state behind each row, are those of Mamba2: gated delta nets have no kernels for float32. `test_gpu`
-has both. Trees are for layers with windows, sinks, or KV caches that they share.
+Where there are only chains, vLLM's own layers verify them, whatever they are. Requests that look
+back have chains beside trees. Recurrent layers, of which vLLM keeps a state behind each row, are
+those of Mamba2: gated delta nets have no kernels for float32. `test_gpu` has both. Trees are for
+layers with windows, sinks, or KV caches that they share.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tests.integration.models.random_models import gemma4, gpt_oss, granite_hybr
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.integration.draft_limits import UNLIMITED
 from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.requests import looks_back
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +51,14 @@ BATCHES = {
     "thinking": [
         ((0, 16), {**GREEDY, "thinking_token_budget": 18}),
         ((0, 12), {**SEEDED, "thinking_token_budget": 13}),
+    ],
+    # All at once: two blocks each for the prompts, which take several steps, and too few for a
+    # third. One follows a grammar too, and one is like others.
+    "crowded": [
+        ((0, 57), {**GREEDY, "thinking_token_budget": 19, "max_tokens": 12}),
+        ((1, 62), {**GREEDY, "max_tokens": 12}),
+        ((2, 63), {**SEEDED, "presence_penalty": 0.5, "bad_words": ["miles"]}),
+        ((0, 60), {**GRAMMARS[0][1], "repetition_penalty": 1.2}),
     ],
     "pair": [((0, 60), GREEDY | {"max_tokens": 16}), ((3, 50), SEEDED | {"max_tokens": 16})],
     # One does without drafts. In the second step it is beside the last part of a prompt that is as
@@ -70,7 +80,7 @@ RECURRENT = LLM_ARGUMENTS | {
 }
 # Of each model, which is added: the arguments of engines, and what they are asked.
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "plain": (LLM_ARGUMENTS | ENDS, [*CHAINED, "pair"]),
+    "plain": (LLM_ARGUMENTS | ENDS, [*CHAINED, "crowded", "pair"]),
     "recurrent": (RECURRENT, ["beside", "beside again"]),
     "windows": (OF_GROUPS, ["pair"]),
     "sinks": (OF_GROUPS, ["pair"]),
@@ -84,6 +94,7 @@ RUNS: dict[str, tuple[str, list[str], dict[str, Any], dict[str, Any]]] = {
     # Chains that are asked for, and those that come where trees do not go.
     "chains": ("plain", CHAINED, {"tree": "chain", "max_nodes": 6}, {}),
     "embeddings": ("plain", ["pair"], {}, {"enable_prompt_embeds": True}),
+    "looking back": ("plain", ["thinking", "crowded", "looking back"], TREES, {}),
     "recurrent": ("recurrent", ["beside", "beside again"], OF_STATES, {}),
     **{name: (name, ["pair"], TREES, {}) for name in ("windows", "sinks", "shared")},
 }
@@ -107,6 +118,16 @@ def test_chains_have_nothing_of_trees_and_requests_that_look_back_have_drafts(re
     assert result["chains"]["undrafted requests"] == 0
     accepted = result["chains"]["accepted tokens"]
     assert min(accepted["looking back"], accepted["thinking"]) > 0
+
+
+def test_beside_trees_requests_that_look_back_have_chains(result):
+    found = result["looking back"]
+    assert min(found["accepted tokens"].values()) > 0
+    assert found["undrafted requests"] == 0
+    assert found["preemptions"] > 0
+    seen = found["seen"]
+    assert min(seen["chains that look back"], seen["trees of others"]) > 0
+    assert seen["trees that look back"] == 0
 
 
 def test_budgets_end_what_is_thought(result):
@@ -167,6 +188,24 @@ def watch_batches(llm: Any, lengths: list[int], seen: Counter[str]) -> None:
     runner(llm).prepare_inputs = watched
 
 
+def watch_chains(llm: Any, seen: Counter[str]) -> None:
+    """Take down whose drafts are chains."""
+    ours, requests = runner(llm), core(llm).scheduler.requests
+    prepare_attn, trees = ours.prepare_attn, ours.tree_drafter.trees
+
+    def watched(batch: Any) -> Any:
+        lengths = [] if batch.num_draft_tokens_per_req is None else batch.num_draft_tokens_per_req
+        for name, index, length in zip(batch.req_ids, batch.idx_mapping, lengths, strict=False):
+            parents, nodes = trees.parents[index, 1 : 1 + length], torch.arange(length)
+            is_node = ours.req_states.draft_tokens[index, :length] >= 0
+            kind = "trees" if (is_node & (parents != nodes)).any() else "chains"
+            whose = "that look back" if looks_back(requests[name].sampling_params) else "of others"
+            seen[f"{kind} {whose}"] += bool(length)
+        return prepare_attn(batch)
+
+    ours.prepare_attn = watched
+
+
 def serve(
     model: str, batches: list[str], method: dict[str, Any], flags: dict[str, Any]
 ) -> dict[str, Any]:
@@ -176,6 +215,7 @@ def serve(
     with engine(TOKEN_RECYCLING | method, **MODELS[model][0] | flags) as llm:
         ours = runner(llm)
         watch_batches(llm, lengths, seen)
+        watch_chains(llm, seen)
         for name in batches:
             before = counter(llm, "spec_decode_num_accepted_tokens")
             outputs[name] = generate(llm, [BATCHES[name]])
@@ -189,6 +229,7 @@ def serve(
             "accepted tokens": accepted,
             "most nodes": ours.num_speculative_steps,
             "undrafted requests": statistics["undrafted_requests"],
+            "preemptions": counter(llm, "num_preemptions"),
             "moved rows": dict(moved),  # engines that come later are counted too
             "entries written": entries_of_holes(llm) if flags else [],
             "attention": sorted(

@@ -48,6 +48,11 @@ BATCHES = {
     # several steps, while the first decodes, and ends with the context.
     "two": [((0, 33), SEEDED), ((0, 100), {**GREEDY, "max_tokens": 12})],
     "one opted out": [((0, 24), GREEDY), ((3, 40), OPTED_OUT)],
+    # Only a chain of their draft is verified.
+    "looking back": [
+        ((0, 40), {**GREEDY, "repetition_penalty": 1.2}),
+        ((3, 40), {**SEEDED, "bad_words": ["miles", "to the"]}),
+    ],
     # Of what is in the prefix cache now the draft's has nothing.
     "after it": [((3, 40), {**GREEDY, "max_tokens": 4})],
     # Too many to be drafted for; two blocks each, which are more than there are, so that one has to
@@ -61,7 +66,7 @@ BATCHES = {
     # Two have a trunk.
     "four": [*(((i, i + 12), GREEDY) for i in range(3)), ((5, 17), OPTED_OUT)],
 }
-ALL = ["alone", "two", "one opted out", "after it", "crowded", "one more"]
+ALL = ["alone", "two", "looking back", "one opted out", "after it", "crowded", "one more"]
 REPLAYED, TRUNK_REPLAYED = "rounds replayed", "trunk, rounds replayed"
 NOW_AND_THEN = "trunk, now and then"
 # Engines with speculation: the method, what differs from the default of the engine, and batches.

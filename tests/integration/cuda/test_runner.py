@@ -48,10 +48,11 @@ MIXED = [
 ]
 # Of several tokens, which greedy texts have.
 BAD_WORDS = ["him to the", "to a first", "first day"]
+PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
 # Requests that look back on their own output, and one that does without the first bad words.
 LOOKING_BACK = [
     ((0, 24), {**GREEDY, "logprob_token_ids": [14, 15]}),
-    ((0, 40), {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
+    ((0, 40), {**GREEDY, **PENALTIES, "max_tokens": 16}),
     ((3, 40), {**SEEDED, "presence_penalty": 0.5, "bad_words": ["miles"]}),
     ((0, 16), {**GREEDY, "bad_words": BAD_WORDS}),
 ]

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.tokenizers import cached_get_tokenizer
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -156,18 +157,28 @@ def test_what_no_frontend_has_checked_is_nobodys(name):
 
 
 @pytest.mark.parametrize(
-    ("params", "sees_paths", "expected"),
+    ("said", "expected"), [*((said, True) for said in (True, 1, None)), (False, False), (0, False)]
+)
+def test_which_requests_have_drafts(said, expected):
+    params = SamplingParams(extra_args={"speculate": said})
+    assert requests.may_speculate(params) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
     [
-        *(({"extra_args": {"speculate": said}}, True, True) for said in (True, 1, None)),
-        *(({"extra_args": {"speculate": said}}, True, False) for said in (False, 0)),
-        # What looks back has none where paths are not seen.
-        ({"thinking_token_budget": 0}, True, True),
-        ({"thinking_token_budget": 0}, False, False),
-        ({"repetition_penalty": 1.1, "bad_words": ["no"]}, False, True),
+        ({"thinking_token_budget": 0}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"bad_words": ["no"]}, True),
+        ({"min_tokens": 3, "logit_bias": {5: 1.0}, "min_p": 0.1, "stop": ["no"]}, False),
     ],
 )
-def test_which_requests_have_drafts(params, sees_paths, expected):
-    assert requests.may_speculate(SamplingParams(**params), sees_paths=sees_paths) == expected
+def test_which_requests_look_back_on_their_output(params, expected):
+    params = SamplingParams(**params)
+    params.update_from_tokenizer(cached_get_tokenizer(TARGET))
+    assert requests.looks_back(params) == expected
 
 
 def test_where_the_input_of_a_request_is_no_token():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.core.strategies import trees
 from tests.kernels.triton.grown_trees import on_device
 from vllm_recycle.core import grow as core
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SAMPLED
-from vllm_recycle.core.grow import Trunks
+from vllm_recycle.core.grow import Growth, Trunks
 from vllm_recycle.core.owners import MAX_SALT
 from vllm_recycle.core.tree import Trees, TreeTemplate, load_tree
 from vllm_recycle.kernels.triton.matrix.fill import fill
@@ -63,13 +64,17 @@ def draft(function, setting: Setting, num_nodes: int, **given) -> tuple[torch.Te
     return drafts.cpu(), worths.cpu()
 
 
-def check(setting: Setting) -> None:
-    """Grow in Triton, and compare with the core."""
+def check(setting: Setting, chains: Collection[int] = ()) -> None:
+    """Grow in Triton, and compare with the core; below these texts of the setting chains."""
     idx_mapping = STATES[: len(setting.texts)]
     # The device grows all trees to the same depth.
     setting = replace(setting, max_depths=[setting.levels] * len(idx_mapping))
-    expected = setting.grow()
+    expected, of_chains = setting.grow(), setting.grow(ranks=1)
+    for field in fields(Growth):
+        values, chain_values = getattr(expected, field.name), getattr(of_chains, field.name)
+        values[[*chains]] = chain_values[[*chains]]
     trees = DeviceTrees.empty(setting.max_nodes, MAX_NUM_REQS, depth=setting.levels, device=DEVICE)
+    trees.are_chains[[idx_mapping[index] for index in chains]] = True
     trunks = setting.trunks
     if trunks is not None:
         trunks = Trunks(trunks.token_ids, trunks.chances.float())
@@ -97,6 +102,16 @@ def check_filled(setting: Setting, tree: TreeTemplate) -> None:
 @given(setting=settings_of_growth(), data=st.data())
 def test_what_is_grown_equals_python(setting, data):
     check(replace(setting, trunks=data.draw(st.none() | some_trunks(len(setting.texts)))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=settings_of_growth(), data=st.data())
+def test_chains_are_those_of_python_and_change_no_tree_beside_them(setting, data):
+    num_texts = len(setting.texts)
+    setting.rates[:] = setting.rates.sort(dim=3, descending=True).values  # the first is the best
+    trunks = data.draw(st.none() | some_trunks(num_texts))
+    chains = data.draw(st.sets(st.integers(0, num_texts - 1), min_size=1))
+    check(replace(setting, trunks=trunks), chains)
 
 
 def test_successors_that_an_entry_lacks_leave_nothing_to_those_beside_a_trunk():

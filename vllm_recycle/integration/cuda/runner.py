@@ -8,11 +8,11 @@ position, so a row's token does not depend on what was drawn before it, and seed
 without speculation. No step waits for the device.
 
 Where only chains are drafted, attention and graphs are vLLM's, and no KV moves; recurrent layers
-keep the states behind each row, and vLLM is told how many were accepted. Penalties and bad
-words look back along the path to each row. Thinking budgets look back along a chain in vLLM's
-kernel, so the scheduler gives such requests no trees. Where a request follows a grammar, drafts go
-to the scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In
-V2's batch order requests with a draft come first.
+keep the states behind each row, and vLLM is told how many were accepted. Penalties, bad words and
+thinking budgets look back in vLLM's kernels along the rows before a row, so requests with these
+have chains beside the trees of others. Where a request follows a grammar, drafts go to the
+scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's
+batch order requests with a draft come first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vllm_recycle.integration.cuda.graphs import (
     replace_full_graphs,
 )
 from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows, see_paths
+from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
 from vllm_recycle.integration.cuda.time_steps import (
     describe_capture,
     describe_times,
@@ -49,7 +49,12 @@ from vllm_recycle.integration.cuda.time_steps import (
 from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.refusals import has_states
-from vllm_recycle.integration.requests import may_speculate, new_request, with_holes
+from vllm_recycle.integration.requests import (
+    looks_back,
+    may_speculate,
+    new_request,
+    with_holes,
+)
 from vllm_recycle.integration.shims import without_experts_load
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.integration.versions import FEATURES
@@ -93,7 +98,6 @@ class TreeModelRunner(GPUModelRunner):
         share = self.settings.options.budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         self.grammar_rows = GrammarRows(self.structured_outputs_worker, num_rows)
-        see_paths(self.sampler, self.tree_drafter.trees)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
@@ -205,10 +209,9 @@ class TreeModelRunner(GPUModelRunner):
                     for index, request in zip(indices, new_reqs, strict=True)
                 ]
             )
-            drafting = [
-                may_speculate(request.sampling_params, sees_paths=not self.verifies_trees)
-                for request in new_reqs
-            ]
+            for index, request in zip(indices, new_reqs, strict=True):
+                self.tree_drafter.trees.are_chains[index] = looks_back(request.sampling_params)
+            drafting = [may_speculate(request.sampling_params) for request in new_reqs]
             self.may_speculate[indices] = drafting
             self.tree_drafter.num_undrafted += drafting.count(False)
 

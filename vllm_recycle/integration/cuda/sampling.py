@@ -2,67 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks,
     get_max_chunk_logits,
 )
-
-from vllm_recycle.kernels.triton.penalties import BadWords, Penalties, ban_words, penalise_paths
-from vllm_recycle.kernels.triton.trees import DeviceTrees
-
-
-def see_paths(sampler: Any, trees: DeviceTrees) -> None:
-    """Let a sampler of vLLM see of each row of the requests' trees the path that leads to it."""
-    for state in sampler.logits_processors:
-        if isinstance(state, PenaltiesState):
-            state.apply = partial(_penalise, state, trees)
-        elif isinstance(state, BadWordsState):
-            state.apply = partial(_ban, state, trees)
-
-
-def _penalise(
-    state: PenaltiesState, trees: DeviceTrees, logits: torch.Tensor, context: Any
-) -> torch.Tensor:
-    if state.use_penalty[context.idx_mapping_np].any():
-        penalties = Penalties(
-            state.repetition_penalty.gpu,
-            state.frequency_penalty.gpu,
-            state.presence_penalty.gpu,
-            state.prompt_bin_mask,
-            state.output_bin_counts,
-        )
-        penalise_paths(logits, *_rows(context), parents=trees.parents, penalties=penalties)
-    return logits
-
-
-def _ban(
-    state: BadWordsState, trees: DeviceTrees, logits: torch.Tensor, context: Any
-) -> torch.Tensor:
-    if max_words := int(state.num_bad_words.np[context.idx_mapping_np].max()):
-        req_states = state.req_states
-        words = BadWords(
-            state.bad_word_token_ids.gpu,
-            state.bad_word_offsets.gpu,
-            state.num_bad_words.gpu,
-            req_states.all_token_ids.gpu,
-            req_states.prompt_len.gpu,
-            req_states.total_len.gpu,
-        )
-        ban_words(logits, *_rows(context), parents=trees.parents, words=words, max_words=max_words)
-    return logits
-
-
-def _rows(context: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return context.input_ids, context.expanded_local_pos, context.expanded_idx_mapping
 
 
 def sample_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ class DeviceTrees:
         parents: int32 [max_num_reqs, rows]; the root has parent 0.
         depths: int32 [max_num_reqs, rows]; the root has depth 0.
         ancestor_bits: int32 [max_num_reqs, rows, words], see the function of that name.
+        are_chains: bool [max_num_reqs], whether a tree that is grown is a chain.
         depth: the most levels of any tree below its root, on the host.
 
     """
@@ -28,6 +29,7 @@ class DeviceTrees:
     parents: torch.Tensor
     depths: torch.Tensor
     ancestor_bits: torch.Tensor
+    are_chains: torch.Tensor
     depth: int
 
     @classmethod
@@ -40,7 +42,8 @@ class DeviceTrees:
             table.to(device, torch.int32).repeat(max_num_reqs, *[1] * table.ndim)
             for table in tables
         )
-        return cls(parents, depths, bits, template.depth)
+        are_chains = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
+        return cls(parents, depths, bits, are_chains, template.depth)
 
     @classmethod
     def empty(
@@ -48,8 +51,7 @@ class DeviceTrees:
     ) -> DeviceTrees:
         """Trees to be grown; before that all nodes are children of the root."""
         star = TreeTemplate(tuple((0, rank) for rank in range(num_nodes)))
-        trees = cls.of(star, max_num_reqs, device)
-        return cls(trees.parents, trees.depths, trees.ancestor_bits, depth)
+        return replace(cls.of(star, max_num_reqs, device), depth=depth)
 
     @property
     def num_nodes(self) -> int:

@@ -1,5 +1,7 @@
 """Growing trees on the device, in one launch: the twin of `core.grow.grow` with a beam and levels.
 
+A request may have a chain instead: of each level the best node.
+
 A program serves a request. Levels come one after another, each with one look-up that waits for
 memory; within a level a lane looks up an entry, and all successors are sorted at once. The topology
 that comes out is data for the kernels of the next step: nothing on the host waits for it, so that
@@ -49,7 +51,8 @@ def grow(
         rates: float32 [classes, contexts, 2, k, 4], each from 0 to 1.
         idx_mapping: integer [batch].
         texts: by `req_state_idx`.
-        trees: written where the requests' are; has the most nodes and levels of a tree.
+        trees: written where the requests' are; has the most nodes and levels of a tree, and says
+            which are chains.
         beam: the most nodes of a level that are expanded.
         trunks: by `req_state_idx`, float32, of at most k choices; None where there is none.
         num_warps: by default one for 128 candidates of a level; of more each has less to sort, and
@@ -77,6 +80,7 @@ def grow(
         trees.parents,
         trees.depths,
         trees.ancestor_bits,
+        trees.are_chains,
         scratch,
         *inputs,
         *(trunks or (None, None)),
@@ -103,6 +107,7 @@ def _grow_kernel(
     parents: tl.tensor,
     depths: tl.tensor,
     ancestor_bits: tl.tensor,
+    are_chains: tl.tensor,
     scratch: tl.tensor,
     table: tl.tensor,
     rates: tl.tensor,
@@ -140,6 +145,7 @@ def _grow_kernel(
     request = tl.load(idx_mapping + index).to(tl.int64)
     salt = tl.load(salts + request)
     rates += tl.load(classes + request) * (LAYOUT.RANKS * 4)
+    is_chain = tl.load(are_chains + request)
     WIDTH: tl.constexpr = EXPANDED * CHILDREN  # of a level
     token_of = scratch + index * SIZE  # by candidate
     row_of = token_of + LEVELS * WIDTH  # by candidate, where it is chosen
@@ -192,6 +198,7 @@ def _grow_kernel(
         key = tl.where((token >= 0) & (product > 0), key, 0)
         tl.store(token_of + candidate, token)
         level_keys = tl.topk(tl.reshape(key, [WIDTH]), LANES)
+        level_keys = tl.where(is_chain & (node > 0), 0, level_keys)
         # The best of two sorted lists are the greater ones of one and of the other in reverse.
         best_keys = tl.bitonic_merge(tl.maximum(best_keys, tl.flip(level_keys, 0)), descending=True)
 
