@@ -20,7 +20,7 @@ from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, settings_of
 from vllm_recycle.integration.options.base import SAVE_EVERY
-from vllm_recycle.integration.saved_state import StateSaver, describe_state, fingerprint, rank_file
+from vllm_recycle.integration.saved_state import StateSaver, fingerprint, rank_file
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Drafter(ABC):
             return None
         return StateSaver(
             self.state,
-            describe_state(options, self.vllm_config, "cpu"),
+            options.make_state(self.vllm_config, "cpu"),
             self._state_place,
             fingerprint=self.fingerprint,
             kind=options.state_key,

@@ -21,13 +21,13 @@ from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.options import TokenRecyclingOptions
-from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.kernels.cpu import calls
 
 
 class TokenRecyclingV1Drafter(V1Drafter):
     """Grows a tree for each request, or fills a template, as far as the time of a step pays."""
 
+    options: TokenRecyclingOptions
     proposer: TokenRecyclingProposer
     state: TokenRecyclingState
     arm: Arm | None = None  # of a look
@@ -36,15 +36,14 @@ class TokenRecyclingV1Drafter(V1Drafter):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config)
         options = self.options
-        assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
         self.free = Price(torch.ones(1 + self.max_rows, dtype=torch.float64))
-        self.state = make_token_recycling_state(options, vllm_config, "cpu")
+        self.state = options.make_state(vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
             max_nodes=options.num_nodes,
             tree=None if options.is_dynamic else options.load_tree(),
-            seed_from_prompt=options.seed_from_prompt,
+            seed_from_prompt=options.seeds_from_prompts,
             operations=calls,
         )
 
