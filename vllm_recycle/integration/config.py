@@ -257,8 +257,9 @@ def _with_chains(
     Chains have one length where all drafts of all ranks must have it, as vLLM has them.
     """
     options, model, longest = settings.options, vllm_config.model_config, MAX_CHAIN
-    if options.has_trees and (reason is None or not options.may_be_chains):
-        return settings  # what may be no chains is refused
+    may_be_chains = options.is_dynamic and not options.has_own_model  # else it is refused
+    if options.has_trees and (reason is None or not may_be_chains):
+        return settings
     if reason is not None:
         if platform.on_v2 and options.source == HOSTED_TRUNK:
             refusals.refuse(options.method, {f"a trunk on a GPU with {reason}": True})

@@ -87,7 +87,7 @@ class Drafter(ABC):
             self._state_place,
             fingerprint=self.fingerprint,
             kind=options.state_key,
-            every=options.seconds_between_saves,
+            every=options.save_every,
             # Tensor-parallel ranks must all do it in the same step.
             reads_others=self.vllm_config.parallel_config.tensor_parallel_size == 1,
         )
@@ -106,7 +106,7 @@ class Drafter(ABC):
         return StatePlace(
             rank_file(options.state_file, data_parallel_index),
             name=f"{options.method}-{sha256(kind.encode()).hexdigest()[:16]}",
-            stale_after=STALE_SAVES * (options.seconds_between_saves or SAVE_EVERY),
+            stale_after=STALE_SAVES * (options.save_every or SAVE_EVERY),
         )
 
     def _load(self) -> None:

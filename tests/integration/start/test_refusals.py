@@ -193,7 +193,7 @@ def test_every_refusal_names_its_flag(name):
     owner = config if part is None else getattr(config, part)
     object.__setattr__(owner, name, value)
     with pytest.raises(NotImplementedError, match=f"--{name.replace('_', '-')}"):
-        engine_config.finish(config)
+        engine_config.settle(config)
 
 
 ABACUS = SimpleNamespace(is_cuda=lambda: False, device_type="abacus", device_name="abacus")
@@ -211,7 +211,7 @@ def test_what_an_engine_runs_with_is_refused(place, message, monkeypatch):
     config = make_config()
     (monkeypatch.setenv if len(place) == 2 else monkeypatch.setattr)(*place)
     with pytest.raises(NotImplementedError, match=message):
-        engine_config.finish(config)
+        engine_config.settle(config)
 
 
 def test_model_runner_v2_is_refused_on_cpu(monkeypatch):

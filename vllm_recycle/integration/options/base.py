@@ -39,6 +39,7 @@ class MethodOptions(ABC):
     Attributes:
         method: its name.
         state_key: the key that names the file of what is learnt.
+        takes_texts: whether hints, and texts for all, are taken in.
         keeps_places: whether a node is what its place in a draft says.
         scope: who reads and writes what.
         state_file: where what is learnt lives between engines, if anywhere: a file, or a folder.
@@ -46,11 +47,12 @@ class MethodOptions(ABC):
         budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
         save_every: seconds between saves of what is learnt to its file, where anything was learnt;
-            0 to save at shutdown and on request alone, None for the default.
+            0 to save at shutdown and on request alone.
     """
 
     state_key: ClassVar[str]
-    keeps_places: ClassVar[bool] = False
+    takes_texts: ClassVar[bool]
+    keeps_places: ClassVar[bool]
 
     method: str
     scope: str
@@ -58,7 +60,7 @@ class MethodOptions(ABC):
     trunk: Mapping[str, Any] | None = None
     budget_share: float = 0.5
     row_cost: float | None = None
-    save_every: float | None = None
+    save_every: float = SAVE_EVERY
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], *, on_gpu: bool) -> Self:
@@ -93,6 +95,9 @@ class MethodOptions(ABC):
             values["state_file"] = os.path.expanduser(path) if isinstance(path, str) else path  # noqa: PTH111
         options = cls(**cls._field_values(values, on_gpu=on_gpu))
         options.check()
+        is_used = "save_every" not in values or options.state_file is not None
+        expected = "none without a file for what is learnt"
+        expect("save_every", options.save_every, is_used, expected)
         return options
 
     @classmethod
@@ -118,12 +123,10 @@ class MethodOptions(ABC):
         every = self.save_every
         is_time = is_number(every) and (every == 0 or MIN_SECONDS <= every <= MAX_SECONDS)
         expected = f"0, or a number of seconds from {MIN_SECONDS} to {MAX_SECONDS:,}"
-        expect("save_every", every, every is None or is_time, expected)
+        expect("save_every", every, is_time, expected)
         if file is not None:
             kind, may_be_read_only = f"speculative_config: {key}", every == 0
             check_place(file, kind=kind, may_be_folder=True, may_be_read_only=may_be_read_only)
-        is_used = every is None or file is not None
-        expect("save_every", every, is_used, "none without a file for what is learnt")
 
     def max_draft_tokens(self, tokens: int) -> int:
         """The most draft tokens of a step that may have so many tokens."""
@@ -136,11 +139,6 @@ class MethodOptions(ABC):
     @abstractmethod
     def make_state(self, vllm_config: Any, device: torch.device | str) -> SavedState:
         """What an engine will learn into, empty. On the device `meta` it takes no memory."""
-
-    @property
-    def seconds_between_saves(self) -> float:
-        """As given or by default; 0 to save at shutdown and on request alone."""
-        return SAVE_EVERY if self.save_every is None else self.save_every
 
     @property
     def source(self) -> str:
@@ -174,11 +172,6 @@ class MethodOptions(ABC):
         """Whether its drafts may be other than chains, which vLLM computes as its own."""
         return TREES in self.kinds
 
-    @property
-    def may_be_chains(self) -> bool:
-        """Whether chains are drafted where trees do not go."""
-        return False
-
     def as_chains(self, longest: int, *, default: int) -> Self:
         """The same in chains of at most so many nodes, or `default` where the user says nothing."""
         return self
@@ -187,11 +180,6 @@ class MethodOptions(ABC):
     def isolates(self) -> bool:
         """Whether nothing of a request is seen in the drafts of another but that it is there."""
         return self.scope == "isolated"
-
-    @property
-    def takes_texts(self) -> bool:
-        """Whether hints, and texts for all, are taken in."""
-        return False
 
     @property
     def has_owners(self) -> bool:

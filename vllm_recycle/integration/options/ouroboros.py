@@ -53,7 +53,7 @@ class OuroborosOptions(MethodOptions):
     """
 
     state_key = "pool_file"
-    keeps_places = True
+    takes_texts, keeps_places = False, True
 
     method: str = OUROBOROS
     preset: str = PAPER

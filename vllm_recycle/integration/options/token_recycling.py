@@ -65,6 +65,7 @@ class TokenRecyclingOptions(MethodOptions):
     """
 
     state_key = "matrix_file"
+    takes_texts, keeps_places = True, False
 
     method: str = TOKEN_RECYCLING
     preset: str | None = None
@@ -149,10 +150,6 @@ class TokenRecyclingOptions(MethodOptions):
         return (TREES, CHAINS) if self.is_dynamic and self.row_cost is None else (TREES,)
 
     @property
-    def takes_texts(self) -> bool:
-        return True
-
-    @property
     def ignores_salts(self) -> str:
         is_suffix = self.trunk is not None and self.trunk["method"] == "suffix"
         return "a trunk by suffix drafts from the outputs of all requests" if is_suffix else ""
@@ -172,10 +169,6 @@ class TokenRecyclingOptions(MethodOptions):
     def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
         # On a GPU of one request; more are drafted for as there is room.
         return self.head_length if on_gpu else 2 * self.trunk_length
-
-    @property
-    def may_be_chains(self) -> bool:
-        return self.is_dynamic and not self.has_own_model
 
     def as_chains(self, longest: int, *, default: int) -> Self:
         nodes = min(self.max_nodes or default, longest, MAX_CHAIN)
