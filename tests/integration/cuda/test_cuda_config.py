@@ -208,6 +208,25 @@ class TestFinish:
         assert not keys or table == MINE
 
     @pytest.mark.parametrize(
+        ("given", "num_nodes"),
+        [({}, 4), ({"max_nodes": 24}, 24), ({"num_speculative_tokens": 63}, 24)],
+    )
+    @pytest.mark.parametrize("tree", ["dynamic", "chain"])
+    def test_drafts_of_one_length_have_the_nodes_that_the_user_says(self, tree, given, num_nodes):
+        """Those of ranks that run each forward together; 24 is the longest chain."""
+        given = {key: min(value, 24) if tree == "chain" else value for key, value in given.items()}
+        config = finish(
+            given | {"tree": tree}, data_parallel_size=2, hf_overrides={"num_local_experts": 4}
+        )
+        settings = settings_of(config)
+        assert (settings.options.tree, settings.options.num_nodes) == ("chain", num_nodes)
+        assert (settings.table, settings.chooses_sizes) == (
+            [(1, limits.UNLIMITED, num_nodes)],
+            False,
+        )
+        assert config.speculative_config.num_speculative_tokens == num_nodes
+
+    @pytest.mark.parametrize(
         ("tree", "given", "expected"),
         [
             ("dynamic", None, ("dynamic", FLASH_ATTN)),
