@@ -80,15 +80,8 @@ def check(
             f"draft_tensor_parallel_size: got {draft_ranks}, expected none or that of the target, "
             f"{ranks}"
         )
-    if options.has_own_model:
-        check_draft_model(vllm_config, settings, platform)
-    elif vllm_config.speculative_config.method == DRAFT_MODEL:  # of a trunk
-        if on_v2:  # vLLM's has no graphs, and drafts in every step
-            raise NotImplementedError(
-                f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
-                f"or the method {OUROBOROS!r} with this model"
-            )
-        check_context(vllm_config)
+    if vllm_config.speculative_config.method == DRAFT_MODEL:
+        _check_draft_model(vllm_config, settings, platform)
     features = unsupported(vllm_config, on_v2=on_v2) | against_trees
     # Last: others of these lead to it.
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
@@ -245,36 +238,35 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
     expect("budget_share", share, has_room, expected)
 
 
-def check_draft_model(vllm_config: Any, settings: Settings, platform: Platform) -> None:
+def _check_draft_model(vllm_config: Any, settings: Settings, platform: Platform) -> None:
     """Refuse a draft model, or sizes of drafts, that the engine has no room for."""
-    scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
-    draft = spec.draft_model_config
-    features = {
-        **_attention_of("draft model", draft),
-        **platform.unsupported_by_trees(vllm_config, "draft model", draft),
-        "a multimodal draft model": draft.is_multimodal_model,
-        "a draft model with M-RoPE": draft.uses_mrope,
-    }
-    refuse(OUROBOROS, features)
-    check_context(vllm_config)
-    rows = settings.options.max_draft_rows(
-        settings.table, scheduler.max_num_seqs, on_gpu=platform.on_v2
-    )
-    if scheduler.max_num_batched_tokens < rows:
-        raise ValueError(
-            f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
-            f"least the {rows} rows of a draft forward, or smaller drafts"
-        )
-
-
-def check_context(vllm_config: Any) -> None:
-    """Refuse a draft model with a shorter context than the target's."""
+    options, scheduler = settings.options, vllm_config.scheduler_config
     draft = vllm_config.speculative_config.draft_model_config
+    if options.has_own_model:
+        features = {
+            **_attention_of("draft model", draft),
+            **platform.unsupported_by_trees(vllm_config, "draft model", draft),
+            "a multimodal draft model": draft.is_multimodal_model,
+            "a draft model with M-RoPE": draft.uses_mrope,
+        }
+        refuse(options.method, features)
+    elif platform.on_v2:  # vLLM's has no graphs, and drafts in every step
+        raise NotImplementedError(
+            f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
+            f"or the method {OUROBOROS!r} with this model"
+        )
     max_model_len = vllm_config.model_config.max_model_len
     if draft.max_model_len < max_model_len:
         raise ValueError(
             f"--max-model-len: got {max_model_len}, expected at most the "
             f"{draft.max_model_len} tokens of the draft model {draft.model}"
+        )
+    table, max_num_reqs = settings.table, scheduler.max_num_seqs
+    rows = options.max_draft_rows(table, max_num_reqs, on_gpu=platform.on_v2)
+    if options.has_own_model and scheduler.max_num_batched_tokens < rows:
+        raise ValueError(
+            f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
+            f"least the {rows} rows of a draft forward, or smaller drafts"
         )
 
 

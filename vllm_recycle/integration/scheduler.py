@@ -70,14 +70,13 @@ class TreeScheduler(Scheduler):
             self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.keeps_places = options.keeps_places
-        if options.trunk is not None:
-            # What a draft model writes ahead of the text: vLLM takes it for the whole tree.
-            ahead = min(vllm_config.num_lookahead_tokens, options.trunk_length)
-            is_on_device = options.has_own_model and self.use_v2_model_runner
-            self.num_lookahead_tokens = 0 if is_on_device else ahead
+        # What a draft model writes ahead of the text: vLLM takes it for the whole tree.
         if options.has_own_model:
+            self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.trunk_length
             # In steps whose drafts nobody could use the draft model reads what it has not read.
             self.can_skip_drafts = False
+        elif options.trunk is not None:
+            self.num_lookahead_tokens = min(vllm_config.num_lookahead_tokens, options.trunk_length)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as without drafts, and then the drafts that fit beside that."""
