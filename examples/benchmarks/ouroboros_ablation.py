@@ -62,9 +62,8 @@ def main() -> None:
     gamma = args.gamma
     if gamma is None:
         on_gpu = torch.cuda.is_available()
-        gamma = OuroborosOptions.parse(
-            {"model": args.draft_model, "preset": PAPER}, on_gpu=on_gpu
-        ).gamma
+        config = {"method": "ouroboros", "model": args.draft_model, "preset": PAPER}
+        gamma = OuroborosOptions.parse(config, on_gpu=on_gpu).gamma
     sys.exit(vllm_recycle(["bench", *arguments(args.draft_model, gamma), *others]))
 
 

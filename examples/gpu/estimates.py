@@ -18,7 +18,7 @@ from functools import cache
 
 from vllm_recycle.core.graph_curve import GraphShape
 from vllm_recycle.integration.cuda.graphs import plan_full_graphs
-from vllm_recycle.integration.draft_limits import sizes_of_batches
+from vllm_recycle.integration.options.limits import sizes_of_batches
 from vllm_recycle.kernels.triton.attention.tiles import Tile, choose_num_splits, choose_tile
 from vllm_recycle.kernels.triton.attention.tree_attention import LEAST_SHARE
 

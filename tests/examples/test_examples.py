@@ -225,7 +225,7 @@ def test_the_ablation_switches_one_component_on_or_off_a_line(monkeypatch):
     assert added[-1] == {}
     assert [len(off) for off in missing] == [1] * 4
     for off in LINES.values():
-        OuroborosOptions.parse({"model": "DIR"} | off, on_gpu=False)
+        OuroborosOptions.parse({"method": "ouroboros", "model": "DIR"} | off, on_gpu=False)
     given = arguments("DIR", 5)
     assert given[given.index("--draft-model=DIR") + 1] == "--draft-tokens=5"
     assert sum(one == "--speculative-config" for one in given) == len(LINES)

@@ -120,16 +120,16 @@ def _describe(config: Any) -> dict[str, str]:
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+    from vllm_recycle.integration.options import settings_of
+    from vllm_recycle.integration.options.base import HOSTED_TRUNK
     from vllm_recycle.integration.refusals import other_token_ids
-    from vllm_recycle.integration.saved_state import describe_state
 
     options = settings_of(config).options
-    num_bytes = sum(tensor.nbytes for tensor in describe_state(options, config).tensors.values())
+    num_bytes = sum(tensor.nbytes for tensor in options.make_state(config, "meta").tensors.values())
     warning = other_token_ids(config)
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
     drafts = f"{trees}, at most {options.num_nodes} nodes"
-    if isinstance(options, HostedTrunkOptions):
+    if options.source == HOSTED_TRUNK:
         method = config.speculative_config.method
         drafts += f"; trunks of at most {options.trunk_length} tokens by {method}"
     return {

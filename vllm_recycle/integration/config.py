@@ -1,9 +1,10 @@
 """From `{"method": "token_recycling", ...}` to a configuration that vLLM accepts.
 
-A method of vLLM hosts ours: for Token Recycling one that has no draft model and no lookahead slots,
-and that the model runner of the platform knows, or that of its trunk; for Ouroboros vLLM's own
-`draft_model`. What our runners need beside it travels in `additional_config` (`options`).
-`refusals` says what our methods do not support.
+`rewrite` names a method of vLLM that hosts ours: that of the trunk, such as `draft_model` for
+Ouroboros, or else one that has no draft model and no lookahead slots, and that the model runner of
+the platform knows. `settle` decides what needs the configuration that vLLM makes of it. The
+settings of an engine travel in `additional_config` (`options`). `refusals` says what our methods
+do not support.
 """
 
 from __future__ import annotations
@@ -20,21 +21,17 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_recycle.core.tree import MAX_CHAIN
-from vllm_recycle.integration import draft_limits, refusals, shims
-from vllm_recycle.integration.draft_limits import Schedule
+from vllm_recycle.integration import refusals, shims
 from vllm_recycle.integration.options import (
     METHODS,
-    DraftModelOptions,
-    HostedTrunkOptions,
     MethodOptions,
     Settings,
-    TokenRecyclingOptions,
     options_class,
-    put_table_back,
     settings_of,
 )
-from vllm_recycle.integration.options.base import TABLE
+from vllm_recycle.integration.options.base import DRAFT_MODEL, HOSTED_TRUNK, TABLE
 from vllm_recycle.integration.options.given import check_table, given_keys
+from vllm_recycle.integration.options.limits import UNLIMITED
 from vllm_recycle.integration.platform import Platform, get_platform
 from vllm_recycle.integration.saved_state import check_state_file
 from vllm_recycle.integration.versions import SUPPORTED_VLLM
@@ -73,7 +70,9 @@ def rewrite(engine_args: Any) -> Any | None:
         if user_config is None:
             return None
         platform = get_platform(user_config["method"])
-        options, user_table = _parse(user_config, platform)
+        keys = {key: value for key, value in user_config.items() if key != TABLE}
+        options = options_class(keys).parse(keys, on_gpu=platform.on_v2)
+        user_table = check_table(user_config.get(TABLE), options.num_nodes)
         table = user_table or options.schedule(
             on_gpu=platform.on_v2, max_num_batched_tokens=engine_args.max_num_batched_tokens
         )
@@ -96,12 +95,7 @@ def rewrite(engine_args: Any) -> Any | None:
     chooses_sizes = is_measured and platform.on_v2 and not user_table
     settings = Settings(options=options, chooses_sizes=chooses_sizes, table=table)
     rewritten.additional_config = settings.put(engine_args.additional_config or {})
-    has_host = isinstance(options, HostedTrunkOptions)  # the user says which
-    rewritten.speculative_config = {
-        **({} if has_host else platform.hosts[method]),
-        **options.host_config(),
-        "num_speculative_tokens": options.num_nodes,
-    }
+    rewritten.speculative_config = options.host_config(platform.host)
     if not platform.on_v2:
         rewritten.async_scheduling = False
     else:
@@ -111,16 +105,9 @@ def rewrite(engine_args: Any) -> Any | None:
     if rewritten.enable_lora:
         shims.after_batch_defaults(rewritten, _make_room_with_lora)
     shims.wrap_create_speculative_config(rewritten, partial(_create_host, method))
-    if isinstance(options, DraftModelOptions):
-        _keep_method(rewritten, options.model)
+    if options.has_own_model:
+        _keep_method(rewritten, rewritten.speculative_config["model"])
     return rewritten
-
-
-def _parse(config: dict[str, Any], platform: Platform) -> tuple[MethodOptions, Schedule | None]:
-    """The options of the keys that the user gives, and vLLM's table if it is among them."""
-    keys = {key: value for key, value in config.items() if key not in ("method", TABLE)}
-    options = options_class(config["method"], keys).parse(keys, on_gpu=platform.on_v2)
-    return options, check_table(config.get(TABLE), options.num_nodes)
 
 
 def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) -> None:
@@ -213,41 +200,39 @@ def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
     return -(-largest // STRIDE) * STRIDE
 
 
-def finish(vllm_config: Any) -> None:
+def settle(vllm_config: Any) -> None:
     """Complete the configuration that vLLM made, and refuse what the method was not built with.
 
     Raises:
         NotImplementedError: naming the flag to change.
         ValueError: sizes that do not fit together, a state file of another model.
     """
-    options = settings_of(vllm_config).options
-    platform = get_platform(options.method)
-    host, method = platform.hosts[options.method]["method"], vllm_config.speculative_config.method
-    if method != host and not isinstance(options, HostedTrunkOptions):
+    settings, spec = settings_of(vllm_config), vllm_config.speculative_config
+    platform = get_platform(settings.options.method)
+    if settings.options.has_own_model and spec.method != DRAFT_MODEL:
         raise ValueError(
-            f"speculative_config: model is {vllm_config.speculative_config.model!r}, which vLLM "
-            f"takes for one of its method {method!r}, expected an ordinary language model"
+            f"speculative_config: model is {spec.model!r}, which vLLM takes for one of its method "
+            f"{spec.method!r}, expected an ordinary language model"
         )
-    scheduler = vllm_config.scheduler_config
+    reasons = {}  # against trees
+    if settings.options.has_trees:
+        reasons = refusals.unsupported_by_trees(vllm_config, platform)
+    reason = next((feature for feature, present in reasons.items() if present), None)
+    settings = _with_chains(vllm_config, settings, platform, reason)
+    options = settings.options
+    spec.num_speculative_tokens = options.num_nodes
+    # vLLM takes the table away under data parallelism, lest ranks that keep step come apart.
+    setattr(spec, TABLE, settings.table)
+    vllm_config.additional_config = settings.put(vllm_config.additional_config)
+    refusals.check(vllm_config, settings, platform, reasons if options.has_trees else {})
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
     # Known only now: vLLM chooses whether to schedule ahead.
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
-    if not isinstance(options, DraftModelOptions) and options.is_dynamic:
-        assert isinstance(options, TokenRecyclingOptions)
-        options = _choose_chains(vllm_config, options, platform)
-    if isinstance(options, TokenRecyclingOptions) and not options.has_trees:
-        reason = _why_alike(vllm_config, platform)
-        options = _draft_alike(vllm_config, options, reason) if reason else options
-    # vLLM takes it away under data parallelism, lest ranks that keep step come apart.
-    put_table_back(vllm_config)
-    refusals.check(vllm_config, options, platform)
-    model = vllm_config.model_config
-    if isinstance(options, DraftModelOptions | HostedTrunkOptions) and model.enable_sleep_mode:
+    if options.trunk is not None and model.enable_sleep_mode:
         # At level 2 nobody would load the draft model's weights again.
         model.sleep_preserve_parameter_names += ["draft.*"]
-    if method == "medusa":  # has a head for each token; vLLM has counted those of a draft
-        assert isinstance(options, HostedTrunkOptions)
-        draft = vllm_config.speculative_config.draft_model_config
-        draft.hf_config.num_lookahead_tokens = options.trunk_length
+    if spec.method == "medusa":  # has a head for each token; vLLM has counted those of a draft
+        spec.draft_model_config.hf_config.num_lookahead_tokens = options.trunk_length
     if options.has_trees and platform.attention_backend is not None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
@@ -258,39 +243,36 @@ def finish(vllm_config: Any) -> None:
             SUPPORTED_VLLM,
             vllm_version,
         )
-        _warn_of_missing_graphs(vllm_config)
+        _warn_of_missing_graphs(vllm_config, settings)
     if warning := refusals.other_token_ids(vllm_config):
         logger.warning(warning)
     check_state_file(options, vllm_config)
 
 
-def _choose_chains(
-    vllm_config: Any, options: TokenRecyclingOptions, platform: Platform
-) -> TokenRecyclingOptions:
-    """The options; with chains in place of grown trees, where trees cannot go."""
-    reasons = refusals.unsupported_by_trees(vllm_config, platform)
-    reason = next((feature for feature, present in reasons.items() if present), None)
-    if reason is None:
-        return options
-    if platform.on_v2 and isinstance(options, HostedTrunkOptions):
-        refusals.refuse(options.method, {f"a trunk on a GPU with {reason}": True})
-    logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
-    model = vllm_config.model_config
-    longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
-    options = options.as_chains(longest)
-    table = settings_of(vllm_config).table
-    table = [(start, end, min(nodes, options.num_nodes)) for start, end, nodes in table]
-    return _put_chains(vllm_config, options, table)
+def _with_chains(
+    vllm_config: Any, settings: Settings, platform: Platform, reason: str | None
+) -> Settings:
+    """The settings; with chains in place of grown trees where there is a reason against trees.
 
-
-def _put_chains(
-    vllm_config: Any, options: TokenRecyclingOptions, table: draft_limits.Schedule
-) -> TokenRecyclingOptions:
-    """The options, in the place of those that the engine was to have."""
-    vllm_config.speculative_config.num_speculative_tokens = options.num_nodes
-    settings = Settings(options=options, chooses_sizes=False, table=table)
-    vllm_config.additional_config = settings.put(vllm_config.additional_config)
-    return options
+    Chains have one length where all drafts of all ranks must have it, as vLLM has them.
+    """
+    options, model, longest = settings.options, vllm_config.model_config, MAX_CHAIN
+    may_be_chains = options.is_dynamic and not options.has_own_model  # else it is refused
+    if options.has_trees and (reason is None or not may_be_chains):
+        return settings
+    if reason is not None:
+        if platform.on_v2 and options.source == HOSTED_TRUNK:
+            refusals.refuse(options.method, {f"a trunk on a GPU with {reason}": True})
+        logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
+        longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
+    alike = _why_alike(vllm_config, platform)
+    options = options.as_chains(longest, default=NODES_AT_ANY_LOAD if alike else MAX_CHAIN)
+    nodes, table = options.num_nodes, settings.table
+    table = [(start, end, min(entry, nodes)) for start, end, entry in table]
+    if alike:
+        logger.info("%s drafts %d tokens at any load: %s", options.method, nodes, alike)
+        table = [(1, UNLIMITED, nodes)]
+    return Settings(options=options, chooses_sizes=False, table=table)
 
 
 def _why_alike(vllm_config: Any, platform: Platform) -> str | None:
@@ -302,23 +284,13 @@ def _why_alike(vllm_config: Any, platform: Platform) -> str | None:
     return "recurrent layers on a GPU" if has_states else None
 
 
-def _draft_alike(
-    vllm_config: Any, options: TokenRecyclingOptions, reason: str
-) -> TokenRecyclingOptions:
-    """The options; with chains of one length, as vLLM has them."""
-    if options.num_nodes == MAX_CHAIN:  # the user says nothing
-        options = options.as_chains(NODES_AT_ANY_LOAD)
-    logger.info("%s drafts %d tokens at any load: %s", options.method, options.num_nodes, reason)
-    return _put_chains(vllm_config, options, [(1, draft_limits.UNLIMITED, options.num_nodes)])
-
-
-def _warn_of_missing_graphs(vllm_config: Any) -> None:
+def _warn_of_missing_graphs(vllm_config: Any, settings: Settings) -> None:
     """A table of the user's may lead to batches that vLLM captures no graph for."""
     max_rows = vllm_config.compilation_config.max_cudagraph_capture_size
     if not max_rows:
         return
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    for range_start, range_end, num_nodes in settings_of(vllm_config).table:
+    for range_start, range_end, num_nodes in settings.table:
         rows = min(range_end, max_num_reqs) * (num_nodes + 1)
         if num_nodes and range_start <= max_num_reqs and rows > max_rows:
             logger.warning(

@@ -19,8 +19,8 @@ from vllm_recycle.core.choose import Chooser
 from vllm_recycle.core.curve import TREES, TRUNKS, Load
 from vllm_recycle.core.explore import FADE
 from vllm_recycle.core.graph_curve import GraphCurve, GraphTimes
-from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, sizes_of_batches
 from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options.limits import MAX_TREE_ROWS, sizes_of_batches
 
 # Steps that are scheduled and not known yet when the size of one is chosen.
 STEPS_AHEAD = 2

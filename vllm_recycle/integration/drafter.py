@@ -21,7 +21,7 @@ from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, settings_of
 from vllm_recycle.integration.options.base import SAVE_EVERY
-from vllm_recycle.integration.saved_state import StateSaver, describe_state, fingerprint, rank_file
+from vllm_recycle.integration.saved_state import StateSaver, fingerprint, rank_file
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
@@ -94,11 +94,11 @@ class Drafter(ABC):
             return None
         return StateSaver(
             self.state,
-            describe_state(options, self.vllm_config, "cpu"),
+            options.make_state(self.vllm_config, "cpu"),
             self._state_place,
             fingerprint=self.fingerprint,
             kind=options.state_key,
-            every=options.seconds_between_saves,
+            every=options.save_every,
             # Tensor-parallel ranks must all do it in the same step.
             reads_others=self.vllm_config.parallel_config.tensor_parallel_size == 1,
         )
@@ -117,7 +117,7 @@ class Drafter(ABC):
         return StatePlace(
             rank_file(options.state_file, data_parallel_index),
             name=f"{options.method}-{sha256(kind.encode()).hexdigest()[:16]}",
-            stale_after=STALE_SAVES * (options.seconds_between_saves or SAVE_EVERY),
+            stale_after=STALE_SAVES * (options.save_every or SAVE_EVERY),
         )
 
     def _load(self) -> None:

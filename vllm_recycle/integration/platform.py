@@ -9,8 +9,6 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_recycle.integration.options import OUROBOROS, TOKEN_RECYCLING
-
 # vLLM's V1 runner makes one of these for `custom_class`; ours has its drafter beside it.
 PLACEHOLDER = "vllm_recycle.integration.cpu.drafter.Placeholder"
 
@@ -21,7 +19,7 @@ class Platform:
 
     Attributes:
         worker: qualified name of our worker.
-        hosts: by method of ours, the keys of vLLM's method that it takes the place of.
+        host: the keys of vLLM's method that ours takes the place of, where there is no trunk.
         on_v2: whether our runner is made of Model Runner V2.
         attention_backend: the one that trees take the place of; None where vLLM has but one.
         support: qualified name of the module that says what our kernels are there for; None where
@@ -29,7 +27,7 @@ class Platform:
     """
 
     worker: str
-    hosts: dict[str, dict[str, str]]
+    host: dict[str, str]
     on_v2: bool
     attention_backend: AttentionBackendEnum | None
     support: str | None = None
@@ -48,17 +46,14 @@ class Platform:
 PLATFORMS = {
     "cpu": Platform(
         "vllm_recycle.integration.cpu.worker.TreeCPUWorker",
-        {
-            TOKEN_RECYCLING: {"method": "custom_class", "model": PLACEHOLDER},
-            OUROBOROS: {"method": "draft_model"},
-        },
+        {"method": "custom_class", "model": PLACEHOLDER},
         False,
         None,
         "vllm_recycle.integration.cpu.support",
     ),
     "cuda": Platform(
         "vllm_recycle.integration.cuda.worker.TreeGPUWorker",
-        {TOKEN_RECYCLING: {"method": "ngram_gpu"}, OUROBOROS: {"method": "draft_model"}},
+        {"method": "ngram_gpu"},
         True,
         AttentionBackendEnum.FLASH_ATTN,
     ),

@@ -35,13 +35,13 @@ def _install() -> None:
     shims.declare_variable(environment.VARIABLE)
     shims.wrap_validate_spec_decode(requests.validate_sampling_params)
     # The last, since with it our methods are there.
-    shims.wrap_create_engine_config(config.rewrite, _finish, environment.create_config)
+    shims.wrap_create_engine_config(config.rewrite, _settle, environment.create_config)
 
 
-def _finish(vllm_config: Any) -> None:
+def _settle(vllm_config: Any) -> None:
     from vllm_recycle.integration import config, requests
 
-    config.finish(vllm_config)
+    config.settle(vllm_config)
     traces = vllm_config.observability_config.otlp_traces_endpoint is not None
     setattr(vllm_config.speculative_config, requests.IS_OURS, Registered(traces))
 

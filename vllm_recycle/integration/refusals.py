@@ -15,19 +15,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_recycle.core.state_file import shorten
-from vllm_recycle.core.tree import MAX_NODES
-from vllm_recycle.integration import draft_limits
-from vllm_recycle.integration.options import (
-    OUROBOROS,
-    DraftModelOptions,
-    HostedTrunkOptions,
-    MethodOptions,
-    OuroborosOptions,
-    TrunkOptions,
-    settings_of,
-)
-from vllm_recycle.integration.options.base import expect
-from vllm_recycle.integration.options.trunk import head_length
+from vllm_recycle.integration.options import OUROBOROS, MethodOptions, Settings
+from vllm_recycle.integration.options.base import DRAFT_MODEL, HOSTED_TRUNK, expect
 from vllm_recycle.integration.platform import Platform
 from vllm_recycle.integration.versions import FEATURES
 
@@ -71,17 +60,18 @@ def one_line(error: Exception) -> str:
 
 
 def check(
-    vllm_config: Any,
-    options: MethodOptions,
-    platform: Platform,
+    vllm_config: Any, settings: Settings, platform: Platform, against_trees: dict[str, bool]
 ) -> None:
     """Refuse a configuration, as vLLM made it, that the method does not support.
+
+    `against_trees` is what `unsupported_by_trees` says, where trees are drafted.
 
     Raises:
         NotImplementedError: naming the flag to change.
         ValueError: a tree that is deeper than the context, a budget that has no draft, a draft
             model that does not fit.
     """
+    options, on_v2 = settings.options, platform.on_v2
     _check_sizes(vllm_config, options)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     draft_ranks = vllm_config.speculative_config.draft_tensor_parallel_size
@@ -90,19 +80,9 @@ def check(
             f"draft_tensor_parallel_size: got {draft_ranks}, expected none or that of the target, "
             f"{ranks}"
         )
-    if isinstance(options, DraftModelOptions):
-        check_draft_model(vllm_config, options, platform)
-    elif vllm_config.speculative_config.method == "draft_model":  # of a trunk
-        if platform.on_v2:  # vLLM's has no graphs, and drafts in every step
-            raise NotImplementedError(
-                f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
-                f"or the method {OUROBOROS!r} with this model"
-            )
-        check_context(vllm_config)
-    on_v2 = platform.on_v2
-    features = unsupported(vllm_config, on_v2=on_v2)
-    if options.has_trees:
-        features |= unsupported_by_trees(vllm_config, platform)
+    if vllm_config.speculative_config.method == DRAFT_MODEL:
+        _check_draft_model(vllm_config, settings, platform)
+    features = unsupported(vllm_config, on_v2=on_v2) | against_trees
     # Last: others of these lead to it.
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     runner_feature = f"Model Runner {runner}, which this configuration leads to"
@@ -112,19 +92,16 @@ def check(
 
 def before_a_version(options: MethodOptions, *, on_v2: bool) -> dict[str, bool]:
     """What older ones of the supported versions of vLLM lack, and whether the method needs it."""
-    has_model_trunk = isinstance(options, HostedTrunkOptions) and any(
-        name in options.trunk["method"] for name in OF_MODELS
-    )
+    method = options.trunk["method"] if options.trunk is not None else ""
+    has_hosted_model = options.source == HOSTED_TRUNK and any(name in method for name in OF_MODELS)
     return {
         "a GPU before vLLM 0.31": on_v2 and not FEATURES.v2_runs_trees,
         "a draft model or a trunk on a GPU before vLLM 0.32": (
-            isinstance(options, DraftModelOptions | HostedTrunkOptions)
-            and on_v2
-            and not FEATURES.v2_hosts
+            options.trunk is not None and on_v2 and not FEATURES.v2_hosts
         ),
         # vLLM's own drafts by a model fail there at the first request.
         "a trunk by a model on a CPU before vLLM 0.31": (
-            has_model_trunk and not on_v2 and not FEATURES.cpu_runs_heads
+            has_hosted_model and not on_v2 and not FEATURES.cpu_runs_heads
         ),
     }
 
@@ -261,36 +238,35 @@ def _check_sizes(vllm_config: Any, options: MethodOptions) -> None:
     expect("budget_share", share, has_room, expected)
 
 
-def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Platform) -> None:
+def _check_draft_model(vllm_config: Any, settings: Settings, platform: Platform) -> None:
     """Refuse a draft model, or sizes of drafts, that the engine has no room for."""
-    scheduler, spec = vllm_config.scheduler_config, vllm_config.speculative_config
-    draft = spec.draft_model_config
-    features = {
-        **_attention_of("draft model", draft),
-        **platform.unsupported_by_trees(vllm_config, "draft model", draft),
-        "a multimodal draft model": draft.is_multimodal_model,
-        "a draft model with M-RoPE": draft.uses_mrope,
-    }
-    refuse(OUROBOROS, features)
-    check_context(vllm_config)
-    rows = options.draft_rows
-    if platform.on_v2:
-        rows = _draft_rows_on_v2(vllm_config, options)
-    if scheduler.max_num_batched_tokens < rows:
-        raise ValueError(
-            f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
-            f"least the {rows} rows of a draft forward, or smaller drafts"
-        )
-
-
-def check_context(vllm_config: Any) -> None:
-    """Refuse a draft model with a shorter context than the target's."""
+    options, scheduler = settings.options, vllm_config.scheduler_config
     draft = vllm_config.speculative_config.draft_model_config
+    if options.has_own_model:
+        features = {
+            **_attention_of("draft model", draft),
+            **platform.unsupported_by_trees(vllm_config, "draft model", draft),
+            "a multimodal draft model": draft.is_multimodal_model,
+            "a draft model with M-RoPE": draft.uses_mrope,
+        }
+        refuse(options.method, features)
+    elif platform.on_v2:  # vLLM's has no graphs, and drafts in every step
+        raise NotImplementedError(
+            f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
+            f"or the method {OUROBOROS!r} with this model"
+        )
     max_model_len = vllm_config.model_config.max_model_len
     if draft.max_model_len < max_model_len:
         raise ValueError(
             f"--max-model-len: got {max_model_len}, expected at most the "
             f"{draft.max_model_len} tokens of the draft model {draft.model}"
+        )
+    table, max_num_reqs = settings.table, scheduler.max_num_seqs
+    rows = options.max_draft_rows(table, max_num_reqs, on_gpu=platform.on_v2)
+    if options.has_own_model and scheduler.max_num_batched_tokens < rows:
+        raise ValueError(
+            f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
+            f"least the {rows} rows of a draft forward, or smaller drafts"
         )
 
 
@@ -322,18 +298,3 @@ def other_token_ids(vllm_config: Any) -> str | None:
         f"the draft model {draft.model} has other ids for {num_mismatches} of the {len(vocab)} "
         f"tokens of {model.model}: hardly a draft of it will be accepted"
     )
-
-
-def _draft_rows_on_v2(vllm_config: Any, options: DraftModelOptions) -> int:
-    """Rows of the largest draft forward."""
-    if isinstance(options, TrunkOptions):
-        return head_length(options)  # of one request; more are drafted for as there is room
-    assert isinstance(options, OuroborosOptions)
-    rows = draft_limits.draft_forward_rows(options.shape())
-    if rows > 1 + MAX_NODES:
-        raise ValueError(
-            f"speculative_config: a draft forward has {rows} rows of a request, expected at "
-            f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
-        )
-    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    return rows * draft_limits.largest_drafting_batch(settings_of(vllm_config).table, max_num_reqs)

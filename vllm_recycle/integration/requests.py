@@ -19,12 +19,7 @@ from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.options import (
-    HostedTrunkOptions,
-    OuroborosOptions,
-    TokenRecyclingOptions,
-    settings_of,
-)
+from vllm_recycle.integration.options import MethodOptions, settings_of
 
 OPT_OUT = "speculate"
 HINT = "hint"
@@ -112,11 +107,6 @@ def read_request(processor: Any, request: Any) -> None:
         params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
 
 
-def has_owners(options: Any) -> bool:
-    """Whether requests may meet what others wrote, so that it matters whose they are."""
-    return isinstance(options, TokenRecyclingOptions) and not options.isolates
-
-
 def owner_of(request: Any) -> Owner | None:
     """Whose a request of vLLM's scheduler is.
 
@@ -135,28 +125,19 @@ def digest(cache_salt: str) -> str:
     return sha256(cache_salt.encode()).hexdigest()
 
 
-def _check_owner_with(options: Any, name: Any, cache_salt: str | None) -> None:
+def _check_owner_with(options: MethodOptions, name: Any, cache_salt: str | None) -> None:
     """Raise ValueError for an owner or a cache salt that a method cannot do justice to."""
     if name is not None:
         check_owner(name)
-        if not has_owners(options) or options.scope == "shared":
+        if not options.has_owners or options.scope == "shared":
             expected = f"none: the method {options.method} with scope {options.scope!r} has none"
             raise _BadInputError(OWNER, name, expected)
     if not cache_salt:
         return
     if not _is_utf8(cache_salt):
         raise _BadInputError("cache_salt", cache_salt, "a text in UTF-8")
-    if reason := _shared_beside(options):
+    if reason := options.ignores_salts:
         raise _BadInputError("cache_salt", cache_salt, f"none: {reason}")
-
-
-def _shared_beside(options: Any) -> str:
-    """What requests share that knows no cache salts; empty if nothing."""
-    if isinstance(options, HostedTrunkOptions) and options.trunk["method"] == "suffix":
-        return "a trunk by suffix drafts from the outputs of all requests"
-    if isinstance(options, OuroborosOptions) and options.shares_pool:
-        return "all requests share one pool of phrases, unless the scope is 'request'"
-    return ""
 
 
 def _is_name(name: Any) -> bool:
@@ -181,9 +162,11 @@ def check_owner(name: Any) -> None:
         raise _BadInputError(OWNER, name, expected)
 
 
-def _tokens_of_hints(processor: Any, hints: dict[str, Any], options: Any) -> list[list[int]] | None:
+def _tokens_of_hints(
+    processor: Any, hints: dict[str, Any], options: MethodOptions
+) -> list[list[int]] | None:
     """Those of what a request gives by these names; None where it is left unread."""
-    if not isinstance(options, TokenRecyclingOptions):
+    if not options.takes_texts:
         if HINT in hints:  # a prediction is left unread, as vLLM does
             expected = f"none: the method {options.method} as published has no use for it"
             raise _BadInputError(HINT, hints[HINT], expected)

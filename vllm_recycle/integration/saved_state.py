@@ -1,4 +1,4 @@
-"""What a method learns, made from its options; what its file must be like, and who writes it."""
+"""What the file of what a method learns must be like, and who writes it."""
 
 from __future__ import annotations
 
@@ -13,53 +13,15 @@ from typing import Any, TypeVar
 import torch
 from vllm.logger import init_logger
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
-from vllm_recycle.core.ouroboros import make_pool
 from vllm_recycle.core.saved_state import KIND, SavedState
 from vllm_recycle.core.state_file import StateFileError, check_place, is_writable
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.core.token_recycling import TokenRecyclingState
-from vllm_recycle.integration.options import MethodOptions, OuroborosOptions, TokenRecyclingOptions
+from vllm_recycle.integration.options import MethodOptions
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")
 PAUSE = 0.001  # seconds between parts of what others wrote
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
-
-def make_token_recycling_state(
-    options: TokenRecyclingOptions, vllm_config: Any, device: torch.device | str
-) -> TokenRecyclingState:
-    """The adjacency matrix and its counts, empty."""
-    matrix = AdjacencyMatrix(
-        vllm_config.model_config.get_vocab_size(),
-        options.k,
-        contexts=options.contexts,
-        slots=slots_in(options.context_mib, options.k),
-        scope=options.scope,  # type: ignore[arg-type]
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        device=device,
-    )
-    return TokenRecyclingState(matrix)
-
-
-def describe_state(
-    options: MethodOptions, vllm_config: Any, device: torch.device | str = "meta"
-) -> SavedState:
-    """What an engine will learn into: its sizes, and what its file must be like.
-
-    On the device `meta` it takes no memory.
-    """
-    if isinstance(options, OuroborosOptions):
-        return make_pool(
-            options.shape(),
-            vllm_config.model_config.get_vocab_size(),
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-            is_shared=options.shares_pool,
-            device=device,
-        )
-    assert isinstance(options, TokenRecyclingOptions)
-    return make_token_recycling_state(options, vllm_config, device)
 
 
 def rank_file(path: str, data_parallel_index: int) -> str:
@@ -89,7 +51,7 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
         if not is_read_only:
             check_place(path, kind="state file", may_be_folder=True)
         if Path(path).is_file():
-            expected = describe_state(options, vllm_config)
+            expected = options.make_state(vllm_config, "meta")
             model = fingerprint(vllm_config.model_config)
             expected.check(path, fingerprint=model, kind=options.state_key)
 

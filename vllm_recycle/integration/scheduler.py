@@ -24,14 +24,9 @@ from vllm_recycle.core.tree import depth_of, parents_among
 from vllm_recycle.integration.draft_room import DraftRoom
 from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
 from vllm_recycle.integration.grammar import GrammarMasks
-from vllm_recycle.integration.options import (
-    DraftModelOptions,
-    HostedTrunkOptions,
-    OuroborosOptions,
-    put_table_back,
-    settings_of,
-)
-from vllm_recycle.integration.requests import has_owners, looks_back, may_speculate, owner_of
+from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options.base import TABLE
+from vllm_recycle.integration.requests import looks_back, may_speculate, owner_of
 from vllm_recycle.integration.step_note import StepNote
 from vllm_recycle.integration.versions import FEATURES
 
@@ -51,12 +46,13 @@ class TreeScheduler(Scheduler):
     """Gives drafts what a step has left; drops the drafts that must not be used."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        put_table_back(vllm_config)  # a copy of the configuration was completed since
-        super().__init__(vllm_config, *args, **kwargs)
         settings = settings_of(vllm_config)
         options = settings.options
+        # vLLM has taken it away again where it completed a copy of the configuration since.
+        setattr(vllm_config.speculative_config, TABLE, settings.table)
+        super().__init__(vllm_config, *args, **kwargs)
         self.room = DraftRoom(self, options)
-        self.has_owners = has_owners(options)
+        self.has_owners = options.has_owners
         self.set_aside: dict[str, list[int]] = {}  # drafts of the step, by request
         # The depth of each prefix of a draft, for Model Runner V2, which does not say it with each
         # draft; the most that it may be where trees are grown on the device.
@@ -76,14 +72,14 @@ class TreeScheduler(Scheduler):
             self.sizes = DraftSizes(self, vllm_config)
             self.dynamic_sd_lookup = SizeTable(self.sizes.choose)
         self.masks = GrammarMasks(self.structured_output_manager)
-        self.keeps_places = isinstance(options, OuroborosOptions)  # nodes are what their place says
+        self.keeps_places = options.keeps_places
         # What a draft model writes ahead of the text: vLLM takes it for the whole tree.
-        if isinstance(options, HostedTrunkOptions):
-            self.num_lookahead_tokens = min(vllm_config.num_lookahead_tokens, options.trunk_length)
-        if isinstance(options, DraftModelOptions):
-            self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.gamma
+        if options.has_own_model:
+            self.num_lookahead_tokens = 0 if self.use_v2_model_runner else options.trunk_length
             # In steps whose drafts nobody could use the draft model reads what it has not read.
             self.can_skip_drafts = False
+        elif options.trunk is not None:
+            self.num_lookahead_tokens = min(vllm_config.num_lookahead_tokens, options.trunk_length)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as without drafts, and then the drafts that fit beside that."""

@@ -84,7 +84,7 @@ def declare_variable(name: str) -> None:
 
 def wrap_create_engine_config(
     rewrite: Callable[[Any], Any],
-    finish: Callable[[Any], None],
+    settle: Callable[[Any], None],
     create_config: Callable[[Callable[[Any], Any], Any], Any],
 ) -> None:
     """Let `EngineArgs` accept our method names in `speculative_config`.
@@ -92,7 +92,7 @@ def wrap_create_engine_config(
     Args:
         rewrite: from engine arguments to those that vLLM itself accepts, or None where our
             methods are not asked for.
-        finish: completes the configuration that vLLM made of those; raises for one that our
+        settle: completes the configuration that vLLM made of those; raises for one that our
             methods do not support.
         create_config: makes the configuration of engine arguments, with a function that does so
             with the two above.
@@ -108,7 +108,7 @@ def wrap_create_engine_config(
                 return original(engine_args, *args, **kwargs)
             config = original(rewritten, *args, **kwargs)
             if rewritten.speculative_config is not None:
-                finish(config)
+                settle(config)
             return config
 
         return create_config(make, self)

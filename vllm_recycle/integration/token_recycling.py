@@ -7,6 +7,7 @@ from collections.abc import Collection
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.core.trunk import ChoiceAcceptance
 from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.options import TokenRecyclingOptions
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -17,6 +18,7 @@ class TokenRecyclingDrafter(Drafter):
 
     """
 
+    options: TokenRecyclingOptions
     state: TokenRecyclingState
     choices: ChoiceAcceptance | None = None
 

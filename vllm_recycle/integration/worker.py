@@ -17,7 +17,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
-from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options.base import HOSTED_TRUNK
 from vllm_recycle.integration.requests import check_owner, digest, to_token_ids
 from vllm_recycle.integration.saved_state import StateSaver
 
@@ -72,7 +73,7 @@ class TreeWorker(Worker):
             return
         with override_backend(self.replaced_backend, self.tree_backend):
             super().load_model(*args, **kwargs)
-        has_host = isinstance(settings_of(self.vllm_config).options, HostedTrunkOptions)
+        has_host = settings_of(self.vllm_config).options.source == HOSTED_TRUNK
         # Kinds of layers that vLLM serves by a backend derived from ours see other tokens.
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
             sees_no_trees = getattr(layer, "is_draft_layer", False) and has_host

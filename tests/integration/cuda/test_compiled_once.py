@@ -48,7 +48,9 @@ ALL = SEEDED | {
     "min_p": 0.02,
     "extra_args": {"prediction": {"type": "content", "content": TEXT[:80]}},
 }
-FEW, UNSEEDED = GROWN | {"max_nodes": 7}, {"seed_from_prompt": False, "scope": "shared"}
+FEW = GROWN | {"max_nodes": 7}
+# What the paper has, but for trees that grow.
+UNSEEDED = {"preset": "paper", "tree": "dynamic", "contexts": [1, 2, 4, 16]}
 # By name: the method, a kernel that it has, and what is smaller where rounds of few requests have
 # all shapes.
 ENGINES = {

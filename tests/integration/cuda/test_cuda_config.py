@@ -18,12 +18,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.integration.engines import PUBLISHED, TARGET, TOKEN_RECYCLING, make_config
 from tests.integration.models.random_models import gpt_oss
 from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import draft_limits, platform
-from vllm_recycle.integration.draft_limits import halving_schedule
+from vllm_recycle.integration import platform
 from vllm_recycle.integration.draft_sizes import sizes_of
-from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options import OuroborosOptions, limits, settings_of
 from vllm_recycle.integration.options.base import TABLE
-from vllm_recycle.integration.options.ouroboros import SIZES, OuroborosOptions
+from vllm_recycle.integration.options.limits import halving_schedule
+from vllm_recycle.integration.options.ouroboros import SIZES
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.versions import FEATURES
 
@@ -82,7 +82,7 @@ class TestRewrite:
         assert (spec["method"], spec["num_speculative_tokens"]) == (host, num_nodes)
         assert spec.get("model") == {**method, **method.get("trunk", {})}.get("model")
         # A schedule comes with the tree; that of the user wins.
-        expected = method.get(TABLE, halving_schedule(num_nodes, draft_limits.MAX_TREE_ROWS))
+        expected = method.get(TABLE, halving_schedule(num_nodes, limits.MAX_TREE_ROWS))
         assert spec[TABLE] == ([(1, 2, 30), (3, 1 << 20, 0)] if method is PUBLISHED else expected)
         assert made.additional_config["vllm_recycle"]["chooses_sizes"] is chooses
 
@@ -119,8 +119,8 @@ class TestRewrite:
         assert (made.max_cudagraph_capture_size, made.cudagraph_capture_sizes) == (None, [8])
 
     def test_ouroboros_drafts_for_as_many_requests_as_its_forwards_have_rows_for(self):
-        shape = OuroborosOptions.parse({"model": "x", "preset": "paper"}, on_gpu=True).shape()
-        assert draft_limits.draft_forward_rows(shape) == 20 + 220
+        options = OuroborosOptions.parse(PUBLISHED, on_gpu=True)
+        assert options.max_draft_rows([(1, 1, 30)], 1, on_gpu=True) == 20 + 220
         small = {"window": 4, "guesses": 4, "phrase_length": 4, "branches": 1}
         for given, flags, trees in (
             ({}, {"max_num_batched_tokens": 260}, [(1, 1, 30)]),
@@ -143,12 +143,12 @@ class TestRewrite:
     ],
 )
 def test_sizes_that_are_not_given_are_the_paper_s_and_fit_the_others(given, on_gpu, expected):
-    options = OuroborosOptions.parse({"model": "x", **given}, on_gpu=on_gpu)
+    options = OuroborosOptions.parse(PUBLISHED | given, on_gpu=on_gpu)
     assert {key: getattr(options, key) for key in expected} == expected
 
 
 def test_the_largest_batch_with_drafts():
-    largest, table = draft_limits.largest_drafting_batch, [(1, 4, 16), (5, 8, 3), (9, 1024, 0)]
+    largest, table = limits.largest_drafting_batch, [(1, 4, 16), (5, 8, 3), (9, 1024, 0)]
     assert [largest(table, most) for most in (3, 6, 8, 256)] == [3, 6, 8, 8]
     assert largest([(1, 1024, 0)], 8) == 0
 
@@ -206,6 +206,25 @@ class TestFinish:
         assert config.speculative_config.num_speculative_tokens_per_batch_size == table
         assert sizes_of(config)[1]
         assert not keys or table == MINE
+
+    @pytest.mark.parametrize(
+        ("given", "num_nodes"),
+        [({}, 4), ({"max_nodes": 24}, 24), ({"num_speculative_tokens": 63}, 24)],
+    )
+    @pytest.mark.parametrize("tree", ["dynamic", "chain"])
+    def test_drafts_of_one_length_have_the_nodes_that_the_user_says(self, tree, given, num_nodes):
+        """Those of ranks that run each forward together; 24 is the longest chain."""
+        given = {key: min(value, 24) if tree == "chain" else value for key, value in given.items()}
+        config = finish(
+            given | {"tree": tree}, data_parallel_size=2, hf_overrides={"num_local_experts": 4}
+        )
+        settings = settings_of(config)
+        assert (settings.options.tree, settings.options.num_nodes) == ("chain", num_nodes)
+        assert (settings.table, settings.chooses_sizes) == (
+            [(1, limits.UNLIMITED, num_nodes)],
+            False,
+        )
+        assert config.speculative_config.num_speculative_tokens == num_nodes
 
     @pytest.mark.parametrize(
         ("tree", "given", "expected"),

@@ -30,7 +30,11 @@ from vllm_recycle.integration.cuda.graphs import (
     replace_full_graphs,
     shape_of,
 )
-from vllm_recycle.integration.draft_limits import MAX_TREE_ROWS, halving_schedule, sizes_of_batches
+from vllm_recycle.integration.options.limits import (
+    MAX_TREE_ROWS,
+    halving_schedule,
+    sizes_of_batches,
+)
 
 NODES = 63  # that trees grow to by default
 LARGEST = 512

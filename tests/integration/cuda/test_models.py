@@ -35,8 +35,8 @@ from tests.integration.engines import TOKEN_RECYCLING, core, counter, engine, ma
 from tests.integration.models.derived_models import with_windows
 from tests.integration.models.random_models import gemma4, gpt_oss, granite_hybrid, mamba1
 from vllm_recycle.core.req_states import NewRequest
-from vllm_recycle.integration.draft_limits import UNLIMITED
 from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options.limits import UNLIMITED
 from vllm_recycle.integration.requests import looks_back
 
 pytestmark = pytest.mark.slow

@@ -127,7 +127,7 @@ def test_outputs_equal_vllms(expected, method):
 @pytest.mark.parametrize(
     ("method", "flags", "part"),
     [
-        pytest.param({**PAPER, "scope": "shared", "seed_from_prompt": False}, {},
+        pytest.param({**TOKEN_RECYCLING, "preset": "paper"}, {},
                      ODD, id="shared, no seed from prompt"),
         pytest.param({**PAPER, "scope": "isolated"}, {}, EVEN, id="isolated"),
         pytest.param({**GROWN, "contexts": [1], "k": 3, "row_cost": 0.1}, {},

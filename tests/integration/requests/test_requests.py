@@ -212,10 +212,11 @@ def test_counters_count_nodes_and_depths(llm, monkeypatch):
     assert 0 < accepted <= sum(depths)
 
 
-@pytest.mark.parametrize("method", [GROWN, PAPER, TRUNK], ids=["grown", "paper-80", "trunk"])
+@pytest.mark.parametrize("method", [GROWN, PAPER, HOSTED], ids=["grown", "paper-80", "trunk"])
 def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
     """As statistics say, of what vLLM has no metrics for."""
-    method = {**method, "scope": "shared", "seed_from_prompt": False, "row_cost": 0.25}
+    unseeded = {"preset": "paper", "tree": "dynamic", "contexts": [1, 2, 4, 16]}
+    method = {**unseeded, **method, "row_cost": 0.25}
     prompts = read_prompts(2)
     with engine(method, max_num_batched_tokens=32) as llm:
         before = statistics(llm)
@@ -227,7 +228,8 @@ def test_nothing_is_learnt_in_the_middle_of_a_prompt(method):
         after = statistics(llm)
     assert before["table_fill"] == 0 < after["table_fill"] < 1
     assert before["rounds"] == 0
-    assert (after["rounds"] > 0) == (after["forwards"] > 0) == (method["method"] == "ouroboros")
+    assert (after["rounds"] > 0) == ("trunk" in method)
+    assert after["forwards"] == 0  # of a draft model of our own
     assert after["row_cost"] == 0.25
 
 

@@ -1,4 +1,4 @@
-"""The drafters of the V1 runner, by the options of their methods."""
+"""The drafters of the V1 runner, by what drafts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from vllm_recycle.integration.cpu.hosted_trunk import HostedTrunkV1Drafter
 from vllm_recycle.integration.cpu.ouroboros import OuroborosV1Drafter
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.cpu.trunk import TrunkV1Drafter
-from vllm_recycle.integration.options import (
-    HostedTrunkOptions,
-    MethodOptions,
-    OuroborosOptions,
-    TokenRecyclingOptions,
-    TrunkOptions,
-)
+from vllm_recycle.integration.options.base import HOSTED_TRUNK, MATRIX, OWN_TRUNK, PHRASES
 
-DRAFTERS: dict[type[MethodOptions], Callable[[Any, torch.device, Any], V1Drafter]] = {
-    TokenRecyclingOptions: TokenRecyclingV1Drafter,
-    OuroborosOptions: OuroborosV1Drafter,
-    TrunkOptions: TrunkV1Drafter,
-    HostedTrunkOptions: HostedTrunkV1Drafter,
+DRAFTERS: dict[str, Callable[[Any, torch.device, Any], V1Drafter]] = {
+    MATRIX: TokenRecyclingV1Drafter,
+    HOSTED_TRUNK: HostedTrunkV1Drafter,
+    OWN_TRUNK: TrunkV1Drafter,
+    PHRASES: OuroborosV1Drafter,
 }

@@ -19,7 +19,7 @@ from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.along_trunks import AlongTrunks, shortest
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+from vllm_recycle.integration.options import settings_of
 
 # vLLM's proposers that draft place by place from what `AcceptedSteps` prepares; not all versions
 # have all of them. EAGLE's is that of MTP too.
@@ -119,7 +119,6 @@ class HostedTrunkV1Drafter(AlongTrunks):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         options = settings_of(vllm_config).options
-        assert isinstance(options, HostedTrunkOptions)
         self.length = options.trunk_length
         super().__init__(vllm_config, device, runner, length=self.length)
         self.source = HostedProposer(runner, self.length)

@@ -72,7 +72,7 @@ class TreeCPUModelRunner(AcceptedSteps):
         steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
         self.max_num_tokens = min(steps)
         options = settings_of(vllm_config).options
-        self.tree_drafter = DRAFTERS[type(options)](vllm_config, device, self)
+        self.tree_drafter = DRAFTERS[options.source](vllm_config, device, self)
         if isinstance(self.tree_drafter, SpecDecodeBaseProposer):
             self.drafter = self.tree_drafter
         # Drafts are made after vLLM's bookkeeping, when the tokens of the step are on the host.

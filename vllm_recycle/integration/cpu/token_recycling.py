@@ -20,8 +20,6 @@ from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.options import TokenRecyclingOptions
-from vllm_recycle.integration.saved_state import make_token_recycling_state
 from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
 from vllm_recycle.kernels.cpu import calls
 
@@ -34,15 +32,14 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config)
         options = self.options
-        assert isinstance(options, TokenRecyclingOptions)
         self.isolates = options.isolates
         self.free = Price(torch.ones(1 + self.max_rows, dtype=torch.float64))
-        self.state = make_token_recycling_state(options, vllm_config, "cpu")
+        self.state = options.make_state(vllm_config, "cpu")
         self.proposer = TokenRecyclingProposer(
             self.state,
             max_nodes=options.num_nodes,
             tree=None if options.is_dynamic else options.load_tree(),
-            seed_from_prompt=options.seed_from_prompt,
+            seed_from_prompt=options.seeds_from_prompts,
             operations=calls,
         )
 

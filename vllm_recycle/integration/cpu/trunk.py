@@ -19,7 +19,7 @@ from vllm_recycle.core.trunk import draft_trunks
 from vllm_recycle.integration.cpu.along_trunks import AlongTrunks, shortest
 from vllm_recycle.integration.cpu.draft_model import DraftModel
 from vllm_recycle.integration.drafter import from_first_rank
-from vllm_recycle.integration.options import TrunkOptions, settings_of
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.ouroboros import describe_draft_model
 
 # Rows of a draft forward for each request, of the text and tried; and of one that reads prompts.
@@ -41,8 +41,7 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         options = settings_of(vllm_config).options
-        assert isinstance(options, TrunkOptions)
-        gamma, max_num_reqs = options.gamma, vllm_config.scheduler_config.max_num_seqs
+        gamma, max_num_reqs = options.trunk_length, vllm_config.scheduler_config.max_num_seqs
         chain = TreeTemplate(tuple((row, 0) for row in range(gamma)), f"chain of {gamma}")
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=chain)
         AlongTrunks.__init__(self, vllm_config, device, runner, length=gamma)

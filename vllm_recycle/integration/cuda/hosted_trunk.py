@@ -32,7 +32,7 @@ from vllm_recycle.integration.attention_override import original_backend
 from vllm_recycle.integration.cuda.along_trunks import AlongTrunks
 from vllm_recycle.integration.cuda.drafter import V2Speculator
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
-from vllm_recycle.integration.options import HostedTrunkOptions, settings_of
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.kernels.triton.top_k import top_k
@@ -75,8 +75,7 @@ class HostedTrunkV2Drafter(AlongTrunks):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         options = settings_of(vllm_config).options
-        assert isinstance(options, HostedTrunkOptions)
-        self.scans_texts = options.trunk["method"] == "ngram_gpu"
+        self.scans_texts = vllm_config.speculative_config.method == "ngram_gpu"
         super().__init__(vllm_config, device, req_states, length=options.trunk_length)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:

@@ -27,8 +27,7 @@ from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
 from vllm_recycle.integration.draft_sizes import DraftReport
-from vllm_recycle.integration.options import TokenRecyclingOptions, settings_of
-from vllm_recycle.integration.saved_state import make_token_recycling_state
+from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill
@@ -64,10 +63,9 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         options = self.options
-        assert isinstance(options, TokenRecyclingOptions)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.seeds = options.seed_from_prompt
-        self.state = make_token_recycling_state(options, vllm_config, device)
+        self.seeds = options.seeds_from_prompts
+        self.state = options.make_state(vllm_config, device)
         self.template = None if options.is_dynamic else options.load_tree().to(device)
         if self.template is None:
             nodes = options.num_nodes

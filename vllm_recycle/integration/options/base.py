@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from abc import ABC, abstractmethod
@@ -10,14 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeGuard
 
+import torch
+
 from vllm_recycle.core.curve import CHAINS, TREES
+from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.integration.draft_limits import Schedule
+from vllm_recycle.integration.options.limits import Schedule
 
-TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's key
+OUROBOROS = "ouroboros"
+# Keys of vLLM's.
+LENGTH, TABLE = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
+MODEL_KEYS = ("model", "draft_tensor_parallel_size", "revision", "code_revision")
+DRAFT_MODEL_KEYS = (*MODEL_KEYS, "quantization")
+DRAFT_MODEL = "draft_model"  # its method
+# Keys of both methods.
+SHARED_KEYS = ("budget_share", "row_cost", "save_every")
 # Seconds between saves of what is learnt: the default, and the bounds of other values.
 SAVE_EVERY, MIN_SECONDS, MAX_SECONDS = 300.0, 0.01, 1_000_000
+# What drafts: the matrix, along the trunk of a method of vLLM's or of a draft model of our own; or
+# this model by phrases, as published.
+MATRIX, HOSTED_TRUNK, OWN_TRUNK, PHRASES = "matrix", "hosted trunk", "own trunk", "phrases"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,65 +38,77 @@ class MethodOptions(ABC):
 
     Attributes:
         method: its name.
-        state_key: the option that names the file of what is learnt.
+        state_key: the key that names the file of what is learnt.
+        takes_texts: whether hints, and texts for all, are taken in.
+        keeps_places: whether a node is what its place in a draft says.
+        scope: who reads and writes what.
+        state_file: where what is learnt lives between engines, if anywhere: a file, or a folder.
+        trunk: a speculative configuration of vLLM's, whose method drafts the trunk; None for none.
         budget_share: most of a step's token budget that draft tokens may take, in (0, 1].
         row_cost: what a row of a step costs, in units of a step of one row; None to measure.
-        other_keys: keys of vLLM's that are other words for ours.
         save_every: seconds between saves of what is learnt to its file, where anything was learnt;
-            0 to save at shutdown and on request alone, None for the default.
+            0 to save at shutdown and on request alone.
     """
 
-    method: ClassVar[str]
     state_key: ClassVar[str]
-    other_keys: ClassVar[tuple[str, ...]] = ()
+    takes_texts: ClassVar[bool]
+    keeps_places: ClassVar[bool]
 
+    method: str
+    scope: str
+    state_file: str | None = None
+    trunk: Mapping[str, Any] | None = None
     budget_share: float = 0.5
     row_cost: float | None = None
-    save_every: float | None = None
+    save_every: float = SAVE_EVERY
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], *, on_gpu: bool) -> Self:
-        """Check the keys and values of a speculative configuration (without its `method`).
+        """Check the keys and values of a speculative configuration.
 
         A key that is null is not given. What is not given is what is best on a GPU, or on a CPU.
         Raises ValueError naming the key, what was given and what is accepted.
         """
-        cls._check_keys(config)
-        config = cls._own({key: value for key, value in config.items() if value is not None})
-        if on_gpu and "row_cost" in config:
+        method = config["method"]
+        accepted = ["method", *cls.keys(method)]
+        for key in config:
+            if key not in accepted:
+                raise ValueError(
+                    f"speculative_config of {method}: unknown key {shorten(key)}, expected any of "
+                    f"{accepted}"
+                )
+        values = {key: value for key, value in config.items() if value is not None}
+        if on_gpu and "row_cost" in values:
             raise NotImplementedError(
-                f"speculative_config: row_cost is {config['row_cost']!r}, expected none on a GPU, "
+                f"speculative_config: row_cost is {values['row_cost']!r}, expected none on a GPU, "
                 "where steps are timed at each start, or sizes follow from the batch alone"
             )
-        values = cls._defaults(config, on_gpu=on_gpu) | config
-        for field in dataclasses.fields(cls):
-            if field.default is dataclasses.MISSING and field.name not in values:
-                raise ValueError(f"speculative_config of {cls.method}: {field.name!r} is missing")
-        options = cls(**values)
+        if method == OUROBOROS:
+            if "model" not in values:
+                raise ValueError(f"speculative_config of {method}: 'model' is missing")
+            model = {key: values.pop(key) for key in DRAFT_MODEL_KEYS if key in values}
+            is_name = isinstance(model["model"], str)
+            expect("model", model["model"], is_name, "a draft model's name or path")
+            values["trunk"] = {"method": DRAFT_MODEL, **model}
+        if (path := values.pop(cls.state_key, None)) is not None:
+            # Not by pathlib, which takes away a / at the end.
+            values["state_file"] = os.path.expanduser(path) if isinstance(path, str) else path  # noqa: PTH111
+        options = cls(**cls._field_values(values, on_gpu=on_gpu))
         options.check()
+        is_used = "save_every" not in values or options.state_file is not None
+        expected = "none without a file for what is learnt"
+        expect("save_every", options.save_every, is_used, expected)
         return options
 
     @classmethod
     @abstractmethod
-    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        """The keys whose defaults a device decides."""
+    def keys(cls, method: str) -> tuple[str, ...]:
+        """What a user may give beside `method`, without vLLM's table."""
 
     @classmethod
-    def _own(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Keys of ours with their values, in the place of `other_keys`."""
-        return config
-
-    @classmethod
-    def _check_keys(cls, config: Mapping[str, Any]) -> None:
-        shared = {field.name for field in dataclasses.fields(MethodOptions)}
-        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name in shared)
-        accepted = [field.name for field in fields]
-        for key in config:
-            if key not in (*accepted, *cls.other_keys):
-                raise ValueError(
-                    f"speculative_config of {cls.method}: unknown key {shorten(key)}, expected any "
-                    f"of {['method', *accepted, *cls.other_keys]}"
-                )
+    @abstractmethod
+    def _field_values(cls, values: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        """The fields that these values mean, with the defaults of a device."""
 
     def check(self) -> None:
         """Raise ValueError for the first value that is not accepted."""
@@ -94,21 +118,15 @@ class MethodOptions(ABC):
         cost = self.row_cost
         is_cost = is_number(cost) and 0 <= cost < math.inf
         expect("row_cost", cost, cost is None or is_cost, "a number, at least 0")
-        key, file = self.state_key, getattr(self, self.state_key)
+        key, file = self.state_key, self.state_file
         expect(key, file, file is None or (isinstance(file, str) and file != ""), "a path")
         every = self.save_every
         is_time = is_number(every) and (every == 0 or MIN_SECONDS <= every <= MAX_SECONDS)
         expected = f"0, or a number of seconds from {MIN_SECONDS} to {MAX_SECONDS:,}"
-        expect("save_every", every, every is None or is_time, expected)
-        if self.state_file is not None:
-            check_place(
-                self.state_file,
-                kind=f"speculative_config: {key}",
-                may_be_folder=True,
-                may_be_read_only=every == 0,
-            )
-        is_used = every is None or file is not None
-        expect("save_every", every, is_used, "none without a file for what is learnt")
+        expect("save_every", every, is_time, expected)
+        if file is not None:
+            kind, may_be_read_only = f"speculative_config: {key}", every == 0
+            check_place(file, kind=kind, may_be_folder=True, may_be_read_only=may_be_read_only)
 
     def max_draft_tokens(self, tokens: int) -> int:
         """The most draft tokens of a step that may have so many tokens."""
@@ -118,16 +136,21 @@ class MethodOptions(ABC):
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
 
-    @property
-    def state_file(self) -> str | None:
-        """Where what is learnt lives between engines, if anywhere: a file, or a folder."""
-        path = getattr(self, self.state_key)
-        return None if path is None else os.path.expanduser(path)  # noqa: PTH111 - keeps a last /
+    @abstractmethod
+    def make_state(self, vllm_config: Any, device: torch.device | str) -> SavedState:
+        """What an engine will learn into, empty. On the device `meta` it takes no memory."""
 
     @property
-    def seconds_between_saves(self) -> float:
-        """As given or by default; 0 to save at shutdown and on request alone."""
-        return SAVE_EVERY if self.save_every is None else self.save_every
+    def source(self) -> str:
+        """What drafts, of `MATRIX` and the others."""
+        if self.trunk is None:
+            return MATRIX
+        return OWN_TRUNK if self.has_own_model else HOSTED_TRUNK
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether we run a draft model ourselves, which vLLM loads."""
+        return self.method == OUROBOROS
 
     @property
     def is_dynamic(self) -> bool:
@@ -149,19 +172,62 @@ class MethodOptions(ABC):
         """Whether its drafts may be other than chains, which vLLM computes as its own."""
         return TREES in self.kinds
 
+    def as_chains(self, longest: int, *, default: int) -> Self:
+        """The same in chains of at most so many nodes, or `default` where the user says nothing."""
+        return self
+
     @property
     def isolates(self) -> bool:
         """Whether nothing of a request is seen in the drafts of another but that it is there."""
-        return False
+        return self.scope == "isolated"
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether requests may meet what others wrote, so that it matters whose they are."""
+        return self.takes_texts and not self.isolates
+
+    @property
+    @abstractmethod
+    def ignores_salts(self) -> str:
+        """What all requests share, whatever their cache salts, in words; empty for nothing."""
 
     @property
     def num_nodes(self) -> int:
         """The most nodes that a draft has."""
         return self.load_tree().num_nodes
 
-    def host_config(self) -> dict[str, Any]:
-        """What the user says of the method of vLLM that ours takes the place of."""
-        return {}
+    @property
+    @abstractmethod
+    def trunk_length(self) -> int:
+        """The most tokens of a trunk, where there is one."""
+
+    @property
+    @abstractmethod
+    def max_depth(self) -> int:
+        """The most nodes of a path through a draft."""
+
+    @property
+    def head_length(self) -> int:
+        """Rows that a draft forward on a GPU reads before it drafts.
+
+        The root, the longest path through the last draft, and the token behind that.
+        """
+        return 1 + self.max_depth + 1
+
+    @abstractmethod
+    def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
+        """The most rows of a draft forward of our own, beside what it catches up with on a CPU.
+
+        Raises ValueError if one request has more than a tree may have.
+        """
+
+    def host_config(self, host: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of the method of vLLM that ours takes the place of.
+
+        That is the trunk's, or else `host`. For vLLM a draft has as many tokens as ours has nodes.
+        """
+        config = {k: v for k, v in (self.trunk or host).items() if v is not None}
+        return config | {LENGTH: self.num_nodes}
 
     @abstractmethod
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:

@@ -10,8 +10,8 @@ from typing import Any
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_recycle.core.state_file import is_int, shorten
-from vllm_recycle.integration.draft_limits import Schedule
 from vllm_recycle.integration.options.base import TABLE, expect
+from vllm_recycle.integration.options.limits import Schedule
 
 ANY = 1 << 62
 # vLLM's flags for some of the keys.

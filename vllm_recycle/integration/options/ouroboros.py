@@ -1,21 +1,29 @@
-"""The options of the method `ouroboros` as published, and what any with a draft model needs."""
+"""The options of Ouroboros as published, whose draft model drafts by phrases."""
 
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.ouroboros import make_pool
+from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
-from vllm_recycle.integration import draft_limits
-from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect
+from vllm_recycle.integration.options import limits
+from vllm_recycle.integration.options.base import (
+    DRAFT_MODEL_KEYS,
+    OUROBOROS,
+    PHRASES,
+    SHARED_KEYS,
+    MethodOptions,
+    expect,
+)
+from vllm_recycle.integration.options.limits import Schedule
 
-OUROBOROS = "ouroboros"
 PAPER = "paper"
 # The paper's sizes.
 SIZES = {"gamma": 12, "window": 20, "guesses": 20, "phrase_length": 7, "branches": 3}
@@ -25,44 +33,12 @@ POOL_SCOPES = ("shared", "request")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(MethodOptions):
-    """What a draft model needs.
-
-    Attributes:
-        model: the draft model; it and the four below are vLLM's keys.
-        gamma: tokens that the draft model drafts in a round.
-    """
-
-    method = OUROBOROS
-
-    model: str
-    draft_tensor_parallel_size: int | None = None
-    quantization: str | None = None
-    revision: str | None = None
-    code_revision: str | None = None
-    gamma: int
-
-    def check(self) -> None:
-        super().check()
-        expect("model", self.model, isinstance(self.model, str), "a draft model's name or path")
-
-    @property
-    @abstractmethod
-    def draft_rows(self) -> int:
-        """The most rows of a draft forward of a request, beside what it has to catch up with."""
-
-    def host_config(self) -> dict[str, Any]:
-        names = ("model", "draft_tensor_parallel_size", "quantization", "revision", "code_revision")
-        values = {name: getattr(self, name) for name in names}
-        return {key: value for key, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuroborosOptions(DraftModelOptions):
+class OuroborosOptions(MethodOptions):
     """The options of the method `ouroboros` as published, whose drafts are verified whole.
 
     Attributes:
         preset: `paper`.
+        gamma: tokens that the draft model drafts in a round.
         window: columns of the lookahead window, the paper's W.
         guesses: phrases tried in a draft forward, the paper's G. As many are kept for a token, or
             `branches` if that is more.
@@ -73,15 +49,16 @@ class OuroborosOptions(DraftModelOptions):
         harvest_branches: whether tried phrases are replaced by what the target said.
         scope: whether requests share a pool that lives on (`shared`), or have each their own
             (`request`).
-        pool_file: safetensors file of the shared pool; read at start-up where it exists, written
-            while serving and at shutdown, of each data-parallel rank its own. Or a folder of such
-            files, one of each replica.
+        state_file: with the shared pool.
     """
 
     state_key = "pool_file"
+    takes_texts, keeps_places = False, True
 
+    method: str = OUROBOROS
     preset: str = PAPER
     row_cost: float | None = 0.0
+    gamma: int
     window: int
     guesses: int
     phrase_length: int
@@ -90,18 +67,22 @@ class OuroborosOptions(DraftModelOptions):
     harvest_trunk: bool = True
     harvest_branches: bool = True
     scope: str = "shared"
-    pool_file: str | None = None
 
     @classmethod
-    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    def keys(cls, method: str) -> tuple[str, ...]:
+        names = ("max_forwards", "harvest_trunk", "harvest_branches", "scope", cls.state_key)
+        return (*DRAFT_MODEL_KEYS, "preset", *SIZES, *names, *SHARED_KEYS)
+
+    @classmethod
+    def _field_values(cls, values: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         # Neither gamma nor `max_forwards` is below the other, whichever is given.
-        forwards = config.get("max_forwards")
+        forwards = values.get("max_forwards")
         min_gamma: Any = forwards if is_int(forwards, 1, MAX_NODES) else 1
-        sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], min_gamma), "row_cost": 0.0}
-        gamma = config.get("gamma") or sizes["gamma"]
+        sizes: dict[str, Any] = SIZES | {"gamma": max(SIZES["gamma"], min_gamma)}
+        gamma = values.get("gamma") or sizes["gamma"]
         max_forwards = gamma if is_int(gamma, 1, MAX_NODES) else 1
         sizes["max_forwards"] = min(max_forwards, FORWARDS_ON_GPU) if on_gpu else max_forwards
-        return sizes
+        return sizes | values
 
     def check(self) -> None:
         super().check()
@@ -116,15 +97,33 @@ class OuroborosOptions(DraftModelOptions):
             value = getattr(self, name)
             expect(name, value, isinstance(value, bool), "true or false")
         expect("scope", self.scope, self.scope in POOL_SCOPES, f"one of {list(POOL_SCOPES)}")
-        if self.pool_file is not None and not self.shares_pool:
+        if self.state_file is not None and not self.shares_pool:
             raise ValueError(
                 "speculative_config: pool_file is given with scope 'request', expected scope "
                 "'shared': the pools of requests end with them"
             )
 
     @property
+    def source(self) -> str:
+        return PHRASES
+
+    @property
     def shares_pool(self) -> bool:
+        """Whether all requests have one pool, which lives on."""
         return self.scope == "shared"
+
+    @property
+    def ignores_salts(self) -> str:
+        shared = "all requests share one pool of phrases, unless the scope is 'request'"
+        return shared if self.shares_pool else ""
+
+    @property
+    def trunk_length(self) -> int:
+        return self.gamma
+
+    @property
+    def max_depth(self) -> int:
+        return self.gamma + self.shape().length
 
     def shape(self) -> DraftShape:
         """The sizes of a draft."""
@@ -134,14 +133,31 @@ class OuroborosOptions(DraftModelOptions):
     def load_tree(self) -> TreeTemplate:
         return self.shape().tree()
 
-    @property
-    def draft_rows(self) -> int:
-        return self.shape().lookahead().num_nodes + self.phrase_length
+    def make_state(self, vllm_config: Any, device: torch.device | str) -> PhrasePool:
+        return make_pool(
+            self.shape(),
+            vllm_config.model_config.get_vocab_size(),
+            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+            is_shared=self.shares_pool,
+            device=device,
+        )
+
+    def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
+        lookahead = self.shape().lookahead().num_nodes
+        if not on_gpu:
+            return lookahead + self.phrase_length
+        rows = self.head_length + lookahead
+        if rows > 1 + MAX_NODES:
+            raise ValueError(
+                f"speculative_config: a draft forward has {rows} rows of a request, expected at "
+                f"most {1 + MAX_NODES}: choose a smaller window or fewer guesses"
+            )
+        return rows * limits.largest_drafting_batch(table, max_num_reqs)
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        limit = draft_limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else draft_limits.MAX_DRAFT_ROWS
+        limit = limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else limits.MAX_DRAFT_ROWS
         rows = min(limit, max_num_batched_tokens or limit)
         # One request is drafted for even where its forwards have more rows.
-        batch = max(1, rows // draft_limits.draft_forward_rows(self.shape()))
-        max_rows = draft_limits.MAX_TREE_ROWS if on_gpu else draft_limits.UNLIMITED
-        return draft_limits.halving_schedule(self.num_nodes, max_rows, max_num_reqs=batch)
+        batch = max(1, rows // (self.head_length + self.shape().lookahead().num_nodes))
+        max_rows = limits.MAX_TREE_ROWS if on_gpu else limits.UNLIMITED
+        return limits.halving_schedule(self.num_nodes, max_rows, max_num_reqs=batch)

@@ -1,93 +1,103 @@
-"""The options of the method `token_recycling`."""
+"""The options of Token Recycling, with or without a trunk that its trees grow along."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from vllm_recycle.core.adjacency import check_contexts, check_scope
+import torch
+
+from vllm_recycle.core.adjacency import AdjacencyMatrix, check_contexts, check_scope, slots_in
 from vllm_recycle.core.curve import CHAINS, TREES
+from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.state_file import is_int
+from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.core.tree import CHAIN, MAX_CHAIN, MAX_NODES, TreeTemplate, load_tree
-from vllm_recycle.integration import draft_limits
-from vllm_recycle.integration.draft_limits import Schedule
-from vllm_recycle.integration.options.base import MethodOptions, expect
+from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.integration.options import limits
+from vllm_recycle.integration.options.base import (
+    DRAFT_MODEL_KEYS,
+    LENGTH,
+    OUROBOROS,
+    SHARED_KEYS,
+    MethodOptions,
+    expect,
+)
+from vllm_recycle.integration.options.limits import Schedule
+from vllm_recycle.integration.options.trunk import check_trunk, length_of
 
 TOKEN_RECYCLING = "token_recycling"
 DYNAMIC = "dynamic"
 # With their roots 81 rows; on a GPU 64, and 32, 16, ... where there are fewer nodes: whole tiles of
 # its matrix products.
 DYNAMIC_MAX_NODES, DYNAMIC_MAX_NODES_ON_GPU = 80, 63
-# What a preset says where the user does not: the paper's matrix and tree, verified whole.
+# What a preset says where the user does not: the paper's matrix and tree, verified whole. Nor does
+# the text of a prompt enter the matrix.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "tree": "paper-80",
         "contexts": [1],
         "context_mib": 1,  # nothing is found by a hash
         "scope": "shared",
-        "seed_from_prompt": False,
         "row_cost": 0.0,
     }
 }
+GAMMA, MAX_GAMMA = 4, 16  # tokens that a draft model of our own drafts
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecyclingOptions(MethodOptions):
-    """The options of the method `token_recycling`.
+    """The options of `token_recycling`, and of `ouroboros` along the trunk of its draft model.
 
     Attributes:
         preset: a name of `PRESETS`, whose values stand for the keys that are not given.
         k: successors kept for each context.
         tree: `dynamic` for trees that are grown best first; or a template that is filled, by the
             name of a shipped one or the path of its file.
-        max_nodes: the most nodes of a tree that is grown; of a template, keep only this prefix.
+        max_nodes: the most nodes of a tree that is grown; of a template, keep only this prefix;
+            None where the user says nothing.
+        default_nodes: those of a tree that is grown, where the user says nothing.
         contexts: lengths of the contexts that entries are kept for, ascending from 1.
         context_mib: MiB of the entries of longer contexts.
         scope: who reads and writes what, see `AdjacencyMatrix`.
-        matrix_file: safetensors file of what requests share; read at start-up where it exists,
-            written while serving and at shutdown, of each data-parallel rank its own. Or a folder
-            of such files, one of each replica.
-        seed_from_prompt: whether the text of the prompt enters the matrix.
+        state_file: with what requests share.
     """
 
-    method = TOKEN_RECYCLING
     state_key = "matrix_file"
-    other_keys: ClassVar[tuple[str, ...]] = (
-        "num_speculative_tokens",
-        "trunk",
-    )  # see `HostedTrunkOptions`
+    takes_texts, keeps_places = True, False
 
+    method: str = TOKEN_RECYCLING
     preset: str | None = None
     k: int = 8
     tree: str = DYNAMIC
     max_nodes: int | None = None
-    contexts: tuple[int, ...] = (1, 2, 4, 16)
+    default_nodes: int = DYNAMIC_MAX_NODES
+    contexts: Sequence[int] = (1, 2, 4, 16)
     context_mib: int = 64
     scope: str = "sequence"
-    matrix_file: str | None = None
-    seed_from_prompt: bool = True
 
     @classmethod
-    def _own(cls, config: dict[str, Any]) -> dict[str, Any]:
-        names = ("max_nodes", "num_speculative_tokens")
-        limits = {key: config[key] for key in names if key in config}
-        for key, limit in limits.items():
+    def keys(cls, method: str) -> tuple[str, ...]:
+        names = ("preset", "k", "tree", "max_nodes", "contexts", "context_mib", "scope")
+        source = (*DRAFT_MODEL_KEYS, "gamma") if method == OUROBOROS else ("trunk",)
+        return (*names, cls.state_key, *SHARED_KEYS, LENGTH, *source)
+
+    @classmethod
+    def _field_values(cls, values: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+        maxima = {key: values.pop(key) for key in ("max_nodes", LENGTH) if key in values}
+        for key, limit in maxima.items():
             expect(key, limit, is_int(limit, 1, MAX_NODES), f"an integer 1 to {MAX_NODES}")
-        own = {key: value for key, value in config.items() if key not in limits}
-        return own | ({"max_nodes": min(limits.values())} if limits else {})
-
-    @classmethod
-    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        # A list of contexts, as any that travels in JSON.
-        defaults = {"tree": DYNAMIC, "contexts": [1, 2, 4, 16], "context_mib": 64}
-        if (preset := config.get("preset")) is not None:
+        if (preset := values.get("preset")) is not None:
             is_preset = isinstance(preset, str) and preset in PRESETS
             expect("preset", preset, is_preset, f"one of {list(PRESETS)}")
-            defaults |= PRESETS[preset]
-        if config.get("tree", defaults["tree"]) == DYNAMIC:
-            defaults["max_nodes"] = DYNAMIC_MAX_NODES_ON_GPU if on_gpu else DYNAMIC_MAX_NODES
-        return defaults
+            values = PRESETS[preset] | values
+        if values["method"] == OUROBOROS:
+            gamma = values.pop("gamma", GAMMA)
+            expect("gamma", gamma, is_int(gamma, 1, MAX_GAMMA), f"an integer 1 to {MAX_GAMMA}")
+            values["trunk"][LENGTH] = gamma
+        nodes = DYNAMIC_MAX_NODES_ON_GPU if on_gpu else DYNAMIC_MAX_NODES
+        return values | {"max_nodes": min(maxima.values(), default=None), "default_nodes": nodes}
 
     def check(self) -> None:
         super().check()
@@ -101,13 +111,32 @@ class TokenRecyclingOptions(MethodOptions):
             raise ValueError(f"speculative_config: {error}") from None
         is_size = is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
-        seeds = self.seed_from_prompt
-        expect("seed_from_prompt", seeds, isinstance(seeds, bool), "true or false")
-        if self.matrix_file is not None and self.isolates:
+        if self.state_file is not None and self.isolates:
             raise ValueError(
                 "speculative_config: matrix_file is given with scope 'isolated', expected another "
                 "scope: no request reads what is shared"
             )
+        if self.trunk is not None:
+            self._check_trunk()
+
+    def _check_trunk(self) -> None:
+        trunk, choices = self.trunk, "of a draft model"
+        if not self.has_own_model:
+            check_trunk(trunk)
+            choices = "at a place of it"
+        assert trunk is not None
+        expect("tree", self.tree, self.tree == DYNAMIC, f"{DYNAMIC!r} with a trunk")
+        if trunk["method"] == "suffix" and self.isolates:
+            raise ValueError(
+                "speculative_config: method of trunk is 'suffix' with scope 'isolated', expected "
+                "another of them: it drafts from what other requests said"
+            )
+        expect("k", self.k, self.k >= CHOICES, f"at least the {CHOICES} choices {choices}")
+
+    @property
+    def seeds_from_prompts(self) -> bool:
+        """Whether the text of a prompt enters the matrix."""
+        return self.preset is None
 
     @property
     def is_dynamic(self) -> bool:
@@ -121,19 +150,29 @@ class TokenRecyclingOptions(MethodOptions):
         return (TREES, CHAINS) if self.is_dynamic and self.row_cost is None else (TREES,)
 
     @property
-    def isolates(self) -> bool:
-        return self.scope == "isolated"
+    def ignores_salts(self) -> str:
+        is_suffix = self.trunk is not None and self.trunk["method"] == "suffix"
+        return "a trunk by suffix drafts from the outputs of all requests" if is_suffix else ""
 
     @property
     def num_nodes(self) -> int:
-        if self.is_dynamic:
-            assert self.max_nodes is not None
-            return self.max_nodes
-        return super().num_nodes
+        return self.max_nodes or self.default_nodes if self.is_dynamic else super().num_nodes
 
-    def as_chains(self, longest: int) -> Self:
-        """The same in chains of at most so many nodes, where trees do not go."""
-        return replace(self, tree=CHAIN, max_nodes=max(1, min(self.num_nodes, longest, MAX_CHAIN)))
+    @property
+    def trunk_length(self) -> int:
+        return 0 if self.trunk is None else min(length_of(self.trunk), self.num_nodes)
+
+    @property
+    def max_depth(self) -> int:
+        return min(LEVELS, self.num_nodes) if self.is_dynamic else self.load_tree().depth
+
+    def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
+        # On a GPU of one request; more are drafted for as there is room.
+        return self.head_length if on_gpu else 2 * self.trunk_length
+
+    def as_chains(self, longest: int, *, default: int) -> Self:
+        nodes = min(self.max_nodes or default, longest, MAX_CHAIN)
+        return replace(self, tree=CHAIN, max_nodes=max(1, nodes))
 
     def load_tree(self) -> TreeTemplate:
         """The template; raises ValueError if there is no such tree, or it does not fit k."""
@@ -148,11 +187,23 @@ class TokenRecyclingOptions(MethodOptions):
         tree.check_ranks(self.k)
         return tree
 
+    def make_state(self, vllm_config: Any, device: torch.device | str) -> TokenRecyclingState:
+        matrix = AdjacencyMatrix(
+            vllm_config.model_config.get_vocab_size(),
+            self.k,
+            contexts=self.contexts,
+            slots=slots_in(self.context_mib, self.k),
+            scope=self.scope,  # type: ignore[arg-type]
+            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+            device=device,
+        )
+        return TokenRecyclingState(matrix)
+
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
         num_nodes = self.num_nodes
         if on_gpu:
-            return draft_limits.halving_schedule(num_nodes, draft_limits.MAX_TREE_ROWS)
+            return limits.halving_schedule(num_nodes, limits.MAX_TREE_ROWS)
         # One size for every batch, cut by our scheduler. Said explicitly, since vLLM otherwise
         # pads a request that just came in to a full draft of -1, and keeps it waiting where that
         # does not fit.
-        return [(1, draft_limits.UNLIMITED, num_nodes)]
+        return [(1, limits.UNLIMITED, num_nodes)]

@@ -1,46 +1,87 @@
-"""The options of the method `ouroboros`, whose trees grow along the trunk of a draft model."""
+"""The key `trunk` of `token_recycling`: which of vLLM's own methods draft one, and their keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from vllm_recycle.core.grow import LEVELS
-from vllm_recycle.core.state_file import is_int
-from vllm_recycle.core.trunk import CHOICES
-from vllm_recycle.integration.options.base import expect
-from vllm_recycle.integration.options.ouroboros import DraftModelOptions
-from vllm_recycle.integration.options.token_recycling import DYNAMIC, TokenRecyclingOptions
+from vllm_recycle.core.state_file import is_int, shorten
+from vllm_recycle.core.tree import MAX_CHAIN
+from vllm_recycle.integration.options.base import (
+    DRAFT_MODEL,
+    DRAFT_MODEL_KEYS,
+    LENGTH,
+    MODEL_KEYS,
+    expect,
+)
 
-MAX_GAMMA = 16
+# Tokens of a trunk where the user says nothing: a method that costs nothing may draft longer ones.
+DEFAULT_LENGTH, DEFAULT_LENGTHS = 4, {"ngram": 5, "ngram_gpu": 5, "suffix": 16}
+# Keys of vLLM's about a model that drafts, and the blocks of its prompts.
+LOADING_KEYS = (*DRAFT_MODEL_KEYS, "moe_backend", "draft_load_config")
+HEAD_KEYS = (*LOADING_KEYS, "disable_eagle_block_drop", "disable_lookahead_block_hashes")
+LOOKUP_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
+SUFFIX_KEYS = (
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
+# The methods of vLLM that draft a chain place by place, and their keys. vLLM's other keys would do
+# nothing here, or break a step: trees replace how it verifies, samples and counts drafts.
+KEYS = {
+    "eagle": HEAD_KEYS,
+    "eagle3": HEAD_KEYS,
+    "mtp": HEAD_KEYS,
+    "medusa": MODEL_KEYS,
+    DRAFT_MODEL: (*LOADING_KEYS, "use_heterogeneous_vocab"),
+    "ngram": LOOKUP_KEYS,
+    "ngram_gpu": LOOKUP_KEYS,
+    "suffix": SUFFIX_KEYS,
+}
+# Keys of every trunk that have one value, which is vLLM's default.
+FIXED = {
+    "draft_sample_method": "greedy",
+    "rejection_sample_method": "standard",
+    "parallel_drafting": False,
+    "disable_padded_drafter_batch": False,
+    "use_local_argmax_reduction": False,
+    "enable_adaptive_verification": False,
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrunkOptions(DraftModelOptions, TokenRecyclingOptions):
-    """Those of Token Recycling, whose trees grow along the trunk of a draft model."""
-
-    state_key = "matrix_file"
-    other_keys = ("num_speculative_tokens",)
-
-    gamma: int = 4
-
-    @classmethod
-    def _defaults(cls, config: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-        return super()._defaults(config, on_gpu=on_gpu) | {"gamma": cls.gamma}
-
-    def check(self) -> None:
-        super().check()
-        is_size = is_int(self.gamma, 1, MAX_GAMMA)
-        expect("gamma", self.gamma, is_size, f"an integer 1 to {MAX_GAMMA}")
-        expect("tree", self.tree, self.tree == DYNAMIC, f"{DYNAMIC!r}")
-        expect("k", self.k, self.k >= CHOICES, f"at least the {CHOICES} choices of a draft model")
-
-    @property
-    def draft_rows(self) -> int:
-        return 2 * self.gamma
+def length_of(trunk: Mapping[str, Any]) -> Any:
+    """The most tokens of a trunk, as the user says or by its method."""
+    length = trunk.get(LENGTH)
+    return DEFAULT_LENGTHS.get(trunk["method"], DEFAULT_LENGTH) if length is None else length
 
 
-def head_length(options: TrunkOptions) -> int:
-    """Rows of a draft forward on a GPU: the root, the longest path, and the token behind that."""
-    return 1 + min(LEVELS, options.num_nodes) + 1
+def check_trunk(trunk: Any) -> None:
+    """Raise ValueError for a method that drafts no chain, keys that it does not take, and values.
+
+    vLLM checks the values of its other keys.
+    """
+    from vllm.config.speculative import MTPModelTypes, SpeculativeMethod  # takes a second
+
+    is_config = isinstance(trunk, Mapping) and isinstance(trunk.get("method"), str)
+    expect("trunk", trunk, is_config, 'an object with "method", one of vLLM\'s methods')
+    method, length = trunk["method"], length_of(trunk)
+    methods = [name for name in KEYS if name in get_args(SpeculativeMethod)]
+    is_mtp = method in get_args(MTPModelTypes)  # older names of `mtp`
+    expect("method of trunk", method, method in methods or is_mtp, f"one of {methods}")
+    keys = KEYS["mtp" if is_mtp else method]
+    accepted = ["method", LENGTH, *keys, *FIXED]
+    for key in trunk:
+        if key not in accepted:
+            raise ValueError(
+                f"speculative_config: key {shorten(key)} of trunk, expected any of {accepted}"
+            )
+    if "model" in keys and not is_mtp:
+        model = trunk.get("model")
+        is_name = isinstance(model, str) and model != ""
+        expect("model of trunk", model, is_name, "a path or a name on the hub")
+    is_length = is_int(length, 1, MAX_CHAIN)
+    expect(f"{LENGTH} of trunk", length, is_length, f"an integer 1 to {MAX_CHAIN}")
+    for key, fixed_value in FIXED.items():
+        is_fixed = trunk.get(key) in (None, fixed_value)
+        expect(f"{key} of trunk", trunk.get(key), is_fixed, f"none or {fixed_value!r}")

@@ -13,8 +13,8 @@ from vllm_recycle.core.ouroboros import OuroborosProposer
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.speculator import OuroborosSpeculator
-from vllm_recycle.integration.draft_limits import largest_drafting_batch
 from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.options.limits import largest_drafting_batch
 from vllm_recycle.integration.ouroboros import describe, make_proposer
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 

@@ -11,7 +11,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
 from vllm_recycle.integration.cuda.ouroboros.rounds import Round
-from vllm_recycle.integration.draft_limits import head_length
 
 if TYPE_CHECKING:
     from vllm_recycle.integration.cuda.ouroboros.drafter import OuroborosV2Drafter
@@ -36,7 +35,7 @@ class OuroborosSpeculator(RoundSpeculator):
         super().__init__(
             drafter,
             may_speculate,
-            head_length=head_length(shape),
+            head_length=drafter.options.head_length,
             max_drafting=max_drafting,
             lookahead=shape.lookahead(),
         )

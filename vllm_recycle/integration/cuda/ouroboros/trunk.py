@@ -22,9 +22,8 @@ from vllm_recycle.integration.cuda.drafter import V2Speculator
 from vllm_recycle.integration.cuda.ouroboros.round_speculator import RoundSpeculator
 from vllm_recycle.integration.cuda.ouroboros.rounds import LARGEST_BATCH, Round
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
-from vllm_recycle.integration.draft_limits import MAX_DRAFT_ROWS_ON_GPU
 from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.options.trunk import TrunkOptions, head_length
+from vllm_recycle.integration.options.limits import MAX_DRAFT_ROWS_ON_GPU
 from vllm_recycle.integration.ouroboros import describe_draft_model
 from vllm_recycle.integration.step_note import note_of
 
@@ -34,8 +33,7 @@ class TrunkV2Drafter(AlongTrunks):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         options = settings_of(vllm_config).options
-        assert isinstance(options, TrunkOptions)
-        super().__init__(vllm_config, device, req_states, length=options.gamma)
+        super().__init__(vllm_config, device, req_states, length=options.trunk_length)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
         return TrunkSpeculator(self, may_speculate)
@@ -84,9 +82,7 @@ class TrunkSpeculator(RoundSpeculator, TokenRecyclingSpeculator):
     is_settled = True
 
     def __init__(self, drafter: TrunkV2Drafter, may_speculate: np.ndarray) -> None:
-        scheduler, options = drafter.vllm_config.scheduler_config, drafter.options
-        assert isinstance(options, TrunkOptions)
-        length = head_length(options)
+        scheduler, length = drafter.vllm_config.scheduler_config, drafter.options.head_length
         rows = min(MAX_DRAFT_ROWS_ON_GPU, scheduler.max_num_batched_tokens)
         max_drafting = min(scheduler.max_num_seqs, rows // length, LARGEST_BATCH)
         RoundSpeculator.__init__(

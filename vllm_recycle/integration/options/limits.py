@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_recycle.core.draft_shape import DraftShape
-
 Schedule = Sequence[tuple[int, int, int]]
 # More requests, or rows, than any step has.
 UNLIMITED = 1 << 20
@@ -70,19 +68,6 @@ def sizes_of_batches(num_nodes: int, max_rows: int, max_num_reqs: int) -> list[l
 def _halved(num_nodes: int) -> list[int]:
     """The sizes that a tree may have, the largest first."""
     return [num_nodes >> shift for shift in range(num_nodes.bit_length())]
-
-
-def head_length(shape: DraftShape) -> int:
-    """Tokens that a draft forward may have to take in before it looks ahead.
-
-    The root of the tree that was verified, its longest path, and the token behind that.
-    """
-    return 1 + shape.gamma + shape.length + 1
-
-
-def draft_forward_rows(shape: DraftShape) -> int:
-    """Rows of a request in a draft forward, at most."""
-    return head_length(shape) + shape.lookahead().num_nodes
 
 
 def largest_drafting_batch(schedule: Schedule, max_num_reqs: int) -> int:
