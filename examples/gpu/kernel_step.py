@@ -79,13 +79,7 @@ class StepInputs:
         self.counts = DeviceCounts.of(AcceptanceTable(self.matrix.layout, device=DEVICE))
         for req_state_idx in self.idx_mapping.tolist():
             self.matrix.begin(req_state_idx)
-        seed(
-            self.matrix,
-            self.stamps,
-            token_ids[self.idx_mapping].flatten(),
-            req_state_indices=self.idx_mapping.tolist(),
-            lengths=[case.text] * batch,
-        )
+            seed(self.matrix, self.stamps, req_state_idx, token_ids[req_state_idx])
         nodes = rows - 1
         depth = min(LEVELS, nodes)
         self.trees = DeviceTrees.empty(nodes, case.max_num_reqs, depth=depth, device=DEVICE)

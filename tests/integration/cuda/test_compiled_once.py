@@ -50,7 +50,7 @@ FEW, UNSEEDED = GROWN | {"max_nodes": 7}, {"seed_from_prompt": False, "scope": "
 # all shapes.
 ENGINES = {
     "grown": (GROWN | {"max_nodes": NODES}, "_grow_kernel", {}),
-    "grown, without seeding": (FEW | UNSEEDED, "_mark_prompt_kernel", {}),
+    "grown, without seeding": (FEW | UNSEEDED, "_seed_kernel", {}),
     "ouroboros": (OUROBOROS, "_begin_round_kernel", LLM_ARGUMENTS),
     # The head's own kernels are vLLM's; its trunk is chosen and moved by ours.
     "eagle": (FEW, "_move_rows_kernel", LLM_ARGUMENTS | {"model": TARGET}),

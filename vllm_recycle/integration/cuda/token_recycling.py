@@ -130,17 +130,13 @@ class TokenRecyclingV2Drafter(V2Drafter):
             matrix.begin(*request)
         self.is_blind[req_state_indices] = [text[-1] == NO_TOKEN for text in texts]
         if self.seeds:
-            pairs = [*zip(req_state_indices, texts, strict=True)]
-            lengths = {index: len(text) for index, text in pairs if NO_TOKEN not in text}
-            if lengths:
-                # From the host at once: kernels look at each token again and again.
-                rows = [self.texts.token_ids[index, :length] for index, length in lengths.items()]
-                token_ids, indices, counts = torch.cat(rows), [*lengths], [*lengths.values()]
-                seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=counts)
-            # What vLLM has in the place of no token is some token.
-            for index, text in pairs:
-                if index not in lengths:
+            for index, text in zip(req_state_indices, texts, strict=True):
+                if NO_TOKEN in text:  # in whose place vLLM has some token
                     self.take_in(text, index)
+                else:
+                    # A copy, since the kernel reads each token again and again.
+                    token_ids = self.texts.token_ids[index, : len(text)].clone()
+                    seed(matrix, self.stamps, index, token_ids)
 
     def weights_changed(self) -> None:
         super().weights_changed()
@@ -157,7 +153,7 @@ class TokenRecyclingV2Drafter(V2Drafter):
         if not token_ids:
             return
         text = async_tensor_h2d([*token_ids], device=matrix.table.device, dtype=torch.int32)
-        seed(matrix, self.stamps, text, req_state_indices=[req_state_idx], lengths=[len(text)])
+        seed(matrix, self.stamps, req_state_idx, text)
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)
