@@ -14,7 +14,7 @@ from vllm_recycle.core.acceptance import ANY_STEADINESS, MOST_SEEN
 from vllm_recycle.core.adjacency import NUM_COUNTED, AdjacencyMatrix, Ends
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 
-SLICE = 64  # positions of a text that are learnt at once
+SLICE = 32  # positions of a text that are learnt at once
 
 
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

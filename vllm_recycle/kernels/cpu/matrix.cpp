@@ -18,7 +18,7 @@ constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
 constexpr int64_t NUM_CLASSES = 4, NUM_COUNTED = 2;  // of requests, see adjacency.py
 constexpr int64_t PRIVATE_SALT = 1 << 30;
 constexpr int64_t MAX_REACH = 16;
-constexpr int64_t SLICE = 64;  // of a text, see learn.py
+constexpr int64_t SLICE = 32;  // of a text, see learn.py
 constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
 constexpr int64_t NO_PLACE = -1, ALL_RANKS = INT64_MAX;
 constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;

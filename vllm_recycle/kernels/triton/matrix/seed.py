@@ -68,95 +68,99 @@ def _seed_kernel(
     LANES: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> None:
-    """One program for all."""
+    """One program, with a lane per length of context and position of a slice.
+
+    In `others`, int32 [k, LANES], it leaves what comes behind the followers.
+    """
+    K: tl.constexpr = LAYOUT.K
     salt = tl.load(salts + req_state_idx)
+    lane = tl.arange(0, LANES)
+    index = lane // _SLICE
+    number = 1 + lane % _SLICE * len(LAYOUT.CONTEXTS) + index
     first = 0
     while first < length - 1:
-        _seed_slice(others, table, stamps, salt, text, first, length, LANES, LAYOUT)
+        position = first + lane % _SLICE
+        follower = tl.load(text + position + 1, mask=position + 1 < length, other=-1)
+        address, head, old_head, known_address = _find_entries(
+            table, salt, text, position, index, follower, LAYOUT
+        )
+        tl.atomic_max(stamps + address, number, mask=address >= 0, sem="relaxed")
+        top_token = tl.load(table + address * (2 + K) + 1, mask=old_head >= 0, other=-1)
+        is_steady = (old_head >= 0) & (top_token == follower)
+        head |= tl.where(is_steady, tl.minimum(_MAX_STEADINESS, (old_head & 3) + 1), 0)
+        is_passed = tl.zeros([LANES], tl.int32)
+        for rank in range(1, K):
+            known = table + known_address * (2 + K) + rank
+            is_same = tl.load(known, mask=known_address >= 0, other=-1) == follower
+            is_passed |= is_same.to(tl.int32)
+            token = tl.load(known + is_passed, mask=known_address >= 0, other=-1)
+            tl.store(others + rank * LANES + lane, token)
+        # All have read before one writes.
+        tl.debug_barrier()
+        is_last = tl.load(stamps + address, mask=address >= 0, other=0) == number
+        tl.debug_barrier()
+        tl.store(stamps + address, 0, mask=is_last)
+        entry = table + address * (2 + K)
+        tl.store(entry, head, mask=is_last)
+        tl.store(entry + 1, follower, mask=is_last)
+        for rank in range(1, K):
+            tl.store(entry + 1 + rank, tl.load(others + rank * LANES + lane), mask=is_last)
+        tl.store(entry + 1 + K, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=is_last)
         tl.debug_barrier()
         first += _SLICE
 
 
 @triton.jit
-def _seed_slice(
-    others: tl.tensor,
+def _find_entries(
     table: tl.tensor,
-    stamps: tl.tensor,
     salt: tl.tensor,
     text: tl.tensor,
-    first: tl.tensor,
-    length: tl.tensor,
-    LANES: tl.constexpr,
+    position: tl.tensor,
+    index_of_lane: tl.tensor,
+    follower: tl.tensor,
     LAYOUT: tl.constexpr,
-) -> None:
-    """Write the entries of the contexts that end at the positions from `first` on.
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The entries of contexts that end at positions of a text, one a lane.
 
     Args:
-        others: int32 [k, LANES], to work in: what comes behind the follower.
         table: int32 [addresses, 2 + k].
-        stamps: int32 [addresses], zero before and after.
         salt: of the sequence.
         text: pointer to its first token.
-        first: position; those of a slice that are before the last of `length` are taken.
+        position: int32 [lanes].
+        index_of_lane: of the length of the context, among `CONTEXTS`.
+        follower: int32 [lanes], the next token.
+
+    Returns:
+        Of the entry that is to be written the address, int64 [lanes], -1 for none, and the head
+        without steadiness; the head that it has, -1 where it is of another context; and the address
+        of what is known, -1 for none: of the context, or else of its last token.
 
     """
-    K: tl.constexpr = LAYOUT.K
-    lane = tl.arange(0, LANES)
-    position = first + lane % _SLICE
-    index_of_lane = lane // _SLICE  # of the length of the context
-    is_position = position + 1 < length
-    follower = tl.load(text + position + 1, mask=is_position, other=-1)
-    newest_token = tl.load(text + position, mask=is_position, other=-1).to(tl.int64)
     has_context = (follower >= 0) & (follower < LAYOUT.VOCAB)
-    hashed = tl.zeros([LANES], tl.uint64)
-    known_address = tl.full([LANES], -1, tl.int64)  # where the others are read
-    address = known_address  # that is written
-    head = tl.zeros([LANES], tl.int32)
+    newest_token = tl.load(text + position, mask=has_context, other=-1).to(tl.int64)
+    hashed = tl.zeros(position.shape, tl.uint64)
+    known_address = tl.full(position.shape, -1, tl.int64)
+    address = known_address
+    head = tl.zeros(position.shape, tl.int32)
     old_head = head - 1
     for index in tl.static_range(len(LAYOUT.CONTEXTS)):
         for place in tl.static_range(
             first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
-            is_there = is_position & (place <= position)
+            is_there = (follower >= 0) & (place <= position)
             token = tl.load(text + position - place, mask=is_there, other=-1)
             has_context = has_context & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                found_address, found_head = address_of(
-                    hashed, newest_token, salt, index, own, LAYOUT
-                )
-                is_asked = has_context & ((index_of_lane == index) | (index == 0))
-                is_asked = is_asked if own else shares(salt, is_asked)
-                is_found, there = is_written(
-                    table, found_address, found_head, salt * own, is_asked, K
-                )
-                known_address = tl.where(is_found, found_address, known_address)
-                if own == LAYOUT.HAS_OWN:
-                    is_asked = is_asked & (index_of_lane == index)
-                    address = tl.where(is_asked, found_address, address)
-                    head = tl.where(is_asked, found_head, head)
-                    old_head = tl.where(is_asked & is_found, there, old_head)
-    number = 1 + lane % _SLICE * len(LAYOUT.CONTEXTS) + index_of_lane
-    tl.atomic_max(stamps + address, number, mask=address >= 0, sem="relaxed")
-    top_token = tl.load(table + address * (2 + K) + 1, mask=old_head >= 0, other=-1)
-    is_steady = (old_head >= 0) & (top_token == follower)
-    head |= tl.where(is_steady, tl.minimum(_MAX_STEADINESS, (old_head & 3) + 1), 0)
-    is_passed = tl.zeros([LANES], tl.int32)
-    for rank in range(1, K):
-        known = table + known_address * (2 + K) + rank
-        is_same = tl.load(known, mask=known_address >= 0, other=-1) == follower
-        is_passed |= is_same.to(tl.int32)
-        token = tl.load(known + is_passed, mask=known_address >= 0, other=-1)
-        tl.store(others + rank * LANES + lane, token)
-    # All have read before one writes.
-    tl.debug_barrier()
-    is_last = tl.load(stamps + address, mask=address >= 0, other=0) == number
-    tl.debug_barrier()
-    tl.store(stamps + address, 0, mask=is_last)
-    entry = table + address * (2 + K)
-    tl.store(entry, head, mask=is_last)
-    tl.store(entry + 1, follower, mask=is_last)
-    tl.store(entry + 1 + K, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=is_last)
-    for rank in range(1, K):
-        tl.store(entry + 1 + rank, tl.load(others + rank * LANES + lane), mask=is_last)
+                place_of, head_of = address_of(hashed, newest_token, salt, index, own, LAYOUT)
+                mask = has_context & ((index_of_lane == index) | (index == 0))
+                mask = mask if own else shares(salt, mask)
+                is_found, there = is_written(table, place_of, head_of, salt * own, mask, LAYOUT.K)
+                known_address = tl.where(is_found, place_of, known_address)
+                # The last one of a length is the one that is written.
+                mask = mask & (index_of_lane == index)
+                address = tl.where(mask, place_of, address)
+                head = tl.where(mask, head_of, head)
+                old_head = tl.where(mask, tl.where(is_found, there, -1), old_head)
+    return address, head, old_head, known_address
