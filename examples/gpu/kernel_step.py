@@ -79,13 +79,9 @@ class StepInputs:
         self.counts = DeviceCounts.of(AcceptanceTable(self.matrix.layout, device=DEVICE))
         for req_state_idx in self.idx_mapping.tolist():
             self.matrix.begin(req_state_idx)
-        seed(
-            self.matrix,
-            self.stamps,
-            token_ids[self.idx_mapping].flatten(),
-            req_state_indices=self.idx_mapping.tolist(),
-            lengths=[case.text] * batch,
-        )
+            text = token_ids[req_state_idx]
+            self.seed = partial(seed, self.matrix, self.stamps, req_state_idx, text)
+            self.seed()
         nodes = rows - 1
         depth = min(LEVELS, nodes)
         self.trees = DeviceTrees.empty(nodes, case.max_num_reqs, depth=depth, device=DEVICE)
@@ -262,6 +258,7 @@ def measure_step(case: StepCase, peaks: Peaks) -> dict[str, Any]:
     calls: dict[str, Call] = {name: getattr(inputs, name) for name in names}
     calls["together"] = partial(in_turn, *calls.values())
     calls |= {f"grow-{warps}": partial(inputs.grow, warps) for warps in MORE_WARPS}
+    calls["seed"] = inputs.seed  # of one prompt, in no step
     return {
         **asdict(case),
         "nodes": int((inputs.grown >= 0).sum()),

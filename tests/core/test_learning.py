@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.core.recycling_steps import VOCAB, K, ends_of, seen, started, write
 from tests.core.strategies import THOROUGH
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, SCOPES
-from vllm_recycle.core.learn import VerifiedStep, learn, seed
+from vllm_recycle.core.learn import SLICE, VerifiedStep, learn, seed
 from vllm_recycle.core.verification import WalkResult
 
 CONTEXTS = (1, 2, 4)
@@ -109,12 +109,15 @@ def test_a_seeded_entry_has_what_followed_last_and_then_others_once(scope, text,
             assert successors[0] == text[end]
 
 
-def test_what_was_known_stays_behind_the_follower():
+def test_what_was_known_before_the_slice_stays_behind_the_follower():
     matrix = started()
     write(matrix, 1, [1], [5, 2, 6])  # for all
     seed(matrix, 0, torch.tensor([0, 1, 2, 0, 1, 3]))
-    # First [2, 5, 6], from the shared entry; then its own one is what was known.
-    assert seen(matrix, 0, [1]) == [3, 2, 5]
-    assert seen(matrix, 0, [1, 0]) == [3, 2, 5]
+    # Of what followed within a slice the last one stays, before what was known for all.
+    assert seen(matrix, 0, [1]) == [3, 5, 2]
+    assert seen(matrix, 0, [1, 0]) == [3, 5, 2]
     assert seen(matrix, 0, [0, 2]) == [1, -1, -1]
     assert seen(matrix, 1, [1]) == [5, 2, 6]
+    # In another slice its own entry is what was known.
+    seed(matrix, 0, torch.tensor([2] * SLICE + [0, 1, 4]))
+    assert seen(matrix, 0, [1]) == [4, 3, 5]

@@ -19,7 +19,8 @@ from tests.integration.engines import EXAMPLES
 HARNESS = EXAMPLES / "gpu"
 LAUNCHES = EXAMPLES.parent / "tests/integration/cuda/v2_launches.json"
 PARTS = ("operators", "twins", "engine", "step_time", "peers", "kernels", "engines")
-KERNELS = {"place", "top_k", "walk", "compact", "learn", "grow", "together", "grow-2", "grow-4"}
+KERNELS = {"place", "top_k", "walk", "compact", "learn", "grow", "together", "seed"}
+KERNELS |= {"grow-2", "grow-4"}
 
 
 def load(name, monkeypatch):

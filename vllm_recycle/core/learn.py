@@ -1,6 +1,7 @@
 """What a step teaches the adjacency matrix, and what a prompt does.
 
-A step is learnt at once, as a device does it: whatever is read is as it was before the step.
+A step is learnt at once, as a device does it: whatever is read is as it was before the step. So is
+each slice of a prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from vllm_recycle.core.acceptance import ANY_STEADINESS, MOST_SEEN
 from vllm_recycle.core.adjacency import NUM_COUNTED, AdjacencyMatrix, Ends
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
+
+SLICE = 32  # positions of a text that are learnt at once
 
 
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +87,8 @@ def learn(
             best = step.successors[first_row + row].tolist()
             for _, own, address, head in layout.each_address(contexts[row], salt):
                 writes[address] = (head, salt if own else 0, best)
-    for address, (head, salt, best) in writes.items():
-        matrix.write_entry(address, head, salt, best)
+    for address, entry in writes.items():
+        matrix.write_entry(address, *entry)
     if counts is not None and increments is not None:
         counts[..., :ANY_STEADINESS, :] += increments
         counts[..., ANY_STEADINESS, :] += increments.sum(dim=-2)
@@ -118,23 +121,28 @@ def _count(
 def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -> None:
     """Write the entries of a text, int64 [length]: what followed comes first, then what is known.
 
-    A sequence that has entries of its own writes these alone, since no target said so yet.
+    Of a context that is what was known of it before the slice, or else of its last token. Where
+    several positions of a slice write one entry the last one stays. A sequence that has entries of
+    its own writes these alone, since no target said so yet.
     """
     layout, salt = matrix.layout, int(matrix.salts[req_state_idx])
     tokens = token_ids.tolist()
-    for end in range(1, len(tokens)):
-        context = tokens[max(0, end - layout.reach) : end][::-1]
-        follower = tokens[end]
-        if not 0 <= follower < layout.vocab_size:
-            continue
-        # By index of the length; the own entry comes last.
-        known_successors = {
-            index: matrix.table[address, 1:-1].tolist()
-            for address, index, _ in matrix.known_entries(context, salt)
-        }
-        for index, own, address, head in layout.each_address(context, salt):
-            if own == layout.has_own:
-                successors = known_successors.get(index, known_successors.get(0, []))
-                successors = [token for token in successors if token not in (follower, NO_TOKEN)]
-                successors = [follower, *successors, *[NO_TOKEN] * layout.k][: layout.k]
-                matrix.write_entry(address, head, salt if own else 0, successors)
+    for first in range(1, len(tokens), SLICE):
+        writes: dict[int, tuple[int, int, list[int]]] = {}  # by address: head, salt, successors
+        for end in range(first, min(first + SLICE, len(tokens))):
+            context, follower = tokens[max(0, end - layout.reach) : end][::-1], tokens[end]
+            if not 0 <= follower < layout.vocab_size:
+                continue
+            # By index of the length; the own entry comes last.
+            known_successors = {
+                index: matrix.table[address, 1:-1].tolist()
+                for address, index, _ in matrix.known_entries(context, salt)
+            }
+            for index, own, address, head in layout.each_address(context, salt):
+                if own == layout.has_own:
+                    known = known_successors.get(index, known_successors.get(0, []))
+                    others = [token for token in known if token not in (follower, NO_TOKEN)]
+                    successors = [follower, *others, *[NO_TOKEN] * layout.k][: layout.k]
+                    writes[address] = (head, salt if own else 0, successors)
+        for address, entry in writes.items():
+            matrix.write_entry(address, *entry)

@@ -55,7 +55,7 @@ UNSEEDED = {"preset": "paper", "tree": "dynamic", "contexts": [1, 2, 4, 16]}
 # all shapes.
 ENGINES = {
     "grown": (GROWN | {"max_nodes": NODES}, "_grow_kernel", {}),
-    "grown, without seeding": (FEW | UNSEEDED, "_mark_prompt_kernel", {}),
+    "grown, without seeding": (FEW | UNSEEDED, "_seed_kernel", {}),
     "ouroboros": (OUROBOROS, "_walk_kernel", LLM_ARGUMENTS),
     # The head's own kernels are vLLM's; its trunk is chosen by ours.
     "eagle": (FEW, "_top_k_kernel", LLM_ARGUMENTS | {"model": TARGET}),

@@ -118,7 +118,7 @@ def step_cases() -> Iterator[Case]:
     yield Case("top-k", default.top_k, (90,))
     for name, step, arch in (("default", default, 90), ("largest", largest, 80)):
         yield Case(f"learn-{name}", step.learn, (arch,))
-        yield Case(f"seed-{name}", partial(seed_prompts, step), (arch,))
+        yield Case(f"seed-{name}", partial(seed, step.matrix, step.stamps, 1, int32(50)), (arch,))
     yield Case("grow", default.grow)
     yield Case("grow-trunk", partial(grow_trees, default, gamma=4), (80,))
     yield Case("grow-rows64", partial(grow_trees, default, rows=64), (100,))
@@ -152,11 +152,6 @@ def make_step() -> Any:
 
 def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
     return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=8, device="cpu")
-
-
-def seed_prompts(step: Any) -> None:
-    given = {"req_state_indices": [0, 1], "lengths": [20, 30]}
-    seed(step.matrix, step.stamps, int32(50), **given)
 
 
 def drafting(step: Any, num_nodes: int) -> tuple:

@@ -118,25 +118,16 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
     def add_requests(self, requests: Sequence[NewRequest]) -> None:
         matrix = self.state.matrix
         for request in requests:
-            matrix.begin(request.req_state_idx, request.request_class, request.owner)
-            self.is_blind[request.req_state_idx] = request.token_ids[-1] == NO_TOKEN
-        if self.seeds:
-            lengths = {
-                request.req_state_idx: len(request.token_ids)
-                for request in requests
-                if NO_TOKEN not in request.token_ids
-            }
-            if lengths:
-                # From the host at once: kernels look at each token again and again.
-                rows = [self.texts.token_ids[index, :length] for index, length in lengths.items()]
-                token_ids, indices, counts = torch.cat(rows), [*lengths], [*lengths.values()]
-                seed(matrix, self.stamps, token_ids, req_state_indices=indices, lengths=counts)
-            # What vLLM has in the place of no token is some token.
-            for request in requests:
-                if request.req_state_idx not in lengths:
-                    self.take_in(request.token_ids, request.req_state_idx)
-        for request in requests:
-            self.take_in(request.hint, request.req_state_idx)
+            index, text = request.req_state_idx, request.token_ids
+            matrix.begin(index, request.request_class, request.owner)
+            self.is_blind[index] = text[-1] == NO_TOKEN
+            if self.seeds and NO_TOKEN in text:  # in whose place vLLM has some token
+                self.take_in(text, index)
+            elif self.seeds:
+                # A copy, since the kernel reads each token again and again.
+                token_ids = self.texts.token_ids[index, : len(text)].clone()
+                seed(matrix, self.stamps, index, token_ids)
+            self.take_in(request.hint, index)
 
     def weights_changed(self) -> None:
         super().weights_changed()
@@ -149,7 +140,7 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         if not token_ids:
             return
         text = async_tensor_h2d([*token_ids], device=matrix.table.device, dtype=torch.int32)
-        seed(matrix, self.stamps, text, req_state_indices=[req_state_idx], lengths=[len(text)])
+        seed(matrix, self.stamps, req_state_idx, text)
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.successors = top_k(logits, self.state.matrix.layout.k)

@@ -18,6 +18,7 @@ constexpr int64_t CELLS = STEADINESSES + 1;  // and one for all of them
 constexpr int64_t NUM_CLASSES = 4, NUM_COUNTED = 2;  // of requests, see adjacency.py
 constexpr int64_t PRIVATE_SALT = 1 << 30;
 constexpr int64_t MAX_REACH = 16;
+constexpr int64_t SLICE = 32;  // of a text, see learn.py
 constexpr int64_t MAX_CHAIN = 24, NEXT_ROWS = 32;
 constexpr int64_t NO_PLACE = -1, ALL_RANKS = INT64_MAX;
 constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;
@@ -610,36 +611,35 @@ void learn(const Matrix* ref, double* counts, const int64_t* idx_mapping,
   if (counts) fold(counts, increments);
 }
 
+// A slice of the text after the other; each as `learn` does a step.
 void seed(const Matrix* ref, const int64_t* tokens, int64_t num_tokens, int64_t req_state_idx) {
   const Matrix& matrix = *ref;
   const int64_t k = matrix.k, salt = matrix.salts[req_state_idx];
   Context context = no_context();
-  std::vector<const int32_t*> known_successors(matrix.num_contexts);
-  std::vector<int32_t> merged(matrix.num_contexts * k);
+  std::vector<int32_t> merged(SLICE * matrix.num_contexts * k);
+  std::vector<Write> writes;
   for (int64_t end = 1; end < num_tokens; end++) {
     context = context.below(tokens[end - 1]);
-    if (!matrix.is_token(tokens[end])) continue;
-    std::fill(known_successors.begin(), known_successors.end(), nullptr);
+    const int32_t* known_successors[MAX_REACH] = {};
     each_address(matrix, context, salt, [&](const Address& address) {
       if (address.is_known()) known_successors[address.index] = address.entry + 1;
     });
-    // All are read before one is written.
     const int32_t follower = int32_t(tokens[end]);
-    for (int64_t index = 0; index < matrix.num_contexts; index++) {
-      int32_t* out = merged.data() + index * k;
-      const int32_t* successors = known_successors[known_successors[index] ? index : 0];
+    each_address(matrix, context, salt, [&](const Address& address) {
+      if (address.own != matrix.has_own || !matrix.is_token(tokens[end])) return;
+      int32_t* out = merged.data() + int64_t(writes.size()) * k;
+      const int32_t* successors = known_successors[known_successors[address.index] ? address.index : 0];
       int64_t size = 0;
       out[size++] = follower;
       for (int64_t rank = 0; successors && rank < k && size < k; rank++) {
         if (successors[rank] != follower && successors[rank] >= 0) out[size++] = successors[rank];
       }
       std::fill(out + size, out + k, -1);
-    }
-    each_address(matrix, context, salt, [&](const Address& address) {
-      if (address.own == matrix.has_own) {
-        apply(matrix, write_to(address, merged.data() + address.index * k));
-      }
+      writes.push_back(write_to(address, out));
     });
+    if (end % SLICE && end + 1 < num_tokens) continue;
+    for (const Write& write : writes) apply(matrix, write);
+    writes.clear();
   }
 }
 

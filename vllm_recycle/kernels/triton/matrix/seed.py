@@ -1,26 +1,17 @@
-"""The entries of prompts, a slice of a prompt at a time: see `core.learn.seed`.
+"""The entries of a prompt, in one launch: the twin of `core.learn.seed`.
 
-All positions of a slice are taken in at once, in five launches. A position writes an entry for each
-length of context that ends there; where several positions of a slice write one entry, that of the
-last one stays. It has what the others of its context found as well: the followers that came last,
-up to three different ones, then what was known before the slice; and it is as steady as if they had
-been written one by one. What does not fit that is lost: a fourth follower within a slice, and for a
-new context what the slice itself tells about its last token.
-
-As in `learn`, integers and their order decide, so every rank computes the same. It takes the memory
-of a slice. Nothing on the host waits for the device.
+One program takes a slice of positions after the other, since each reads what the ones before wrote.
+A lane has an entry: all read before one writes, and as in `learn` the last writer of an entry is
+known by its number. So every rank computes the same. It takes the memory of a slice.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_recycle.core import learn
 from vllm_recycle.core.adjacency import MAX_STEADINESS, AdjacencyMatrix
 from vllm_recycle.kernels.triton.matrix.find import (
     Layout,
@@ -33,297 +24,143 @@ from vllm_recycle.kernels.triton.matrix.find import (
 )
 
 _MAX_STEADINESS = tl.constexpr(MAX_STEADINESS)
-
-# Positions of a slice: the more of them, the more followers are lost, and the fewer launches.
-SLICE = 4096
-LANES = 32  # positions of one program
+_SLICE = tl.constexpr(learn.SLICE)
 
 
 def seed(
-    matrix: AdjacencyMatrix,
-    stamps: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    req_state_indices: Sequence[int],
-    lengths: Sequence[int],
-    slice_size: int = SLICE,
+    matrix: AdjacencyMatrix, stamps: torch.Tensor, req_state_idx: int, token_ids: torch.Tensor
 ) -> None:
-    """Write the entries of texts: what followed comes first, then what is known.
-
-    Sequences that have entries of their own write these alone.
+    """See `core.learn.seed`.
 
     Args:
         matrix: written in place.
         stamps: int32 [addresses], zero before and after.
-        token_ids: int32 [tokens], of the texts, one behind the other.
-        req_state_indices: whose texts, in this order.
-        lengths: of each of these texts, at least 1.
-        slice_size: positions that are taken in at once.
+        req_state_idx: whose text.
+        token_ids: int32 [length].
 
     """
-    table, layout = matrix.table, matrix.layout
-    assert len(token_ids) == sum(lengths)
-    assert min(lengths, default=1) > 0
-    starts = [0, *accumulate(length - 1 for length in lengths)]
-    num_positions = starts[-1]
-    if num_positions == 0:
-        return
-    requests = torch.tensor([starts, [*req_state_indices, 0]], dtype=torch.int32)
-    if table.is_cuda:
-        requests = requests.pin_memory().to(table.device, non_blocking=True)
-    size, num_lengths = min(slice_size, num_positions), len(layout.contexts)
-    # So that whatever the size all tensors begin where kernels were compiled for.
-    room = triton.cdiv(size, LANES) * LANES
-    empty = partial(torch.empty, dtype=torch.int32, device=table.device)
-    # Of each position, and of each entry that it writes.
-    followers, of_salts = empty(2, room)
-    heads, seconds, thirds, runs = empty(4, num_lengths, room)
-    addresses, rests = empty(2, num_lengths, room, dtype=torch.int64)
-    merged = empty(num_lengths, room, layout.width)
-    shape = {"LENGTHS": num_lengths, "LANES": LANES, "num_warps": 1}
-    for first in range(0, num_positions, size):
-        count = min(size, num_positions - first)
-        programs = (triton.cdiv(count, LANES), num_lengths)
-        common = (stamps, addresses, heads, of_salts, followers)
-        _mark_prompt_kernel[programs[:1]](
-            *common,
-            rests,
-            seconds,
-            thirds,
-            runs,
-            table,
-            token_ids,
-            matrix.salts,
-            requests,
-            len(lengths),
-            first,
-            count,
-            room,
-            BITS=len(matrix.salts).bit_length(),  # of any batch: compiled once
-            LANES=LANES,
-            LAYOUT=Layout.of(layout),
-            num_warps=1,
-        )
-        for last in (False, True):
-            _gather_kernel[programs](
-                *common, seconds, thirds, runs, count, room, LAST=last, **shape
-            )
-        latest = (rests, seconds, thirds, runs)
-        _merge_kernel[programs](merged, table, *common, *latest, count, room, K=layout.k, **shape)
-        _write_prompt_kernel[programs](
-            table,
-            stamps,
-            addresses,
-            merged,
-            count,
-            room,
-            K=layout.k,
-            WIDTH=triton.next_power_of_2(layout.width),
-            **shape,
-        )
+    layout = matrix.layout
+    assert token_ids.is_contiguous()
+    lanes = learn.SLICE * triton.next_power_of_2(len(layout.contexts))
+    _seed_kernel[(1,)](
+        torch.empty(layout.k, lanes, dtype=torch.int32, device=token_ids.device),
+        matrix.table,
+        stamps,
+        matrix.salts,
+        req_state_idx,
+        token_ids,
+        len(token_ids),
+        LANES=lanes,
+        LAYOUT=Layout.of(layout),
+        num_warps=4,
+    )
 
 
-@triton.jit(do_not_specialize=["num_requests", "first", "count", "size"])
-def _mark_prompt_kernel(
-    stamps: tl.tensor,
-    addresses: tl.tensor,
-    heads: tl.tensor,
-    of_salts: tl.tensor,
-    followers: tl.tensor,
-    rests: tl.tensor,
-    seconds: tl.tensor,
-    thirds: tl.tensor,
-    runs: tl.tensor,
+@triton.jit(do_not_specialize=["req_state_idx", "length"])
+def _seed_kernel(
+    others: tl.tensor,
     table: tl.tensor,
-    token_ids: tl.tensor,
+    stamps: tl.tensor,
     salts: tl.tensor,
-    requests: tl.tensor,
-    num_requests: int,
-    first: int,
-    count: int,
-    size: int,
-    BITS: tl.constexpr,
+    req_state_idx: int,
+    text: tl.tensor,
+    length: int,
     LANES: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> None:
-    """A lane per position: where its entries are, who writes each last, and what was known."""
-    LENGTHS: tl.constexpr = len(LAYOUT.CONTEXTS)
-    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    real = position < count
-    absolute = first + position
-    # The last request that begins at or before it.
-    request = tl.zeros([LANES], tl.int32)
-    for bit in tl.static_range(BITS):
-        later = request + (1 << (BITS - 1 - bit))
-        begins = tl.load(requests + later, mask=later < num_requests, other=0x7FFFFFFF)
-        request = tl.where(begins <= absolute, later, request)
-    begins = tl.load(requests + request)
-    req_state_idx = tl.load(requests + num_requests + 1 + request).to(tl.int64)
-    salt = tl.load(salts + req_state_idx)
-    newest_place = absolute - begins
-    # The last token of each text before it has no position.
-    text = token_ids + absolute + request
-    follower = tl.load(text + 1, mask=real, other=-1)
-    tl.store(followers + position, follower, mask=real)
-    tl.store(of_salts + position, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=real)
+    """One program, with a lane per length of context and position of a slice.
 
-    known = real & (follower >= 0) & (follower < LAYOUT.VOCAB)
-    hashed = tl.zeros([LANES], tl.uint64)
-    newest = tl.load(text, mask=real, other=-1).to(tl.int64)
-    of_one = tl.full([LANES], -1, tl.int64)
-    for index in tl.static_range(LENGTHS):
+    In `others`, int32 [k, LANES], it leaves what comes behind the followers.
+    """
+    K: tl.constexpr = LAYOUT.K
+    salt = tl.load(salts + req_state_idx)
+    lane = tl.arange(0, LANES)
+    index = lane // _SLICE
+    number = 1 + lane % _SLICE * len(LAYOUT.CONTEXTS) + index
+    first = 0
+    while first < length - 1:
+        position = first + lane % _SLICE
+        follower = tl.load(text + position + 1, mask=position + 1 < length, other=-1)
+        address, head, old_head, known_address = _find_entries(
+            table, salt, text, position, index, follower, LAYOUT
+        )
+        tl.atomic_max(stamps + address, number, mask=address >= 0, sem="relaxed")
+        top_token = tl.load(table + address * (2 + K) + 1, mask=old_head >= 0, other=-1)
+        is_steady = (old_head >= 0) & (top_token == follower)
+        head |= tl.where(is_steady, tl.minimum(_MAX_STEADINESS, (old_head & 3) + 1), 0)
+        is_passed = tl.zeros([LANES], tl.int32)
+        for rank in range(1, K):
+            known = table + known_address * (2 + K) + rank
+            is_same = tl.load(known, mask=known_address >= 0, other=-1) == follower
+            is_passed |= is_same.to(tl.int32)
+            token = tl.load(known + is_passed, mask=known_address >= 0, other=-1)
+            tl.store(others + rank * LANES + lane, token)
+        # All have read before one writes.
+        tl.debug_barrier()
+        is_last = tl.load(stamps + address, mask=address >= 0, other=0) == number
+        tl.debug_barrier()
+        tl.store(stamps + address, 0, mask=is_last)
+        entry = table + address * (2 + K)
+        tl.store(entry, head, mask=is_last)
+        tl.store(entry + 1, follower, mask=is_last)
+        for rank in range(1, K):
+            tl.store(entry + 1 + rank, tl.load(others + rank * LANES + lane), mask=is_last)
+        tl.store(entry + 1 + K, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=is_last)
+        tl.debug_barrier()
+        first += _SLICE
+
+
+@triton.jit
+def _find_entries(
+    table: tl.tensor,
+    salt: tl.tensor,
+    text: tl.tensor,
+    position: tl.tensor,
+    index_of_lane: tl.tensor,
+    follower: tl.tensor,
+    LAYOUT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The entries of contexts that end at positions of a text, one a lane.
+
+    Args:
+        table: int32 [addresses, 2 + k].
+        salt: of the sequence.
+        text: pointer to its first token.
+        position: int32 [lanes].
+        index_of_lane: of the length of the context, among `CONTEXTS`.
+        follower: int32 [lanes], the next token.
+
+    Returns:
+        Of the entry that is to be written the address, int64 [lanes], -1 for none, and the head
+        without steadiness; the head that it has, -1 where it is of another context; and the address
+        of what is known, -1 for none: of the context, or else of its last token.
+
+    """
+    has_context = (follower >= 0) & (follower < LAYOUT.VOCAB)
+    newest_token = tl.load(text + position, mask=has_context, other=-1).to(tl.int64)
+    hashed = tl.zeros(position.shape, tl.uint64)
+    known_address = tl.full(position.shape, -1, tl.int64)
+    address = known_address
+    head = tl.zeros(position.shape, tl.int32)
+    old_head = head - 1
+    for index in tl.static_range(len(LAYOUT.CONTEXTS)):
         for place in tl.static_range(
             first_place(LAYOUT.CONTEXTS, index), end_place(LAYOUT.CONTEXTS, index)
         ):
-            # Whatever is known so far, so that no load waits for another.
-            token = tl.load(text - place, mask=real & (place <= newest_place), other=-1)
-            known = known & (token >= 0) & (token < LAYOUT.VOCAB)
+            is_there = (follower >= 0) & (place <= position)
+            token = tl.load(text + position - place, mask=is_there, other=-1)
+            has_context = has_context & (token >= 0) & (token < LAYOUT.VOCAB)
             hashed = absorb(hashed, token)
-        rest = of_one
-        # The shared one of a length comes before the own one.
         for own in tl.static_range(2):
             if LAYOUT.HAS_OWN if own else LAYOUT.HAS_SHARED:
-                address, head = address_of(hashed, newest, salt, index, own, LAYOUT)
-                seen = known if own else shares(salt, known)
-                written, _there = is_written(table, address, head, salt * own, seen, LAYOUT.K)
-                rest = tl.where(written, address, rest)
-                if own == LAYOUT.HAS_OWN:
-                    entry = index * size + position
-                    tl.atomic_max(
-                        stamps + address, position * LENGTHS + index + 1, mask=seen, sem="relaxed"
-                    )
-                    tl.store(addresses + entry, tl.where(seen, address, -1), mask=real)
-                    tl.store(heads + entry, head, mask=real)
-                    tl.store(seconds + entry, 0, mask=real)
-                    tl.store(thirds + entry, 0, mask=real)
-                    tl.store(runs + entry, 0, mask=real)
-        tl.store(rests + index * size + position, rest, mask=real)
-        if index == 0:
-            of_one = rest
-
-
-@triton.jit(do_not_specialize=["count", "size"])
-def _gather_kernel(
-    stamps: tl.tensor,
-    addresses: tl.tensor,
-    heads: tl.tensor,
-    of_salts: tl.tensor,
-    followers: tl.tensor,
-    seconds: tl.tensor,
-    thirds: tl.tensor,
-    runs: tl.tensor,
-    count: int,
-    size: int,
-    LAST: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    LANES: tl.constexpr,
-) -> None:
-    """What the others of its context leave with the last one: first who of another follower is
-    the last of them; then who of a third one is, and how many came after the second."""
-    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    index = tl.program_id(1)
-    entry = index * size + position
-    address = tl.load(addresses + entry, mask=position < count, other=-1)
-    real = address >= 0
-    number = position * LENGTHS + index + 1
-    winner = tl.load(stamps + address, mask=real, other=1) - 1
-    at = winner // LENGTHS
-    where = winner % LENGTHS * size + at
-    head = tl.load(heads + entry, mask=real, other=0)
-    salt = tl.load(of_salts + position, mask=real, other=0)
-    real = real & (tl.load(heads + where, mask=real, other=-1) == head)
-    real = real & (tl.load(of_salts + at, mask=real, other=-1) == salt)
-    follower = tl.load(followers + position, mask=real, other=-1)
-    differs = real & (tl.load(followers + at, mask=real, other=-1) != follower)
-    if not LAST:
-        tl.atomic_max(seconds + where, number, mask=differs, sem="relaxed")
-    else:
-        second = tl.load(seconds + where, mask=real, other=0)
-        tl.atomic_add(runs + where, 1, mask=real & (number > second), sem="relaxed")
-        differs = differs & (
-            tl.load(followers + (second - 1) // LENGTHS, mask=differs, other=-1) != follower
-        )
-        tl.atomic_max(thirds + where, number, mask=differs, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["count", "size"])
-def _merge_kernel(
-    merged: tl.tensor,
-    table: tl.tensor,
-    stamps: tl.tensor,
-    addresses: tl.tensor,
-    heads: tl.tensor,
-    of_salts: tl.tensor,
-    followers: tl.tensor,
-    rests: tl.tensor,
-    seconds: tl.tensor,
-    thirds: tl.tensor,
-    runs: tl.tensor,
-    count: int,
-    size: int,
-    LENGTHS: tl.constexpr,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
-) -> None:
-    """The entries that are to be written, before any is, since they are made of others."""
-    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    index = tl.program_id(1)
-    entry = index * size + position
-    address = tl.load(addresses + entry, mask=position < count, other=-1)
-    stamp = tl.load(stamps + address, mask=address >= 0, other=0)
-    last = (address >= 0) & (stamp == position * LENGTHS + index + 1)
-    head = tl.load(heads + entry, mask=last, other=0)
-    salt = tl.load(of_salts + position, mask=last, other=0)
-    first = tl.load(followers + position, mask=last, other=-1)
-    second = tl.load(seconds + entry, mask=last, other=0)
-    third = tl.load(thirds + entry, mask=last, other=0)
-    run = tl.load(runs + entry, mask=last, other=0)
-
-    known, old = is_written(table, address, head, salt, last & (second == 0), K)
-    stays = known & (tl.load(table + address * (2 + K) + 1, mask=known, other=-1) == first)
-    steadiness = tl.minimum(_MAX_STEADINESS, tl.where(stays, (old & 3) + run, run - 1))
-    out = merged + entry.to(tl.int64) * (2 + K)
-    tl.store(out, head | steadiness, mask=last)
-    tl.store(out + 1 + K, salt, mask=last)
-    num_kept = tl.zeros([LANES], tl.int32)
-    one = tl.load(followers + (second - 1) // LENGTHS, mask=second > 0, other=-1)
-    other = tl.load(followers + (third - 1) // LENGTHS, mask=third > 0, other=-1)
-    rest = tl.load(rests + entry, mask=last, other=-1)
-    for rank in range(-3, K):
-        token = tl.where(rank == -3, first, tl.where(rank == -2, one, other))
-        if rank >= 0:
-            token = tl.load(table + rest * (2 + K) + 1 + rank, mask=rest >= 0, other=-1)
-            token = tl.where((token == first) | (token == one) | (token == other), -1, token)
-        kept = last & (token >= 0) & (num_kept < K)
-        tl.store(out + 1 + num_kept, token, mask=kept)
-        num_kept += kept.to(tl.int32)
-    for rank in range(K):
-        tl.store(out + 1 + rank, -1, mask=last & (rank >= num_kept))
-
-
-@triton.jit(do_not_specialize=["count", "size"])
-def _write_prompt_kernel(
-    table: tl.tensor,
-    stamps: tl.tensor,
-    addresses: tl.tensor,
-    merged: tl.tensor,
-    count: int,
-    size: int,
-    LENGTHS: tl.constexpr,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-) -> None:
-    position = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    index = tl.program_id(1)
-    entry = (index * size + position).to(tl.int64)
-    address = tl.load(addresses + entry, mask=position < count, other=-1)
-    stamp = tl.load(stamps + address, mask=address >= 0, other=0)
-    last = (address >= 0) & (stamp == position * LENGTHS + index + 1)
-    column = tl.arange(0, WIDTH)[None, :]
-    mask = last[:, None] & (column < 2 + K)
-    value = tl.load(merged + entry[:, None] * (2 + K) + column, mask=mask, other=0)
-    # All of a program's threads have read before one of them writes.
-    tl.debug_barrier()
-    tl.store(stamps + address, 0, mask=last)
-    tl.store(table + address[:, None] * (2 + K) + column, value, mask=mask)
+                place_of, head_of = address_of(hashed, newest_token, salt, index, own, LAYOUT)
+                mask = has_context & ((index_of_lane == index) | (index == 0))
+                mask = mask if own else shares(salt, mask)
+                is_found, there = is_written(table, place_of, head_of, salt * own, mask, LAYOUT.K)
+                known_address = tl.where(is_found, place_of, known_address)
+                # The last one of a length is the one that is written.
+                mask = mask & (index_of_lane == index)
+                address = tl.where(mask, place_of, address)
+                head = tl.where(mask, head_of, head)
+                old_head = tl.where(mask, tl.where(is_found, there, -1), old_head)
+    return address, head, old_head, known_address
