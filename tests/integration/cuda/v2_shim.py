@@ -213,7 +213,7 @@ def _bring_our_worker() -> None:
     from vllm_recycle.integration.platform import PLATFORMS, Platform
 
     PLATFORMS["cpu"] = Platform(
-        "tests.integration.cuda.v2_worker.TreeV2Worker", PLATFORMS["cuda"].hosts, True, None
+        "tests.integration.cuda.v2_worker.TreeV2Worker", PLATFORMS["cuda"].host, True, None
     )
 
 
