@@ -34,14 +34,15 @@ SOURCES = ("eagle", "eagle3", "mtp", "ngram_gpu")
 ARGUMENTS = {name: value for name, value in LLM_ARGUMENTS.items() if name != "model"}
 ARGUMENTS |= {"max_model_len": 160, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 30}
 MANY = {"max_num_seqs": 12, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 80}
-PENALISED = {**GREEDY, "repetition_penalty": 1.2}
 OPTED_OUT = {**GREEDY, "extra_args": {"speculate": False}}
 # Which tokens of TEXT are the prompt, and the sampling parameters.
 BATCHES = {
     # The third prompt comes in chunks, beside the others' drafts.
-    "three": [((0, 40), {**GREEDY, "max_tokens": 12}), ((3, 30), SEEDED), ((5, 100), PENALISED)],
+    "three": [((0, 40), {**GREEDY, "max_tokens": 12}), ((3, 30), SEEDED), ((5, 100), GREEDY)],
     # All of the first prompt but its last token comes from the prefix cache.
     "again": [((0, 40), {**GREEDY, "max_tokens": 8}), ((10, 40), OPTED_OUT)],
+    # A chain beside a tree.
+    "looking back": [((3, 40), {**GREEDY, "repetition_penalty": 1.1}), ((0, 30), GREEDY)],
 }
 
 

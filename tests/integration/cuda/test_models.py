@@ -127,7 +127,7 @@ def test_beside_trees_requests_that_look_back_have_chains(result):
     assert found["preemptions"] > 0
     seen = found["seen"]
     assert min(seen["chains that look back"], seen["trees of others"]) > 0
-    assert seen["trees that look back"] == 0
+    assert "trees that look back" not in seen
 
 
 def test_budgets_end_what_is_thought(result):

@@ -66,7 +66,7 @@ BATCHES = {
     # Two have a trunk.
     "four": [*(((i, i + 12), GREEDY) for i in range(3)), ((5, 17), OPTED_OUT)],
 }
-ALL = ["alone", "two", "looking back", "one opted out", "after it", "crowded", "one more"]
+ALL = ["alone", "two", "one opted out", "after it", "crowded", "one more", "looking back"]
 REPLAYED, TRUNK_REPLAYED = "rounds replayed", "trunk, rounds replayed"
 NOW_AND_THEN = "trunk, now and then"
 # Engines with speculation: the method, what differs from the default of the engine, and batches.
