@@ -14,7 +14,6 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, slots_in
-from vllm_recycle.core.ouroboros import make_pool
 from vllm_recycle.core.saved_state import KIND, SavedState
 from vllm_recycle.core.state_file import StateFileError, check_place, is_writable
 from vllm_recycle.core.state_place import StatePlace
@@ -51,13 +50,9 @@ def describe_state(
     On the device `meta` it takes no memory.
     """
     if isinstance(options, OuroborosOptions):
-        return make_pool(
-            options.shape(),
-            vllm_config.model_config.get_vocab_size(),
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-            is_shared=options.shares_pool,
-            device=device,
-        )
+        # One of all requests: those of requests end with them.
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        return options.shape().make_pool(vocab_size, device)
     assert isinstance(options, TokenRecyclingOptions)
     return make_token_recycling_state(options, vllm_config, device)
 

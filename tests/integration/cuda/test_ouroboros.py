@@ -23,6 +23,7 @@ from tests.integration.cuda.v2_engines import (
     Waits,
     serve_priced,
     tokens_of,
+    unwatched,
     with_sizes,
 )
 from tests.integration.cuda.watched_rounds import SIZES, Watch, capture_rounds
@@ -163,10 +164,10 @@ def test_rounds_go_on_behind_steps_without(result):
 
 def test_few_launches_are_outside_of_graphs(result):
     launches = result[REPLAYED]["launches"]
-    # The most probable tokens, whose they are, the harvest, and two insertions; none without trees.
-    assert set(launches["observe"]) == {0, 5}
-    # Where all requests are drafted for: what begins the round.
-    assert min(launches["propose"]) == 1
+    # The most probable tokens, the harvest, and two insertions; none without trees.
+    assert set(launches["observe"]) == {0, 4}
+    # Where all requests are drafted for: what begins the round, and looks up what it left.
+    assert min(launches["propose"]) == 2
 
 
 def test_a_request_learns_from_no_other_where_pools_are_their_own(result, slow_rounds):
@@ -242,6 +243,7 @@ def main(_: Path) -> dict[str, Any]:
     with engine(TRUNK, **LLM_ARGUMENTS | {"model": TARGET}) as llm:
         waits = Waits()
         waits.watch(runner(llm).speculator, "propose")
+        unwatched(runner(llm).speculator, "_build_attn_metadata")
         prices = {name: (BATCHES[batch], *seconds) for name, (batch, *seconds) in PRICES.items()}
         result["priced"] = serve_priced(llm, prices) | {"waits": waits.seen}
     return result | {name: serve(name) for name in ENGINES}

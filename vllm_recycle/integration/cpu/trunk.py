@@ -92,9 +92,7 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
 
     def _draft_trunks(self, texts: TextEnds, drafting: Round, least_chance: float) -> Trunks:
         """Trunks below some texts; what the draft model tries is drafted from the matrix."""
-        chosen = texts.idx_mapping.numpy()[np.array(texts.max_depths) > 0]
-        drafting.catch_up(chosen)
-        self.num_rounds += len(chosen)
+        self.num_rounds += sum(map(bool, texts.max_depths))
         prices = {CHAINS: Price(self.curve.by_rows(self.curve.kinds[-1], Load(1)))}
 
         def guess(ends: TextEnds) -> list[list[int]]:

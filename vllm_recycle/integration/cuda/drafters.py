@@ -17,7 +17,7 @@ from vllm_recycle.integration.options import (
 DRAFTERS: dict[type[MethodOptions], str] = {
     TokenRecyclingOptions: "token_recycling.TokenRecyclingV2Drafter",
     OuroborosOptions: "ouroboros.drafter.OuroborosV2Drafter",
-    TrunkOptions: "ouroboros.trunk.TrunkV2Drafter",
+    TrunkOptions: "ouroboros.drafter.TrunkV2Drafter",
     HostedTrunkOptions: "hosted_trunk.HostedTrunkV2Drafter",
 }
 
