@@ -40,7 +40,7 @@ GRANITE = ("granite", "granitemoe", "granitemoeshared")
 SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
 
 # What the methods of vLLM that draft by a model have in their names.
-OF_MODELS = ("draft_model", "eagle", "mtp", "medusa")
+OF_MODELS = ("eagle", "mtp", "medusa")
 
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
@@ -92,13 +92,6 @@ def check(
         )
     if isinstance(options, DraftModelOptions):
         check_draft_model(vllm_config, options, platform)
-    elif vllm_config.speculative_config.method == "draft_model":  # of a trunk
-        if platform.on_v2:  # vLLM's has no graphs, and drafts in every step
-            raise NotImplementedError(
-                f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
-                f"or the method {OUROBOROS!r} with this model"
-            )
-        check_context(vllm_config)
     on_v2 = platform.on_v2
     features = unsupported(vllm_config, on_v2=on_v2)
     if options.has_trees:
@@ -272,7 +265,12 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Pl
         "a draft model with M-RoPE": draft.uses_mrope,
     }
     refuse(OUROBOROS, features)
-    check_context(vllm_config)
+    max_model_len = vllm_config.model_config.max_model_len
+    if draft.max_model_len < max_model_len:
+        raise ValueError(
+            f"--max-model-len: got {max_model_len}, expected at most the "
+            f"{draft.max_model_len} tokens of the draft model {draft.model}"
+        )
     rows = options.draft_rows
     if platform.on_v2:
         rows = _draft_rows_on_v2(vllm_config, options)
@@ -283,25 +281,13 @@ def check_draft_model(vllm_config: Any, options: DraftModelOptions, platform: Pl
         )
 
 
-def check_context(vllm_config: Any) -> None:
-    """Refuse a draft model with a shorter context than the target's."""
-    draft = vllm_config.speculative_config.draft_model_config
-    max_model_len = vllm_config.model_config.max_model_len
-    if draft.max_model_len < max_model_len:
-        raise ValueError(
-            f"--max-model-len: got {max_model_len}, expected at most the "
-            f"{draft.max_model_len} tokens of the draft model {draft.model}"
-        )
-
-
 def other_token_ids(vllm_config: Any) -> str | None:
     """What is to be said of a draft model that has other token ids; None where they are the same.
 
     Such drafts are right by chance alone. Nothing is said where a model has no tokenizer.
     """
     model, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
-    is_mapped = vllm_config.speculative_config.use_heterogeneous_vocab
-    if draft is None or model.skip_tokenizer_init or is_mapped:
+    if draft is None or model.skip_tokenizer_init:
         return None
     try:
         vocab = cached_tokenizer_from_config(model).get_vocab()

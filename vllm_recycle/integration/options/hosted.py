@@ -10,6 +10,7 @@ from vllm_recycle.core.state_file import is_int, shorten
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.integration.options.base import expect
+from vllm_recycle.integration.options.ouroboros import OUROBOROS
 from vllm_recycle.integration.options.token_recycling import DYNAMIC, TokenRecyclingOptions
 
 LENGTH = "num_speculative_tokens"
@@ -33,7 +34,6 @@ KEYS = {
     "eagle3": HEAD_KEYS,
     "mtp": HEAD_KEYS,
     "medusa": MODEL_KEYS,
-    "draft_model": (*LOADING_KEYS, "use_heterogeneous_vocab"),
     "ngram": LOOKUP_KEYS,
     "ngram_gpu": LOOKUP_KEYS,
     "suffix": SUFFIX_KEYS,
@@ -89,7 +89,8 @@ class HostedTrunkOptions(TokenRecyclingOptions):
         method = self.trunk["method"]
         methods = [name for name in KEYS if name in get_args(SpeculativeMethod)]
         is_mtp = method in get_args(MTPModelTypes)  # older names of `mtp`
-        expect("method of trunk", method, method in methods or is_mtp, f"one of {methods}")
+        expected = f"one of {methods}, or the method {OUROBOROS!r} with a draft model"
+        expect("method of trunk", method, method in methods or is_mtp, expected)
         keys = KEYS["mtp" if is_mtp else method]
         accepted = ["method", LENGTH, *keys, *FIXED]
         for key in self.trunk:

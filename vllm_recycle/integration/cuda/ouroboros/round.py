@@ -11,7 +11,7 @@ another request may read is the target's and the draft's alike. The first forwar
 what the target has computed and the draft has not, its head's tokens but the newest.
 
 The number of forwards is fixed and all that differs between requests is in tensors, so nothing
-waits for the device, and a whole round is one CUDA graph where the target has such graphs.
+waits for the device. A whole round is one CUDA graph where the target has such graphs.
 """
 
 from __future__ import annotations

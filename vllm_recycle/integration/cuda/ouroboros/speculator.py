@@ -4,8 +4,8 @@ A step that drafts nothing does not run the draft model. The first forward of a 
 takes in the tokens that the model's KV cache lacks. Where that forward has too few rows for them (a
 whole prompt), each step before the round takes in as many as a step may have, in one forward.
 
-Where a round has no room for a request, or none for so many, it gets what the drafter has without
-one; so do all requests of a step for which the scheduler says that a round does not pay.
+Where a round has no room for a request, or none for so many, the request gets what the drafter has
+without one. So do all requests of a step whose round does not pay, which the scheduler says.
 """
 
 from __future__ import annotations
