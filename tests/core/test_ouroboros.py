@@ -101,30 +101,37 @@ class ToyDraftModel:
     def __init__(self, parents: list[int], texts: dict[int, list[int]]) -> None:
         self.parents, self.read = parents, {b: text[:-1] for b, text in texts.items()}
 
-    def forward(self, idx_mapping, new_token_ids, row_token_ids):
+    def choose(self, idx_mapping, new_token_ids, row_token_ids, choices):
+        assert choices == 1
         said = []
         triples = (idx_mapping.tolist(), new_token_ids.tolist(), row_token_ids.tolist())
         for b, new, rows in zip(*triples, strict=True):
             self.read[b] += [token for token in new if token >= 0]
             assert len(rows) == len(self.parents) - 1
             said.append([*map(DRAFT, texts_of_rows(self.read[b], self.parents, rows))])
-        return torch.tensor(said)
+        return torch.tensor(said)[:, :, None], torch.zeros(len(said), len(said[0]), 1)
 
 
-def verify(proposer: OuroborosProposer, texts: dict[int, list[int]], counts: list[int]):
+def verify(
+    proposer: OuroborosProposer,
+    texts: dict[int, list[int]],
+    counts: list[int],
+    *,
+    ends_early: bool,
+):
     """A round of the package; returns its drafts, of which so many nodes were verified."""
     idx_mapping, parents = torch.tensor([*texts]), proposer.tree.parents.tolist()
     last = torch.tensor([text[-1] for text in texts.values()])
     model = ToyDraftModel(proposer.lookahead.parents.tolist(), texts)
-    drafts = proposer.propose(idx_mapping, last, draft_model=model)
+    most = torch.full_like(last, proposer.shape.gamma) if ends_early else None
+    drafts = proposer.propose(idx_mapping, last, draft_model=model, max_lengths=most)
     rows, said = [], []
     for text, draft, count in zip(texts.values(), drafts.tolist(), counts, strict=True):
         rows += [text[-1], *draft[:count]]
         said += map(TARGET, texts_of_rows(text, parents, draft[:count]))
     num_rows = 1 + torch.tensor(counts)
     starts = torch.nn.functional.pad(num_rows.cumsum(0), (1, 0))
-    of_rows = idx_mapping.repeat_interleave(num_rows)
-    proposer.observe(of_rows, torch.tensor(rows), torch.eye(VOCAB)[said], starts)
+    proposer.observe(idx_mapping, torch.tensor(rows), torch.eye(VOCAB)[said], starts)
     trees = proposer.tree.of_batch(len(texts))
     walked = walk(torch.tensor(said), drafts, starts, trees=trees)
     for text, tokens in zip(texts.values(), walked.token_ids.tolist(), strict=True):
@@ -163,17 +170,15 @@ def test_rounds_are_those_that_are_written_plainly(prompts, sizes, switches, sha
     slow = [made[0], made[0]] if shares_pool else made
     # Where the pool is shared one comes after the other; else they run beside each other.
     for batch in [[1], [0]] if shares_pool else [[1, 0]]:
-        token_ids = [torch.tensor(prompts[b]) for b in batch]
-        begun = torch.tensor(batch).repeat_interleave(torch.tensor([*map(len, token_ids)]))
-        proposer.begin(begun, torch.cat(token_ids))
+        for b in batch:
+            proposer.begin(b, torch.tensor(prompts[b]))
         sequences = {b: slow[b].begin_behind(prompts[b]) for b in batch}
         texts = {b: [*sequence.token_ids] for b, sequence in sequences.items()}
         for _ in range(5):
             most = st.integers(0, shape.num_nodes) | st.just(shape.num_nodes)
             counts = [data.draw(most) for _ in batch]
-            for b, count, draft in zip(
-                batch, counts, verify(proposer, texts, counts).tolist(), strict=True
-            ):
+            drafts = verify(proposer, texts, counts, ends_early=data.draw(st.booleans()))
+            for b, count, draft in zip(batch, counts, drafts.tolist(), strict=True):
                 before = [*sequences[b].token_ids]
                 done = slow[b].step(sequences[b], most_nodes=count)
                 branches = [tokens for one in done.branches for tokens in one]

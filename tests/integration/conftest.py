@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.integration.cuda.v2_scripts import run_script
+from tests.integration.engines import HEAD
+from tests.integration.models import heads
+
+
+@pytest.fixture(scope="session", autouse=True)
+def head() -> Iterator[None]:
+    """The head of `HOSTED` is there while tests run."""
+    heads.eagle(HEAD)
+    yield
+    shutil.rmtree(HEAD.parent)
 
 
 @pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])

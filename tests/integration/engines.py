@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,8 +25,9 @@ GROWN = {**TOKEN_RECYCLING, "row_cost": 0}
 PAPER = {**TOKEN_RECYCLING, "tree": "paper-80", "row_cost": 0}
 # Trees along the draft model's trunk.
 TRUNK = {"method": "ouroboros", "model": str(EXAMPLES / "models" / "draft"), "row_cost": 0}
-# Trees along the chain of vLLM's own draft model.
-HOSTED = {**GROWN, "trunk": {"method": "draft_model", "model": TRUNK["model"]}}
+# Trees along the chain of a head that vLLM runs, see `conftest`.
+HEAD = Path(tempfile.gettempdir()) / f"vllm-recycle-{os.getpid()}" / "eagle"
+HOSTED = {**GROWN, "trunk": {"method": "eagle", "model": str(HEAD)}}
 # As published, also with few rows, for tests that make many steps.
 PUBLISHED = {"method": "ouroboros", "model": TRUNK["model"], "preset": "paper"}
 OUROBOROS = {**PUBLISHED, "gamma": 2, "window": 2, "guesses": 2, "phrase_length": 4}

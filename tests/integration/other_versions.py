@@ -64,7 +64,7 @@ NEEDS = (
             "vLLM's trunk",
             "test_keys_of_a_trunk_reach_vllm",
             r"test_what_is_refused\[.*(local directory|size=4 cannot be)",
-            r"test_outputs_are_vllms_and_trunks.*-(eagle3?|medusa|mtp|draft_model)\]",
+            r"test_outputs_are_vllms_and_trunks.*-(eagle3?|medusa|mtp)\]",
         ),
     ),
     Need(

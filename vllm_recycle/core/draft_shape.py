@@ -1,13 +1,28 @@
-"""The sizes of a draft of Ouroboros, and the two trees that follow from them."""
+"""The sizes of a draft of Ouroboros, and what follows from them: two trees, and the phrase pool.
+
+Drafting by phrases (arXiv 2402.13720, section 3.1) is lookahead decoding. A forward of the draft
+model carries, behind the last token, a window of W columns by L - 2 levels, and the phrases that
+followed the last token before, as guesses. What each of these rows may see, and its position, are
+those of a tree below the last token, so that trees' masks, positions and walk serve here too:
+
+    level 0 of the window     a chain, column w below column w - 1: guesses of the next W tokens
+    level l > 0, column w     below level l - 1 of its column: the text going on from there
+    each guess                a chain of its own
+
+Names of dimensions, beside those of `core.tree` and `core.phrase_pool`: `levels` L - 2 of the
+paper, one less than the tokens of a phrase; `window` the paper's W; `guesses` its G.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-from vllm_recycle.core.lookahead import lengthened_template, lookahead_template
+import torch
+
+from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.state_file import is_int
-from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
+from vllm_recycle.core.tree import MAX_NODES, Node, TreeTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +87,34 @@ class DraftShape:
         return max(0, self.gamma + 2 - self.length)
 
     def tree(self) -> TreeTemplate:
-        """What the target verifies."""
-        return lengthened_template(gamma=self.gamma, branches=self.branches, length=self.length)
+        """What the target verifies: a trunk, and phrases below its end (section 3.2)."""
+        nodes: list[Node] = [(row, 0) for row in range(self.gamma)]
+        for branch in range(self.branches):
+            self._add_phrase(nodes, (self.gamma, branch))
+        name = f"ouroboros {self.gamma} + {self.branches} x {self.length}"
+        return TreeTemplate(tuple(nodes), name)
 
     def lookahead(self) -> TreeTemplate:
-        """The rows of a draft forward, below the last token."""
-        return lookahead_template(
-            window=self.window, levels=self.levels, guesses=self.guesses, length=self.length
-        )
+        """The rows of a draft forward, below the last token: the window by levels, and guesses.
+
+        Ranks only tell siblings apart.
+        """
+        window, levels = self.window, self.levels
+        nodes: list[Node] = [(column, 0) for column in range(window)]
+        # Column w of level 0 already has column w + 1 below it.
+        for level in range(1, levels):
+            first_parent = len(nodes) - window + 1
+            nodes += [(first_parent + column, int(level == 1)) for column in range(window)]
+        for guess in range(self.guesses):
+            self._add_phrase(nodes, (0, 1 + guess))
+        name = f"lookahead {window} x {levels}, {self.guesses} x {self.length}"
+        return TreeTemplate(tuple(nodes), name)
+
+    def _add_phrase(self, nodes: list[Node], first: Node) -> None:
+        nodes.append(first)
+        nodes += [(len(nodes) + place, 0) for place in range(self.length - 1)]
+
+    def make_pool(self, num_owners: int, device: torch.device | str) -> PhrasePool:
+        """The pool that drafts need, for so many tokens that phrases may follow."""
+        most = max(self.guesses, self.branches, 1)
+        return PhrasePool(num_owners, per_token=most, length=self.length, device=device)

@@ -1,6 +1,6 @@
 """Ouroboros as a proposer: a draft model that drafts by phrases, and what is learnt on the way.
 
-arXiv 2402.13720, section 3. This ties together `phrase_pool`, `lookahead` and `harvest`, whose
+arXiv 2402.13720, section 3. This ties together `draft_shape`, `phrase_pool` and `harvest`, whose
 names of dimensions are used. The draft model is the runner's, which knows its KV cache.
 """
 
@@ -12,29 +12,11 @@ import torch
 
 from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.harvest import harvest
-from vllm_recycle.core.lookahead import advance_window
-from vllm_recycle.core.phrase_pool import PhrasePool, insert_phrases, newest_phrases
+from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.core.trunk import DraftModel
 from vllm_recycle.core.verification import NO_TOKEN, walk
 
 WINDOW_SEED = 0
-
-
-def make_pool(
-    shape: DraftShape,
-    vocab_size: int,
-    *,
-    max_num_reqs: int,
-    is_shared: bool,
-    device: torch.device | str,
-) -> PhrasePool:
-    """The pool that drafts of a shape need: one for all requests, or one for each, side by side."""
-    return PhrasePool(
-        vocab_size if is_shared else vocab_size * max_num_reqs,
-        per_token=max(shape.guesses, shape.branches, 1),
-        length=shape.length,
-        device=device,
-    )
 
 
 class OuroborosProposer:
@@ -46,7 +28,6 @@ class OuroborosProposer:
         max_num_reqs: every `req_state_idx` is below this.
         max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
             is shorter then is filled up with the newest phrases.
-        stops_early: whether a round ends when all trunks are whole, which waits for the device.
         harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
         shares_pool: whether all requests share a pool that is never cleared (section 3.4); else
             each has its own, which ends with it.
@@ -55,7 +36,6 @@ class OuroborosProposer:
     Attributes:
         tree: what the target verifies.
         lookahead: the rows of a draft forward.
-        num_rounds: drafts made so far, counted once for each request.
         num_forwards: draft forwards so far, counted once for each request that took part.
 
     """
@@ -67,7 +47,6 @@ class OuroborosProposer:
         vocab_size: int,
         max_num_reqs: int,
         max_forwards: int | None = None,
-        stops_early: bool = True,
         harvest_trunk: bool = True,
         harvest_branches: bool = True,
         shares_pool: bool = True,
@@ -77,35 +56,24 @@ class OuroborosProposer:
         self.tree = shape.tree().to(device)
         self.lookahead = shape.lookahead().to(device)
         self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
-        self.stops_early = stops_early
         self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
         # Places of the pool's table between the same token of two requests.
         self.pool_stride = 0 if shares_pool else vocab_size
-        self.pool = make_pool(
-            shape, vocab_size, max_num_reqs=max_num_reqs, is_shared=shares_pool, device=device
-        )
+        self.pool = shape.make_pool(vocab_size * (1 if shares_pool else max_num_reqs), device)
         self.windows = torch.zeros(
             max_num_reqs, shape.levels, shape.window, dtype=torch.int64, device=device
         )
         self.num_filled = torch.ones(max_num_reqs, dtype=torch.int64, device=device)
         generator = torch.Generator().manual_seed(WINDOW_SEED)
         self.window_draw = torch.rand(shape.window, generator=generator).to(device)
-        self.num_rounds = self.num_forwards = 0
+        self.num_forwards = 0
 
-    def begin(self, expanded_idx_mapping: torch.Tensor, prompt_token_ids: torch.Tensor) -> None:
-        """Level 0 of each window: tokens drawn from the prompt, as if for every prompt anew."""
-        num_tokens = len(expanded_idx_mapping)
-        increments = torch.ones_like(expanded_idx_mapping)
-        index = torch.arange(num_tokens, device=increments.device)
-        lengths = torch.zeros_like(self.num_filled).index_add_(0, expanded_idx_mapping, increments)
-        first_indices = torch.zeros_like(lengths).scatter_reduce_(
-            0, expanded_idx_mapping, index, "amin", include_self=False
-        )
-        offsets = (self.window_draw * lengths[:, None]).long().minimum(lengths[:, None] - 1)
-        place = (first_indices[:, None] + offsets).clamp(min=0)
-        has_prompt = lengths > 0
-        self.windows[:, 0] = prompt_token_ids[place].where(has_prompt[:, None], self.windows[:, 0])
-        self.num_filled.masked_fill_(has_prompt, 1)
+    def begin(self, req_state_idx: int, token_ids: torch.Tensor) -> None:
+        """Level 0 of a window: tokens drawn from a prompt, integer [length]."""
+        length = len(token_ids)
+        place = (self.window_draw * length).long().clamp(max=length - 1)
+        self.windows[req_state_idx, 0] = token_ids[place].long()
+        self.num_filled[req_state_idx].fill_(1)
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         for req_state_idx in req_state_indices if self.pool_stride else ():
@@ -117,7 +85,7 @@ class OuroborosProposer:
         last_token_ids: torch.Tensor,
         *,
         draft_model: DraftModel,
-        room: torch.Tensor | None = None,
+        max_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draft below the last token of each request (sections 3.1 and 3.2).
 
@@ -125,44 +93,43 @@ class OuroborosProposer:
             idx_mapping: int64 [batch].
             last_token_ids: int64 [batch].
             draft_model: what drafts.
-            room: int64 [batch], tokens of a trunk that the draft model has room for; below 0 where
-                it has none for the last token. None where there is always enough.
+            max_lengths: int64 [batch], the most tokens of a trunk that the draft model has room
+                for; 0 where nothing is drafted. None where there is always enough; then no round
+                ends before its last forward, since to see that waits for the device.
 
         """
         gamma, length = self.shape.gamma, self.shape.length
         # As wide as the last forward may make it.
         trunk = last_token_ids.new_full((len(idx_mapping), gamma + length + 1), NO_TOKEN)
         count = torch.zeros_like(idx_mapping)
-        room = torch.full_like(count, gamma) if room is None else room
+        most = torch.full_like(count, gamma) if max_lengths is None else max_lengths
         active = torch.arange(len(idx_mapping), device=idx_mapping.device)
-        last_ids, new_token_ids = last_token_ids, last_token_ids[:, None]
+        new_token_ids = last_token_ids[:, None]
         for _ in range(self.max_forwards):
-            is_drafting = (count[active] < gamma) & (count[active] <= room[active])
-            if self.stops_early:
-                active, last_ids = active[is_drafting], last_ids[is_drafting]
-                new_token_ids, is_drafting = new_token_ids[is_drafting], is_drafting[is_drafting]
+            is_drafting = (count[active] < most[active]) & (count[active] < gamma)
+            if max_lengths is not None:
+                active, new_token_ids = active[is_drafting], new_token_ids[is_drafting]
+                is_drafting = is_drafting[is_drafting]
                 if not len(active):
                     break
-            new_token_ids, num_new = self._draft(
-                draft_model, idx_mapping[active], new_token_ids, last_ids, is_drafting
+            new_token_ids = self._draft(
+                draft_model, idx_mapping[active], new_token_ids, is_drafting
             )
             # What is beyond gamma is of no account.
             start = count[active].clamp(max=gamma)[:, None]
             place = start + torch.arange(length + 1, device=start.device)
             trunk[active[:, None], place] = new_token_ids
-            newest_ids = new_token_ids.gather(1, (num_new[:, None] - 1).clamp(min=0)).flatten()
-            last_ids = newest_ids.where(is_drafting, last_ids)
-            count[active] += num_new
+            count[active] += (new_token_ids >= 0).sum(dim=1)
             self.num_forwards += len(active)
-        self.num_rounds += len(idx_mapping)
         trunk = trunk[:, :gamma]
         if self.max_forwards < gamma:
             trunk = self._filled_up(idx_mapping, trunk, count)
-        return torch.cat((trunk, self._branches(idx_mapping, trunk)), dim=1)
+        branches = self._newest(idx_mapping, trunk[:, -1], self.shape.branches)
+        return torch.cat((trunk, branches.flatten(1)), dim=1)
 
     def observe(
         self,
-        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
         cu_num_logits: torch.Tensor,
@@ -172,7 +139,6 @@ class OuroborosProposer:
             return
         sampled = logits.max(dim=1).indices
         trunk_phrases, branch_phrases = harvest(token_ids, sampled, cu_num_logits, shape=self.shape)
-        idx_mapping = expanded_idx_mapping[cu_num_logits[:-1]]
         if self.harvest_trunk:
             self._insert(idx_mapping, *trunk_phrases)
         if self.harvest_branches:
@@ -183,41 +149,67 @@ class OuroborosProposer:
         draft_model: DraftModel,
         idx_mapping: torch.Tensor,
         new_token_ids: torch.Tensor,
-        last_token_ids: torch.Tensor,
         is_drafting: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """One draft forward; `is_drafting`, bool [batch], says who has not drafted enough.
 
         Returns:
-            What it drafted, int64 [batch, length + 1], padded with -1, and how many tokens these
-            are, int64 [batch].
+            What it drafted, int64 [batch, length + 1], padded with -1.
 
         """
         batch, shape, lookahead = len(idx_mapping), self.shape, self.lookahead
-        num_filled, window = self.num_filled[idx_mapping], self.windows[idx_mapping]
+        newest = (new_token_ids >= 0).sum(dim=1, keepdim=True) - 1
+        last_token_ids = new_token_ids.gather(1, newest.clamp(min=0)).flatten()
         level = torch.arange(shape.levels, device=idx_mapping.device)
-        is_filled = (level < num_filled[:, None])[:, :, None]
+        is_filled = (level < self.num_filled[idx_mapping][:, None])[:, :, None]
+        window_token_ids = self.windows[idx_mapping].where(is_filled, NO_TOKEN).flatten(1)
         guesses = self._newest(idx_mapping, last_token_ids, shape.guesses).flatten(1)
-        window_token_ids = window.where(is_filled, NO_TOKEN).flatten(1)
-        outputs = draft_model.forward(
-            idx_mapping, new_token_ids, torch.cat((window_token_ids, guesses), dim=1)
-        )
+        row_token_ids = torch.cat((window_token_ids, guesses), dim=1)
+        outputs = draft_model.choose(idx_mapping, new_token_ids, row_token_ids, 1)[0][:, :, 0]
         if shape.window:
-            window_outputs = outputs[:, 1 : 1 + window_token_ids.shape[1]].reshape(window.shape)
-            new_window, new_num_filled, owners, phrases = advance_window(
-                window, num_filled, window_outputs, last_token_ids
-            )
-            self.windows[idx_mapping] = new_window.where(is_drafting[:, None, None], window)
-            self.num_filled[idx_mapping] = new_num_filled.where(is_drafting, num_filled)
-            self._insert(idx_mapping, owners.where(is_drafting[:, None], NO_TOKEN), phrases)
+            window_outputs = outputs[:, 1 : 1 + window_token_ids.shape[1]]
+            self._advance_windows(idx_mapping, window_outputs, last_token_ids, is_drafting)
         # What follows is the longest guess that the draft agrees with, and the draft's next token.
         rows = lookahead.num_nodes + 1
         starts = torch.arange(0, batch * rows + 1, rows, device=idx_mapping.device)
         drafts = torch.cat((torch.full_like(window_token_ids, NO_TOKEN), guesses), dim=1)
         result = walk(outputs.flatten(), drafts, starts, trees=lookahead.of_batch(batch))
         tokens = torch.nn.functional.pad(result.token_ids, (0, shape.length), value=NO_TOKEN)
-        draft_token_ids = tokens[:, : shape.length + 1].where(is_drafting[:, None], NO_TOKEN)
-        return draft_token_ids, result.lengths.where(is_drafting, 0).long()
+        return tokens[:, : shape.length + 1].where(is_drafting[:, None], NO_TOKEN)
+
+    def _advance_windows(
+        self,
+        idx_mapping: torch.Tensor,
+        outputs: torch.Tensor,
+        last_token_ids: torch.Tensor,
+        is_drafting: torch.Tensor,
+    ) -> None:
+        """Take in the draft's outputs at the rows of windows, where something is drafted.
+
+        While levels are missing, the outputs of the last one there is become the next one. With all
+        of them, each column and its output are a phrase, which follows the token before the column.
+        Then every level moves up, and the outputs become the last one.
+
+        Args:
+            idx_mapping, is_drafting: as for `_draft`.
+            outputs: int64 [batch, levels * window], the draft's most probable token at each row.
+            last_token_ids: int64 [batch], the token before each window.
+
+        """
+        window, num_filled = self.windows[idx_mapping], self.num_filled[idx_mapping]
+        levels = self.shape.levels
+        is_complete = num_filled == levels
+        last_level = (num_filled - 1)[:, None, None].expand(-1, 1, self.shape.window)
+        new_level = outputs.reshape(window.shape).gather(1, last_level)
+        owners = torch.cat((last_token_ids[:, None], window[:, 0, :-1]), dim=1)
+        owners = owners.where((is_complete & is_drafting)[:, None], NO_TOKEN)
+        self._insert(idx_mapping, owners, torch.cat((window, new_level), dim=1).transpose(1, 2))
+        moved_window = torch.cat((window[:, 1:], new_level), dim=1)
+        filled_window = window.scatter(1, (last_level + 1).clamp(max=levels - 1), new_level)
+        new_window = moved_window.where(is_complete[:, None, None], filled_window)
+        self.windows[idx_mapping] = new_window.where(is_drafting[:, None, None], window)
+        new_num_filled = (num_filled + 1).clamp(max=levels)
+        self.num_filled[idx_mapping] = new_num_filled.where(is_drafting, num_filled)
 
     def _filled_up(
         self, idx_mapping: torch.Tensor, trunk: torch.Tensor, count: torch.Tensor
@@ -235,10 +227,6 @@ class OuroborosProposer:
             trunk.scatter_(1, places, phrase.where(takes_phrase[:, None], trunk.gather(1, places)))
             count = (count + length).where(takes_phrase, count).clamp(max=gamma)
         return trunk[:, :gamma]
-
-    def _branches(self, idx_mapping: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, n], phrases below the end of each trunk (section 3.2)."""
-        return self._newest(idx_mapping, trunk[:, -1], self.shape.branches).flatten(1)
 
     def _newest(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, count: int

@@ -8,9 +8,7 @@ matrix knows beside and below them (`grow`).
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -42,26 +40,13 @@ class DraftModel(Protocol):
             new_token_ids: int64 [batch, n], the text behind what the last forward of this round
                 took in, at least one token, padded with -1; in the first forward of a round the
                 last token alone, before which the model may have more to take in.
-            row_token_ids: int64 [batch, nodes], a chain behind it, padded with -1.
+            row_token_ids: int64 [batch, nodes], what it looks ahead at behind it, -1 for none.
             choices: tokens to choose.
 
         Returns:
             The most probable next tokens at the last token and at each node, int64 [batch, nodes +
-            1, choices], best first, and how probable it finds each, float64.
-
-        """
-
-    def forward(
-        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """The same for nodes that are a tree, and the first choice alone.
-
-        Args:
-            idx_mapping, new_token_ids: as for `choose`.
-            row_token_ids: int64 [batch, nodes], of `DraftShape.lookahead`, -1 for none.
-
-        Returns:
-            int64 [batch, nodes + 1].
+            1, choices], best first, and how probable it finds each, float64; 0 where one is chosen
+            alone.
 
         """
 
@@ -98,46 +83,47 @@ def draft_trunks(
         The trunks, with probabilities in the place of chances.
 
     """
-    batch = len(texts.idx_mapping)
-    token_ids = torch.full((batch, gamma, CHOICES), NO_TOKEN)
-    chances = torch.zeros(batch, gamma, CHOICES, dtype=torch.float64)
-    # Text before, and the trunk so far.
-    contexts = [tail[::-1] for tail in texts.ends.tails(reach)]
-    new_token_ids = [[text[-1]] for text in contexts]
-    lengths, survival = [0] * batch, [1.0] * batch
-    drafting = [b for b in range(batch) if min(gamma, texts.max_depths[b])]
-    while active := drafting:
-        ends = [contexts[b][-reach:] for b in active]
+    shape = len(texts.idx_mapping), gamma, CHOICES
+    token_ids, chances = torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64)
+    tails = torch.tensor(texts.ends.tails(reach)).flip(1)
+    # Tokens that each trunk may have still, and the chance that all it has are right.
+    left = torch.tensor(texts.max_depths).clamp(max=gamma)
+    lengths, survival = torch.zeros_like(left), torch.ones(len(left), dtype=torch.float64)
+    active = left.nonzero().flatten()
+    new_token_ids = tails[active, -1:]
+    while len(active):
         idx_mapping = texts.idx_mapping[active]
+        ends = Ends(tails[active].int(), [reach - 1] * len(active))
         # At the last token that is guessed the model says one more.
-        max_depths = [min(gamma, texts.max_depths[b]) - lengths[b] - 1 for b in active]
-        tails = Ends(torch.tensor(ends, dtype=torch.int32), [reach - 1] * len(active))
-        guesses = guess(TextEnds(idx_mapping, tails, max_depths))
-        padded = (_padded([new_token_ids[b] for b in active]), _padded(guesses))
-        choices, probs = model.choose(idx_mapping, *padded, CHOICES)
-        best_ids = choices[:, :, 0].tolist()
-        chance = acceptance.chances(Trunks(choices, probs), idx_mapping).chances[:, :, 0].tolist()
-        for index, (b, guess_ids) in enumerate(zip(active, guesses, strict=True)):
-            pairs = zip(guess_ids, best_ids[index], strict=False)
-            num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            place = slice(lengths[b], lengths[b] + num_right + 1)
-            token_ids[b, place] = choices[index, : num_right + 1]
-            chances[b, place] = probs[index, : num_right + 1]
-            new_token_ids[b] = best_ids[index][: num_right + 1]
-            contexts[b] += new_token_ids[b]
-            lengths[b] += num_right + 1
-            survival[b] *= math.prod(chance[index][: num_right + 1])
-        unfinished_texts = [b for b in active if lengths[b] < min(gamma, texts.max_depths[b])]
-        drafting = _that_pay({b: survival[b] for b in unfinished_texts}, least_chance)
+        guesses = _padded(guess(TextEnds(idx_mapping, ends, (left[active] - 1).tolist())))
+        choices, probs = model.choose(idx_mapping, new_token_ids, guesses, CHOICES)
+        is_right = guesses == choices[:, :-1, 0]
+        is_new = torch.nn.functional.pad(is_right, (1, 0), value=True).cumprod(dim=1) > 0
+        index, row = is_new.nonzero().unbind(dim=1)
+        place = active[index], lengths[active[index]] + row
+        token_ids[place], chances[place] = choices[index, row], probs[index, row]
+        chance = acceptance.chances(Trunks(choices, probs), idx_mapping).chances[:, :, 0]
+        survival[active] *= chance.where(is_new, 1.0).prod(dim=1)
+        num_new = is_new.sum(dim=1)
+        lengths[active] += num_new
+        left[active] -= num_new
+        new_token_ids = choices[:, :, 0].where(is_new, NO_TOKEN)
+        longer_tails = torch.cat((tails[active], new_token_ids), dim=1)
+        tails[active] = longer_tails.gather(1, torch.arange(reach) + num_new[:, None])
+        pays = _pays(survival[active].where(left[active] > 0, 0.0), least_chance)
+        active, new_token_ids = active[pays], new_token_ids[pays]
     return Trunks(token_ids, chances)
 
 
-def _that_pay(survival_by_text: Mapping[int, float], least_chance: float) -> list[int]:
-    """The most trunks, the surest ones, that each pay an equal part of a forward, ascending."""
-    surest_texts = sorted(survival_by_text, key=lambda b: -survival_by_text[b])
-    counts = range(len(surest_texts), 0, -1)
-    paying_counts = (n for n in counts if n * survival_by_text[surest_texts[n - 1]] >= least_chance)
-    return sorted(surest_texts[: next(paying_counts, 0)])
+def _pays(survival: torch.Tensor, least_chance: float) -> torch.Tensor:
+    """The most trunks, the surest ones, that each pay an equal part of a forward, bool [n].
+
+    Of survival, float64 [n], 0 where a trunk is whole.
+    """
+    ranked, order = survival.sort(descending=True, stable=True)
+    counts = torch.arange(1, 1 + len(survival))
+    num_paying = counts.where((ranked > 0) & (counts * ranked >= least_chance), 0).max()
+    return torch.zeros_like(survival, dtype=torch.bool).index_fill_(0, order[:num_paying], True)
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:

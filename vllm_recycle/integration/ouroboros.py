@@ -43,9 +43,7 @@ def refuse_shared_caches(layer_names: Set[str], compilation_config: Any) -> None
             )
 
 
-def make_proposer(
-    vllm_config: Any, device: torch.device, *, stops_early: bool
-) -> OuroborosProposer:
+def make_proposer(vllm_config: Any, device: torch.device) -> OuroborosProposer:
     """The proposer that an engine's options ask for, with its pool on a device."""
     options = settings_of(vllm_config).options
     assert isinstance(options, OuroborosOptions)
@@ -54,7 +52,6 @@ def make_proposer(
         vocab_size=vllm_config.model_config.get_vocab_size(),
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         max_forwards=options.max_forwards,
-        stops_early=stops_early,
         harvest_trunk=options.harvest_trunk,
         harvest_branches=options.harvest_branches,
         shares_pool=options.shares_pool,

@@ -15,7 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_recycle.core.state_file import shorten
-from vllm_recycle.integration.options import OUROBOROS, MethodOptions, Settings
+from vllm_recycle.integration.options import MethodOptions, Settings
 from vllm_recycle.integration.options.base import DRAFT_MODEL, HOSTED_TRUNK, expect
 from vllm_recycle.integration.platform import Platform
 from vllm_recycle.integration.versions import FEATURES
@@ -29,7 +29,7 @@ GRANITE = ("granite", "granitemoe", "granitemoeshared")
 SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
 
 # What the methods of vLLM that draft by a model have in their names.
-OF_MODELS = ("draft_model", "eagle", "mtp", "medusa")
+OF_MODELS = ("eagle", "mtp", "medusa")
 
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
@@ -242,19 +242,13 @@ def _check_draft_model(vllm_config: Any, settings: Settings, platform: Platform)
     """Refuse a draft model, or sizes of drafts, that the engine has no room for."""
     options, scheduler = settings.options, vllm_config.scheduler_config
     draft = vllm_config.speculative_config.draft_model_config
-    if options.has_own_model:
-        features = {
-            **_attention_of("draft model", draft),
-            **platform.unsupported_by_trees(vllm_config, "draft model", draft),
-            "a multimodal draft model": draft.is_multimodal_model,
-            "a draft model with M-RoPE": draft.uses_mrope,
-        }
-        refuse(options.method, features)
-    elif platform.on_v2:  # vLLM's has no graphs, and drafts in every step
-        raise NotImplementedError(
-            f"{options.method}: method of trunk is 'draft_model' on a GPU, expected another, "
-            f"or the method {OUROBOROS!r} with this model"
-        )
+    features = {
+        **_attention_of("draft model", draft),
+        **platform.unsupported_by_trees(vllm_config, "draft model", draft),
+        "a multimodal draft model": draft.is_multimodal_model,
+        "a draft model with M-RoPE": draft.uses_mrope,
+    }
+    refuse(options.method, features)
     max_model_len = vllm_config.model_config.max_model_len
     if draft.max_model_len < max_model_len:
         raise ValueError(
@@ -263,7 +257,7 @@ def _check_draft_model(vllm_config: Any, settings: Settings, platform: Platform)
         )
     table, max_num_reqs = settings.table, scheduler.max_num_seqs
     rows = options.max_draft_rows(table, max_num_reqs, on_gpu=platform.on_v2)
-    if options.has_own_model and scheduler.max_num_batched_tokens < rows:
+    if scheduler.max_num_batched_tokens < rows:
         raise ValueError(
             f"--max-num-batched-tokens: got {scheduler.max_num_batched_tokens}, expected at "
             f"least the {rows} rows of a draft forward, or smaller drafts"
@@ -276,8 +270,7 @@ def other_token_ids(vllm_config: Any) -> str | None:
     Such drafts are right by chance alone. Nothing is said where a model has no tokenizer.
     """
     model, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
-    is_mapped = vllm_config.speculative_config.use_heterogeneous_vocab
-    if draft is None or model.skip_tokenizer_init or is_mapped:
+    if draft is None or model.skip_tokenizer_init:
         return None
     try:
         vocab = cached_tokenizer_from_config(model).get_vocab()

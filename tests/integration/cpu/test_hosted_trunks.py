@@ -14,7 +14,6 @@ from tests.integration.engines import (
     HOSTED,
     NEEDS_SUFFIX,
     TARGET,
-    TRUNK,
     Chains,
     core,
     counter,
@@ -43,13 +42,12 @@ def sources(tmp_path_factory) -> dict[str, tuple[str, dict[str, Any]]]:
     return {
         **heads.trunks(folder, LENGTH),
         "medusa": (TARGET, medusa),
-        "draft_model": (TARGET, {"method": "draft_model", "model": TRUNK["model"], **length}),
         "ngram": (TARGET, {"method": "ngram", "prompt_lookup_max": 3, **length}),
         "suffix": (TARGET, {"method": "suffix", **length}),
     }
 
 
-SOURCES = ["eagle", "eagle3", "medusa", "mtp", "draft_model", "ngram"]
+SOURCES = ["eagle", "eagle3", "medusa", "mtp", "ngram"]
 CASES = [pytest.param({"row_cost": 0}, name, id=f"whole-{name}") for name in SOURCES]
 CASES += [pytest.param({"row_cost": 0}, "suffix", id="whole-suffix", marks=NEEDS_SUFFIX)]
 # A model of vLLM's, and what needs none.

@@ -1,4 +1,4 @@
-"""How much of a text the draft model's KV cache lacks on a GPU, and how it takes in prompts.
+"""How much of a text the draft model's KV cache lacks on a GPU.
 
 What it has is watched in `test_ouroboros`.
 """
@@ -6,11 +6,9 @@ What it has is watched in `test_ouroboros`.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
-from vllm_recycle.integration.cuda.ouroboros.drafter import groups_of
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 
 
@@ -28,12 +26,3 @@ def test_no_more_is_missing_than_the_text_has():
     cache.take(states, np.array([215]), computed)
     cache.see(states, np.array([17]), computed + 17)
     assert cache.max_missing[0] == 17
-
-
-# So that many long ones need no memory at once.
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [([], []), ([3, 5], [[0, 1]]), ([3, 4, 9, 1, 1], [[0, 1], [2], [3, 4]]), ([20], [[0]])],
-)
-def test_groups_have_at_most_so_many_tokens_or_one_prompt(lengths, expected):
-    assert list(groups_of(lengths, 8)) == expected

@@ -19,11 +19,11 @@ from tests.integration.cuda.v2_engines import (
     tokens_of,
     with_sizes,
 )
-from tests.integration.engines import OUROBOROS, TARGET, counter, engine, runner
+from tests.integration.engines import TARGET, counter, engine, runner
 from tests.integration.models import heads
 from vllm_recycle.integration.cuda import hosted_trunk
 from vllm_recycle.integration.cuda.along_trunks import tokens_behind
-from vllm_recycle.integration.cuda.hosted_trunk import SPECULATORS, move_rows
+from vllm_recycle.integration.cuda.hosted_trunk import HOSTED, move_rows
 from vllm_recycle.kernels.triton.matrix.find import Texts
 
 pytestmark = pytest.mark.slow
@@ -103,10 +103,7 @@ def test_what_follows_a_trunk_is_read_to_the_end_of_its_text():
 
 
 def test_what_a_trunk_does_not_go_with_is_refused(result):
-    draft_model, fp8 = result["refused"]
-    assert "'draft_model' on a GPU" in draft_model
-    assert "'ouroboros'" in draft_model
-    assert "a trunk on a GPU with --kv-cache-dtype fp8" in fp8
+    assert "a trunk on a GPU with --kv-cache-dtype fp8" in result["refused"]
 
 
 def text_of(req_states: Any, index: int) -> str:
@@ -121,7 +118,7 @@ class WatchedChains:
         self.chains: dict[str, list[int]] = {}
         self.req_states: Any = None
         self.num_calls = 0
-        for speculator_class in SPECULATORS:
+        for speculator_class in HOSTED:
             speculator_class.propose = self.watched(speculator_class.propose)
 
     def watched(self, propose: Any) -> Any:
@@ -229,11 +226,8 @@ def main(folder: Path) -> dict[str, Any]:
     watched = WatchedChains()
     result |= {name: serve(*sources[name], watched) for name in SOURCES}
     watched.req_states = None
-    refusals = [
-        refused({"method": "draft_model", "model": OUROBOROS["model"]}),
-        refused(sources["eagle"][1], kv_cache_dtype="fp8"),
-    ]
+    result["refused"] = refused(sources["eagle"][1], kv_cache_dtype="fp8")
     with engine(METHOD | {"trunk": sources["eagle"][1]}, model=TARGET, **ARGUMENTS) as llm:
         prices = {"free": (BATCHES["three"], 0.0, 0.0), "dear": (BATCHES["three"], 1e9, 0.0)}
         result["priced"] = serve_priced(llm, prices)
-    return result | {"refused": refusals}
+    return result

@@ -23,7 +23,7 @@ MODULES = [
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.
 WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "synchronize"}
 # Where a loop over requests is due: when they begin or get blocks, and when the engine begins.
-NOT_IN_A_STEP = {"add_requests", "follow"}
+NOT_IN_A_STEP = {"add_requests", "begin", "follow"}
 
 
 def complaints(source: str) -> list[str]:

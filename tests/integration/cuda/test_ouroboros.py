@@ -23,6 +23,7 @@ from tests.integration.cuda.v2_engines import (
     Waits,
     serve_priced,
     tokens_of,
+    unwatched,
     with_sizes,
 )
 from tests.integration.cuda.watched_rounds import SIZES, Watch, capture_rounds
@@ -247,6 +248,7 @@ def main(_: Path) -> dict[str, Any]:
     with engine(TRUNK, **LLM_ARGUMENTS | {"model": TARGET}) as llm:
         waits = Waits()
         waits.watch(runner(llm).speculator, "propose")
+        unwatched(runner(llm).speculator, "_build_attn_metadata")
         prices = {name: (BATCHES[batch], *seconds) for name, (batch, *seconds) in PRICES.items()}
         result["priced"] = serve_priced(llm, prices) | {"waits": waits.seen}
     return result | {name: serve(name) for name in ENGINES}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -141,6 +141,17 @@ class Waits(TorchDispatchMode):
         """Record those of functions of a module or an object, from now on."""
         for name in names:
             setattr(owner, name, watched(getattr(owner, name), self))
+
+
+def unwatched(owner: Any, name: str) -> None:
+    """Record nothing of a function of an object from now on: vLLM's that looks at host tensors."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    setattr(owner, name, call)
 
 
 def watched(function: Any, waits: Waits) -> Any:

@@ -10,12 +10,12 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.core.slow_ouroboros import load
 from tests.integration.cuda import v2_graphs
-from tests.integration.cuda.v2_engines import LLM_ARGUMENTS, Waits, watch_moves
+from tests.integration.cuda.v2_engines import LLM_ARGUMENTS, Waits, unwatched, watch_moves
 from tests.integration.engines import OUROBOROS, core, runner
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import ChoiceAcceptance
-from vllm_recycle.integration.cuda.ouroboros.trunk import TrunkV2Drafter
+from vllm_recycle.integration.cuda.ouroboros.drafter import TrunkV2Drafter
 
 # Of the rounds.
 SIZES = {"gamma": 3, "window": 3, "guesses": 2, "phrase_length": 4, "branches": 2}
@@ -41,6 +41,7 @@ class Watch:
         )
         self.draft_round, speculator.draft = speculator.draft, self.watched_round
         self.take_in, speculator._take_in = speculator._take_in, self.watched_take_in
+        unwatched(speculator, "_build_attn_metadata")
         # What was never written is not read.
         context = self.runner.compilation_config.static_forward_context
         for layer_name in speculator.draft_attn_layer_names:

@@ -167,6 +167,10 @@ BAD_OPTIONS = [
     ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
     ({"trunk": {"method": "oak"}}, r"of trunk is 'oak', expected one of \['eagle', 'eagle3', 'mtp"),
     ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected one of"),
+    (
+        {"trunk": {"method": "draft_model"}},
+        "or the method 'ouroboros' with a draft model",
+    ),
     ({"trunk": NGRAM | {1: 2}}, "key 1 of trunk, expected names"),
     ({"trunk": NGRAM | {"nope": 1}}, r"key 'nope' of trunk, expected any of \['method'"),
     ({"trunk": NGRAM | {"model": "x"}}, "key 'model' of trunk, expected any of"),
@@ -185,7 +189,7 @@ BAD_OPTIONS = [
     ({"trunk": HEAD | {"draft-sample-method": "probabilistic"}}, "of trunk is 'probabilistic'"),
     *(
         ({"trunk": HEAD | {key: None, "method": method}}, f"key {key!r} of trunk, expected any")
-        for method in ("eagle3", "draft_model")
+        for method in ("eagle3", "eagle")
         for key in OTHER_KEYS
     ),
     ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
@@ -295,11 +299,12 @@ def test_what_is_refused(given, flags, message):
 
 
 def test_keys_of_a_trunk_reach_vllm():
-    given = {"moe_backend": "triton", "use-heterogeneous-vocab": True, "revision": "1"}
+    given = {"moe_backend": "triton", "draft-tensor-parallel-size": 1, "revision": "1"}
     trunk = HOSTED["trunk"] | FIXED | given | {"draft_load_config": {"load_format": "dummy"}}
     config = make_config({"trunk": trunk | {"model": Path(TRUNK["model"])}}).speculative_config
     assert (config.model, config.moe_backend, config.revision) == (TRUNK["model"], "triton", "1")
-    assert (config.use_heterogeneous_vocab, config.draft_load_config.load_format) == (True, "dummy")
+    assert config.draft_tensor_parallel_size == 1
+    assert config.draft_load_config.load_format == "dummy"
 
 
 def test_no_method_of_vllm_is_nearly_ours():

@@ -16,7 +16,7 @@ from tests.core.strategies import LARGEST, trees
 from tests.kernels.cpu.cache_layouts import LAYOUTS, STALE, every_layout, skip_reason
 from tests.kernels.cpu.tree_steps import BUSH, Step, bushes, sinks_of, softmax_rows, texts_of
 from tests.kernels.triton.attention_steps import UNTOUCHED, assert_close
-from vllm_recycle.core.lookahead import lookahead_template
+from vllm_recycle.core.draft_shape import DraftShape
 
 
 @pytest.fixture(params=[False, True], ids=["cached", "own"])
@@ -61,7 +61,8 @@ def test_rows_equal_a_softmax_over_what_they_see(layout, own, window):
     check(layout, bushes(layout), own=own, window=window, sinks=sinks)
 
 
-LOOKAHEAD = lookahead_template(window=20, levels=5, guesses=20, length=6)
+# The sizes of the paper.
+LOOKAHEAD = DraftShape(12, 20, 20, 7, 3).lookahead()
 
 
 @every_layout

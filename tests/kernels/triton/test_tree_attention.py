@@ -30,13 +30,14 @@ from tests.kernels.triton.attention_steps import (
     below_chain,
 )
 from tests.kernels.triton.grown_trees import on_device
-from vllm_recycle.core.lookahead import lookahead_template
+from vllm_recycle.core.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.kernels.triton.attention import tree_attention
 from vllm_recycle.kernels.triton.attention.tiles import WAVES, Tile, choose_num_splits, choose_tile
 from vllm_recycle.kernels.triton.attention.tree_attention import COMBINED_SPLITS, LEAST_SHARE
 
-LOOKAHEAD = below_chain(lookahead_template(window=20, levels=5, guesses=20, length=6), 9)
+# The sizes of the paper.
+LOOKAHEAD = below_chain(DraftShape(12, 20, 20, 7, 3).lookahead(), 9)
 LONG_CHAIN = TreeTemplate(tuple((row, 0) for row in range(MAX_NODES)))
 ONE_HEAD = Shape(group=1, kv_heads=1)
 WINDOWED = (Request(26, 150), Request(0, 0), Request(3, 0), Request(9, 330))

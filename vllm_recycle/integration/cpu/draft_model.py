@@ -8,7 +8,7 @@ is forgotten with it; what the target accepts of it is taken in again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
+from vllm_recycle.kernels.cpu import calls
 
 NOTHING = np.empty(0, dtype=np.int64)
 
@@ -45,12 +46,7 @@ class DraftModel(DraftModelProposer):
     blocks: DraftBlocks
 
     def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device,
-        runner: Any,
-        *,
-        lookahead: TreeTemplate,
+        self, vllm_config: Any, device: torch.device, runner: Any, *, lookahead: TreeTemplate
     ) -> None:
         super().__init__(vllm_config, device, runner)
         self.lookahead = lookahead
@@ -142,7 +138,6 @@ class Round:
     Attributes:
         num_cached: int64 [max_num_reqs], how much of each text the draft's KV cache holds, with
             what was drafted.
-        num_forwards: that drafted, so far.
 
     """
 
@@ -155,28 +150,6 @@ class Round:
         self.index, self.computed = np.zeros((2, len(self.num_cached)), dtype=np.int64)
         self.index[self.idx_mapping] = np.arange(len(self.idx_mapping))
         self.computed[self.idx_mapping] = texts.ends.last_positions
-        self.num_forwards = 0
-
-    @property
-    def num_unseen(self) -> np.ndarray:
-        """int64 [batch], tokens of each text that the cache lacks."""
-        return (self.computed - self.num_cached)[self.idx_mapping]
-
-    def catch_up(self, idx_mapping: np.ndarray) -> None:
-        """Take in what the first draft forward, for these requests, int64 [n], has no rows for."""
-        num_unseen = self.num_unseen[self.index[idx_mapping]]
-        rows = num_unseen.sum() + len(idx_mapping) * (1 + self.drafter.lookahead.num_nodes)
-        if rows > self.drafter.max_num_tokens:
-            self._take_in(idx_mapping[num_unseen > 0])
-
-    def forward(
-        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """See `vllm_recycle.core.trunk.DraftModel`."""
-        outputs = torch.zeros(len(row_token_ids), 1 + row_token_ids.shape[1], dtype=torch.int64)
-        for row_mask, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
-            outputs[row_mask] = logits.max(dim=1).indices
-        return outputs
 
     def choose(
         self,
@@ -185,62 +158,40 @@ class Round:
         row_token_ids: torch.Tensor,
         choices: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `vllm_recycle.core.trunk.DraftModel`."""
-        shape = len(row_token_ids), 1 + row_token_ids.shape[1], choices
-        token_ids = torch.full(shape, NO_TOKEN)
-        chances = torch.zeros(shape, dtype=torch.float64)
-        for row_mask, logits in self._forwards(idx_mapping, new_token_ids, row_token_ids):
-            logits = logits.float()
-            best = logits.topk(choices)
-            token_ids[row_mask] = best.indices
-            total = logits.logsumexp(dim=1, keepdim=True)
-            chances[row_mask] = (best.values - total).exp().double()
-        return token_ids, chances
-
-    def _forwards(
-        self, idx_mapping: torch.Tensor, new_token_ids: torch.Tensor, row_token_ids: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """In as many forwards as the rows need.
-
-        Yields:
-            Which of [batch, nodes + 1] rows were in one of them, bool, and their logits.
-
-        """
-        rows = row_token_ids.numpy()
+        """See `vllm_recycle.core.trunk.DraftModel`; in as many forwards as the rows need."""
+        rows, most = row_token_ids.numpy(), self.drafter.max_num_tokens
+        shape = len(rows), 1 + rows.shape[1], choices
+        token_ids, chances = torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64)
         # Rows behind the last one that is filled would be computed for nothing.
-        num_rows = np.where(rows >= 0, np.arange(1, rows.shape[1] + 1), 0).max(axis=1, initial=0)
+        num_rows = np.where(rows >= 0, np.arange(1, shape[1]), 0).max(axis=1, initial=0)
         heads = []
         for req_state_idx, new_ids in zip(idx_mapping.tolist(), new_token_ids.numpy(), strict=True):
-            new_ids = new_ids[new_ids >= 0]
-            heads.append(np.concatenate((self._unseen(req_state_idx), new_ids)))
-        num_tokens = num_rows + [len(head) for head in heads]
-        start, max_num_tokens = 0, self.drafter.max_num_tokens
+            # What the cache lacks of the text, and what is new.
+            unseen = slice(self.num_cached[req_state_idx], self.computed[req_state_idx])
+            unseen_ids = self.token_ids[self.index[req_state_idx], unseen]
+            heads.append(np.concatenate((unseen_ids, new_ids[new_ids >= 0])))
+        num_tokens, start = num_rows + np.array([*map(len, heads)]), 0
         while start < len(rows):
-            fitting = np.searchsorted(num_tokens[start:].cumsum(), max_num_tokens, "right")
+            if num_tokens[start] > most and len(heads[start]) > 1:
+                part, heads[start] = np.split(heads[start], [min(most, len(heads[start]) - 1)])
+                self._run(idx_mapping[start : start + 1].numpy(), [part], [NOTHING])
+                num_tokens[start] -= len(part)
+                continue
+            fitting = np.searchsorted(num_tokens[start:].cumsum(), most, "right")
             chunk = slice(start, start + max(1, int(fitting)))
             counts = num_rows[chunk]
             tries = [row[:count] for row, count in zip(rows[chunk], counts, strict=True)]
             hidden = self._run(idx_mapping[chunk].numpy(), heads[chunk], tries)
-            self.num_forwards += 1
-            row_mask = torch.zeros(len(rows), 1 + rows.shape[1], dtype=torch.bool)
-            row_mask.numpy()[chunk] = np.arange(row_mask.shape[1]) <= counts[:, None]
-            yield row_mask, self.drafter.model.compute_logits(hidden)
+            logits = self.drafter.model.compute_logits(hidden)
+            is_run = torch.from_numpy(np.arange(shape[1]) <= counts[:, None])
+            best = calls.top_k(logits, choices)[0].long()
+            token_ids[chunk][is_run] = best
+            if choices > 1:
+                logits = logits.float()
+                total = logits.logsumexp(dim=1, keepdim=True)
+                chances[chunk][is_run] = (logits.gather(1, best) - total).exp().double()
             start = chunk.stop
-
-    def _take_in(self, chosen: np.ndarray) -> None:
-        """Forwards over what the cache lacks of these texts, int64 [n]."""
-        while len(chosen):
-            heads = [self._unseen(req_state_idx) for req_state_idx in chosen]
-            ends = np.cumsum([*map(len, heads)]).clip(max=self.drafter.max_num_tokens)
-            counts = np.diff(ends, prepend=0)
-            heads = [head[:count] for head, count in zip(heads, counts, strict=True) if count]
-            self._run(chosen[counts > 0], heads, [NOTHING] * len(heads))
-            chosen = chosen[self.computed[chosen] > self.num_cached[chosen]]
-
-    def _unseen(self, req_state_idx: int) -> np.ndarray:
-        """What the draft's cache lacks of a text."""
-        unseen = slice(self.num_cached[req_state_idx], self.computed[req_state_idx])
-        return self.token_ids[self.index[req_state_idx], unseen]
+        return token_ids, chances
 
     def _run(
         self, idx_mapping: np.ndarray, heads: Sequence[np.ndarray], rows: Sequence[np.ndarray]

@@ -23,7 +23,7 @@ from vllm_recycle.integration.options import settings_of
 
 # vLLM's proposers that draft place by place from what `AcceptedSteps` prepares; not all versions
 # have all of them. EAGLE's is that of MTP too.
-PROPOSERS = ("Eagle", "DraftModel", "Medusa", "Ngram", "SuffixDecoding")
+PROPOSERS = ("Eagle", "Medusa", "Ngram", "SuffixDecoding")
 
 
 class HostedProposer:
@@ -34,8 +34,7 @@ class HostedProposer:
         length: the most tokens of a chain.
 
     Attributes:
-        is_model: whether it is a model, whose chains take time.
-        has_probabilities: whether those of its choices are known.
+        is_model: whether it is a model, whose chains take time, and have probabilities.
 
     """
 
@@ -48,12 +47,9 @@ class HostedProposer:
             )
         self._choices: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_model = isinstance(self.proposer, SpecDecodeBaseProposer)
-        # A model with token ids of its own chooses by these.
-        self.has_probabilities = self.is_model and not self.proposer.use_heterogeneous_vocab
-        if self.has_probabilities:
-            self.proposer._greedy_sample = self._choose
         self.proposer.num_speculative_tokens = length  # not those of a tree
         if self.is_model:
+            self.proposer._greedy_sample = self._choose
             self._propose = self.proposer.propose
             self.proposer.propose = self._propose_with_own_lengths
             self._share_embeddings = self.proposer._maybe_share_embeddings
@@ -122,8 +118,7 @@ class HostedTrunkV1Drafter(AlongTrunks):
         self.length = options.trunk_length
         super().__init__(vllm_config, device, runner, length=self.length)
         self.source = HostedProposer(runner, self.length)
-        self.is_model = self.source.is_model
-        self.choices.has_probabilities = self.source.has_probabilities
+        self.is_model = self.choices.has_probabilities = self.source.is_model
 
     @property
     def attention_layers(self) -> Set[str]:

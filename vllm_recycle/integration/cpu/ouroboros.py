@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_recycle.core.draft import Drafts
@@ -23,9 +22,10 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
     """Drafts as the paper does; the target verifies the whole of it."""
 
     proposer: OuroborosProposer
+    num_rounds = 0  # counted once for each request
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
-        self.proposer = make_proposer(vllm_config, device, stops_early=True)
+        self.proposer = make_proposer(vllm_config, device)
         lookahead = self.proposer.lookahead
         DraftModel.__init__(self, vllm_config, device, runner, lookahead=lookahead)
         V1Drafter.__init__(self, vllm_config)
@@ -33,43 +33,34 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
 
     def add_requests(self, requests: Sequence[NewRequest]) -> None:
         for request in requests:
-            text = torch.tensor(request.token_ids)
-            self.proposer.begin(torch.full_like(text, request.req_state_idx), text)
+            self.proposer.begin(request.req_state_idx, torch.tensor(request.token_ids))
 
     def release(self, req_state_indices: Sequence[int]) -> None:
         self.proposer.release(req_state_indices)
 
     def observe(self, idx_mapping: torch.Tensor, step: StepLayout, logits: torch.Tensor) -> None:
-        owners = idx_mapping.repeat_interleave(step.cu_num_logits.diff())
-        self.proposer.observe(owners, step.row_token_ids, logits, step.cu_num_logits)
+        self.proposer.observe(idx_mapping, step.row_token_ids, logits, step.cu_num_logits)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
-        ends = np.array(texts.ends.last_positions)
-        room = self.room(texts, block_tables)
-        chosen = np.nonzero((np.array(texts.max_depths) > 0) & (room >= 0))[0]
-        drafting = self.begin_round(texts, block_tables)
-        drafting.catch_up(texts.idx_mapping.numpy()[chosen])
-        tree = self.proposer.tree
-        drafts: list[list[int]] = [[] for _ in ends]
-        if len(chosen):
-            drafted = self.proposer.propose(
-                texts.idx_mapping[chosen],
-                texts.ends.token_ids[chosen, ends[chosen]].long(),
-                draft_model=drafting,
-                room=torch.from_numpy(room[chosen]),
-            )
-            for index, draft in zip(chosen, drafted[:, :num_nodes].tolist(), strict=True):
-                filled = (row for row, token in enumerate(draft, start=1) if token != NO_TOKEN)
-                drafts[index] = draft[: max(filled, default=0)]
-        parents = tree.parents[1:].tolist()
-        return Drafts(drafts, [parents[: len(draft)] for draft in drafts])
+        may_draft = torch.tensor(texts.max_depths) > 0
+        room = torch.from_numpy(self.room(texts, block_tables)) + 1
+        max_lengths = room.clamp(min=0).where(may_draft, 0)
+        self.num_rounds += int((max_lengths > 0).sum())
+        last_positions = torch.tensor(texts.ends.last_positions)[:, None].clamp(min=0)
+        drafted = self.proposer.propose(
+            texts.idx_mapping,
+            texts.ends.token_ids.gather(1, last_positions).flatten().long(),
+            draft_model=self.begin_round(texts, block_tables),
+            max_lengths=max_lengths,
+        )
+        token_ids, parents = [], self.proposer.tree.parents[1:].tolist()
+        for draft in drafted[:, :num_nodes].tolist():
+            filled = (row for row, token in enumerate(draft, start=1) if token != NO_TOKEN)
+            token_ids.append(draft[: max(filled, default=0)])
+        return Drafts(token_ids, [parents[: len(draft)] for draft in token_ids])
 
     def describe(self) -> str:
         return describe(self.proposer, self.vllm_config)
-
-    @property
-    def num_rounds(self) -> int:  # type: ignore[override]
-        return self.proposer.num_rounds
 
     @property
     def num_forwards(self) -> int:

@@ -82,8 +82,6 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         chosen = texts.idx_mapping.numpy()[np.array(texts.max_depths) > 0]
         if not len(chosen):
             return None
-        draft_round = self.begin_round(texts, block_tables)
-        draft_round.catch_up(chosen)
         prices = {CHAINS: Price(self.curve.by_rows(self.options.kinds[-1], Load(1)))}
 
         def guess(ends: TextEnds) -> list[list[int]]:
@@ -93,7 +91,7 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
 
         return draft_trunks(
             texts,
-            draft_round,
+            self.begin_round(texts, block_tables),
             guess,
             self.choices,
             gamma=self.gamma,

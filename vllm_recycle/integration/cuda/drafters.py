@@ -12,7 +12,7 @@ from vllm_recycle.integration.options.base import HOSTED_TRUNK, MATRIX, OWN_TRUN
 DRAFTERS: dict[str, str] = {
     MATRIX: "token_recycling.TokenRecyclingV2Drafter",
     PHRASES: "ouroboros.drafter.OuroborosV2Drafter",
-    OWN_TRUNK: "ouroboros.trunk.TrunkV2Drafter",
+    OWN_TRUNK: "ouroboros.drafter.TrunkV2Drafter",
     HOSTED_TRUNK: "hosted_trunk.HostedTrunkV2Drafter",
 }
 

@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
@@ -36,9 +35,6 @@ from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.step_note import note_of
 from vllm_recycle.kernels.triton.top_k import top_k
-
-# vLLM's speculators that draft place by place. EAGLE's is that of EAGLE-3 too.
-SPECULATORS = (EagleSpeculator, MTPSpeculator, NgramGPUSpeculator)
 
 
 def move_rows(
@@ -84,14 +80,14 @@ class HostedTrunkV2Drafter(AlongTrunks):
         spec.num_speculative_tokens = self.length  # not those of a tree
         setattr(spec, TABLE, None)
         speculator = init_speculator(config, self.device, self.req_states)
-        name = type(speculator).__name__
-        if type(speculator) not in SPECULATORS:
+        host_class = type(speculator)
+        if host_class not in HOSTED:
             raise NotImplementedError(
-                f"token_recycling does not support a trunk by {name}; change it, or leave it out"
+                f"token_recycling does not support a trunk by {host_class.__name__}; change it, or "
+                "leave it out"
             )
-        # Only vLLM knows which class it is, so ours is put before it now.
-        bases = (HostedSpeculator, type(speculator), TokenRecyclingSpeculator)
-        speculator.__class__ = type(f"Hosted{name}", bases, {})
+        # Only vLLM knows which class its speculator has to be of; ours adds to it.
+        speculator.__class__ = HOSTED[host_class]
         speculator.host(self, may_speculate)
         return speculator
 
@@ -107,29 +103,26 @@ class HostedTrunkV2Drafter(AlongTrunks):
 
 
 class HostedSpeculator(V2Speculator):
-    """A mixin; the bases are this, a speculator of vLLM's, and `TokenRecyclingSpeculator`.
+    """What the classes below have before a speculator of vLLM's and `TokenRecyclingSpeculator`.
 
     Attributes:
-        drafter: what grows trees.
         is_model: whether a model drafts, whose chains take time, and have probabilities.
         token_ids: int64 [length, max_num_reqs, CHOICES], the best tokens at each place of a chain.
         probabilities: float32, of these.
-        has_trunks: whether requests may have trunks from the last step.
 
     """
 
-    tree_drafter: HostedTrunkV2Drafter
+    tree_drafter: Any
+    is_model = True
+    kind = TRUNKS
 
     def host(self, drafter: HostedTrunkV2Drafter, may_speculate: np.ndarray) -> None:
         """Complete what vLLM has made."""
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
-        self.is_model = isinstance(self, DraftModelSpeculator)
         drafter.choices.has_probabilities = self.is_model
-        self.kind = TRUNKS if self.is_model else TREES
         shape = drafter.length, self.max_num_reqs, CHOICES
         self.token_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
         self.probabilities = torch.full(shape, 0.5, device=self.device)
-        self.has_trunks = False
         self.req_states = drafter.req_states
 
     def load_draft_model(self, *args: Any) -> torch.nn.Module:
@@ -146,23 +139,13 @@ class HostedSpeculator(V2Speculator):
             manager_type, rows = type(self.decode_cudagraph_manager), self.tree_drafter.length + 1
             self.prefill_cudagraph_manager = manager_type(self.vllm_config, self.device, mode, rows)
 
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
-    ) -> torch.Tensor:
+    def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The best token of each row, int64 [rows]; the best ones are kept."""
-        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+        logits = self.compute_draft_logits(hidden_states, 0)
         best_token_ids = top_k(logits, CHOICES).long()
         shift = logits.float().logsumexp(dim=1, keepdim=True)
         probabilities = (logits.gather(1, best_token_ids).float() - shift).exp()
-        step, rows = draft_step.view(1), len(best_token_ids)
+        step, rows = self.current_draft_step.view(1), len(best_token_ids)
         self.token_ids[:, :rows].index_copy_(0, step, best_token_ids[None])
         self.probabilities[:, :rows].index_copy_(0, step, probabilities[None])
         return best_token_ids[:, 0].contiguous()
@@ -174,17 +157,7 @@ class HostedSpeculator(V2Speculator):
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return TokenRecyclingSpeculator.propose(self, *args, **kwargs)
 
-    def prepare(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        *args: Any,
-        drafts: bool,
-        **kwargs: Any,
-    ) -> None:
+    def prepare(self, input_batch: Any, *args: Any, drafts: bool, **kwargs: Any) -> None:
         """Draft trunks, if the step is to have some; a model reads each step, even without."""
         path, self.tree_drafter.path = self.tree_drafter.path, None
         is_dummy = kwargs.get("dummy_run")
@@ -192,13 +165,12 @@ class HostedSpeculator(V2Speculator):
         chains = None
         if self.is_model or has_trunks:
             if path is not None and self.is_model and not is_dummy:
+                last_hidden_states, aux_hidden_states = args[2:4]
                 states = aux_hidden_states or [last_hidden_states]
                 tensors = (input_batch.input_ids, input_batch.positions, *states)
                 move_rows(tensors, input_batch.logits_indices, input_batch.cu_num_logits, path)
             length = self.tree_drafter.length if is_dummy or has_trunks else 0
-            step_arguments = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
-            kwargs = {"num_speculative_tokens": length, **kwargs}
-            chains = super().propose(input_batch, *step_arguments, *args, **kwargs)
+            chains = super().propose(input_batch, *args, num_speculative_tokens=length, **kwargs)
         if is_dummy:
             return
         if not self.is_model and chains is not None:
@@ -206,20 +178,14 @@ class HostedSpeculator(V2Speculator):
             last_token_ids = self.req_states.last_sampled_tokens.view(-1)[input_batch.idx_mapping]
             is_filled = (chains == last_token_ids[:, None]).flip(1).cumprod(dim=1).flip(1) > 0
             self.token_ids[:, : len(chains), 0] = chains.where(~is_filled, NO_TOKEN).T
-        self._take_trunks(input_batch, has_trunks=has_trunks)
-
-    def _take_trunks(self, input_batch: Any, *, has_trunks: bool) -> None:
         drafter, idx_mapping = self.tree_drafter, input_batch.idx_mapping
-        had_trunks, self.has_trunks = self.has_trunks, has_trunks
-        if had_trunks:
-            drafter.count_trunks(idx_mapping)
+        drafter.count_trunks(idx_mapping)
         if not has_trunks:
             drafter.leave_out(idx_mapping)
             return
-        is_counted, batch = self._counted(input_batch), input_batch.num_reqs
-        tensors = (self.token_ids, self.probabilities)
-        trunks = Trunks(*(tensor[:, :batch].transpose(0, 1) for tensor in tensors))
-        drafter.take_trunks(idx_mapping, trunks)
+        tensors = (self.token_ids[:, : len(idx_mapping)], self.probabilities[:, : len(idx_mapping)])
+        drafter.take_trunks(idx_mapping, Trunks(*(values.transpose(0, 1) for values in tensors)))
+        is_counted = self._counted(input_batch)
         drafter.num_rounds += int(is_counted.sum())
         if not is_counted.all():
             indices = async_tensor_h2d(np.flatnonzero(~is_counted), device=self.device)
@@ -266,3 +232,22 @@ class HostedSpeculator(V2Speculator):
             states.last_sampled_tokens, states.next_prefill_tokens, self.temperature, self.seeds,
             dummy_run=True, skip_attn_for_dummy_run=True, num_speculative_tokens=length,
         )  # fmt: skip
+
+
+class HostedEagle(HostedSpeculator, EagleSpeculator, TokenRecyclingSpeculator):
+    """That of EAGLE and EAGLE-3."""
+
+
+class HostedMTP(HostedSpeculator, MTPSpeculator, TokenRecyclingSpeculator):
+    """That of the heads that models have themselves."""
+
+
+class HostedNgram(HostedSpeculator, NgramGPUSpeculator, TokenRecyclingSpeculator):
+    """That of n-grams."""
+
+    is_model = False
+    kind = TREES
+
+
+# By vLLM's speculators that draft place by place, what they become.
+HOSTED = {EagleSpeculator: HostedEagle, MTPSpeculator: HostedMTP, NgramGPUSpeculator: HostedNgram}

@@ -235,7 +235,7 @@ class TokenRecyclingSpeculator(V2Speculator):
     def __init__(self, drafter: TokenRecyclingV2Drafter, may_speculate: np.ndarray) -> None:
         self.tree_drafter, self.may_speculate = drafter, may_speculate
         shape = (len(may_speculate), drafter.trees.num_nodes)
-        self.no_drafts = drafter.roots.new_full(shape, NO_TOKEN)
+        self.no_drafts = torch.full(shape, NO_TOKEN, device=drafter.device)
         self.reports = settings_of(drafter.vllm_config).chooses_sizes
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -249,7 +249,7 @@ class TokenRecyclingSpeculator(V2Speculator):
         return report
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
-        idx_mapping = self.tree_drafter.roots[0]
+        idx_mapping = self.no_drafts.new_zeros(1)
         # Trees of more requests grow at the same time.
         return {len(self.may_speculate): partial(self.tree_drafter.propose, idx_mapping)}
 

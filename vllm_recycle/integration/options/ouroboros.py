@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.ouroboros import make_pool
 from vllm_recycle.core.phrase_pool import PhrasePool
 from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
@@ -134,13 +133,9 @@ class OuroborosOptions(MethodOptions):
         return self.shape().tree()
 
     def make_state(self, vllm_config: Any, device: torch.device | str) -> PhrasePool:
-        return make_pool(
-            self.shape(),
-            vllm_config.model_config.get_vocab_size(),
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-            is_shared=self.shares_pool,
-            device=device,
-        )
+        num_pools = 1 if self.shares_pool else vllm_config.scheduler_config.max_num_seqs
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        return self.shape().make_pool(vocab_size * num_pools, device)
 
     def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
         lookahead = self.shape().lookahead().num_nodes

@@ -8,10 +8,10 @@ from typing import Any, get_args
 from vllm_recycle.core.state_file import is_int, shorten
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.integration.options.base import (
-    DRAFT_MODEL,
     DRAFT_MODEL_KEYS,
     LENGTH,
     MODEL_KEYS,
+    OUROBOROS,
     expect,
 )
 
@@ -34,7 +34,6 @@ KEYS = {
     "eagle3": HEAD_KEYS,
     "mtp": HEAD_KEYS,
     "medusa": MODEL_KEYS,
-    DRAFT_MODEL: (*LOADING_KEYS, "use_heterogeneous_vocab"),
     "ngram": LOOKUP_KEYS,
     "ngram_gpu": LOOKUP_KEYS,
     "suffix": SUFFIX_KEYS,
@@ -68,7 +67,8 @@ def check_trunk(trunk: Any) -> None:
     method, length = trunk["method"], length_of(trunk)
     methods = [name for name in KEYS if name in get_args(SpeculativeMethod)]
     is_mtp = method in get_args(MTPModelTypes)  # older names of `mtp`
-    expect("method of trunk", method, method in methods or is_mtp, f"one of {methods}")
+    expected = f"one of {methods}, or the method {OUROBOROS!r} with a draft model"
+    expect("method of trunk", method, method in methods or is_mtp, expected)
     keys = KEYS["mtp" if is_mtp else method]
     accepted = ["method", LENGTH, *keys, *FIXED]
     for key in trunk:

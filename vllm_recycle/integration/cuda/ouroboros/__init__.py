@@ -1,1 +1,1 @@
-"""Ouroboros on Model Runner V2: speculator, rounds, draft forwards and the draft model's cache."""
+"""Ouroboros on Model Runner V2: drafters, their speculator, rounds and the draft model's cache."""
