@@ -19,7 +19,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_recycle.integration.versions import SUPPORTED_VLLM
+from vllm_recycle.integration.start.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_recycle"

@@ -17,7 +17,7 @@ from vllm import SamplingParams, __version__
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.integration.engines import SMALL_BUDGET, engine, generate, watch_steps
-from vllm_recycle.integration.versions import SUPPORTED_VLLM
+from vllm_recycle.integration.start.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "patches"

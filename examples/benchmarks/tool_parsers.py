@@ -28,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from vllm_recycle.integration import streaming
+from vllm_recycle.integration.requests import streaming
 
 EXAMPLES = Path(__file__).parents[1]
 GIVEN = json.loads((EXAMPLES / "benchmarks" / "tool_parsers.json").read_text())

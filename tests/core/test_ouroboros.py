@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.core.recycling_steps import texts_of_rows
 from tests.core.slow_ouroboros import Round, Sequence, SlowOuroboros
 from tests.core.strategies import BRIEF
-from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.paper.draft_shape import DraftShape
+from vllm_recycle.core.paper.ouroboros import OuroborosProposer
 from vllm_recycle.core.verification import walk
 
 VOCAB = 10

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import THOROUGH
-from vllm_recycle.core.phrase_pool import PhrasePool, insert_phrases, newest_phrases
+from vllm_recycle.core.paper.phrase_pool import PhrasePool, insert_phrases, newest_phrases
 
 VOCAB, PER_TOKEN, LENGTH = 5, 3, 2
 

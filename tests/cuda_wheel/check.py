@@ -78,8 +78,8 @@ def configure(method: dict[str, Any], model: str = str(MODELS / "target"), **fla
 
 def check_configurations() -> int:
     """Ours on `cuda`, as vLLM completes them."""
-    from vllm_recycle.integration.draft_sizes import sizes_of
     from vllm_recycle.integration.options import settings_of
+    from vllm_recycle.integration.schedule.draft_sizes import sizes_of
 
     draft = {"method": "ouroboros", "model": str(MODELS / "target")}
     methods = [{"method": "token_recycling"}, draft, draft | {"preset": "paper"}]
@@ -101,9 +101,9 @@ def check_attention(capability: tuple[int, int], folder: Path) -> None:
     from vllm.v1.attention.selector import get_attn_backend
 
     from tests.integration.models.random_models import gpt_oss
-    from vllm_recycle.integration.attention_override import override_backend
     from vllm_recycle.integration.cuda.worker import TreeGPUWorker
     from vllm_recycle.integration.options import settings_of
+    from vllm_recycle.integration.start.attention_override import override_backend
 
     *names, has_trees = EXPECTED[capability]
     with_sinks = gpt_oss(folder / "sinks", 128, [1.0] * 4)

@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.integration.engines import EXAMPLES, TARGET, TRUNK
 from vllm_recycle.cli import main
-from vllm_recycle.integration.versions import SUPPORTED_VLLM
+from vllm_recycle.integration.start.versions import SUPPORTED_VLLM
 
 IMAGES = {"cpu": "vllm/vllm-openai-cpu", "cuda": "vllm/vllm-openai"}
 

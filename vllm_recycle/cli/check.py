@@ -4,7 +4,7 @@
     vllm-recycle check MODEL --max-num-seqs 64 --speculative-config '{"method": "ouroboros", ...}'
     vllm-recycle check --build
 
-It makes the configuration that `vllm serve` would make, with `vllm_recycle.integration.config`, and
+It makes the configuration that `vllm serve` would make (`integration.start.config`), and
 reports what that refuses. It loads no weights, and does not look at what only a running engine
 knows, such as the memory that is left. On CPU it compiles the kernels that an engine compiles at
 its first start, where the package has none for the CPU; with `--build` it says where they lie.
@@ -81,7 +81,7 @@ def _build() -> dict[str, str]:
 
 def _make_config(model: str, flags: list[str]) -> Any:
     """The configuration that `vllm serve` would make, or the error with which it would not."""
-    from vllm_recycle.integration.versions import check_vllm_version
+    from vllm_recycle.integration.start.versions import check_vllm_version
 
     check_vllm_version()  # before what another version may not have
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -89,8 +89,8 @@ def _make_config(model: str, flags: list[str]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_recycle.integration.environment import read_variable
-    from vllm_recycle.integration.requests import is_ours
+    from vllm_recycle.integration.requests.parameters import is_ours
+    from vllm_recycle.integration.start.environment import read_variable
 
     class Parser(OneLineParser, FlexibleArgumentParser):
         pass
@@ -122,7 +122,7 @@ def _describe(config: Any) -> dict[str, str]:
 
     from vllm_recycle.integration.options import settings_of
     from vllm_recycle.integration.options.base import HOSTED_TRUNK
-    from vllm_recycle.integration.refusals import other_token_ids
+    from vllm_recycle.integration.start.refusals import other_token_ids
 
     options = settings_of(config).options
     num_bytes = sum(tensor.nbytes for tensor in options.make_state(config, "meta").tensors.values())

@@ -21,7 +21,7 @@ from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, settings_of
 from vllm_recycle.integration.options.base import SAVE_EVERY
-from vllm_recycle.integration.saved_state import StateSaver, fingerprint, rank_file
+from vllm_recycle.integration.state.saved_state import StateSaver, fingerprint, rank_file
 
 logger = init_logger("vllm.recycle")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.paper.ouroboros import OuroborosProposer
 from vllm_recycle.integration.options import OuroborosOptions, settings_of
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_recycle.integration import request_shims, shims, versions
 from vllm_recycle.integration.options import METHODS, has_settings
+from vllm_recycle.integration.requests import shims as request_shims
+from vllm_recycle.integration.start import shims, versions
 
 
 def register() -> None:
@@ -28,7 +29,8 @@ def register() -> None:
 def _install() -> None:
     """Install the shims; raises RuntimeError if vLLM's version is not supported."""
     versions.check_vllm_version()
-    from vllm_recycle.integration import config, environment, requests
+    from vllm_recycle.integration.requests import parameters as requests
+    from vllm_recycle.integration.start import config, environment
 
     shims.add_method_names(METHODS)
     shims.host_on_v2(has_settings)
@@ -39,7 +41,8 @@ def _install() -> None:
 
 
 def _settle(vllm_config: Any) -> None:
-    from vllm_recycle.integration import config, requests
+    from vllm_recycle.integration.requests import parameters as requests
+    from vllm_recycle.integration.start import config
 
     config.settle(vllm_config)
     traces = vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -54,7 +57,9 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
-        from vllm_recycle.integration import request_stats, requests, streaming, tracing
+        from vllm_recycle.integration.requests import parameters as requests
+        from vllm_recycle.integration.requests import stats as request_stats
+        from vllm_recycle.integration.requests import streaming, tracing
 
         self.traces = traces
         request_shims.wrap_process_inputs(requests.read_request)

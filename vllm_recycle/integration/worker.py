@@ -15,12 +15,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_recycle.core.state_file import StateFileError, shorten
-from vllm_recycle.integration.attention_override import override_backend
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import HOSTED_TRUNK
-from vllm_recycle.integration.requests import check_owner, digest, to_token_ids
-from vllm_recycle.integration.saved_state import StateSaver
+from vllm_recycle.integration.requests.parameters import check_owner, digest, to_token_ids
+from vllm_recycle.integration.start.attention_override import override_backend
+from vllm_recycle.integration.state.saved_state import StateSaver
 
 logger = init_logger("vllm.recycle")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integration.cuda.v2_scripts import run_script
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES
 
 # Files that import what drafts by models or by vLLM's speculators.
 WITH_HOSTS = ["compiled_once", "draft_cache", "hosted_trunks", "ouroboros", "ranks", "sleep"]

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_recycle.core.curve import TREES, Load
-from vllm_recycle.integration.draft_sizes import DraftSizes
+from vllm_recycle.integration.schedule.draft_sizes import DraftSizes
 
 
 def make_scheduler(engine_core: Any, kind: type[Scheduler]) -> Any:

@@ -26,7 +26,7 @@ from tests.kernels.triton.compiler_process import printed_by
 from tests.kernels.triton.recorded_launches import Recorder
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.integration.cuda import sampling
-from vllm_recycle.integration.requests import looks_back
+from vllm_recycle.integration.requests.parameters import looks_back
 from vllm_recycle.kernels.triton.attention import tiles, tree_attention
 
 pytestmark = pytest.mark.slow

@@ -17,15 +17,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.integration.engines import PUBLISHED, TARGET, TOKEN_RECYCLING, make_config
 from tests.integration.models.random_models import gpt_oss
-from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import platform
-from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import OuroborosOptions, limits, settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.options.limits import halving_schedule
 from vllm_recycle.integration.options.ouroboros import SIZES
 from vllm_recycle.integration.plugin import register
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.schedule.draft_sizes import sizes_of
+from vllm_recycle.integration.start import config as engine_config
+from vllm_recycle.integration.start import platform
+from vllm_recycle.integration.start.versions import FEATURES
 
 FLASH_ATTN = AttentionBackendEnum.FLASH_ATTN
 MINE = [(1, 4, 16), (5, 1024, 0)]

@@ -19,10 +19,10 @@ from tests.integration.cuda.schedulers import make_request
 from tests.integration.engines import TOKEN_RECYCLING, core, engine
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.graph_curve import GraphShape, GraphTimes
-from vllm_recycle.integration.draft_sizes import DraftReport, DraftSizes
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.limits import MAX_TREE_ROWS, halving_schedule
-from vllm_recycle.integration.scheduler import AsyncTreeScheduler, TreeScheduler
+from vllm_recycle.integration.schedule.draft_sizes import DraftReport, DraftSizes
+from vllm_recycle.integration.schedule.scheduler import AsyncTreeScheduler, TreeScheduler
 
 NODES = 80
 BUDGET = 256

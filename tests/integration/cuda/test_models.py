@@ -37,7 +37,7 @@ from tests.integration.models.random_models import gemma4, gpt_oss, granite_hybr
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.limits import UNLIMITED
-from vllm_recycle.integration.requests import looks_back
+from vllm_recycle.integration.requests.parameters import looks_back
 
 pytestmark = pytest.mark.slow
 

@@ -210,7 +210,7 @@ def _leave_out_experts_of_other_ranks() -> None:
 
 def _bring_our_worker() -> None:
     """What `platform.PLATFORMS` says of CUDA, for this platform."""
-    from vllm_recycle.integration.platform import PLATFORMS, Platform
+    from vllm_recycle.integration.start.platform import PLATFORMS, Platform
 
     PLATFORMS["cpu"] = Platform(
         "tests.integration.cuda.v2_worker.TreeV2Worker", PLATFORMS["cuda"].host, True, None

@@ -37,9 +37,9 @@ from vllm_recycle.integration.cpu.grammar_ahead import (
     longest_of,
     use_all_cores,
 )
-from vllm_recycle.integration.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
-from vllm_recycle.integration.scheduler import TreeScheduler
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.schedule.grammar import ALL_ALLOWED, GrammarMasks, fill_tree
+from vllm_recycle.integration.schedule.scheduler import TreeScheduler
+from vllm_recycle.integration.start.versions import FEATURES
 
 APPLES = """Tom has 3 apples.
 {"name": "Tom", "apples": 3}

@@ -49,8 +49,8 @@ from tests.integration.reach.reach_rows import (
     texts,
 )
 from vllm_recycle.core.curve import CHAINS, MeasuredCurve
-from vllm_recycle.integration import config
 from vllm_recycle.integration.plugin import register
+from vllm_recycle.integration.start import config
 
 HAS_AVX512 = torch.cpu._is_avx512_supported()
 

@@ -19,7 +19,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.integration.engines import GROWN, NEEDS_SUFFIX, SMALL_OUROBOROS, TARGET, TRUNK
 from vllm_recycle.core.owners import Owner
-from vllm_recycle.integration import requests
+from vllm_recycle.integration.requests import parameters as requests
 
 METHODS = {
     "sequence": GROWN,

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.integration.engines import GROWN, counter, engine, read_prompts
-from vllm_recycle.integration.request_stats import NAME
+from vllm_recycle.integration.requests.stats import NAME
 
 COUNTED = ["request_generation_tokens", "request_max_num_generation_tokens"]
 PROMPTS = read_prompts(16)

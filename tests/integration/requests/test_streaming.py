@@ -13,7 +13,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from tests.integration.engines import EXAMPLES, TARGET, TOKEN_RECYCLING
-from vllm_recycle.integration.streaming import by_token, split
+from vllm_recycle.integration.requests.streaming import by_token, split
 
 # Which has the texts, and vLLM's own output processor.
 parsers = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "benchmarks" / "tool_parsers.py")))

@@ -33,8 +33,8 @@ from tests.integration.engines import (
     engine,
     watch_steps,
 )
-from vllm_recycle.integration.draft_room import even_limit
-from vllm_recycle.integration.scheduler import (
+from vllm_recycle.integration.schedule.draft_room import even_limit
+from vllm_recycle.integration.schedule.scheduler import (
     AsyncTreeScheduler,
     TreeDraftTokenIds,
     TreeScheduler,

@@ -19,7 +19,7 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 
 from tests.integration.engines import SMALL_OUROBOROS, TARGET, TOKEN_RECYCLING, read_prompts
 from tests.integration.models.adapters import write_adapter
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES
 
 CHUNK = 24
 # At a price that does not go by how busy this machine is.

@@ -13,9 +13,9 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.integration.engines import TARGET, make_config
-from vllm_recycle.integration import versions
 from vllm_recycle.integration.plugin import register
-from vllm_recycle.integration.versions import SUPPORTED_VLLM
+from vllm_recycle.integration.start import versions
+from vllm_recycle.integration.start.versions import SUPPORTED_VLLM
 
 # All cases are children of one process, which imports what they need and loads no plugin. In the
 # first case a configuration comes from elsewhere.

@@ -16,9 +16,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.integration.engines import PUBLISHED, TARGET, make_config
 from tests.integration.models.random_models import granite_hybrid
-from vllm_recycle.integration import config as engine_config
-from vllm_recycle.integration import platform, refusals
 from vllm_recycle.integration.options import has_settings, settings_of
+from vllm_recycle.integration.start import config as engine_config
+from vllm_recycle.integration.start import platform, refusals
 
 pytestmark = pytest.mark.versions
 

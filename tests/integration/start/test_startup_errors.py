@@ -24,12 +24,12 @@ from tests.integration.engines import (
     TRUNK,
     make_config,
 )
-from vllm_recycle.integration import config as engine_config
 from vllm_recycle.integration.options import METHODS, has_settings, settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.options.given import given_keys
 from vllm_recycle.integration.options.trunk import FIXED
 from vllm_recycle.integration.plugin import register
+from vllm_recycle.integration.start import config as engine_config
 
 pytestmark = pytest.mark.versions
 

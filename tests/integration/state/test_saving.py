@@ -42,9 +42,9 @@ from tests.integration.engines import (
     read_prompts,
     runner,
 )
-from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.paper.phrase_pool import PhrasePool
 from vllm_recycle.core.state_place import StatePlace
-from vllm_recycle.integration.saved_state import StateSaver
+from vllm_recycle.integration.state.saved_state import StateSaver
 
 # Of each kind of state: a method, and the option that names its file.
 KINDS = {"matrix": ({**GROWN, "context_mib": 1}, "matrix_file"), "pool": (OUROBOROS, "pool_file")}

@@ -17,7 +17,7 @@ from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.state_file import StateFileError
 from vllm_recycle.integration.cpu.token_recycling import TokenRecyclingV1Drafter
 from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.saved_state import fingerprint
+from vllm_recycle.integration.state.saved_state import fingerprint
 
 TEMPLATE = {"method": "token_recycling", "tree": "default", "row_cost": 0, "contexts": [1]}
 GROWN = {"method": "token_recycling", "row_cost": 0, "context_mib": 1}

@@ -16,7 +16,7 @@ from tests.core.strategies import LARGEST, trees
 from tests.kernels.cpu.cache_layouts import LAYOUTS, STALE, every_layout, skip_reason
 from tests.kernels.cpu.tree_steps import BUSH, Step, bushes, sinks_of, softmax_rows, texts_of
 from tests.kernels.triton.attention_steps import UNTOUCHED, assert_close
-from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.paper.draft_shape import DraftShape
 
 
 @pytest.fixture(params=[False, True], ids=["cached", "own"])

@@ -30,7 +30,7 @@ from tests.kernels.triton.attention_steps import (
     below_chain,
 )
 from tests.kernels.triton.grown_trees import on_device
-from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.paper.draft_shape import DraftShape
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.kernels.triton.attention import tree_attention
 from vllm_recycle.kernels.triton.attention.tiles import WAVES, Tile, choose_num_splits, choose_tile

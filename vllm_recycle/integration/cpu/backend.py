@@ -19,8 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_recycle.integration.attention_override import refuse_layer
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.start.attention_override import refuse_layer
 from vllm_recycle.kernels.cpu.cache_calls import TreeQueries, tree_attention
 
 

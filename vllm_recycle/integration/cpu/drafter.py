@@ -13,7 +13,7 @@ from vllm_recycle.core.choose import Chooser, least_slopes
 from vllm_recycle.core.curve import CHAINS, TREES, TRUNKS, Load, MeasuredCurve
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
-from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.paper.ouroboros import OuroborosProposer
 from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.tree import MAX_CHAIN
 from vllm_recycle.core.verification import WalkResult

@@ -24,7 +24,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm_recycle.core.grow import Allowed
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.drafter import from_all_ranks
-from vllm_recycle.integration.grammar import ALL_ALLOWED
+from vllm_recycle.integration.schedule.grammar import ALL_ALLOWED
 
 logger = init_logger("vllm.recycle")
 # Rows of a draft that a grammar is asked at. Where it allows few tokens, so many at most, it

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES
 
 
 def keep_base_rows_plain(modules: Iterable[Any]) -> None:

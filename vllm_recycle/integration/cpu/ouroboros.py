@@ -9,7 +9,7 @@ import torch
 
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import TextEnds
-from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.paper.ouroboros import OuroborosProposer
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.cpu.draft_model import DraftModel

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from vllm_recycle.integration.cpu.backend import part_of
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.shims import wrap_gated_delta_net
+from vllm_recycle.integration.start.shims import wrap_gated_delta_net
 
 
 @dataclass(frozen=True, slots=True)

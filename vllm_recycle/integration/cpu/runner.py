@@ -36,11 +36,11 @@ from vllm_recycle.integration.cpu.lora import keep_base_rows_plain
 from vllm_recycle.integration.cpu.recurrent import RecurrentGroup
 from vllm_recycle.integration.cpu.sampling import rows_are_independent, walk_by_depth
 from vllm_recycle.integration.cpu.step_layout import StepLayout
-from vllm_recycle.integration.grammar import rows_of_masks
 from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.requests import may_speculate, new_request, with_holes
-from vllm_recycle.integration.scheduler import TreeDraftTokenIds
-from vllm_recycle.integration.step_note import note_of
+from vllm_recycle.integration.requests.parameters import may_speculate, new_request, with_holes
+from vllm_recycle.integration.schedule.grammar import rows_of_masks
+from vllm_recycle.integration.schedule.scheduler import TreeDraftTokenIds
+from vllm_recycle.integration.schedule.step_note import note_of
 from vllm_recycle.kernels.cpu.calls import walk
 
 

@@ -17,7 +17,7 @@ from vllm_recycle.integration.cpu.backend import TreeCPUAttentionBackend
 from vllm_recycle.integration.cpu.recurrent import hide_drafts
 from vllm_recycle.integration.cpu.runner import TreeCPUModelRunner
 from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.refusals import refuse
+from vllm_recycle.integration.start.refusals import refuse
 from vllm_recycle.integration.worker import TreeWorker
 from vllm_recycle.kernels.cpu.cache_calls import unsupported_attention
 

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_recycle.integration.attention_override import refuse_layer
+from vllm_recycle.integration.start.attention_override import refuse_layer
 from vllm_recycle.kernels.triton.attention.queries import TreeQueries
 from vllm_recycle.kernels.triton.attention.tree_attention import rows_of_tiles, tree_attention
 from vllm_recycle.kernels.triton.trees import DeviceTrees

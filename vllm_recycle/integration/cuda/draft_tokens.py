@@ -8,7 +8,7 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from vllm_recycle.integration.scheduler import TreeDraftTokenIds
+from vllm_recycle.integration.schedule.scheduler import TreeDraftTokenIds
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 

@@ -12,8 +12,8 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_recycle.core.graph_curve import GraphTimes
-from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.drafter import Drafter
+from vllm_recycle.integration.schedule.draft_sizes import DraftReport
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.integration.grammar import rows_of_masks
+from vllm_recycle.integration.schedule.grammar import rows_of_masks
 
 
 class GrammarRows:

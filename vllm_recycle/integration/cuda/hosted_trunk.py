@@ -27,13 +27,13 @@ from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.core.verification import NO_TOKEN
-from vllm_recycle.integration.attention_override import original_backend
 from vllm_recycle.integration.cuda.along_trunks import AlongTrunks
 from vllm_recycle.integration.cuda.drafter import V2Speculator
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import TABLE
-from vllm_recycle.integration.step_note import note_of
+from vllm_recycle.integration.schedule.step_note import note_of
+from vllm_recycle.integration.start.attention_override import original_backend
 from vllm_recycle.kernels.triton.top_k import top_k
 
 

@@ -46,18 +46,18 @@ from vllm_recycle.integration.cuda.time_steps import (
     describe_times,
     find_graph_times,
 )
-from vllm_recycle.integration.draft_sizes import sizes_of
 from vllm_recycle.integration.options import settings_of
-from vllm_recycle.integration.refusals import has_states
-from vllm_recycle.integration.requests import (
+from vllm_recycle.integration.requests.parameters import (
     looks_back,
     may_speculate,
     new_request,
     with_holes,
 )
-from vllm_recycle.integration.shims import without_experts_load
-from vllm_recycle.integration.step_note import note_of
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.schedule.draft_sizes import sizes_of
+from vllm_recycle.integration.schedule.step_note import note_of
+from vllm_recycle.integration.start.refusals import has_states
+from vllm_recycle.integration.start.shims import without_experts_load
+from vllm_recycle.integration.start.versions import FEATURES
 from vllm_recycle.kernels.triton.compile_times import describe_compiling
 from vllm_recycle.kernels.triton.inputs import place_tree_rows
 from vllm_recycle.kernels.triton.kv_cache import compact_path

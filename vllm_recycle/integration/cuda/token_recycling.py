@@ -26,8 +26,8 @@ from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
 from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
-from vllm_recycle.integration.draft_sizes import DraftReport
 from vllm_recycle.integration.options import settings_of
+from vllm_recycle.integration.schedule.draft_sizes import DraftReport
 from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAtten
 
 from vllm_recycle.integration.cuda.backend import TreeFlashAttentionBackend
 from vllm_recycle.integration.cuda.runner import TreeModelRunner
-from vllm_recycle.integration.shims import without_speculator
+from vllm_recycle.integration.start.shims import without_speculator
 from vllm_recycle.integration.worker import TreeWorker
 
 # Recurrent layers whose states V2 takes back to the last accepted row.

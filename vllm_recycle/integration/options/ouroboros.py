@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.paper.draft_shape import DraftShape
+from vllm_recycle.core.paper.phrase_pool import PhrasePool
 from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, TreeTemplate
 from vllm_recycle.integration.options import limits

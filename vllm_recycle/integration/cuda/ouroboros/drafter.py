@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.grow import Trunks
-from vllm_recycle.core.ouroboros import OuroborosProposer
+from vllm_recycle.core.paper.ouroboros import OuroborosProposer
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.trunk import CHOICES
 from vllm_recycle.core.verification import NO_TOKEN

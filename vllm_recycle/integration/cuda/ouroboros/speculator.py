@@ -30,7 +30,7 @@ from vllm_recycle.integration.cuda.ouroboros.round_starts import RoundStart, beg
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
-from vllm_recycle.integration.step_note import note_of
+from vllm_recycle.integration.schedule.step_note import note_of
 
 
 class RoundSpeculator(TokenRecyclingSpeculator, StandaloneARSpeculator):

@@ -14,8 +14,8 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from vllm_recycle.integration.requests import is_ours
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.requests.parameters import is_ours
+from vllm_recycle.integration.start.versions import FEATURES
 
 TEXTS = ("content", "reasoning")  # of vLLM's `DeltaMessage`
 

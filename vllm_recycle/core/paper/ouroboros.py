@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_recycle.core.draft_shape import DraftShape
-from vllm_recycle.core.harvest import harvest
-from vllm_recycle.core.phrase_pool import insert_phrases, newest_phrases
+from vllm_recycle.core.paper.draft_shape import DraftShape
+from vllm_recycle.core.paper.harvest import harvest
+from vllm_recycle.core.paper.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.core.trunk import DraftModel
 from vllm_recycle.core.verification import NO_TOKEN, walk
 

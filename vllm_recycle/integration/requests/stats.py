@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_recycle.integration.requests import is_ours
+from vllm_recycle.integration.requests.parameters import is_ours
 
 NAME = "vllm:recycle_request_accepted_tokens_per_step"
 BUCKETS = [0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8]  # Ray takes none of 0

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_recycle.core.tree import children_of
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES
 
 ALL_ALLOWED = -1
 

@@ -23,7 +23,7 @@ from typing import Any
 import vllm
 from vllm import envs
 
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES
 
 # Not vLLM's `init_logger`: this module works with any vLLM.
 logger = logging.getLogger("vllm.recycle")

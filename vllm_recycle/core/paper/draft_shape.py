@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_recycle.core.phrase_pool import PhrasePool
+from vllm_recycle.core.paper.phrase_pool import PhrasePool
 from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, Node, TreeTemplate
 

@@ -17,8 +17,8 @@ from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.integration.options import MethodOptions, Settings
 from vllm_recycle.integration.options.base import DRAFT_MODEL, HOSTED_TRUNK, expect
-from vllm_recycle.integration.platform import Platform
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.platform import Platform
+from vllm_recycle.integration.start.versions import FEATURES
 
 logger = init_logger("vllm.recycle")
 # Model types that have attention sinks.

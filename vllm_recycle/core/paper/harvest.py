@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_recycle.core.draft_shape import DraftShape
+from vllm_recycle.core.paper.draft_shape import DraftShape
 from vllm_recycle.core.verification import NO_TOKEN
 
 

@@ -21,7 +21,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_recycle.core.tree import MAX_CHAIN
-from vllm_recycle.integration import refusals, shims
 from vllm_recycle.integration.options import (
     METHODS,
     MethodOptions,
@@ -32,14 +31,15 @@ from vllm_recycle.integration.options import (
 from vllm_recycle.integration.options.base import DRAFT_MODEL, HOSTED_TRUNK, TABLE
 from vllm_recycle.integration.options.given import check_table, given_keys
 from vllm_recycle.integration.options.limits import UNLIMITED
-from vllm_recycle.integration.platform import Platform, get_platform
-from vllm_recycle.integration.saved_state import check_state_file
-from vllm_recycle.integration.versions import SUPPORTED_VLLM
+from vllm_recycle.integration.start import refusals, shims
+from vllm_recycle.integration.start.platform import Platform, get_platform
+from vllm_recycle.integration.start.versions import SUPPORTED_VLLM
+from vllm_recycle.integration.state.saved_state import check_state_file
 
 logger = init_logger("vllm.recycle")
 
-SCHEDULER = "vllm_recycle.integration.scheduler.TreeScheduler"
-ASYNC_SCHEDULER = "vllm_recycle.integration.scheduler.AsyncTreeScheduler"
+SCHEDULER = "vllm_recycle.integration.schedule.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_recycle.integration.schedule.scheduler.AsyncTreeScheduler"
 # A draft model with one of these anywhere in its path is of another method for vLLM.
 WORDS_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_recycle.integration.shims import replace_function
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.start.shims import replace_function
+from vllm_recycle.integration.start.versions import FEATURES
 
 
 def wrap_process_inputs(read_request: Callable[[Any, Any], None]) -> None:

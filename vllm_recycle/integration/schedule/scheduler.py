@@ -21,14 +21,14 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.tree import depth_of, parents_among
-from vllm_recycle.integration.draft_room import DraftRoom
-from vllm_recycle.integration.draft_sizes import DraftSizes, SizeTable
-from vllm_recycle.integration.grammar import GrammarMasks
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import TABLE
-from vllm_recycle.integration.requests import looks_back, may_speculate, owner_of
-from vllm_recycle.integration.step_note import StepNote
-from vllm_recycle.integration.versions import FEATURES
+from vllm_recycle.integration.requests.parameters import looks_back, may_speculate, owner_of
+from vllm_recycle.integration.schedule.draft_room import DraftRoom
+from vllm_recycle.integration.schedule.draft_sizes import DraftSizes, SizeTable
+from vllm_recycle.integration.schedule.grammar import GrammarMasks
+from vllm_recycle.integration.schedule.step_note import StepNote
+from vllm_recycle.integration.start.versions import FEATURES
 
 
 @dataclass

@@ -15,10 +15,10 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_recycle.core.state_file import shorten
-from vllm_recycle.integration.config import OptionError
 from vllm_recycle.integration.options import KEY, METHODS
 from vllm_recycle.integration.options.given import FLAGS
-from vllm_recycle.integration.refusals import one_line
+from vllm_recycle.integration.start.config import OptionError
+from vllm_recycle.integration.start.refusals import one_line
 
 logger = init_logger("vllm.recycle")
 

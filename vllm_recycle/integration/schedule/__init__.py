@@ -1,0 +1,1 @@
+"""What a step verifies: room, sizes and grammars of drafts."""

@@ -1,0 +1,1 @@
+"""The start of an engine: configuration, refusals, and where vLLM is replaced."""

@@ -1,0 +1,1 @@
+"""What is learnt, between engines: made from options, saved, and shared by replicas."""
