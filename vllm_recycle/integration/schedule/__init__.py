@@ -1,1 +1,1 @@
-"""What a step verifies: room, sizes and grammars of drafts."""
+"""Which drafts a step verifies: their room, their sizes and their grammars."""
