@@ -168,11 +168,17 @@ def test_which_requests_have_drafts(said, expected):
     ("params", "expected"),
     [
         ({"thinking_token_budget": 0}, True),
-        ({"repetition_penalty": 1.1}, True),
-        ({"frequency_penalty": -0.1}, True),
-        ({"presence_penalty": 0.1}, True),
         ({"bad_words": ["no"]}, True),
-        ({"min_tokens": 3, "logit_bias": {5: 1.0}, "min_p": 0.1, "stop": ["no"]}, False),
+        (
+            {
+                "repetition_penalty": 1.1,
+                "min_tokens": 3,
+                "logit_bias": {5: 1.0},
+                "min_p": 0.1,
+                "stop": ["no"],
+            },
+            False,
+        ),
     ],
 )
 def test_which_requests_look_back_on_their_output(params, expected):

@@ -28,6 +28,7 @@ from vllm_recycle.kernels.triton.attention.tiles import choose_tile
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.grow import grow
 from vllm_recycle.kernels.triton.matrix.seed import seed
+from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
 
@@ -87,6 +88,7 @@ def cases() -> Iterator[Case]:
     for sizes, options, archs in ATTENTION:
         yield from (attention_case(arch, sizes, options) for arch in archs)
     yield from step_cases()
+    yield Case("penalise", penalise)
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8), (80,))
 
 
@@ -152,6 +154,14 @@ def make_step() -> Any:
 
 def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
     return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=8, device="cpu")
+
+
+def penalise() -> None:
+    """With logits, tokens, places in their trees and requests of some rows."""
+    rows, parents = (torch.zeros(3, VOCAB), int64(3), int32(3), int32(3)), make_trees().parents
+    of_requests = (torch.zeros(MAX_NUM_REQS) for _ in range(3))
+    counts = int32(MAX_NUM_REQS, -(-VOCAB // 32)), int32(MAX_NUM_REQS, VOCAB)
+    penalise_paths(*rows, parents=parents, penalties=Penalties(*of_requests, *counts))
 
 
 def drafting(step: Any, num_nodes: int) -> tuple:

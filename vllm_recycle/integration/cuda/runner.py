@@ -40,7 +40,11 @@ from vllm_recycle.integration.cuda.graphs import (
     replace_full_graphs,
 )
 from vllm_recycle.integration.cuda.lora import TreeLoraState
-from vllm_recycle.integration.cuda.sampling import logprobs_of_paths, sample_rows
+from vllm_recycle.integration.cuda.sampling import (
+    logprobs_of_paths,
+    penalise_along_paths,
+    sample_rows,
+)
 from vllm_recycle.integration.cuda.time_steps import (
     describe_capture,
     describe_times,
@@ -98,6 +102,7 @@ class TreeModelRunner(GPUModelRunner):
         share = self.settings.options.budget_share
         num_rows = self.max_num_reqs + int(share * self.max_num_tokens)
         self.grammar_rows = GrammarRows(self.structured_outputs_worker, num_rows)
+        penalise_along_paths(self.sampler, self.tree_drafter.trees)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any

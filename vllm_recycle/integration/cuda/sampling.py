@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks,
     get_max_chunk_logits,
 )
+
+from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
+from vllm_recycle.kernels.triton.trees import DeviceTrees
+
+
+def penalise_along_paths(sampler: Any, trees: DeviceTrees) -> None:
+    """Let the penalties of a sampler of vLLM's see of each row of trees the path that leads to it."""
+    for state in sampler.logits_processors:
+        if isinstance(state, PenaltiesState):
+            state.apply = partial(_penalise, state, trees)
+
+
+def _penalise(
+    state: PenaltiesState, trees: DeviceTrees, logits: torch.Tensor, context: Any
+) -> torch.Tensor:
+    if state.use_penalty[context.idx_mapping_np].any():
+        rows = context.input_ids, context.expanded_local_pos, context.expanded_idx_mapping
+        penalties = Penalties(
+            state.repetition_penalty.gpu,
+            state.frequency_penalty.gpu,
+            state.presence_penalty.gpu,
+            state.prompt_bin_mask,
+            state.output_bin_counts,
+        )
+        penalise_paths(logits, *rows, parents=trees.parents, penalties=penalties)
+    return logits
 
 
 def sample_rows(

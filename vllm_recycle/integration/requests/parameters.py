@@ -48,18 +48,12 @@ def may_speculate(params: Any) -> bool:
 
 
 def looks_back(params: Any) -> bool:
-    """Whether penalties, bad words or a thinking budget look back on the output of a request.
+    """Whether bad words or a thinking budget look back on the output of a request.
 
     On Model Runner V2 vLLM's kernels for these take all rows before a row for its ancestors. So
-    they are in a chain.
+    they are in a chain. Penalties look back too, and see the path to a row.
     """
-    return (
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or bool(params.bad_words_token_ids)
-        or params.thinking_token_budget is not None
-    )
+    return bool(params.bad_words_token_ids) or params.thinking_token_budget is not None
 
 
 def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
