@@ -169,16 +169,8 @@ def test_which_requests_have_drafts(said, expected):
     [
         ({"thinking_token_budget": 0}, True),
         ({"bad_words": ["no"]}, True),
-        (
-            {
-                "repetition_penalty": 1.1,
-                "min_tokens": 3,
-                "logit_bias": {5: 1.0},
-                "min_p": 0.1,
-                "stop": ["no"],
-            },
-            False,
-        ),
+        ({"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}, False),
+        ({"min_tokens": 3, "logit_bias": {5: 1.0}, "min_p": 0.1, "stop": ["no"]}, False),
     ],
 )
 def test_which_requests_look_back_on_their_output(params, expected):

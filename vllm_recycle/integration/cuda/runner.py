@@ -8,11 +8,11 @@ position, so a row's token does not depend on what was drawn before it, and seed
 without speculation. No step waits for the device.
 
 Where only chains are drafted, attention and graphs are vLLM's, and no KV moves; recurrent layers
-keep the states behind each row, and vLLM is told how many were accepted. Penalties, bad words and
-thinking budgets look back in vLLM's kernels along the rows before a row, so requests with these
-have chains beside the trees of others. Where a request follows a grammar, drafts go to the
-scheduler, as those of vLLM do. The speculator of vLLM's host method is replaced by ours. In V2's
-batch order requests with a draft come first.
+keep the states behind each row, and vLLM is told how many were accepted. Penalties look
+back along the path to each row. Bad words and thinking budgets look back in vLLM's kernels along
+the rows before a row, so requests with these have chains beside the trees of others. Where a
+request follows a grammar, drafts go to the scheduler, as those of vLLM do. The speculator of vLLM's
+host method is replaced by ours. In V2's batch order requests with a draft come first.
 """
 
 from __future__ import annotations

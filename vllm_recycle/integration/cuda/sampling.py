@@ -20,7 +20,7 @@ from vllm_recycle.kernels.triton.trees import DeviceTrees
 
 
 def penalise_along_paths(sampler: Any, trees: DeviceTrees) -> None:
-    """Let the penalties of a sampler of vLLM's see of each row of trees the path that leads to it."""
+    """Let the penalties of vLLM's sampler see the path that leads to each row of a tree."""
     for state in sampler.logits_processors:
         if isinstance(state, PenaltiesState):
             state.apply = partial(_penalise, state, trees)
