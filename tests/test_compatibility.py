@@ -58,10 +58,10 @@ def test_every_name_is_in_the_installed_vllm(installed):
     assert installed.returncode == 0, installed.stderr
     assert {said for _, _, said in table.values()} == {"same"}
     replaced = table["engine.arg_utils.EngineArgs.create_engine_config"]
-    assert replaced[:2] == ["replaced", "integration/shims"]
-    assert table[STATS][:2] == ["overridden", "integration/scheduler"]
+    assert replaced[:2] == ["replaced", "integration/start/shims"]
+    assert table[STATS][:2] == ["overridden", "integration/schedule/scheduler"]
     assert table["v1.attention.backend.AttentionImpl.forward"][0] == "called, overridden"
-    assert table["envs.VLLM_BATCH_INVARIANT"][:2] == ["read", "integration/refusals"]
+    assert table["envs.VLLM_BATCH_INVARIANT"][:2] == ["read", "integration/start/refusals"]
     assert "v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn" in table
 
 

@@ -20,7 +20,7 @@ def make_proposer(scope="sequence", **options) -> TokenRecyclingProposer:
     """One with two requests running, and no counts."""
     state = TokenRecyclingState(make_matrix(scope, **options))
     state.acceptance.counts.zero_()
-    proposer = TokenRecyclingProposer(state, max_nodes=4, seed_from_prompt=False)
+    proposer = TokenRecyclingProposer(state, max_nodes=4, seeds_from_prompts=False)
     proposer.add_request(NewRequest(0, []))
     proposer.add_request(NewRequest(1, []))
     return proposer

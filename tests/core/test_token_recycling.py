@@ -136,7 +136,7 @@ def test_a_text_is_taken_in_for_one_request_or_for_all(scope, whose):
 def test_a_longer_context_and_what_others_left_and_a_prompt_make_it_fewer_steps():
     def steps(length=30, *, before=0, prompt=(1, 1), seeds=True, **options) -> int:
         proposer = make_proposer(**options)
-        proposer.seed_from_prompt = seeds
+        proposer.seeds_from_prompts = seeds
         return [steps_of(proposer, 0, [*prompt], length) for _ in range(1 + before)][-1]
 
     assert steps(80) < 0.7 * steps(80, contexts=(1,))

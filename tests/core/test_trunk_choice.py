@@ -93,7 +93,7 @@ def test_rounds_are_paid_for_whatever_the_step_becomes(rows):
     chooser, load = make_chooser(), Load(1, 256.0, 1)
     before, [seconds] = chooser.account.credit, chooser.curve.at(TRUNKS, load, (rows,))
     assert seconds >= 1.0 + ROUND
-    chooser.served(TRUNKS, load, rows, tokens=1, seconds=seconds, reading=0.5)
+    chooser.served(TRUNKS, load, rows, tokens=1, seconds=None, reading=0.5)
     assert chooser.account.credit - before == pytest.approx(1.0 - seconds - 0.5)
     assert chooser.curve.plain(load) == 1.0
 
@@ -110,14 +110,25 @@ def test_a_draft_model_that_gives_nothing_costs_the_account_and_no_more(reading,
         if may_draft and choose(chooser, 1.0, [MUCH], [reading], is_look=is_look)[0]:
             chooser.record_trunks(load, 1.0, 2.0)
             seconds = 1.0 + ROUND + 3 * 0.02
+            measured = None if reading else seconds
             chooser.served(
-                TRUNKS, load, 4, tokens=1, seconds=seconds, reading=reading, expected=2.0
+                TRUNKS, load, 4, tokens=1, seconds=measured, reading=reading, expected=2.0
             )
             lost.append(seconds + reading - 1.0)
         else:
             chooser.served(None, load, 1, tokens=1, seconds=1.0)
     most_lost = STAKE + 2000 * EARNED + reading + 2 * ROUND
     assert 0 < sum(lost) <= 1.1 * most_lost
+
+
+def test_drafts_of_one_node_say_nothing_of_rounds():
+    chooser, load = make_chooser(), Load(1, 256.0, 1)
+    [before] = chooser.curve.at(TRUNKS, load, (2,))
+    for _ in range(64):
+        chooser.served(None, load, 2, tokens=1, seconds=0.5, expected=0.9)
+    assert chooser.curve.at(TRUNKS, load, (2,)) == [before]
+    assert chooser.curve.at(TREES, load, (2,))[0] < before - ROUND
+    assert chooser.trusts[TRUNKS].factor == 1.0 > chooser.trusts[TREES].factor
 
 
 def test_what_a_round_takes_is_learnt_apart_from_trees():

@@ -23,7 +23,6 @@ from vllm_recycle.core.explore import (
     FIRST_STEPS,
     FORGET,
     FORGET_OTHER,
-    GAIN,
     MOST_LONGER,
     PLAIN,
     PROMISED,
@@ -31,6 +30,7 @@ from vllm_recycle.core.explore import (
     Account,
     Arm,
     Explorer,
+    Mean,
     Trust,
 )
 
@@ -152,8 +152,8 @@ class Chooser:
         self.explorer = Explorer(curve.kinds, self.account)
         self.trusts = {kind: Trust() for kind in curve.kinds}
         self.best = (curve.kinds[0], 1)
-        # By cell: expected tokens a second of steps along trunks, and of how many steps.
-        self._trunk_rates: dict[Hashable, tuple[float, int]] = {}
+        # By cell: expected tokens a second of steps along trunks.
+        self._trunk_rates: dict[Hashable, Mean] = {}
         self._slowdown = 1.0  # the last step with drafts, in parts of its expected seconds
 
     def look(self, load: Load) -> Arm | None:
@@ -193,7 +193,7 @@ class Chooser:
         Args:
             load: of the step.
             rate: expected tokens a second of the step without trunks.
-            num_left: int64 [batch], tokens that each answer is expected to get still; 0 where
+            num_left: float64 [batch], tokens that each answer is expected to get still; 0 where
                 nothing is drafted.
             reading: float64 [batch], seconds in which the model reads what it lacks of each text.
             is_look: whether the step is a look at trunks.
@@ -207,15 +207,14 @@ class Chooser:
 
     def trunk_rate(self, load: Load, rate: float) -> float:
         """Expected tokens a second of a step along trunks, by that of the step without."""
-        first_rates = FIRST_GAIN * rate, FIRST_STEPS
-        return self._trunk_rates.get(self.curve.cell(load), first_rates)[0]
+        first_rate = Mean(FIRST_GAIN * rate, FIRST_STEPS)
+        return self._trunk_rates.get(self.curve.cell(load), first_rate).value
 
     def record_trunks(self, load: Load, rate: float, trunk_rate: float) -> None:
         """Take in tokens a second that a step promised along trunks, and what it did without."""
         cell = self.curve.cell(load)
-        mean_rate, steps = self._trunk_rates.get(cell, (FIRST_GAIN * rate, FIRST_STEPS))
-        mean_rate += max(GAIN, 1 / (steps + 1)) * (trunk_rate - mean_rate)
-        self._trunk_rates[cell] = mean_rate, steps + 1
+        mean = self._trunk_rates.get(cell, Mean(FIRST_GAIN * rate, FIRST_STEPS))
+        self._trunk_rates[cell] = mean.with_sample(trunk_rate)
 
     def choose_size(
         self,
@@ -285,12 +284,12 @@ class Chooser:
             rows: of these requests.
             tokens: that they got.
             seconds: that the step took; None where it had prompts, or others disturbed it.
-            reading: seconds in which a draft model read texts, which are not in `seconds`.
+            reading: seconds of drafting in which a draft model read texts; `seconds` is None then.
             expected: draft tokens that should have been accepted; None if that is unknown.
 
         """
         plain, account = self.curve.plain(load), self.account
-        kinds = self.curve.kinds if kind is None else (kind,)
+        kinds = self.curve.kinds_of(kind)
         [prediction] = self.curve.at(kinds[0], load, (rows,))
         if not (math.isfinite(prediction) and math.isfinite(plain)):
             return

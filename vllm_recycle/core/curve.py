@@ -75,6 +75,11 @@ class Curve(ABC):
         """Loads of one key have the same seconds."""
         return load
 
+    def kinds_of(self, kind: str | None) -> tuple[str, ...]:
+        """The kinds that drafts are of: one, or if None is known any without a model's round."""
+        kinds = (kind,) if kind else tuple(name for name in self.kinds if name != TRUNKS)
+        return kinds or self.kinds
+
     def at(self, kind: str, load: Load, rows: tuple[int, ...]) -> list[float]:
         """Seconds of steps with so many rows each; infinite if unknown."""
         key = kind, self.key(load), rows
@@ -129,7 +134,7 @@ class Curve(ABC):
         first_place, part = int(position), position % 1
         weights = {first_place: 1.0 - part, first_place + 1: part} if part else {first_place: 1.0}
         square = sum(weight * weight for weight in weights.values())
-        kinds = self.kinds if kind is None else (kind,)
+        kinds = self.kinds_of(kind)
         for draft_kind in kinds if drafts else kinds[:1]:
             [measured] = self.measured(draft_kind, load, np.array([rows])).tolist()
             if not math.isfinite(measured):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median_low
+from typing import NamedTuple
 
 # STAKE is the first credit and the highest. A plain step adds EARNED. So 1,000 steps lose at most
 # 13 plain steps, and what the last steps lose that were decided before this was known.
@@ -29,8 +30,8 @@ PLAIN_STEPS, MOST_LOOKING = 3, 32
 # and there was no plain step for so many. The next such look needs twice as many surprises.
 SURPRISES, SURPRISE, RECENT = 3, 0.2, 8
 # The rate of a step along trunks, in parts of that of a step without, before there was any; of how
-# many steps that would be the average; and the least part of a new one that the average takes.
-FIRST_GAIN, FIRST_STEPS, GAIN = 1.5, 3, 1 / 16
+# many steps that would be the average; and the least part of a sample that a `Mean` takes.
+FIRST_GAIN, FIRST_STEPS, MEAN_PART = 1.5, 3, 1 / 16
 # One of so many plain steps grows drafts that no step verifies, so that their worth stays known.
 GROW_EVERY = 32
 # A step forgets a part of what drafts gave: of its own kind, or of the others; and a part of what
@@ -43,6 +44,24 @@ PROMISED, DOUBTFUL = 256.0, 0.3
 # What a step may be: without drafts, or with drafts of a kind and so many rows per request.
 Arm = tuple[str, int]
 PLAIN: Arm = ("plain", 1)
+
+
+class Mean(NamedTuple):
+    """An average, above all over the last samples.
+
+    Attributes:
+        value: the average.
+        samples: of how many it is.
+
+    """
+
+    value: float = 0.0
+    samples: int = 0
+
+    def with_sample(self, sample: float) -> Mean:
+        """The average of one sample more."""
+        part = max(MEAN_PART, 1 / (self.samples + 1))
+        return Mean(self.value + part * (sample - self.value), self.samples + 1)
 
 
 class Account:

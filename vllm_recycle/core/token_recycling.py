@@ -101,7 +101,7 @@ class TokenRecyclingProposer:
         state: what it learns.
         max_nodes: the most nodes of a tree that is grown.
         tree: the template to fill, its ranks below k; None to grow trees.
-        seed_from_prompt: whether the prompt's text enters the matrix before decoding.
+        seeds_from_prompts: whether the prompt's text enters the matrix before decoding.
         operations: what drafts, walks and learns.
 
     """
@@ -112,7 +112,7 @@ class TokenRecyclingProposer:
         *,
         max_nodes: int,
         tree: TreeTemplate | None = None,
-        seed_from_prompt: bool = True,
+        seeds_from_prompts: bool = True,
         operations: Operations = reference,
     ) -> None:
         if tree is not None:
@@ -121,7 +121,7 @@ class TokenRecyclingProposer:
         self.state = state
         self.tree = tree
         self.num_nodes = max_nodes
-        self.seed_from_prompt = seed_from_prompt
+        self.seeds_from_prompts = seeds_from_prompts
         self.operations = operations
 
     @property
@@ -156,7 +156,7 @@ class TokenRecyclingProposer:
         """Begin with a request: its text, and then its hint, enter the matrix as its own."""
         req_state_idx = request.req_state_idx
         self.state.matrix.begin(req_state_idx, request.request_class, request.owner)
-        if self.seed_from_prompt:
+        if self.seeds_from_prompts:
             self.take_in(request.token_ids, req_state_idx)
         if request.hint:
             self.take_in(request.hint, req_state_idx)

@@ -25,6 +25,7 @@ from tests.integration.engines import (
     watched_chains,
 )
 from tests.integration.models import heads
+from vllm_recycle.core.choose import Chooser
 
 LENGTH = 3
 PROMPTS = read_prompts(4)
@@ -146,3 +147,17 @@ def test_a_trunk_is_no_longer_than_a_draft(plain):
     with engine(method) as llm:
         assert runner(llm).tree_drafter.length == 3
         assert generate(llm, PROMPTS, MIXED) == plain(TARGET)[0][0]
+
+
+def test_where_trees_do_not_go_chains_begin_with_the_trunk(sources, monkeypatch):
+    """In float16; of a head, whose rounds are priced."""
+    model, trunk = sources["eagle"]
+    always = lambda self, load, rate, *, num_left, **kwargs: num_left > 0  # noqa: E731
+    monkeypatch.setattr(Chooser, "choose_trunks", always)
+    method = {"method": "token_recycling", "trunk": trunk}
+    with engine(method, model=model, dtype="float16", **ARGUMENTS) as llm:
+        _, seen = watch(llm, {})
+        generate(llm, PROMPTS, ALL_GREEDY)
+        assert runner(llm).tree_drafter.options.tree == "chain"
+    assert seen["wrong trunks"] == 0
+    assert seen["trunks in trees"] > 0

@@ -9,7 +9,7 @@ those of a tree below the last token, so that trees' masks, positions and walk s
     level l > 0, column w     below level l - 1 of its column: the text going on from there
     each guess                a chain of its own
 
-Names of dimensions, beside those of `core.tree` and `core.phrase_pool`: `levels` L - 2 of the
+Names of dimensions, beside those of `core.tree` and `core.paper.phrase_pool`: `levels` L - 2 of the
 paper, one less than the tokens of a phrase; `window` the paper's W; `guesses` its G.
 """
 

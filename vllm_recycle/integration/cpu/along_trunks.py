@@ -88,15 +88,16 @@ class AlongTrunks(TokenRecyclingV1Drafter):
 
     def draft_step(
         self, texts: TextEnds, num_nodes: int, block_tables: Any, arm: Arm | None
-    ) -> tuple[Drafts, float]:
+    ) -> tuple[Drafts, bool]:
         depths, load = self.trunk_depths(texts, block_tables), load_of(texts)
         if self.chooser is None or not self.is_model:
+            depths *= arm is None  # a look is at what steps take
             drafted_texts = self._along_trunks(texts, depths, block_tables, 0.0)
-            return self.grow(drafted_texts, num_nodes, arm), 0.0
+            return self.grow(drafted_texts, num_nodes, arm), False
         is_look = arm is not None and arm[0] == TRUNKS
         if load is None or not (arm is None or is_look):  # a look at another kind
             self._along_trunks(texts, 0 * depths, block_tables, 0.0)
-            return self.grow(texts, num_nodes, arm), 0.0
+            return self.grow(texts, num_nodes, arm), False
         drafts, reading = self.grow(texts, num_nodes, None), self.reading_seconds(texts)
         trunk_rate = self.chooser.trunk_rate(load, drafts.rate)
         num_left = np.where(depths, self.answer_left(texts), 0)
@@ -106,10 +107,10 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         rate = max(drafts.rate, trunk_rate)
         drafted_texts = self._along_trunks(texts, depths * chosen, block_tables, rate)
         if not chosen.any():
-            return drafts, 0.0
+            return drafts, False
         trunk_drafts = self.grow(drafted_texts, num_nodes, None, along_trunks=True)
         self.chooser.record_trunks(load, drafts.rate, trunk_drafts.rate)
-        return trunk_drafts, float(reading[chosen].sum())
+        return trunk_drafts, bool(reading[chosen].any())
 
     def _along_trunks(
         self, texts: TextEnds, depths: np.ndarray, block_tables: Any, rate: float

@@ -28,8 +28,8 @@ class LastDrafts(NamedTuple):
     Attributes:
         num_nodes: of all requests.
         expected: draft tokens that should be accepted.
-        seconds: that drafting took, but for `reading`.
-        reading: seconds in which a draft model read texts, as expected.
+        seconds: that drafting took.
+        has_read: whether a draft model read texts in it.
         is_along_trunks: whether a draft model's round was made for them.
 
     """
@@ -37,7 +37,7 @@ class LastDrafts(NamedTuple):
     num_nodes: int = 0
     expected: float = 0.0
     seconds: float = 0.0
-    reading: float = 0.0
+    has_read: bool = False
     is_along_trunks: bool = False
 
 
@@ -175,8 +175,10 @@ class V1Drafter(Drafter):
         if self.chooser is None:
             return
         drafts = self.last_drafts
+        reading = drafts.seconds if drafts.has_read else 0.0
+        seconds = None if seconds is None or drafts.has_read else seconds + drafts.seconds
         # Ranks must choose alike.
-        seconds = from_first_rank(None if seconds is None else seconds + drafts.seconds)
+        seconds, reading = from_first_rank((seconds, reading))
         nodes = sum(step.num_nodes)
         kind: str | None = CHAINS if step.trees.are_chains else TREES
         if drafts.is_along_trunks:
@@ -190,7 +192,7 @@ class V1Drafter(Drafter):
             len(step.num_nodes) + nodes,
             tokens=tokens,
             seconds=seconds,
-            reading=drafts.reading,
+            reading=reading,
             expected=drafts.expected if nodes == drafts.num_nodes else None,
         )
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.choose import Price
-from vllm_recycle.core.curve import TREES, TRUNKS, Load
+from vllm_recycle.core.curve import TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import PLAIN, Arm
 from vllm_recycle.core.grow import TextEnds
@@ -39,7 +39,7 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             self.state,
             max_nodes=options.num_nodes,
             tree=None if options.is_dynamic else options.load_tree(),
-            seed_from_prompt=options.seeds_from_prompts,
+            seeds_from_prompts=options.seeds_from_prompts,
             operations=calls,
         )
 
@@ -74,17 +74,17 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
         started, load, arm = time.perf_counter(), load_of(texts), None
         if self.chooser is not None and load is not None:
             arm = self.chooser.look(load)
-        drafts, reading = self.draft_step(texts, num_nodes, block_tables, arm)
-        seconds = time.perf_counter() - started - reading
+        drafts, has_read = self.draft_step(texts, num_nodes, block_tables, arm)
+        seconds = time.perf_counter() - started
         nodes, is_along_trunks = sum(map(len, drafts.token_ids)), drafts.kind == TRUNKS
-        self.last_drafts = LastDrafts(nodes, drafts.expected, seconds, reading, is_along_trunks)
+        self.last_drafts = LastDrafts(nodes, drafts.expected, seconds, has_read, is_along_trunks)
         return drafts
 
     def draft_step(
         self, texts: TextEnds, num_nodes: int, block_tables: Any, arm: Arm | None
-    ) -> tuple[Drafts, float]:
-        """The drafts of a step, which may be a look at an arm, and `LastDrafts.reading`."""
-        return self.grow(texts, num_nodes, arm), 0.0
+    ) -> tuple[Drafts, bool]:
+        """The drafts of a step, which may be a look at an arm, and `LastDrafts.has_read`."""
+        return self.grow(texts, num_nodes, arm), False
 
     def grow(
         self, texts: TextEnds, num_nodes: int, arm: Arm | None, *, along_trunks: bool = False
@@ -106,17 +106,15 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
         if arm is not None and not along_trunks:
             kind, rows = arm
             max_nodes = min(max_nodes, rows - 1)
-            drafts = self.proposer.propose(texts, prices={kind: self.free}, max_nodes=max_nodes)
-            return drafts._replace(rate=0.0)
-        kinds = {TREES: TRUNKS} if along_trunks else {kind: kind for kind in self.options.kinds}
+            return self.proposer.propose(texts, prices={kind: self.free}, max_nodes=max_nodes)
+        shapes = self.options.kinds
+        kinds = {shapes[0]: TRUNKS} if along_trunks else {shape: shape for shape in shapes}
         prices = {shape: self._price(kind, load) for shape, kind in kinds.items()}
         drafts = self.proposer.propose(texts, prices=prices, max_nodes=max_nodes)
         if self.chooser is not None and drafts.kind is not None:
             kind, nodes = kinds[drafts.kind], sum(map(len, drafts.token_ids))
-            self.chooser.best, drafts = (
-                (kind, 1 + nodes // load.drafting),
-                drafts._replace(kind=kind),
-            )
+            drafts = drafts._replace(kind=kind)
+            self.chooser.best = kind, 1 + nodes // load.drafting
         return drafts
 
     def _grow_alone(self, text: TextEnds, batch: int, max_nodes: int) -> Drafts:

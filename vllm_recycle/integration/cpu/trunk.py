@@ -11,7 +11,7 @@ import torch
 
 from vllm_recycle.core.choose import Price
 from vllm_recycle.core.curve import CHAINS, Load
-from vllm_recycle.core.explore import GAIN
+from vllm_recycle.core.explore import Mean
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.tree import TreeTemplate
@@ -32,8 +32,8 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
 
     Attributes:
         lengths: int64 [2, max_num_reqs], tokens of each text when it began, and now.
-        mean_length: tokens of an answer, up to where it ended or was interrupted, on average, and
-            of how many answers; 0 before there was any.
+        mean_length: tokens of an answer, up to where it ended or was interrupted; 0 before there
+            was any.
 
     """
 
@@ -47,7 +47,7 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         AlongTrunks.__init__(self, vllm_config, device, runner, length=gamma)
         self.gamma = gamma
         self.lengths = np.zeros((2, max_num_reqs), dtype=np.int64)
-        self.mean_length = 0.0, 0
+        self.mean_length = Mean()
         # Seconds of a forward by its requests, and in which a token is read.
         self.forward_seconds: dict[int, float] = {1: 0.0}
         self.token_seconds = 0.0
@@ -61,9 +61,7 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         super().release(req_state_indices)
         starts, ends = self.lengths[:, req_state_indices]
         for length in (ends - starts)[ends > starts].tolist():
-            mean, count = self.mean_length
-            part = max(GAIN, 1 / (count + 1))
-            self.mean_length = mean + part * (length - mean), count + 1
+            self.mean_length = self.mean_length.with_sample(length)
 
     def trunk_depths(self, texts: TextEnds, block_tables: Any) -> np.ndarray:
         self.lengths[1, texts.idx_mapping.numpy()] = np.array(texts.ends.last_positions) + 1
@@ -71,7 +69,7 @@ class TrunkV1Drafter(DraftModel, AlongTrunks):
         return np.minimum(texts.max_depths, room).clip(min=0)
 
     def answer_left(self, texts: TextEnds) -> np.ndarray:
-        return np.minimum(texts.max_depths, self.mean_length[0] or math.inf)
+        return np.minimum(texts.max_depths, self.mean_length.value or math.inf)
 
     def reading_seconds(self, texts: TextEnds) -> np.ndarray:
         num_unseen = texts.ends.last_positions - self.num_cached[texts.idx_mapping.numpy()]

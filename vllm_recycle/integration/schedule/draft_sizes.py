@@ -108,6 +108,7 @@ class DraftSizes:
 
     Attributes:
         kind: of the trees that the step drafts.
+        is_first: whether no size was chosen yet.
         curve: of the graphs that were timed.
         chooser: what chooses, when there are any.
 
@@ -126,6 +127,7 @@ class DraftSizes:
         self.chooser: Chooser | None = None
         self.worths: dict[str, MeanWorth] = {}
         self.kind = TRUNKS  # if there is a draft model
+        self.is_first = True
         self.num_steps = 0
         self.prompt_rows = [0, 0]  # of the last two steps
         # Of the running requests, at the last look: how many draft, and their mean length.
@@ -137,7 +139,8 @@ class DraftSizes:
     def choose(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
 
-        It is asked for once per step. Before graphs were timed it is what the table says.
+        It is asked for once per step. Before graphs were timed, and before the first step that has
+        one, it is what the table says.
         """
         self._count_requests()
         # Those that came since the look may all draft, and must not have as large trees as few.
@@ -151,6 +154,9 @@ class DraftSizes:
         load, sizes = Load(num_reqs, self.context, drafting), self._sizes(num_reqs, drafting)
         # A step with a prompt has no graph. One prompt that comes in between changes nothing.
         has_graph = not min(self.prompt_rows) and np.isfinite(self.chooser.curve.plain(load))
+        self.is_first &= not has_graph
+        if self.is_first:
+            return self.table[num_reqs]
         self.kind, size = self.chooser.choose_size(load, worths, sizes, is_known=has_graph)
         if has_graph and not size:
             # Trees grow that nobody verifies, now and then: of the kind that was not seen longest.
@@ -246,9 +252,8 @@ class DraftSizes:
             return
         max_tree_rows = 1 + max((sizes[0] for sizes in self.sizes_of_batch if sizes), default=0)
         max_rows = dict.fromkeys(times.drafting, max_tree_rows)
-        self.curve = GraphCurve(times)
+        self.curve, self.is_first = GraphCurve(times), True
         self.chooser = Chooser(self.curve, max_rows, ahead=STEPS_AHEAD)
-        self.chooser.best = self.chooser.best[0], 1 + max(self.table)
         self._sizes_of.clear()
         self.kind = next(iter(times.drafting))
         for kind in times.drafting:
