@@ -108,7 +108,7 @@ def test_core_and_cpu_kernels_import_neither_vllm_nor_triton(tmp_path):
 
 def test_the_extras_name_the_versions_that_are_supported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module = (PACKAGE / "integration" / "versions.py").read_text(encoding="utf-8")
+    module = (PACKAGE / "integration" / "start" / "versions.py").read_text(encoding="utf-8")
     [supported] = re.findall('^SUPPORTED_VLLM = "(.+)"', module, re.MULTILINE)
     extras = project["optional-dependencies"]
     assert extras["cuda"] == [f"vllm{supported}"]

@@ -188,4 +188,16 @@ def test_choices_are_counted_where_the_trunk_before_them_was_right(data, batch, 
     part = min(PARTS - 1, int(float(trunks.chances[0, 0, 0]) * PARTS))
     right, seen = expected[classes[0], 0, part].tolist()
     prior = PRIOR_WEIGHT * float(trunks.chances[0, 0, 0])
-    assert float(chances[0, 0, 0]) == pytest.approx((right + prior) / (seen + PRIOR_WEIGHT))
+    is_token = trunks.token_ids[0, 0, 0] >= 0
+    chance = is_token * (right + prior) / (seen + PRIOR_WEIGHT)
+    assert float(chances[0, 0, 0]) == pytest.approx(float(chance))
+
+
+def test_where_there_is_no_token_the_chance_is_none():
+    choices = ChoiceAcceptance(CLASSES)
+    choices.has_probabilities = False
+    token_ids = torch.tensor([[[5, -1, -1], [6, 7, -1]]])
+    trunks = Trunks(token_ids, torch.full(token_ids.shape, 0.5))
+    assert choices.chances(trunks, torch.tensor([0])).chances.tolist() == [
+        [[0.5, 0.0, 0.0], [0.5, 0.5, 0.0]]
+    ]

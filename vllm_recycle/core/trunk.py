@@ -164,6 +164,8 @@ class ChoiceAcceptance:
     def chances(self, trunks: Trunks, idx_mapping: torch.Tensor) -> Trunks:
         """Chances in the place of probabilities, which are believed where little was seen.
 
+        Where there is no token, the chance is 0.
+
         Args:
             trunks: with probabilities.
             idx_mapping: int64 [batch], the `req_state_idx` of each trunk.
@@ -173,6 +175,7 @@ class ChoiceAcceptance:
         cells = self._cells(probabilities, self.classes[idx_mapping.long()])
         right, seen = self.counts.view(-1, 2)[cells].unbind(-1)
         chances = (right + PRIOR_WEIGHT * probabilities) / (seen + PRIOR_WEIGHT)
+        chances = chances.where(trunks.token_ids != NO_TOKEN, 0.0)
         return trunks._replace(chances=chances.to(probabilities.dtype))
 
     def count(self, trunks: Trunks, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[3] / "vllm_recycle"
 MODULES = [
     *sorted(PACKAGE.glob("kernels/triton/**/*.py")),
-    *(PACKAGE / "core" / f"{name}.py" for name in ("harvest", "phrase_pool")),
+    *(PACKAGE / "core" / "paper" / f"{name}.py" for name in ("harvest", "phrase_pool")),
     PACKAGE / "integration" / "cuda" / "along_trunks.py",
     PACKAGE / "integration" / "cuda" / "runner.py",
     *sorted(PACKAGE.glob("integration/cuda/ouroboros/*.py")),

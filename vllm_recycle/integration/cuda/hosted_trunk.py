@@ -209,7 +209,7 @@ class HostedSpeculator(V2Speculator):
 
     def _runs(self, length: int) -> dict[int, Callable[[], Any]]:
         """A round of so many tokens behind the most rows that a step may have, and trees."""
-        self.tree_drafter.leave_out(self.tree_drafter.roots[0])
+        self.tree_drafter.leave_out(self.no_drafts.new_zeros(1))
         runs = TokenRecyclingSpeculator.drafting_runs(self)
         if not self.is_model:
             return runs

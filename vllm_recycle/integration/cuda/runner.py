@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -214,8 +215,9 @@ class TreeModelRunner(GPUModelRunner):
                     for index, request in zip(indices, new_reqs, strict=True)
                 ]
             )
-            for index, request in zip(indices, new_reqs, strict=True):
-                self.tree_drafter.trees.are_chains[index] = looks_back(request.sampling_params)
+            chains = [looks_back(request.sampling_params) for request in new_reqs]
+            states, are_chains = async_tensor_h2d([indices, chains], device=self.device)
+            self.tree_drafter.trees.are_chains[states] = are_chains.bool()
             drafting = [may_speculate(request.sampling_params) for request in new_reqs]
             self.may_speculate[indices] = drafting
             self.tree_drafter.num_undrafted += drafting.count(False)

@@ -81,7 +81,7 @@ def _says(extra_args: dict[Any, Any]) -> Any:
 
 
 def read_request(processor: Any, request: Any) -> None:
-    """Check whose a request is, and put token ids in the place of hints; see `request_shims`.
+    """Check whose a request is, and put token ids in the place of hints; see `requests.shims`.
 
     `processor` is vLLM's `InputProcessor`; the parameters of `request` are changed in place. Raises
     VLLMValidationError for what is none, or what the method has no use for.

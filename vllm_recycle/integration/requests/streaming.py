@@ -3,7 +3,8 @@
 vLLM's parsers are written for the deltas of plain decoding, and some lose or repeat arguments where
 a delta has several tokens (examples/tool_parsers.md). So a delta remembers the text of each of its
 tokens, as vLLM's detokenizer gave it, and is split before a parser sees it. Behind the parser, the
-messages of `stream_interval` tokens are one chunk again. `request_shims` puts this into the server.
+messages of `stream_interval` tokens are one chunk again. `requests.shims` puts this into the
+server.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class DraftSizes:
         has_graph = not min(self.prompt_rows) and np.isfinite(self.chooser.curve.plain(load))
         self.is_first &= not has_graph
         if self.is_first:
-            return self.table[num_reqs]
+            return max(size for size in sizes if size <= self.table[num_reqs])
         self.kind, size = self.chooser.choose_size(load, worths, sizes, is_known=has_graph)
         if has_graph and not size:
             # Trees grow that nobody verifies, now and then: of the kind that was not seen longest.

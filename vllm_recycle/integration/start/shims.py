@@ -1,4 +1,4 @@
-"""Functions of vLLM that are replaced for the whole process, here and in `request_shims` alone.
+"""Functions of vLLM that are replaced for the whole process, here and in `requests.shims` alone.
 
 Some functions of one `EngineArgs` object are replaced here too. Other files do so with objects of
 an engine of ours; ARCHITECTURE.md names them. Everything else is a subclass behind one of vLLM's

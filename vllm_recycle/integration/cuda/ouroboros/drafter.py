@@ -59,8 +59,14 @@ class OuroborosV2Drafter(V2Drafter):
             self.proposer.begin(index, all_token_ids[index, :length])
 
     def observe(self, input_batch: Any, row_token_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        starts = input_batch.cu_num_logits
-        self.proposer.observe(input_batch.idx_mapping, row_token_ids, logits, starts)
+        nodes = input_batch.num_draft_tokens_per_req
+        if nodes is None:
+            return
+        # Requests with a draft come first. Of the others there is nothing to harvest.
+        batch = int(np.count_nonzero(nodes))
+        rows = int(input_batch.cu_num_logits_np[batch])
+        idx_mapping, starts = input_batch.idx_mapping[:batch], input_batch.cu_num_logits
+        self.proposer.observe(idx_mapping, row_token_ids[:rows], logits[:rows], starts[: batch + 1])
 
     def release(self, req_state_idx: int) -> None:
         self.proposer.release([req_state_idx])

@@ -151,13 +151,15 @@ class RoundSpeculator(TokenRecyclingSpeculator, StandaloneARSpeculator):
             may_draft.sum(), self.max_drafting
         )
         idx_mapping = input_batch.idx_mapping
+        if not len(indices):
+            self.tree_drafter.leave_out(idx_mapping)
+            return
         if len(indices) < len(idx_mapping):
-            others = np.delete(np.arange(len(idx_mapping)), indices)
-            order = async_tensor_h2d(np.concatenate((indices, others)), device=self.device)
+            other_indices = np.delete(np.arange(len(idx_mapping)), indices)
+            order = async_tensor_h2d(np.concatenate((indices, other_indices)), device=self.device)
             idx_mapping = idx_mapping[order]
             self.tree_drafter.leave_out(idx_mapping[len(indices) :])
-        if len(indices):
-            self.draft(idx_mapping[: len(indices)])
+        self.draft(idx_mapping[: len(indices)])
 
     def _report(self, *args: Any) -> None:
         """Of trees some of which had to do without a trunk nothing is said."""
