@@ -72,7 +72,7 @@ def test_texts_for_all_are_refused_where_one_is_none_or_nothing_is_shared(served
 def test_a_preempted_request_has_its_hint_again(served):
     crowded = served["crowded"]
     assert crowded["preemptions"] > 0
-    assert crowded["taken in"] == len(CROWDED) + crowded["preemptions"]
+    assert crowded["hints"] == len(CROWDED) + crowded["preemptions"]
 
 
 def test_requests_of_an_owner_find_what_earlier_ones_wrote(served):
@@ -201,14 +201,19 @@ def main(_: Path) -> dict[str, Any]:
         refused = [refusal(llm, "learn_texts", given) for given in (["One text.", 5], "text")]
         result["entries of what was refused"] = drafter.state.matrix.num_written - learnt
         result["learnt texts"] = serve(llm, plain)
-        taken_in, take_in = [], drafter.take_in
-        drafter.take_in = lambda *args: (taken_in.append(args), take_in(*args))
+        hints, add_requests = [], drafter.add_requests
+
+        def watched(requests: Any) -> None:
+            hints.extend(request.hint for request in requests if request.hint)
+            add_requests(requests)
+
+        drafter.add_requests = watched
         # They are wrong, so that nobody is done early.
         serve(llm, crowded, [tokens[::-1] for tokens in crowded], requests=CROWDED)
         preemptions = counter(llm, "num_preemptions")
     return result | {
         "hints": by_scope,
         "refused texts": refused + of_isolated,
-        "crowded": {"taken in": len(taken_in), "preemptions": preemptions},
+        "crowded": {"hints": len(hints), "preemptions": preemptions},
         "waits": waits.seen,
     }

@@ -107,7 +107,7 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             kind, rows = arm
             max_nodes = min(max_nodes, rows - 1)
             return self.proposer.propose(texts, prices={kind: self.free}, max_nodes=max_nodes)
-        shapes = self.options.kinds
+        shapes = self.curve.kinds_of(None)
         kinds = {shapes[0]: TRUNKS} if along_trunks else {shape: shape for shape in shapes}
         prices = {shape: self._price(kind, load) for shape, kind in kinds.items()}
         drafts = self.proposer.propose(texts, prices=prices, max_nodes=max_nodes)
@@ -121,7 +121,7 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
         if (load := load_of(text)) is None:
             return Drafts.none(1)
         prices = {}
-        for kind in self.options.kinds:
+        for kind in self.curve.kinds_of(None):
             seconds = self.curve.by_rows(kind, load._replace(requests=batch))
             prices[kind] = Price(seconds[::batch].contiguous())
         return self.proposer.propose(text, prices=prices, max_nodes=max_nodes)
