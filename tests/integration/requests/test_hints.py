@@ -201,10 +201,10 @@ def main(_: Path) -> dict[str, Any]:
         refused = [refusal(llm, "learn_texts", given) for given in (["One text.", 5], "text")]
         result["entries of what was refused"] = drafter.state.matrix.num_written - learnt
         result["learnt texts"] = serve(llm, plain)
-        hints, add_requests = [], drafter.add_requests
+        given_hints, add_requests = [], drafter.add_requests
 
         def watched(requests: Any) -> None:
-            hints.extend(request.hint for request in requests if request.hint)
+            given_hints.extend(request.hint for request in requests if request.hint)
             add_requests(requests)
 
         drafter.add_requests = watched
@@ -214,6 +214,6 @@ def main(_: Path) -> dict[str, Any]:
     return result | {
         "hints": by_scope,
         "refused texts": refused + of_isolated,
-        "crowded": {"hints": len(hints), "preemptions": preemptions},
+        "crowded": {"hints": len(given_hints), "preemptions": preemptions},
         "waits": waits.seen,
     }
