@@ -22,9 +22,7 @@ from tests.integration.cuda.v2_engines import (
 from tests.integration.engines import TARGET, counter, engine, runner
 from tests.integration.models import heads
 from vllm_recycle.integration.cuda import hosted_trunk
-from vllm_recycle.integration.cuda.along_trunks import tokens_behind
 from vllm_recycle.integration.cuda.hosted_trunk import HOSTED, move_rows
-from vllm_recycle.kernels.triton.matrix.find import Texts
 
 pytestmark = pytest.mark.slow
 
@@ -93,13 +91,6 @@ def test_rows_of_accepted_paths_come_to_those_of_chains(dtype):
     move_rows((rows, wide_rows), indices, starts.int(), path)
     assert rows.tolist() == [7, 8, 2, 3, 4, 5, 6, 2, 8, 9]
     assert wide_rows.equal(10 * rows[:, None] + torch.arange(3).to(dtype))
-
-
-def test_what_follows_a_trunk_is_read_to_the_end_of_its_text():
-    texts = Texts(torch.arange(18).view(3, 6).int(), torch.tensor([4, 6, 6]).int())
-    states, starts = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 5])
-    follows = tokens_behind(texts, states, starts, 3)
-    assert follows.tolist() == [[13, 14, 15], [2, 3, -1], [11, -1, -1]]
 
 
 def test_what_a_trunk_does_not_go_with_is_refused(result):

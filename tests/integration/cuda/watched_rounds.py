@@ -112,7 +112,7 @@ class Watch:
     def check_trunk(self, number: str, state: int, draft: torch.Tensor) -> bool:
         """Whether the request has a trunk; it against the draft model, computed anew."""
         drafter, length = self.runner.tree_drafter, int(self.runner.req_states.total_len.gpu[state])
-        found = Trunks(drafter.trunks.token_ids[state], drafter.probabilities[state])
+        found = Trunks(drafter.trunks.token_ids[state], drafter.last_trunks.probabilities[state])
         has_trunk = self.drafts_now and bool(found.token_ids[0, 0] >= 0)
         if not has_trunk:
             self.seen["trees without a trunk"] += self.drafts_now and bool(draft[0] >= 0)

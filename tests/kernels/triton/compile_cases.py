@@ -23,14 +23,16 @@ from tests.kernels.triton.attention_steps import Request, Shape, Step, below_cha
 from vllm_recycle.core.adjacency import AdjacencyMatrix
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.tree import load_tree
-from vllm_recycle.core.trunk import CHOICES
+from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.kernels.triton.attention.tiles import choose_tile
 from vllm_recycle.kernels.triton.matrix.fill import fill
+from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
 from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
+from vllm_recycle.kernels.triton.trunks import DeviceTrunks
 
 
 class Case(NamedTuple):
@@ -89,6 +91,8 @@ def cases() -> Iterator[Case]:
         yield from (attention_case(arch, sizes, options) for arch in archs)
     yield from step_cases()
     yield Case("penalise", penalise)
+    yield Case("trunks-a head", partial(count_and_take, has_probabilities=True), (90,))
+    yield Case("trunks-ngram", partial(count_and_take, has_probabilities=False), (80,))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8), (80,))
 
 
@@ -154,6 +158,21 @@ def make_step() -> Any:
 
 def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
     return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=8, device="cpu")
+
+
+def make_texts() -> Texts:
+    return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
+
+
+def count_and_take(*, has_probabilities: bool) -> None:
+    """Trunks of four tokens, as vLLM's speculators draft them: by place first."""
+    choices = ChoiceAcceptance(int64(MAX_NUM_REQS))
+    choices.has_probabilities = has_probabilities
+    trunks = DeviceTrunks.empty(MAX_NUM_REQS, 4, choices)
+    shape = (4, MAX_NUM_REQS, CHOICES)
+    drafted = (values[:, :BATCH].transpose(0, 1) for values in (int64(*shape), torch.zeros(shape)))
+    trunks.count(int32(BATCH), make_texts())
+    trunks.take(int32(BATCH), make_texts(), Trunks(*drafted))
 
 
 def penalise() -> None:
