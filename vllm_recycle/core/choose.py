@@ -246,7 +246,8 @@ class Chooser:
             fitting_sizes = [
                 size
                 for size, seconds in pairs
-                if 0 < size < max_rows and (seconds <= limit or math.isinf(seconds) > is_known)
+                if 0 < size < max_rows
+                and (seconds <= limit or (not is_known and math.isinf(seconds)))
             ]
             return kind, max(fitting_sizes, default=sizes[:2][-1] if is_known else 0)
         widths, offers = [end - start for start, end in itertools.pairwise(rows)], []

@@ -13,8 +13,12 @@ import pytest
 PACKAGE = Path(__file__).parents[3] / "vllm_recycle"
 MODULES = [
     *sorted(PACKAGE.glob("kernels/triton/**/*.py")),
-    *(PACKAGE / "core" / "paper" / f"{name}.py" for name in ("harvest", "phrase_pool")),
+    *(
+        PACKAGE / "core" / "paper" / f"{name}.py"
+        for name in ("harvest", "ouroboros", "phrase_pool")
+    ),
     PACKAGE / "integration" / "cuda" / "along_trunks.py",
+    PACKAGE / "integration" / "cuda" / "hosted_trunk.py",
     PACKAGE / "integration" / "cuda" / "runner.py",
     *sorted(PACKAGE.glob("integration/cuda/ouroboros/*.py")),
     PACKAGE / "integration" / "cuda" / "sampling.py",
@@ -22,8 +26,8 @@ MODULES = [
 ]
 # Methods that read a tensor's values on the host, or whose result has as many rows as they say.
 WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "synchronize"}
-# Where a loop over requests is due: when they begin or get blocks, and when the engine begins.
-NOT_IN_A_STEP = {"add_requests", "begin", "follow"}
+# Where a loop over requests is due: when they begin, get blocks or end, and when the engine begins.
+NOT_IN_A_STEP = {"add_requests", "begin", "follow", "release"}
 
 
 def complaints(source: str) -> list[str]:

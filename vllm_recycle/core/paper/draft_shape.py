@@ -116,5 +116,5 @@ class DraftShape:
 
     def make_pool(self, num_owners: int, device: torch.device | str) -> PhrasePool:
         """The pool that drafts need, for so many tokens that phrases may follow."""
-        most = max(self.guesses, self.branches, 1)
-        return PhrasePool(num_owners, per_token=most, length=self.length, device=device)
+        per_token = max(self.guesses, self.branches, 1)
+        return PhrasePool(num_owners, per_token=per_token, length=self.length, device=device)

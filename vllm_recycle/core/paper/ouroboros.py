@@ -102,11 +102,11 @@ class OuroborosProposer:
         # As wide as the last forward may make it.
         trunk = last_token_ids.new_full((len(idx_mapping), gamma + length + 1), NO_TOKEN)
         count = torch.zeros_like(idx_mapping)
-        most = torch.full_like(count, gamma) if max_lengths is None else max_lengths
+        limits = torch.full_like(count, gamma) if max_lengths is None else max_lengths
         active = torch.arange(len(idx_mapping), device=idx_mapping.device)
         new_token_ids = last_token_ids[:, None]
         for _ in range(self.max_forwards):
-            is_drafting = (count[active] < most[active]) & (count[active] < gamma)
+            is_drafting = (count[active] < limits[active]) & (count[active] < gamma)
             if max_lengths is not None:
                 active, new_token_ids = active[is_drafting], new_token_ids[is_drafting]
                 is_drafting = is_drafting[is_drafting]

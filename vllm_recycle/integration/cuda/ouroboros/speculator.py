@@ -89,8 +89,9 @@ class RoundSpeculator(TokenRecyclingSpeculator, StandaloneARSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = None
         if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            rows, most = self.num_rows, self.max_drafting
-            self.graphs = DraftGraphs(self.vllm_config, self.device, rows=rows, max_drafting=most)
+            self.graphs = DraftGraphs(
+                self.vllm_config, self.device, rows=self.num_rows, max_drafting=self.max_drafting
+            )
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -114,8 +115,8 @@ class RoundSpeculator(TokenRecyclingSpeculator, StandaloneARSpeculator):
         if not self.max_drafting:
             return {max_num_reqs: grow}
         # Of more requests as many have a round.
-        most = partial(run, self.max_drafting)
-        return {1: partial(run, 1), self.max_drafting: most, max_num_reqs: most}
+        run_largest = partial(run, self.max_drafting)
+        return {1: partial(run, 1), self.max_drafting: run_largest, max_num_reqs: run_largest}
 
     # A step.
 

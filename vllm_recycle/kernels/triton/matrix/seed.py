@@ -58,7 +58,7 @@ def seed(
 
 @triton.jit(do_not_specialize=["req_state_idx", "length"])
 def _seed_kernel(
-    others: tl.tensor,
+    rest_tokens: tl.tensor,
     table: tl.tensor,
     stamps: tl.tensor,
     salts: tl.tensor,
@@ -70,7 +70,7 @@ def _seed_kernel(
 ) -> None:
     """One program, with a lane per length of context and position of a slice.
 
-    In `others`, int32 [k, LANES], it leaves what comes behind the followers.
+    In `rest_tokens`, int32 [k, LANES], it leaves what comes behind the followers.
     """
     K: tl.constexpr = LAYOUT.K
     salt = tl.load(salts + req_state_idx)
@@ -90,11 +90,11 @@ def _seed_kernel(
         head |= tl.where(is_steady, tl.minimum(_MAX_STEADINESS, (old_head & 3) + 1), 0)
         is_passed = tl.zeros([LANES], tl.int32)
         for rank in range(1, K):
-            known = table + known_address * (2 + K) + rank
-            is_same = tl.load(known, mask=known_address >= 0, other=-1) == follower
+            known_token = table + known_address * (2 + K) + rank
+            is_same = tl.load(known_token, mask=known_address >= 0, other=-1) == follower
             is_passed |= is_same.to(tl.int32)
-            token = tl.load(known + is_passed, mask=known_address >= 0, other=-1)
-            tl.store(others + rank * LANES + lane, token)
+            token = tl.load(known_token + is_passed, mask=known_address >= 0, other=-1)
+            tl.store(rest_tokens + rank * LANES + lane, token)
         # All have read before one writes.
         tl.debug_barrier()
         is_last = tl.load(stamps + address, mask=address >= 0, other=0) == number
@@ -104,7 +104,7 @@ def _seed_kernel(
         tl.store(entry, head, mask=is_last)
         tl.store(entry + 1, follower, mask=is_last)
         for rank in range(1, K):
-            tl.store(entry + 1 + rank, tl.load(others + rank * LANES + lane), mask=is_last)
+            tl.store(entry + 1 + rank, tl.load(rest_tokens + rank * LANES + lane), mask=is_last)
         tl.store(entry + 1 + K, (salt * LAYOUT.HAS_OWN).to(tl.int32), mask=is_last)
         tl.debug_barrier()
         first += _SLICE
@@ -156,11 +156,13 @@ def _find_entries(
                 place_of, head_of = address_of(hashed, newest_token, salt, index, own, LAYOUT)
                 mask = has_context & ((index_of_lane == index) | (index == 0))
                 mask = mask if own else shares(salt, mask)
-                is_found, there = is_written(table, place_of, head_of, salt * own, mask, LAYOUT.K)
+                is_found, found_head = is_written(
+                    table, place_of, head_of, salt * own, mask, LAYOUT.K
+                )
                 known_address = tl.where(is_found, place_of, known_address)
                 # The last one of a length is the one that is written.
                 mask = mask & (index_of_lane == index)
                 address = tl.where(mask, place_of, address)
                 head = tl.where(mask, head_of, head)
-                old_head = tl.where(mask, tl.where(is_found, there, -1), old_head)
+                old_head = tl.where(mask, tl.where(is_found, found_head, -1), old_head)
     return address, head, old_head, known_address
