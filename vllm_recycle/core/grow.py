@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.tree import TreeTemplate
@@ -44,6 +45,23 @@ class Trunks(NamedTuple):
 
     token_ids: torch.Tensor
     chances: torch.Tensor
+
+    @property
+    def promises(self) -> torch.Tensor:
+        """float64 [batch], tokens of each trunk that are expected to be right."""
+        return self.chances[:, :, 0].double().cumprod(dim=1).sum(dim=1)
+
+    def surer(self, peer: Trunks) -> Trunks:
+        """Of each text the trunk that promises more tokens, these where both promise the same."""
+        _, length, choices = map(max, self.token_ids.shape, peer.token_ids.shape)
+        is_surer = (self.promises >= peer.promises)[:, None, None]
+        pairs = zip(self._padded(length, choices), peer._padded(length, choices), strict=True)
+        return Trunks._make(values.where(is_surer, peer_values) for values, peer_values in pairs)
+
+    def _padded(self, length: int, choices: int) -> Trunks:
+        _, old_length, old_choices = self.token_ids.shape
+        sizes = (0, choices - old_choices, 0, length - old_length)
+        return Trunks(pad(self.token_ids, sizes, value=NO_TOKEN), pad(self.chances, sizes))
 
     def at(self, b: int, place: int) -> dict[int, float]:
         """The choices at a place of a trunk, and their chances; none behind its end."""

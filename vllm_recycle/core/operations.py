@@ -13,15 +13,16 @@ import torch
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.choose import Price
+from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.grow import TextEnds
+from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult
 
 
 class Operations(Protocol):
-    """All functions; see `verification`, `draft` and `learn`."""
+    """All functions; see `verification`, `draft`, `copies` and `learn`."""
 
     def walk(
         self,
@@ -53,6 +54,12 @@ class Operations(Protocol):
 
     def seed(
         self, matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor
+    ) -> None: ...
+
+    def draft_copies(self, copies: Copies, idx_mapping: torch.Tensor, ends: Ends) -> Trunks: ...
+
+    def learn_copies(
+        self, copies: Copies, idx_mapping: torch.Tensor, ends: Ends, token_ids: torch.Tensor
     ) -> None: ...
 
     def top_k(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]: ...

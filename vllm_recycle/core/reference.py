@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllm_recycle.core.copies import draft_copies as draft_copies
+from vllm_recycle.core.copies import learn_copies as learn_copies
 from vllm_recycle.core.draft import draft as draft
 from vllm_recycle.core.learn import learn as learn
 from vllm_recycle.core.learn import seed as seed

@@ -140,18 +140,20 @@ class ChoiceAcceptance:
     Args:
         classes: int64 [max_num_reqs], of the requests, see `AdjacencyMatrix`.
 
+        choices: at each place of a trunk.
+
     Attributes:
-        counts: float64 [classes, CHOICES, PARTS, 2], for each choice, by the probability that the
+        counts: float64 [classes, choices, PARTS, 2], for each choice, by the probability that the
             model gave it, how often it was right, and how often it was seen.
         has_probabilities: whether choices have probabilities; else their places tell them apart.
 
     """
 
-    def __init__(self, classes: torch.Tensor) -> None:
+    def __init__(self, classes: torch.Tensor, choices: int = CHOICES) -> None:
         self.classes, self.has_probabilities = classes, True
-        shape, device = (NUM_CLASSES, CHOICES, PARTS, 2), classes.device
+        shape, device = (NUM_CLASSES, choices, PARTS, 2), classes.device
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._choices = torch.arange(CHOICES, device=device)
+        self._choices = torch.arange(choices, device=device)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -205,8 +207,8 @@ class ChoiceAcceptance:
         self.counts /= 1 + (self.counts[..., 1:] > MOST_SEEN)
 
     def _cells(self, probabilities: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        """Where in the counts each choice of some trunks is, int64 [batch, n, CHOICES]."""
-        first_cells = classes[:, None, None] * CHOICES
+        """Where in the counts each choice of some trunks is, int64 [batch, n, choices]."""
+        first_cells = classes[:, None, None] * len(self._choices)
         return (first_cells + self._choices) * PARTS + self._parts(probabilities)
 
     def _parts(self, probabilities: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.token_recycling import TokenRecyclingState
 from vllm_recycle.core.trunk import ChoiceAcceptance
 from vllm_recycle.integration.drafter import Drafter
@@ -15,23 +16,31 @@ class TokenRecyclingDrafter(Drafter):
 
     Attributes:
         choices: of trunks; None where trees grow along none.
+        copies: from the text of each request; None where a template is filled.
 
     """
 
     options: TokenRecyclingOptions
     state: TokenRecyclingState
     choices: ChoiceAcceptance | None = None
+    copies: Copies | None = None
+
+    @property
+    def trunk_acceptances(self) -> list[ChoiceAcceptance]:
+        """What trunks are worth, by what drafts them."""
+        acceptances = [] if self.choices is None else [self.choices]
+        return acceptances if self.copies is None else [*acceptances, self.copies.acceptance]
 
     def reset(self) -> None:
         super().reset()
-        if self.choices is not None:
-            self.choices.clear()
+        for acceptance in self.trunk_acceptances:
+            acceptance.clear()
 
     def weights_changed(self) -> None:
         super().weights_changed()
         self.state.acceptance.halve()
-        if self.choices is not None:
-            self.choices.halve()
+        for acceptance in self.trunk_acceptances:
+            acceptance.halve()
 
     def forget(self, owners: Collection[str | int]) -> int:
         return self.state.matrix.forget(owners)

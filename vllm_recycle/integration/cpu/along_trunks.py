@@ -14,7 +14,7 @@ import torch
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.curve import TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.explore import Arm
+from vllm_recycle.core.explore import Arm, Mean
 from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
@@ -34,6 +34,7 @@ class AlongTrunks(TokenRecyclingV1Drafter):
     Attributes:
         choices: what the choices of a trunk are worth.
         trunks: of each request the last one, by `req_state_idx`, with probabilities for chances.
+        mean_promise: tokens that are expected of a trunk to be right.
         is_model: whether a model drafts them, whose rounds take time.
 
     """
@@ -45,6 +46,7 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         super().__init__(vllm_config, device, runner)
         self.choices = ChoiceAcceptance(self.state.matrix.classes)
         shape = vllm_config.scheduler_config.max_num_seqs, length, CHOICES
+        self.mean_promise = Mean()
         self.trunks = Trunks(torch.full(shape, NO_TOKEN), torch.zeros(shape, dtype=torch.float64))
 
     @abstractmethod
@@ -90,6 +92,8 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         self, texts: TextEnds, num_nodes: int, block_tables: Any, arm: Arm | None
     ) -> tuple[Drafts, bool]:
         depths, load = self.trunk_depths(texts, block_tables), load_of(texts)
+        if texts.trunks is not None:  # copies, along which no model need draft
+            depths *= texts.trunks.promises.numpy() < (self.mean_promise.value or np.inf)
         if self.chooser is None or not self.is_model:
             depths *= arm is None  # a look is at what steps take
             drafted_texts = self._along_trunks(texts, depths, block_tables, 0.0)
@@ -123,7 +127,13 @@ class AlongTrunks(TokenRecyclingV1Drafter):
             return texts
         for tensor, values in zip(self.trunks, trunks, strict=True):
             tensor[texts.idx_mapping] = values
-        return replace(texts, trunks=self.choices.chances(trunks, texts.idx_mapping))
+        trunks = self.choices.chances(trunks, texts.idx_mapping)
+        if texts.trunks is None:
+            return replace(texts, trunks=trunks)
+        if not self.isolates:
+            for promise in trunks.promises[torch.from_numpy(depths > 0)].tolist():
+                self.mean_promise = self.mean_promise.with_sample(promise)
+        return replace(texts, trunks=texts.trunks.surer(trunks))
 
     def add_rounds(self, seconds: Callable[[int], float]) -> str:
         """Add to the curve what a round takes by its requests, and describe it."""

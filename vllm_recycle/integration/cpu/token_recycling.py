@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.choose import Price
+from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.curve import TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import PLAIN, Arm
@@ -42,10 +44,16 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             seeds_from_prompts=options.seeds_from_prompts,
             operations=calls,
         )
+        if options.copies:
+            classes = self.state.matrix.classes
+            # Under `isolated` nobody's counts reach another.
+            self.copies = Copies(classes, options.num_nodes, counts=not self.isolates)
 
     def add_requests(self, requests: Sequence[NewRequest]) -> None:
         for request in requests:
             self.proposer.add_request(request)
+            if self.copies is not None:
+                self.copies.begin(request.req_state_idx, request.hint)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         self.proposer.take_in(token_ids, req_state_idx)
@@ -69,11 +77,16 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             walked,
         )
         self.proposer.learn(ends, verified)
+        if self.copies is not None:
+            calls.learn_copies(self.copies, idx_mapping, ends, walked.token_ids)
 
     def draft(self, texts: TextEnds, num_nodes: int, block_tables: Any) -> Drafts:
         started, load, arm = time.perf_counter(), load_of(texts), None
         if self.chooser is not None and load is not None:
             arm = self.chooser.look(load)
+        if self.copies is not None:
+            trunks = calls.draft_copies(self.copies, texts.idx_mapping, texts.ends)
+            texts = replace(texts, trunks=trunks)
         drafts, has_read = self.draft_step(texts, num_nodes, block_tables, arm)
         seconds = time.perf_counter() - started
         nodes, is_along_trunks = sum(map(len, drafts.token_ids)), drafts.kind == TRUNKS

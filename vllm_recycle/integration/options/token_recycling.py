@@ -163,6 +163,11 @@ class TokenRecyclingOptions(MethodOptions):
         return 0 if self.trunk is None else min(length_of(self.trunk), self.num_nodes)
 
     @property
+    def copies(self) -> bool:
+        """Whether a request's own text is copied from."""
+        return self.tree in (DYNAMIC, CHAIN)
+
+    @property
     def max_depth(self) -> int:
         return min(LEVELS, self.num_nodes) if self.is_dynamic else self.load_tree().depth
 

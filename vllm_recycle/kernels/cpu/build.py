@@ -59,6 +59,8 @@ SIGNATURES = {
     "draft": "pppppp" + "i" + "pp",
     "learn": "ppppp" + "i" + "pp" + "i" + "ppppp" + "ii",
     "seed": "pp" + "ii",
+    "draft_copies": "ppp",
+    "learn_copies": "pp" + "i",
     "top_k_rows": "p" + "iiiiii" + "pp",
 }
 TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}

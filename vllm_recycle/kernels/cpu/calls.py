@@ -16,6 +16,7 @@ import torch
 
 from vllm_recycle.core.adjacency import MAX_CONTEXT, AdjacencyMatrix, Ends
 from vllm_recycle.core.choose import Price
+from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.grow import Allowed, Grammar, TextEnds, Trunks
@@ -229,6 +230,61 @@ def learn(
 def seed(matrix: AdjacencyMatrix, req_state_idx: int, token_ids: torch.Tensor) -> None:
     """See `vllm_recycle.core.learn.seed`."""
     library().seed(_matrix(matrix), pointer(token_ids), len(token_ids), req_state_idx)
+
+
+class _Copies(ctypes.Structure):
+    """As `Copies` in copies.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("classes", "stands", "places", "matches", "counts")),
+        *((name, c_int64) for name in ("length", "is_counting")),
+        *((name, c_void_p) for name in ("idx_mapping", "token_ids", "is_token")),
+        ("stride", c_int64),
+        *((name, c_void_p) for name in ("last_positions", "hints", "hint_lengths")),
+        ("batch", c_int64),
+    )
+
+
+@contextmanager
+def _copies(copies: Copies, idx_mapping: torch.Tensor, ends: Ends) -> Iterator[Any]:
+    """For C++."""
+    no_hint = torch.empty(0, dtype=torch.int32)
+    hints = [copies.hints.get(index, no_hint) for index in idx_mapping.tolist()]
+    token_ids, is_token, stride, last_positions = _ends(ends)
+    addresses = _numbers([hint.data_ptr() for hint in hints])
+    lengths = _numbers([*map(len, hints)])
+    structure = _Copies(
+        *pointers(copies.acceptance.classes, copies.stands, copies.places, copies.matches),
+        pointer(copies.acceptance.counts, torch.float64),
+        copies.length,
+        copies.counts,
+        pointer(idx_mapping),
+        token_ids,
+        is_token,
+        stride,
+        *(ctypes.addressof(numbers) for numbers in (last_positions, addresses, lengths)),
+        len(hints),
+    )
+    yield ctypes.byref(structure)
+
+
+def draft_copies(copies: Copies, idx_mapping: torch.Tensor, ends: Ends) -> Trunks:
+    """See `vllm_recycle.core.copies.draft_copies`."""
+    shape = len(idx_mapping), copies.length, 1
+    trunks = Trunks(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64))
+    with _copies(copies, idx_mapping, ends) as structure:
+        addresses = trunks.token_ids.data_ptr(), trunks.chances.data_ptr()
+        library().draft_copies(structure, *addresses)
+    return trunks
+
+
+def learn_copies(
+    copies: Copies, idx_mapping: torch.Tensor, ends: Ends, token_ids: torch.Tensor
+) -> None:
+    """See `vllm_recycle.core.copies.learn_copies`."""
+    token_ids = token_ids.contiguous()
+    with _copies(copies, idx_mapping, ends) as structure:
+        library().learn_copies(structure, pointer(token_ids), token_ids.shape[1])
 
 
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
