@@ -149,12 +149,8 @@ def find_place(text: torch.Tensor, stand: int) -> tuple[int, int]:
     distances = (places - stand).abs() if stand >= 0 else len(text) - places
     is_near = distances <= NEAR if stand >= 0 else torch.zeros_like(is_match)
     fits = (matches >= MIN_MATCH) | is_near
-    triples = zip(
-        matches[fits].tolist(), distances[fits].tolist(), places[fits].tolist(), strict=True
-    )
-    match, _, place = max(
-        found, key=lambda triple: (triple[0], -triple[1], triple[2]), default=(0, 0, NO_PLACE)
-    )
+    columns = (values[fits].tolist() for values in (matches, -distances, places))
+    match, _, place = max(zip(*columns, strict=True), default=(0, 0, NO_PLACE))
     return place, match
 
 
