@@ -161,30 +161,48 @@ class Reader(NamedTuple):
     rates: torch.Tensor
     salt: int
 
-    def successors(self, context: list[int]) -> list[tuple[int, int, float]]:
-        """Rank and token of what may follow a context by its entry, and how often it is right."""
+    def successors(self, context: list[int]) -> tuple[list[tuple[int, int, float]], bool]:
+        """Rank and token of what may follow a context by its entry, and how often it is right.
+
+        And whether the entry is shared.
+        """
         entry = self.matrix.find_entry(context, self.salt, self.rates)
         if entry is None:
-            return []
+            return [], False
         address, index, own = entry
         head, *tokens, _ = self.matrix.table[address].tolist()
         pairs = zip(tokens, self.rates[index, own, :, head & 3].tolist(), strict=True)
-        return [(rank, *pair) for rank, pair in enumerate(pairs) if pair[0] != NO_TOKEN]
+        rows = [(rank, *pair) for rank, pair in enumerate(pairs) if pair[0] != NO_TOKEN]
+        return rows, not own
 
     def following(self, context: list[int], choices: dict[int, float]) -> list[tuple[int, float]]:
-        """What may follow a context, and the chance of each; with what is offered, best first."""
+        """What may follow a context, and the chance of each; with what is offered, best first.
+
+        The choices are believed; but where the first token of a shared entry is another one, and is
+        right more often, the entry is. An entry of its own knows no more of a text than a copy. The
+        tokens that only the other one has share the chance that is left.
+        """
+        rows, is_shared = self.successors(context)
         ranks = self.matrix.layout.k - len(choices)
-        successors = [
-            (token, rate) for rank, token, rate in self.successors(context) if rank < ranks
-        ]
+        successors = {token: rate for rank, token, rate in rows if rank < ranks}
         if not choices:
-            return successors
-        rest_chance = max(0.0, 1.0 - sum(choices.values()))
-        rest_rate = 1.0 - sum(rate for token, rate in successors if token in choices)
+            return [*successors.items()]
+        believed, others = choices, successors
+        if successors and is_shared:
+            (token, rate), (choice, chance) = (next(iter(d.items())) for d in (successors, choices))
+            if token != choice and rate > chance:
+                believed, others = successors, choices
+        rest_chance = rest_rate = 1.0
+        for chance in believed.values():
+            rest_chance -= chance
+        for token in successors:
+            rest_rate -= others[token] if token in choices else 0.0
+        rest_chance = max(0.0, rest_chance)
         # In the precision of rates, as twins have it.
         share = rest_chance and self.rates.new_tensor(rest_chance) / max(rest_chance, rest_rate)
-        pairs = [(token, float(share * rate)) for token, rate in successors if token not in choices]
-        return sorted([*choices.items(), *pairs], key=lambda pair: -pair[1])
+        chances = {token: float(share * chance) for token, chance in others.items()} | believed
+        tokens = dict.fromkeys([*choices, *successors])
+        return sorted([(token, chances[token]) for token in tokens], key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +243,8 @@ def grow(
     The node that is worth the most is added again and again; of equal ones the one of the least
     depth, then of the first parent, then of the lowest rank. A node is worth no more than its
     parent, so that nodes come parents first, and any prefix of them is a tree. Along the trunk of
-    a draft model its choices are nodes too, in the place of the last successors of an entry there;
-    the other ones share the chance that these leave.
+    a draft model its choices are nodes too, in the place of the last successors of an entry there.
+    `Reader.following` says which of the two is believed.
 
     What a grammar forbids is passed over, so that the next one has its chance. What it expects has
     the chance that the others leave, all of it where nothing else is allowed.
@@ -341,7 +359,7 @@ def fill(
                 continue
             if parent not in children:
                 worth = 1.0 if parent == 0 else float(worths[b, parent - 1])
-                successors = reader.successors(contexts[parent])
+                successors, _ = reader.successors(contexts[parent])
                 children[parent] = {rank: (token, worth * rate) for rank, token, rate in successors}
             if rank in children[parent]:
                 token_ids[b, node], worths[b, node] = token, _ = children[parent][rank]

@@ -7,6 +7,7 @@ Topology is data, in buffers that never move, for the kernels of the next step.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.explore import GROW_EVERY
-from vllm_recycle.core.grow import BEAM, LEVELS, Trunks
+from vllm_recycle.core.grow import BEAM, Trunks
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
@@ -29,6 +31,7 @@ from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_t
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.schedule.draft_sizes import DraftReport
 from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
+from vllm_recycle.kernels.triton.copies import DeviceCopies
 from vllm_recycle.kernels.triton.matrix.count import DeviceCounts
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
@@ -37,6 +40,10 @@ from vllm_recycle.kernels.triton.matrix.learn import learn
 from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
+from vllm_recycle.kernels.triton.trunks import choose_trunks
+
+# The most memory of a device for the texts that copies are searched in.
+MAX_TEXT_BYTES = 1 << 30
 
 
 class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
@@ -50,13 +57,16 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
         successors: int32 [logit rows, k], of the step.
         worths: float32 [batch, nodes], of the trees that were drafted last.
-        scans_texts: whether whole texts are searched in each step.
+        scans_texts: whether a speculator searches whole texts in each step.
+        device_copies: from the text of each request; None where a template is filled, or where
+            texts would take too much memory of the device.
         trunks: of a draft model, by `req_state_idx`; None where there is none.
 
     """
 
     trunks: Trunks | None = None
     scans_texts = False
+    device_copies: DeviceCopies | None = None
     successors: torch.Tensor
     worths: torch.Tensor
 
@@ -68,8 +78,7 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         self.state = options.make_state(vllm_config, device)
         self.template = None if options.is_dynamic else options.load_tree().to(device)
         if self.template is None:
-            nodes = options.num_nodes
-            depth = min(LEVELS, nodes)
+            nodes, depth = options.num_nodes, options.max_depth
             self.trees = DeviceTrees.empty(nodes, max_num_reqs, depth=depth, device=device)
         else:
             self.trees = DeviceTrees.of(self.template, max_num_reqs, device)
@@ -78,15 +87,19 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         self.stamps = torch.zeros(len(table), dtype=torch.int32, device=device)
         self.is_blind = np.zeros(max_num_reqs, dtype=bool)
         self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
-        if not self.scans_texts:
-            # `ngram_gpu` keeps the text of all requests in device memory, to search it: 4 bytes per
-            # token of `max_model_len` and request. We copy each prompt once, and read the ends.
-            req_states.all_token_ids = StagedWriteTensor(
-                (max_num_reqs, vllm_config.model_config.max_model_len),
-                dtype=torch.int32,
-                device=device,
-                uva_instead_of_gpu=True,
-            )
+        shape = max_num_reqs, vllm_config.model_config.max_model_len
+        if options.copies and 4 * math.prod(shape) <= MAX_TEXT_BYTES:
+            # Under `isolated` nobody's counts reach another.
+            copies = Copies(self.state.matrix.classes, depth, counts=not options.isolates)
+            self.copies, self.device_copies = copies, DeviceCopies.empty(copies)
+        # What is searched in each step is in device memory; else each prompt is copied once, and
+        # the ends of texts are read.
+        req_states.all_token_ids = StagedWriteTensor(
+            shape,
+            dtype=torch.int32,
+            device=device,
+            uva_instead_of_gpu=not self.scans_texts and self.copies is None,
+        )
         self.texts = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
@@ -117,6 +130,9 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
 
     def add_requests(self, requests: Sequence[NewRequest]) -> None:
         matrix = self.state.matrix
+        if self.device_copies is not None:
+            indices = [request.req_state_idx for request in requests]
+            self.device_copies.begin(async_tensor_h2d(indices, device=self.device))
         for request in requests:
             index, text = request.req_state_idx, request.token_ids
             matrix.begin(index, request.request_class, request.owner)
@@ -186,17 +202,28 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         self.worths = torch.empty(shape, device=idx_mapping.device)
         arguments = (self.state.matrix, self.counts.rates, idx_mapping, self.texts)
         if self.template is None:
-            grow(drafts, self.worths, *arguments, trees=self.trees, beam=BEAM, trunks=self.trunks)
+            trunks = self.find_trunks(idx_mapping)
+            grow(drafts, self.worths, *arguments, trees=self.trees, beam=BEAM, trunks=trunks)
         else:
             fill(drafts, self.worths, *arguments, tree=self.template)
         return drafts
+
+    def find_trunks(self, idx_mapping: torch.Tensor) -> Trunks | None:
+        """The trunks to grow along, by `req_state_idx`: the surer one of each request."""
+        if self.device_copies is None:
+            return self.trunks
+        copies = self.device_copies.draft(idx_mapping, self.texts)
+        if self.trunks is None:
+            return copies
+        return choose_trunks(idx_mapping, copies, self.trunks)
 
     def describe(self) -> str:
         trees, num_bytes = self.trees, self.state.matrix.num_bytes + self.stamps.nbytes
         name = "dynamic trees" if self.template is None else f"tree {self.template.name}"
         return (
             f"token_recycling: {name} of at most {trees.num_nodes} nodes and {trees.depth} levels, "
-            f"{self.state.describe()}, {num_bytes:,} bytes"
+            f"{'no ' if self.copies is None else ''}copies, {self.state.describe()}, "
+            f"{num_bytes:,} bytes"
         )
 
 

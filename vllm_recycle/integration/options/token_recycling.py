@@ -169,7 +169,10 @@ class TokenRecyclingOptions(MethodOptions):
 
     @property
     def max_depth(self) -> int:
-        return min(LEVELS, self.num_nodes) if self.is_dynamic else self.load_tree().depth
+        if not self.is_dynamic:
+            return self.load_tree().depth
+        # A draft model reads, in its first forward, what may have been accepted.
+        return min(LEVELS, self.num_nodes) if self.has_own_model else self.num_nodes
 
     def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
         # On a GPU of one request; more are drafted for as there is room.

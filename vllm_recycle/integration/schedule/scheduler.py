@@ -60,13 +60,13 @@ class TreeScheduler(Scheduler):
         if self.use_v2_model_runner:
             nodes = range(1, options.num_nodes + 1)
             self.depth_of_nodes = (
-                [min(count, LEVELS) for count in nodes]
+                [min(count, options.max_depth) for count in nodes]
                 if options.is_dynamic
                 else options.load_tree().depths.cummax(0).values[1:].tolist()
             )
         # A prefix that is as deep as it has nodes is a chain; so is all that is grown as one.
         depths = enumerate(self.depth_of_nodes, 1)
-        self.chain_nodes = sum(depth == count for count, depth in depths)
+        self.chain_nodes = min(LEVELS, sum(depth == count for count, depth in depths))
         self.sizes: DraftSizes | None = None
         if settings.chooses_sizes:
             self.sizes = DraftSizes(self, vllm_config)

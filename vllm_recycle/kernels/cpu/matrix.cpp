@@ -297,7 +297,6 @@ void find_following(const Source& source, const Context& context, int64_t b, int
   const Address address = source.find(context, b);
   const double* rate = address.entry ? source.rates_of(address, b) : nullptr;
   followers.clear();
-  double share = 1.0;
   if (0 <= place && place < trunks.gamma) {
     const int64_t first_choice = (b * trunks.gamma + place) * trunks.choices;
     for (int64_t i = first_choice; i < first_choice + trunks.choices; i++) {
@@ -306,26 +305,40 @@ void find_following(const Source& source, const Context& context, int64_t b, int
     }
   }
   const size_t num_offered = followers.size();
-  const int64_t ranks = address.entry ? source.matrix.k - int64_t(num_offered) : 0;
-  auto is_offered = [&](int64_t token) {
-    return std::any_of(followers.begin(), followers.begin() + num_offered,
-                       [&](const Follower& follower) { return follower.token == token; });
-  };
-  if (num_offered) {
-    followers[0].place = place + 1;
-    double trunk_chance = 0.0, offered_rate = 0.0;
-    for (const Follower& follower : followers) trunk_chance += follower.chance;
+  int64_t ranks = address.entry ? source.matrix.k - int64_t(num_offered) : 0;
+  while (ranks > 0 && address.entry[ranks] < 0) ranks--;
+  if (!num_offered) {
     for (int64_t rank = 0; rank < ranks; rank++) {
-      if (is_offered(address.entry[1 + rank])) offered_rate += rate[rank * STEADINESSES];
+      followers.push_back({address.entry[1 + rank], rate[rank * STEADINESSES], NO_PLACE});
     }
-    const double rest_chance = std::max(0.0, 1.0 - trunk_chance), rest_rate = 1.0 - offered_rate;
-    share = rest_chance > 0.0 ? rest_chance / std::max(rest_chance, rest_rate) : 0.0;
+    return;
   }
+  followers[0].place = place + 1;
+  const bool is_other = ranks > 0 && !address.own && address.entry[1] != followers[0].token;
+  const bool believes_entry = is_other && rate[0] > followers[0].chance;
+  double rest_chance = 1.0, rest_rate = 1.0;
+  for (size_t i = 0; !believes_entry && i < num_offered; i++) rest_chance -= followers[i].chance;
+  std::vector<bool> is_known(num_offered);
   for (int64_t rank = 0; rank < ranks; rank++, rate += STEADINESSES) {
     const int64_t token = address.entry[1 + rank];
-    if (token >= 0 && !is_offered(token)) followers.push_back({token, *rate * share, NO_PLACE});
+    size_t i = 0;
+    while (i < num_offered && followers[i].token != token) i++;
+    if (believes_entry) rest_chance -= *rate;
+    if (i == num_offered) {
+      followers.push_back({token, *rate, NO_PLACE});
+    } else if (believes_entry) {
+      rest_rate -= followers[i].chance, followers[i].chance = *rate, is_known[i] = true;
+    } else {
+      rest_rate -= *rate;
+    }
   }
-  if (num_offered) sort_best_first(followers);
+  rest_chance = std::max(0.0, rest_chance);
+  const double share = rest_chance > 0.0 ? rest_chance / std::max(rest_chance, rest_rate) : 0.0;
+  for (size_t i = 0; i < followers.size(); i++) {
+    const bool is_others = believes_entry ? i < num_offered && !is_known[i] : i >= num_offered;
+    if (is_others) followers[i].chance *= share;
+  }
+  sort_best_first(followers);
 }
 
 // See _what_is_allowed.

@@ -138,6 +138,7 @@ def _grow_kernel(
     (level * EXPANDED + lane) * CHILDREN + rank, in the order in which they are made. The greatest
     key has what is worth the most, and of equals the first; that of none is 0. On the trunk of a
     draft model its choices are the first ranks, and successors come behind them.
+    What is believed is as in `core.grow.Reader.following`.
     """
     K: tl.constexpr = LAYOUT.K
     STRIDE: tl.constexpr = LAYOUT.CONTEXT_LANES  # of contexts
@@ -183,13 +184,33 @@ def _grow_kernel(
             is_choice = rank < CHOICES
             choice_token = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
             choice_rate = bounded(tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0))
+            # Of an entry whose first token is another one, and is right more often.
+            is_first = (successor == 0) & (token >= 0)
+            is_other = is_first & (token != tl.load(trunk_token_ids + choice))
+            is_other = is_other & (cell // (4 * K) % 2 == 0)[:, None]
+            is_surer = is_other & (chance > bounded(tl.load(trunk_chances + choice)))
+            believes_entry = tl.max((is_surer & is_on_trunk).to(tl.int32), 1)[:, None] > 0
             is_chosen = token < 0
+            rest_rate = tl.full([EXPANDED, 1], 1.0, tl.float32)
+            known_rate = tl.full([EXPANDED, CHILDREN], -1.0, tl.float32)
             for other_rank in tl.static_range(CHOICES):
-                is_chosen = is_chosen | (token == tl.load(trunk_token_ids + choice + other_rank))
-            rest_chance = tl.maximum(1.0 - tl.sum(choice_rate), 0.0)
-            rest_rate = 1.0 - tl.sum(tl.where(is_chosen, chance, 0.0), 1)[:, None]
+                other_token = tl.load(trunk_token_ids + choice + other_rank)
+                other_rate = bounded(tl.load(trunk_chances + choice + other_rank))
+                is_same = (token >= 0) & (token == other_token)
+                is_chosen = is_chosen | is_same
+                same_rate = tl.max(tl.where(is_same, chance, -1.0), 1)[:, None]
+                known_rate = tl.where(rank == other_rank, same_rate, known_rate)
+                other_rate = tl.where(believes_entry, other_rate, same_rate)
+                rest_rate -= tl.where(same_rate >= 0, other_rate, 0.0)
+            believed_rate = tl.where(
+                believes_entry, tl.sum(chance, 1)[:, None], tl.sum(choice_rate)
+            )
+            rest_chance = tl.maximum(1.0 - believed_rate, 0.0)
             share = tl.div_rn(rest_chance, tl.maximum(tl.maximum(rest_chance, rest_rate), 1e-30))
-            chance = tl.where(is_on_trunk, tl.where(is_chosen, 0.0, share * chance), chance)
+            shared_rate = tl.where(known_rate >= 0, known_rate, share * choice_rate)
+            choice_rate = tl.where(believes_entry, shared_rate, choice_rate)
+            chance = tl.where(is_on_trunk, tl.where(believes_entry, chance, share * chance), chance)
+            chance = tl.where(is_on_trunk & is_chosen, 0.0, chance)
             chance = tl.where(is_on_trunk & is_choice, choice_rate, chance)
             token = tl.where(is_on_trunk & is_choice, choice_token.to(tl.int32), token)
         product = value[:, None] * chance
@@ -245,7 +266,7 @@ def _grow_kernel(
     word = tl.arange(0, WORD_LANES)[None, :]
     bits = tl.zeros([LANES, WORD_LANES], tl.int32) | (word == 0)
     row = node + 1
-    for _ in range(LEVELS):
+    while tl.max(row, 0) > 0:
         bits = bits | tl.where((row // 32)[:, None] == word, (1 << (row % 32))[:, None], 0)
         row = tl.where(row > 0, tl.gather(parent, tl.maximum(row - 1, 0), 0), 0)
 
