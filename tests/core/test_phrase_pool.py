@@ -74,8 +74,8 @@ def test_sizes_below_one_are_refused(name):
 
 def test_a_saved_pool_is_loaded_as_it_was_and_forgotten(tmp_path):
     pool, loaded = make_pool([(4, [0, 1]), (4, [0, 2]), (1, [3, 3])]), make_pool([(2, [1, 1])])
-    pool.save(tmp_path / "pool", fingerprint="f")
-    loaded.load(tmp_path / "pool", fingerprint="f")
+    pool.save(tmp_path / "pool", pool.form("f"))
+    loaded.replace(loaded.read(tmp_path / "pool", loaded.form("f")))
     assert loaded.phrases.equal(pool.phrases)
     loaded.clear()
     assert loaded.num_phrases == 0
@@ -95,10 +95,10 @@ def test_another_pool_and_one_with_gaps_are_refused(tmp_path, sizes, fingerprint
     saved = PhrasePool(VOCAB, **{"per_token": PER_TOKEN, "length": LENGTH, **sizes})
     if row:
         saved.phrases[3] = torch.tensor(row)
-    saved.save(tmp_path / "pool", fingerprint=fingerprint)
+    saved.save(tmp_path / "pool", saved.form(fingerprint))
     pool = make_pool([(0, [2, 2])])
     with pytest.raises(ValueError, match=f"state file .*: {message}"):
-        pool.load(tmp_path / "pool", fingerprint="f")
+        pool.read(tmp_path / "pool", pool.form("f"))
     assert pool.num_phrases == 1
 
 
