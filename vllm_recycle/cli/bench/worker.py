@@ -1,6 +1,6 @@
-"""A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
+"""A child process of the benchmark: one vLLM engine, asked over a connection, answering over it.
 
-Each request and each reply is one JSON line; {"error": "..."} stands for a failure:
+Each request and each reply is a dictionary; {"error": "..."} stands for a failure:
 
     {"op": "load", ...as `Worker`...}    -> what the engine runs with
     {"op": "run", ...as `Worker.run`...} -> one pass over prompts; with "stream" before it, for each
@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -265,32 +265,27 @@ def others_cpu_seconds() -> float:
     return cpu_seconds
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    # What vLLM and its kernels print must not reach the driver: stdout becomes stderr.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def main(driver: Connection) -> None:
+    """Answer requests until there are no more."""
     import vllm  # noqa: F401 - slow, and not worth waiting for the first request
 
-    def reply(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=replies, flush=True)
-
     worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        try:
-            if op == "load":
-                worker = Worker(**request, events=reply)
-                reply(worker.describe())
-            else:
-                assert worker is not None
-                assert op == "run", op
-                reply(worker.run(**request))
-        except Exception as error:  # reported to the driver, which ends this process
-            traceback.print_exc()
-            reply({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})
+    with contextlib.suppress(EOFError):
+        while True:
+            request = driver.recv()
+            op = request.pop("op")
+            try:
+                if op == "load":
+                    worker = Worker(**request, events=driver.send)
+                    driver.send(worker.describe())
+                else:
+                    assert worker is not None
+                    assert op == "run", op
+                    driver.send(worker.run(**request))
+            except Exception as error:  # reported to the driver, which ends this process
+                traceback.print_exc()
+                driver.send({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})
 
 
 if __name__ == "__main__":
-    main()
+    main(Connection(int(sys.argv[1])))
