@@ -18,7 +18,7 @@ from vllm_recycle.integration.options.base import (
     OUROBOROS,
     PHRASES,
     SHARED_KEYS,
-    MethodOptions,
+    SharedOptions,
     expect,
 )
 from vllm_recycle.integration.options.limits import Schedule
@@ -32,7 +32,7 @@ POOL_SCOPES = ("shared", "request")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuroborosOptions(MethodOptions):
+class OuroborosOptions(SharedOptions):
     """The options of the method `ouroboros` as published, whose drafts are verified whole.
 
     Attributes:
@@ -113,11 +113,13 @@ class OuroborosOptions(MethodOptions):
 
     @property
     def ignores_salts(self) -> str:
+        """What all requests share, whatever their cache salts, in words; empty for nothing."""
         shared = "all requests share one pool of phrases, unless the scope is 'request'"
         return shared if self.shares_pool else ""
 
     @property
     def trunk_length(self) -> int:
+        """The most tokens of a trunk, where there is one."""
         return self.gamma
 
     @property
@@ -133,11 +135,16 @@ class OuroborosOptions(MethodOptions):
         return self.shape().tree()
 
     def make_state(self, vllm_config: Any, device: torch.device | str) -> PhrasePool:
+        """What an engine will learn into, empty. On the device `meta` it takes no memory."""
         num_pools = 1 if self.shares_pool else vllm_config.scheduler_config.max_num_seqs
         vocab_size = vllm_config.model_config.get_vocab_size()
         return self.shape().make_pool(vocab_size * num_pools, device)
 
     def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
+        """The most rows of a draft forward of our own, beside what it catches up with on a CPU.
+
+        Raises ValueError if one request has more than a tree may have.
+        """
         lookahead = self.shape().lookahead().num_nodes
         if not on_gpu:
             return lookahead + self.phrase_length
@@ -150,6 +157,7 @@ class OuroborosOptions(MethodOptions):
         return rows * limits.largest_drafting_batch(table, max_num_reqs)
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        """Nodes of a tree by the size of the batch, where the user gives no table."""
         limit = limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else limits.MAX_DRAFT_ROWS
         rows = min(limit, max_num_batched_tokens or limit)
         # One request is drafted for even where its forwards have more rows.
