@@ -69,11 +69,12 @@ def _by_name(config: Mapping[Any, Any], place: str = "") -> dict[str, Any]:
                 f"speculative_config: {first_key!r} and {key!r} are one key{place}, expected one "
                 "of them"
             )
-    # Values travel to other processes: of a path its text.
-    paths = {
-        key: os.fspath(value) for key, value in config.items() if isinstance(value, os.PathLike)
-    }
-    return {name: paths.get(key, config[key]) for name, key in names.items()}
+    return {name: _plain(config[key]) for name, key in names.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as it travels to other processes; of a path its text."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def check_table(table: Any, num_nodes: int) -> Schedule | None:
