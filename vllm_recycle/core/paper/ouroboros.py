@@ -23,12 +23,9 @@ class OuroborosProposer:
     """Drafts by a draft model and the phrase pool, and learns phrases from what the target says.
 
     Args:
-        shape: sizes of a draft.
+        shape: of a draft.
         vocab_size: number of token ids.
         max_num_reqs: every `req_state_idx` is below this.
-        max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
-            is shorter then is filled up with the newest phrases.
-        harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
         shares_pool: whether all requests share a pool that is never cleared (section 3.4); else
             each has its own, which ends with it.
         device: where all of this lives.
@@ -36,6 +33,7 @@ class OuroborosProposer:
     Attributes:
         tree: what the target verifies.
         lookahead: the rows of a draft forward.
+        max_forwards: draft forwards a round.
         num_forwards: draft forwards so far, counted once for each request that took part.
 
     """
@@ -46,17 +44,13 @@ class OuroborosProposer:
         *,
         vocab_size: int,
         max_num_reqs: int,
-        max_forwards: int | None = None,
-        harvest_trunk: bool = True,
-        harvest_branches: bool = True,
         shares_pool: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         self.shape = shape
         self.tree = shape.tree().to(device)
         self.lookahead = shape.lookahead().to(device)
-        self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
-        self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
+        self.max_forwards = min(shape.gamma, shape.max_forwards or shape.gamma)
         # Places of the pool's table between the same token of two requests.
         self.pool_stride = 0 if shares_pool else vocab_size
         self.pool = shape.make_pool(vocab_size * (1 if shares_pool else max_num_reqs), device)
@@ -139,9 +133,9 @@ class OuroborosProposer:
             return
         sampled = logits.max(dim=1).indices
         trunk_phrases, branch_phrases = harvest(token_ids, sampled, cu_num_logits, shape=self.shape)
-        if self.harvest_trunk:
+        if self.shape.harvest_trunk:
             self._insert(idx_mapping, *trunk_phrases)
-        if self.harvest_branches:
+        if self.shape.harvest_branches:
             self._insert(idx_mapping, *branch_phrases)
 
     def _draft(
