@@ -60,16 +60,11 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.is_idle:
             return None
         step, self.step = self.step, None
-        # Of chains attention need not know: vLLM's metadata say it all. But where their rows share
-        # what is loaded, ours takes less time.
-        if step is not None and step.trees.are_chains and not self.shares_loads:
+        # Of chains attention need not know: vLLM's metadata say it all. But where rows of a request
+        # share each load of a key or value in our kernel alone, ours takes less time.
+        if step is not None and step.trees.are_chains and self.isa == "amx":
             step = None
         return self.build_step(common_attn_metadata, step)
-
-    @property
-    def shares_loads(self) -> bool:
-        """Whether rows of one request share each load of a key or value in our kernel alone."""
-        return self.isa != "amx"
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True

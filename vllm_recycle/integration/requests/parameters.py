@@ -6,6 +6,7 @@ of the prompt do, as the request's own. Requests of one owner have their own ent
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -26,6 +27,7 @@ HINT = "hint"
 OWNER = "owner"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 MAX_NAME, MAX_HINTS = 256, 64
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
@@ -142,11 +144,7 @@ def _is_name(name: Any) -> bool:
 
 def _is_utf8(text: str) -> bool:
     """Whether a text can be sent: half of a surrogate pair, which JSON can spell, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return SURROGATE.search(text) is None
 
 
 def check_owner(name: Any) -> None:

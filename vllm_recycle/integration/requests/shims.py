@@ -117,7 +117,7 @@ def _wrap_servers(streaming: Any) -> None:
 
 
 def wrap_request_stats(stats: Any) -> None:
-    """Count what requests get by `stats`, which has the functions of `request_stats`.
+    """Count what requests get by `stats`, which has what takes the place of vLLM's functions.
 
     vLLM counts the tokens of a step before it drops those behind a stop string: remove `trim` when
     it counts afterwards, and the rest when it has such a histogram.
@@ -125,32 +125,11 @@ def wrap_request_stats(stats: Any) -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    def update(original: Any, self: Any, state: Any, output: Any, *args: Any) -> None:
-        original(self, state, output, *args)
-        if args[-1] is not None and output.new_token_ids:
-            stats.count_step(state, args[-1])
-
-    def trim(original: Any, _: Any, state: Any, output: Any, num_prev_tokens: int) -> None:
-        num_tokens = len(output.new_token_ids)
-        original(state, output, num_prev_tokens)
-        stats.drop_tokens(state, num_tokens - len(output.new_token_ids))
-
-    def finish(original: Any, self: Any, state: Any, reason: Any, iteration_stats: Any) -> None:
-        if iteration_stats is not None:
-            stats.finish(state, iteration_stats)
-        original(self, state, reason, iteration_stats)
-
-    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        stats.add_histogram(self)
-
-    replace_function(OutputProcessor, "_update_stats_from_output", update)
+    replace_function(OutputProcessor, "_update_stats_from_output", stats.count_step)
     if FEATURES.trims_surplus_tokens:
-        replace_function(
-            OutputProcessor, "_trim_surplus_tokens", trim
-        )  # static: no `self` for the original
-    replace_function(OutputProcessor, "_update_stats_from_finished", finish)
-    replace_function(PrometheusStatLogger, "__init__", init)
+        replace_function(OutputProcessor, "_trim_surplus_tokens", stats.trim)
+    replace_function(OutputProcessor, "_update_stats_from_finished", stats.finish)
+    replace_function(PrometheusStatLogger, "__init__", stats.add_histogram)
 
 
 def trim_behind_stop_strings() -> None:

@@ -238,9 +238,8 @@ def hide_draft_path(engine_args: Any, path: str) -> None:
     Some words in a path change the method, whatever was asked for. The configuration has the path
     that was given. Remove when vLLM leaves the method `draft_model` as it is.
     """
-    original = engine_args.create_speculative_config
 
-    def create_speculative_config(*args: Any, **kwargs: Any) -> Any:
+    def create(original: Any, *args: Any, **kwargs: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             link = Path(folder, "draft")
             link.symlink_to(Path(path).absolute())
@@ -251,4 +250,4 @@ def hide_draft_path(engine_args: Any, path: str) -> None:
         draft.hf_config._name_or_path = path  # by which compiled code is kept
         return config
 
-    engine_args.create_speculative_config = create_speculative_config
+    wrap_create_speculative_config(engine_args, create)
