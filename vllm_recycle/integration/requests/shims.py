@@ -12,23 +12,16 @@ from vllm_recycle.integration.start.shims import replace_function
 from vllm_recycle.integration.start.versions import FEATURES
 
 
-def wrap_process_inputs(read_request: Callable[[Any, Any], None]) -> None:
+def wrap_process_inputs(process_inputs: Callable[..., Any]) -> None:
     """Let requests bring hints and owners, and read them where the tokenizer is.
 
-    `read_request`, given vLLM's input processor and a request with sampling parameters, puts token
-    ids in the place of texts, and says whose it is. OpenAI's `prediction`, which vLLM takes and
-    leaves unread, becomes one of the parameters.
+    `process_inputs`, given vLLM's function first, puts token ids in the place of texts. OpenAI's
+    `prediction`, which vLLM takes and leaves unread, becomes one of the parameters.
 
     Remove when plugins may see a request before it is sent to the engine.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.v1.engine.input_processor import InputProcessor
-
-    def process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
-        if request.sampling_params is not None:
-            read_request(self, request)
-        return request
 
     def to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         params = original(self, *args, **kwargs)
