@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_recycle.core.paper.draft_shape import DraftShape
-from vllm_recycle.core.paper.harvest import harvest
+from vllm_recycle.core.paper.harvest import Phrases, harvest
 from vllm_recycle.core.paper.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.core.trunk import DraftModel
 from vllm_recycle.core.verification import NO_TOKEN, walk
@@ -134,9 +134,9 @@ class OuroborosProposer:
         sampled = logits.max(dim=1).indices
         trunk_phrases, branch_phrases = harvest(token_ids, sampled, cu_num_logits, shape=self.shape)
         if self.shape.harvest_trunk:
-            self._insert(idx_mapping, *trunk_phrases)
+            self._insert(idx_mapping, trunk_phrases)
         if self.shape.harvest_branches:
-            self._insert(idx_mapping, *branch_phrases)
+            self._insert(idx_mapping, branch_phrases)
 
     def _draft(
         self,
@@ -197,7 +197,8 @@ class OuroborosProposer:
         new_level = outputs.reshape(window.shape).gather(1, last_level)
         owners = torch.cat((last_token_ids[:, None], window[:, 0, :-1]), dim=1)
         owners = owners.where((is_complete & is_drafting)[:, None], NO_TOKEN)
-        self._insert(idx_mapping, owners, torch.cat((window, new_level), dim=1).transpose(1, 2))
+        phrases = torch.cat((window, new_level), dim=1).transpose(1, 2)
+        self._insert(idx_mapping, Phrases(owners, phrases))
         moved_window = torch.cat((window[:, 1:], new_level), dim=1)
         filled_window = window.scatter(1, (last_level + 1).clamp(max=levels - 1), new_level)
         new_window = moved_window.where(is_complete[:, None, None], filled_window)
@@ -228,17 +229,11 @@ class OuroborosProposer:
         owners = self._owners(idx_mapping, token_ids)
         return newest_phrases(self.pool.table, owners, count)
 
-    def _insert(
-        self,
-        idx_mapping: torch.Tensor,
-        owners: torch.Tensor,
-        phrases: torch.Tensor,
-        replaced: torch.Tensor | None = None,
-    ) -> None:
-        """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
-        owners = self._owners(idx_mapping[:, None], owners).flatten()
-        replaced = None if replaced is None else replaced.flatten(0, 1)
-        insert_phrases(self.pool.table, owners, phrases.flatten(0, 1), replaced=replaced)
+    def _insert(self, idx_mapping: torch.Tensor, phrases: Phrases) -> None:
+        """Insert the phrases of a batch behind their owners."""
+        owners = self._owners(idx_mapping[:, None], phrases.owners).flatten()
+        replaced = None if phrases.replaced is None else phrases.replaced.flatten(0, 1)
+        insert_phrases(self.pool.table, owners, phrases.phrases.flatten(0, 1), replaced=replaced)
 
     def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""

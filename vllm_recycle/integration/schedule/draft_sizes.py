@@ -223,13 +223,10 @@ class DraftSizes:
         The device has the next step when it ends one.
         """
         now, last_step = time.perf_counter(), self._last_output
-        tokens, drafts = (
-            scheduler_output.total_num_scheduled_tokens,
-            scheduler_output.scheduled_spec_decode_tokens,
-        )
         requests = len(scheduler_output.num_scheduled_tokens)
-        if tokens > requests + sum(map(len, drafts.values())):  # prompts
-            self._last_output = None
+        drafts = scheduler_output.scheduled_spec_decode_tokens.values()
+        if scheduler_output.total_num_scheduled_tokens > requests + sum(map(len, drafts)):
+            self._last_output = None  # prompts
             return None
         self._last_output = now, requests
         return now - last_step[0] if last_step is not None and last_step[1] == requests else None
