@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import THOROUGH
-from vllm_recycle.core.paper.phrase_pool import PhrasePool, insert_phrases, newest_phrases
+from vllm_recycle.core.paper.phrase_pool import PhrasePool
 
 VOCAB, PER_TOKEN, LENGTH = 5, 3, 2
 
@@ -34,7 +34,7 @@ def make_pool(inserted: list[tuple[int, list[int]]] = ()) -> PhrasePool:
 def insert(pool: PhrasePool, batch: list[tuple[int, list[int]]]) -> None:
     token_ids = torch.tensor([token_id for token_id, _ in batch], dtype=torch.int64)
     phrases = torch.tensor([phrase for _, phrase in batch], dtype=torch.int64)
-    insert_phrases(pool.table, token_ids, phrases.view(-1, LENGTH))
+    pool.insert(token_ids, phrases.view(-1, LENGTH))
 
 
 @THOROUGH
@@ -45,7 +45,7 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
         if batch and data.draw(st.booleans()):
             replaced = [data.draw(phrase) for _ in batch]
             token_ids, phrases = map(torch.tensor, zip(*batch, strict=True))
-            insert_phrases(pool.table, token_ids, phrases, replaced=torch.tensor(replaced))
+            pool.insert(token_ids, phrases, replaced=torch.tensor(replaced))
             # They are forgotten before the new ones come.
             for (token_id, new), old in zip(batch, replaced, strict=True):
                 if token_id >= 0 and min(new) >= 0:
@@ -59,7 +59,7 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
     gaps = [(-1,) * LENGTH] * PER_TOKEN
     found = [[tuple(one) for one in row] for row in pool.phrases.tolist()]
     assert found == [(gaps + known)[-PER_TOKEN:] for known in expected]
-    newest = newest_phrases(pool.table, torch.arange(-1, VOCAB), count).tolist()
+    newest = pool.newest(torch.arange(-1, VOCAB), count).tolist()
     found = [[tuple(one) for one in row] for row in newest]
     assert found == [(known[::-1] + gaps)[:count] for known in ([], *expected)]
 

@@ -12,7 +12,6 @@ import torch
 
 from vllm_recycle.core.paper.draft_shape import DraftShape
 from vllm_recycle.core.paper.harvest import Phrases, harvest
-from vllm_recycle.core.paper.phrase_pool import insert_phrases, newest_phrases
 from vllm_recycle.core.trunk import DraftModel
 from vllm_recycle.core.verification import NO_TOKEN, walk
 
@@ -226,14 +225,13 @@ class OuroborosProposer:
     def _newest(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, count: int
     ) -> torch.Tensor:
-        owners = self._owners(idx_mapping, token_ids)
-        return newest_phrases(self.pool.table, owners, count)
+        return self.pool.newest(self._owners(idx_mapping, token_ids), count)
 
     def _insert(self, idx_mapping: torch.Tensor, phrases: Phrases) -> None:
         """Insert the phrases of a batch behind their owners."""
         owners = self._owners(idx_mapping[:, None], phrases.owners).flatten()
         replaced = None if phrases.replaced is None else phrases.replaced.flatten(0, 1)
-        insert_phrases(self.pool.table, owners, phrases.phrases.flatten(0, 1), replaced=replaced)
+        self.pool.insert(owners, phrases.phrases.flatten(0, 1), replaced)
 
     def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""
