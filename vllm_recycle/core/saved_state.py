@@ -10,7 +10,6 @@ import torch
 
 from vllm_recycle.core.state_file import TensorForm
 
-KIND = "state file"
 MERGED = 2048  # lines at once, so that a step hardly waits for them
 
 
@@ -52,7 +51,7 @@ class SavedState(ABC):
     def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise ValueError, saying what is wrong, for tensors of a file that cannot be used."""
 
-    def form(self, fingerprint: str, kind: str = KIND) -> TensorForm:
+    def form(self, fingerprint: str, kind: str = "state file") -> TensorForm:
         """What a file of this state is like, for a model; messages call it its `kind`."""
         return TensorForm(self.places, {**self.facts, "fingerprint": fingerprint}, kind)
 

@@ -88,11 +88,6 @@ class DraftShape:
         """Nodes of `tree`."""
         return self.gamma + self.branches * self.length
 
-    @property
-    def num_runs(self) -> int:
-        """Phrases that the last token and the trunk may hold."""
-        return max(0, self.gamma + 2 - self.length)
-
     def tree(self) -> TreeTemplate:
         """What the target verifies: a trunk, and phrases below its end (section 3.2)."""
         nodes: list[Node] = [(row, 0) for row in range(self.gamma)]

@@ -32,40 +32,37 @@ class Phrases(NamedTuple):
 
 
 def harvest(
-    row_token_ids: torch.Tensor,
-    sampled: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    *,
-    shape: DraftShape,
+    shape: DraftShape, token_ids: torch.Tensor, sampled: torch.Tensor, cu_num_logits: torch.Tensor
 ) -> tuple[Phrases, Phrases]:
     """Phrases of the trunk and of the branches of every request, verified whole or in part.
 
     Args:
-        row_token_ids: int64 [logit rows], -1 where a row was not filled.
+        shape: of the drafts.
+        token_ids: int64 [logit rows], -1 where a row was not filled.
         sampled: int64 [logit rows], the target's token at each.
         cu_num_logits: integer [batch + 1]; the rows of a request are the root, and then the nodes
             of the tree that were verified.
-        shape: of the drafts.
 
     """
-    row = torch.arange(shape.num_nodes + 1, device=row_token_ids.device)
+    row = torch.arange(shape.num_nodes + 1, device=token_ids.device)
     num_rows = cu_num_logits.diff()[:, None]
     rows = cu_num_logits[:-1, None] + row.minimum(num_rows - 1)
-    drafts = row_token_ids[rows].where(row < num_rows, NO_TOKEN)
+    drafts = token_ids[rows].where(row < num_rows, NO_TOKEN)
     outputs = sampled[rows].where(row < num_rows, NO_TOKEN)
-    trunk_rows, runs, length = shape.gamma + 1, shape.num_runs, shape.length
+    trunk_rows, length = shape.gamma + 1, shape.length
+    runs = max(0, trunk_rows + 1 - length)  # of a phrase's length that a trunk may hold
     trunk, trunk_outputs = drafts[:, :trunk_rows], outputs[:, :trunk_rows]
     is_match = trunk[:, 1:] == trunk_outputs[:, :-1]
     owners, phrases = trunk[:, :runs], drafts.new_empty(len(drafts), 0, length)
-    if runs:  # of the target's tokens along which the draft agreed
+    if runs:  # those of the target's tokens along which the draft agreed
         phrases = trunk_outputs.unfold(1, length, 1)
         is_run = is_match.unfold(1, length - 1, 1).all(dim=2)
         is_verified = row[:runs] + length <= num_rows
         owners = owners.where(is_run & is_verified & (owners >= 0), NO_TOKEN)
     # The newest first, as they were proposed; inserted last, it stays the newest.
     branches, branch_outputs = (
-        token_ids[:, trunk_rows:].reshape(len(drafts), shape.branches, length).flip(1)
-        for token_ids in (drafts, outputs)
+        rows_of_nodes[:, trunk_rows:].reshape(len(drafts), shape.branches, length).flip(1)
+        for rows_of_nodes in (drafts, outputs)
     )
     # What the target said where phrases were tried: a phrase that it agrees with comes out as it
     # was, and so becomes the newest. Behind a trunk that is wrong nothing was tried.

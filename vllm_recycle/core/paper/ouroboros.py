@@ -131,7 +131,7 @@ class OuroborosProposer:
         if len(token_ids) == len(cu_num_logits) - 1:  # no drafts
             return
         sampled = logits.max(dim=1).indices
-        trunk_phrases, branch_phrases = harvest(token_ids, sampled, cu_num_logits, shape=self.shape)
+        trunk_phrases, branch_phrases = harvest(self.shape, token_ids, sampled, cu_num_logits)
         if self.shape.harvest_trunk:
             self._insert(idx_mapping, trunk_phrases)
         if self.shape.harvest_branches:
