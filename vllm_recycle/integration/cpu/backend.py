@@ -52,10 +52,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     is_idle: bool = False
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any
     ) -> CPUAttentionMetadata | TreeMetadata | None:
         if self.is_idle:
             return None
@@ -177,8 +174,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
