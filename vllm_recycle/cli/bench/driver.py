@@ -194,9 +194,8 @@ def _measure(
 def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:
     """Make a child's engine."""
     engine = engine_arguments(plan, config)
-    prompts = [dataclasses.asdict(prompt) for prompt in plan.prompts]
-    if child.name != HINTS:
-        prompts = [prompt | {"hint": None} for prompt in prompts]
+    changes = {} if child.name == HINTS else {"hint": None}
+    prompts = [dataclasses.asdict(prompt) | changes for prompt in plan.prompts]
     return child.ask("load", engine=engine, prompts=prompts, chat=plan.chat)
 
 

@@ -39,13 +39,21 @@ def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
 def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Result:
     passes, first_pass = measurement.passes[name, concurrency], measurement.first_passes[name]
     baseline_passes = measurement.passes.get((BASELINE, concurrency), [])
-    pairs = zip(passes, baseline_passes, strict=bool(baseline_passes))
+    pairs = [*zip(passes, baseline_passes, strict=bool(baseline_passes))]
     speedups = [_speed(reply) / _speed(baseline) for reply, baseline in pairs]
+    # Outputs are compared in all passes at this concurrency, the first one too.
+    if pairs and concurrency == plan.first_pass_concurrency:
+        pairs.append((first_pass, measurement.first_passes[BASELINE]))
+    matches = [
+        output == baseline_output
+        for reply, baseline in pairs
+        for output, baseline_output in zip(reply["outputs"], baseline["outputs"], strict=True)
+    ]
+    equal_share = sum(matches) / len(matches) if matches else None
     categories = _categories(plan, passes, concurrency)
     for category, baseline in _categories(plan, baseline_passes, concurrency).items():
         figures = categories[category]
         figures["speedup"] = figures["tokens_per_s"] / baseline["tokens_per_s"]
-    equal_share = _equal_share(plan, measurement, name, concurrency)
     return {
         "method": name,
         "concurrency": concurrency,
@@ -112,23 +120,6 @@ def _draft_forwards(config: SpeculativeConfig, passes: Sequence[Reply]) -> float
 def _median(values: Any) -> float | None:
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
-
-
-def _equal_share(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> float | None:
-    """The share of requests, over all passes at this concurrency, that equal the baseline's."""
-    if BASELINE not in plan.methods:
-        return None
-    passes, baseline_passes = (
-        list(measurement.passes[method, concurrency])
-        + [measurement.first_passes[method]] * (concurrency == plan.first_pass_concurrency)
-        for method in (name, BASELINE)
-    )
-    matches = [
-        output == baseline_output
-        for reply, baseline_reply in zip(passes, baseline_passes, strict=True)
-        for output, baseline_output in zip(reply["outputs"], baseline_reply["outputs"], strict=True)
-    ]
-    return sum(matches) / len(matches)
 
 
 def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:
