@@ -20,6 +20,10 @@ from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt
 from vllm_recycle.cli.bench.report import make_report, origin
 
+CONNECT = """import os, subprocess, sys; from multiprocessing.connection import Connection
+driver = Connection(int(sys.argv[1]))
+"""
+
 
 def test_the_speed_up_is_the_median_of_ratios_of_passes_that_ran_together():
     counts = ("requests", "tokens", "steps", "engine_steps", "draft_tokens", "accepted_tokens")
@@ -101,22 +105,22 @@ def test_only_the_plugins_methods_load_the_plugin(monkeypatch):
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("import sys; input(); sys.exit('the reason')", r"died \(exit status 1\)"),
-        ("import sys; sys.stderr.write('the reason'); sys.stdout.write('{')", "died"),
+        ("driver.recv(); sys.exit('the reason')", r"died \(exit status 1\)"),
+        ("sys.stderr.write('the reason'); os.write(driver.fileno(), b'00')", "died"),
         (
-            "import subprocess, sys, os\n"
-            "subprocess.Popen(['sleep', '60']); sys.stderr.write('the reason'); os._exit(3)",
-            r"died \(exit status 3\)",  # the grandchild still holds the pipe
+            "sys.stderr.write('the reason'); sys.stderr.flush()\n"
+            "subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(3)",
+            r"died \(exit status 3\)",  # the grandchild still holds the connection
         ),
         (
-            "import sys; input(); sys.stderr.write('the reason'); sys.stderr.flush()\n"
-            """print('{"error": "no tree"}', flush=True); sys.stdin.read()""",
+            "driver.recv(); sys.stderr.write('the reason'); sys.stderr.flush()\n"
+            "driver.send({'error': 'no tree'}); driver.recv()",
             "failed: no tree",
         ),
     ],
 )
 def test_a_child_that_fails_ends_the_run_with_its_last_lines(program, message, monkeypatch, capsys):
-    monkeypatch.setattr(driver, "WORKER", ("-c", program))
+    monkeypatch.setattr(driver, "WORKER", ("-c", CONNECT + program))
     plan = SimpleNamespace(methods={"none": None})
     with pytest.raises(RunError, match=message), driver.children(plan) as children:
         children["none"].ask("load")
@@ -148,7 +152,6 @@ def test_a_part_that_takes_long_is_told_again_where_there_is_no_terminal(monkeyp
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
     with progress.Progress(3, unit="passes") as parts:
         parts.begin("load")
-        parts.finish()
         parts.begin("measure")
         time.sleep(0.35)
     time.sleep(0.2)

@@ -163,9 +163,9 @@ prompt = st.lists(st.integers(0, 6), min_size=1, max_size=6)
     data=st.data(),
 )
 def test_rounds_are_those_that_are_written_plainly(prompts, sizes, switches, shares_pool, data):
-    shape = DraftShape(**sizes)
+    shape = DraftShape(**sizes, **switches)
     given = {"vocab_size": VOCAB, "max_num_reqs": 2, "shares_pool": shares_pool}
-    proposer = OuroborosProposer(shape, **given, **switches)
+    proposer = OuroborosProposer(shape, **given)
     made = [SlowOuroboros(Model(TARGET), Model(DRAFT), **sizes, **switches) for _ in range(2)]
     slow = [made[0], made[0]] if shares_pool else made
     # Where the pool is shared one comes after the other; else they run beside each other.

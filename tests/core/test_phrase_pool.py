@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import THOROUGH
-from vllm_recycle.core.paper.phrase_pool import PhrasePool, insert_phrases, newest_phrases
+from vllm_recycle.core.paper.phrase_pool import PhrasePool
 
 VOCAB, PER_TOKEN, LENGTH = 5, 3, 2
 
@@ -34,7 +34,7 @@ def make_pool(inserted: list[tuple[int, list[int]]] = ()) -> PhrasePool:
 def insert(pool: PhrasePool, batch: list[tuple[int, list[int]]]) -> None:
     token_ids = torch.tensor([token_id for token_id, _ in batch], dtype=torch.int64)
     phrases = torch.tensor([phrase for _, phrase in batch], dtype=torch.int64)
-    insert_phrases(pool.table, token_ids, phrases.view(-1, LENGTH))
+    pool.insert(token_ids, phrases.view(-1, LENGTH))
 
 
 @THOROUGH
@@ -45,7 +45,7 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
         if batch and data.draw(st.booleans()):
             replaced = [data.draw(phrase) for _ in batch]
             token_ids, phrases = map(torch.tensor, zip(*batch, strict=True))
-            insert_phrases(pool.table, token_ids, phrases, replaced=torch.tensor(replaced))
+            pool.insert(token_ids, phrases, replaced=torch.tensor(replaced))
             # They are forgotten before the new ones come.
             for (token_id, new), old in zip(batch, replaced, strict=True):
                 if token_id >= 0 and min(new) >= 0:
@@ -59,7 +59,7 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
     gaps = [(-1,) * LENGTH] * PER_TOKEN
     found = [[tuple(one) for one in row] for row in pool.phrases.tolist()]
     assert found == [(gaps + known)[-PER_TOKEN:] for known in expected]
-    newest = newest_phrases(pool.table, torch.arange(-1, VOCAB), count).tolist()
+    newest = pool.newest(torch.arange(-1, VOCAB), count).tolist()
     found = [[tuple(one) for one in row] for row in newest]
     assert found == [(known[::-1] + gaps)[:count] for known in ([], *expected)]
 
@@ -74,8 +74,8 @@ def test_sizes_below_one_are_refused(name):
 
 def test_a_saved_pool_is_loaded_as_it_was_and_forgotten(tmp_path):
     pool, loaded = make_pool([(4, [0, 1]), (4, [0, 2]), (1, [3, 3])]), make_pool([(2, [1, 1])])
-    pool.save(tmp_path / "pool", fingerprint="f")
-    loaded.load(tmp_path / "pool", fingerprint="f")
+    pool.save(tmp_path / "pool", pool.form("f"))
+    loaded.replace(loaded.read(tmp_path / "pool", loaded.form("f")))
     assert loaded.phrases.equal(pool.phrases)
     loaded.clear()
     assert loaded.num_phrases == 0
@@ -95,10 +95,10 @@ def test_another_pool_and_one_with_gaps_are_refused(tmp_path, sizes, fingerprint
     saved = PhrasePool(VOCAB, **{"per_token": PER_TOKEN, "length": LENGTH, **sizes})
     if row:
         saved.phrases[3] = torch.tensor(row)
-    saved.save(tmp_path / "pool", fingerprint=fingerprint)
+    saved.save(tmp_path / "pool", saved.form(fingerprint))
     pool = make_pool([(0, [2, 2])])
     with pytest.raises(ValueError, match=f"state file .*: {message}"):
-        pool.load(tmp_path / "pool", fingerprint="f")
+        pool.read(tmp_path / "pool", pool.form("f"))
     assert pool.num_phrases == 1
 
 

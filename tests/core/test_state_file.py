@@ -9,6 +9,7 @@ import resource
 import stat
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,28 +25,27 @@ from vllm_recycle.core.state_file import (
     MAX_JSON_BYTES,
     PARTIAL_PREFIX,
     StateFileError,
+    TensorForm,
     check_place,
-    check_tensors,
     is_writable,
     read_json,
-    read_tensors,
-    save_tensors,
     write_file,
 )
 from vllm_recycle.core.state_place import StatePlace
 
 TENSORS = {"numbers": torch.arange(12, dtype=torch.int32).view(3, 4)}
 FACTS = {"k": 4}
+FORM = TensorForm(TENSORS, FACTS, "matrix_file")
 LONGEST_NAME = "n" * 255
 NOBODY = 65534  # a user that owns no folder here
 
 
 def load(path):
-    return read_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
+    return FORM.read(path)
 
 
 def save(path):
-    save_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
+    FORM.save(path, TENSORS)
 
 
 @pytest.mark.parametrize("name", ["new", LONGEST_NAME, "link to nothing"])
@@ -61,7 +61,7 @@ def test_a_place_that_is_accepted_can_be_written(name, tmp_path):
     assert not list(tmp_path.glob(f"{PARTIAL_PREFIX}*"))
     # By its header alone, without memory for its tensors.
     like = {"numbers": torch.empty(3, 4, dtype=torch.int32, device="meta")}
-    check_tensors(path, like, facts=FACTS, kind="matrix_file")
+    TensorForm(like, FACTS, "matrix_file").check(path)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_a_hostile_file_is_found_by_its_header(change, message, tmp_path):
     path = tmp_path / "matrix"
     changed = change if isinstance(change, dict) else {}
     given = {**TENSORS, **FACTS, **changed}
-    save_tensors(path, {"numbers": given["numbers"]}, facts={"k": given["k"]}, kind="matrix_file")
+    replace(FORM, facts={"k": given["k"]}).save(path, {"numbers": given["numbers"]})
     if change is None:
         path.unlink()
         os.mkfifo(path)
     elif callable(change):
         path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"^matrix_file {re.escape(f'{path}: {message}')}"):
-        check_tensors(path, TENSORS, facts=FACTS, kind="matrix_file")
+        FORM.check(path)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def format_table(replies: dict[str, list[driver.Reply]], *, identical: bool) -> 
     rows = [[" " * title, "tokens/s", "speed-up", "accepted", "steps", "outputs identical"]]
     plain_speed = None
     for name, passes in replies.items():
-        total = driver.add_up(passes, COUNTED)
+        total = {key: sum(reply[key] for reply in passes) for key in COUNTED}
         speed, accepted = total["tokens"] / total["wall_s"], per_step(total, ACCEPTED)
         plain_speed = plain_speed or speed
         numbers = [f"{speed:.1f}", f"{speed / plain_speed:.2f}"]

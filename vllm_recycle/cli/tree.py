@@ -59,8 +59,9 @@ def format_tree(tree: TreeTemplate) -> str:
 def describe(tree: TreeTemplate) -> str:
     """Name, nodes, depth, nodes of each depth, provenance."""
     per_depth = " / ".join(map(str, tree.depths.bincount().tolist()[1:]))
+    nodes = f"{tree.num_nodes} node{'s' * (tree.num_nodes > 1)}"
     parts = [
-        f"{_count(tree.num_nodes, 'node')}, depth {tree.depth}, nodes per depth {per_depth}",
+        f"{nodes}, depth {tree.depth}, nodes per depth {per_depth}",
         *(f"{key}: {value}" for key, value in tree.provenance.items()),
     ]
     return " ".join(f"{tree.name}: {'; '.join(parts)}".split())
@@ -91,7 +92,3 @@ def _groups(children: list[list[int]], row: int) -> list[list[int]]:
         else:
             groups.append([child])
     return groups
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

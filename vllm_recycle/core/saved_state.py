@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_recycle.core.state_file import check_tensors, read_tensors, save_tensors
+from vllm_recycle.core.state_file import TensorForm
 
-KIND = "state file"
 MERGED = 2048  # lines at once, so that a step hardly waits for them
 
 
@@ -41,7 +40,7 @@ class SavedState(ABC):
 
     @property
     def places(self) -> dict[str, torch.Tensor]:
-        """Where `load` puts the tensors of a file: `tensors`, or views of them."""
+        """Where `replace` puts the tensors of a file: `tensors`, or views of them."""
         return self.tensors
 
     def contents(self) -> dict[str, torch.Tensor]:
@@ -52,37 +51,27 @@ class SavedState(ABC):
     def validate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise ValueError, saying what is wrong, for tensors of a file that cannot be used."""
 
-    def save(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Write the state as safetensors, or raise StateFileError.
+    def form(self, fingerprint: str, kind: str = "state file") -> TensorForm:
+        """What a file of this state is like, for a model; messages call it its `kind`."""
+        return TensorForm(self.places, {**self.facts, "fingerprint": fingerprint}, kind)
 
-        `load` asks for the same fingerprint of the model; messages call the file its `kind`.
-        """
-        save_tensors(path, self.contents(), facts=self.facts_of(fingerprint), kind=kind)
+    def save(self, path: str | Path, form: TensorForm) -> None:
+        """Write the state as safetensors, or raise StateFileError."""
+        form.save(path, self.contents())
 
-    def check(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Raise ValueError, by its header alone, for a file that `load` would not read."""
-        check_tensors(path, self.places, facts=self.facts_of(fingerprint), kind=kind)
-
-    def load(self, path: str | Path, *, fingerprint: str, kind: str = KIND) -> None:
-        """Read the state from a file; ValueError where it has other facts, shapes or values."""
-        self.replace(self.read(path, fingerprint=fingerprint, kind=kind))
+    def read(self, path: str | Path, form: TensorForm) -> dict[str, torch.Tensor]:
+        """The tensors of a file, on the CPU; ValueError where it has another form or values."""
+        tensors = form.read(path)
+        try:
+            self.validate(tensors)
+        except ValueError as error:
+            raise ValueError(f"{form.kind} {path}: {error}") from None
+        return tensors
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of a file in the place of everything that is shared here."""
         for name, place in self.places.items():
             place.copy_(tensors[name])
-
-    def read(
-        self, path: str | Path, *, fingerprint: str, kind: str = KIND
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a file, on the CPU; ValueError where `load` would not read it."""
-        facts = self.facts_of(fingerprint)
-        tensors = read_tensors(path, self.places, facts=facts, kind=kind)
-        try:
-            self.validate(tensors)
-        except ValueError as error:
-            raise ValueError(f"{kind} {path}: {error}") from None
-        return tensors
 
     def merge(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[bool]:
         """Take in what another engine has learnt, `tensors` of its file; true after each part.
@@ -98,10 +87,6 @@ class SavedState(ABC):
     @abstractmethod
     def is_better(self, peer_lines: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
         """Which lines of another engine are to replace `lines`, as bool [lines, 1, ...]."""
-
-    def facts_of(self, fingerprint: str) -> dict[str, object]:
-        """All facts of a file for a model."""
-        return {**self.facts, "fingerprint": fingerprint}
 
 
 def check_token_ids(token_ids: torch.Tensor, vocab_size: int) -> None:

@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -135,110 +136,86 @@ def read_json(path: str | Path, *, kind: str) -> Any:
         raise ValueError(f"{kind} {path}: not JSON: {error}") from error
 
 
-def save_tensors(
-    path: str | Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> None:
-    """Write tensors as safetensors, with facts for `check_tensors`; see `write_file`."""
-    metadata = {key: str(value) for key, value in facts.items()}
-    cpu_tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_file(path, save(cpu_tensors, metadata), kind=kind)
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorForm:
+    """What a safetensors file must be like.
 
-
-def check_tensors(
-    path: str | Path,
-    templates: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> None:
-    """Check, by its header alone, a file that `save_tensors` wrote.
-
-    Args:
-        path: of the file.
+    Attributes:
         templates: by name, what each tensor must have the type and the shape of; on any device,
             `meta` too.
-        facts: what the file must have been written with.
+        facts: what a file is written with, and must have been written with.
         kind: what messages call the file.
 
-    Raises:
-        ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
-
     """
-    with _errors_as_values(path, templates, kind), Path(path).open("rb") as file:
-        header_bytes = file.read(LENGTH_BYTES)
-        header_bytes += file.read(min(int.from_bytes(header_bytes, "little"), MAX_JSON_BYTES))
-        _check_header(header_bytes, os.fstat(file.fileno()).st_size, path, templates, facts, kind)
 
+    templates: Mapping[str, torch.Tensor]
+    facts: Mapping[str, object]
+    kind: str
 
-def _check_header(
-    header_bytes: bytes,
-    num_bytes: int,
-    path: str | Path,
-    templates: Mapping[str, torch.Tensor],
-    facts: Mapping[str, object],
-    kind: str,
-) -> None:
-    """See `check_tensors`; `header_bytes` are the file's first, at least its header."""
-    end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
-    try:
-        headers = json.loads(header_bytes[LENGTH_BYTES:end])
-    except ValueError as error:
-        raise RuntimeError(f"its header is not JSON: {error}") from None
-    metadata = headers.pop("__metadata__", {})
-    for key, expected in facts.items():
-        if metadata.get(key) != str(expected):
-            value = str(metadata.get(key))[:200]
-            hint = "; remove it to learn anew" if key == "format" else ""
-            raise ValueError(f"{kind} {path}: {key} is {value}, expected {expected}{hint}")
-    for name, tensor in templates.items():
-        dtype, shape = headers[name]["dtype"], headers[name]["shape"]
-        dtype = DTYPES.get(dtype, dtype)
-        if dtype != tensor.dtype or shape != list(tensor.shape):
-            raise ValueError(
-                f"{kind} {path}: {name} is {dtype} {shape}, expected "
-                f"{tensor.dtype} {list(tensor.shape)}"
-            )
-    expected_bytes = end + max(header["data_offsets"][1] for header in headers.values())
-    if num_bytes != expected_bytes:
-        raise RuntimeError(f"it has {num_bytes:,} bytes, expected {expected_bytes:,}")
+    def save(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors of this form; see `write_file`."""
+        metadata = {key: str(value) for key, value in self.facts.items()}
+        cpu_tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        write_file(path, save(cpu_tensors, metadata), kind=self.kind)
 
+    def check(self, path: str | Path) -> None:
+        """Check a file by its header alone.
 
-def read_tensors(
-    path: str | Path,
-    templates: Mapping[str, torch.Tensor],
-    *,
-    facts: Mapping[str, object],
-    kind: str,
-) -> dict[str, torch.Tensor]:
-    """The tensors of a file, on the CPU, if `check_tensors` accepts it.
+        Raises ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
+        """
+        with self._errors_as_values(path), Path(path).open("rb") as file:
+            header_bytes = file.read(LENGTH_BYTES)
+            header_bytes += file.read(min(int.from_bytes(header_bytes, "little"), MAX_JSON_BYTES))
+            self._check_header(path, header_bytes, os.fstat(file.fileno()).st_size)
 
-    The file is not mapped into memory: where a mount loses a file that another host removes, to
-    touch its pages would kill the process.
-    """
-    with _errors_as_values(path, templates, kind):
-        content = Path(path).read_bytes()
-        _check_header(content, len(content), path, templates, facts, kind)
-        return load(content)
+    def read(self, path: str | Path) -> dict[str, torch.Tensor]:
+        """The tensors of a file, on the CPU, if `check` accepts it.
 
+        The file is not mapped into memory: where a mount loses a file that another host removes, to
+        touch its pages would kill the process.
+        """
+        with self._errors_as_values(path):
+            content = Path(path).read_bytes()
+            self._check_header(path, content, len(content))
+            return load(content)
 
-@contextlib.contextmanager
-def _errors_as_values(
-    path: str | Path, templates: Mapping[str, torch.Tensor], kind: str
-) -> Iterator[None]:
-    """Raise a ValueError of one line for any error of a file: missing, torn, removed meanwhile."""
-    try:
-        if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
-            raise FileNotFoundError("no such file")
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        names = " and ".join(name.replace("_", " ") for name in templates)
-        raise ValueError(f"{kind} {path}: no {names}: {error}") from error
+    def _check_header(self, path: str | Path, header_bytes: bytes, num_bytes: int) -> None:
+        """See `check`; `header_bytes` are the file's first, at least its header."""
+        end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
+        try:
+            headers = json.loads(header_bytes[LENGTH_BYTES:end])
+        except ValueError as error:
+            raise RuntimeError(f"its header is not JSON: {error}") from None
+        metadata = headers.pop("__metadata__", {})
+        for key, expected in self.facts.items():
+            if metadata.get(key) != str(expected):
+                value = str(metadata.get(key))[:200]
+                hint = "; remove it to learn anew" if key == "format" else ""
+                raise ValueError(f"{self.kind} {path}: {key} is {value}, expected {expected}{hint}")
+        for name, tensor in self.templates.items():
+            dtype, shape = headers[name]["dtype"], headers[name]["shape"]
+            dtype = DTYPES.get(dtype, dtype)
+            if dtype != tensor.dtype or shape != list(tensor.shape):
+                raise ValueError(
+                    f"{self.kind} {path}: {name} is {dtype} {shape}, expected "
+                    f"{tensor.dtype} {list(tensor.shape)}"
+                )
+        expected_bytes = end + max(header["data_offsets"][1] for header in headers.values())
+        if num_bytes != expected_bytes:
+            raise RuntimeError(f"it has {num_bytes:,} bytes, expected {expected_bytes:,}")
+
+    @contextlib.contextmanager
+    def _errors_as_values(self, path: str | Path) -> Iterator[None]:
+        """Raise a ValueError of one line for any error of a file: missing, torn, removed since."""
+        try:
+            if not Path(path).is_file():  # to open a pipe would wait for whoever writes to it
+                raise FileNotFoundError("no such file")
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            names = " and ".join(name.replace("_", " ") for name in self.templates)
+            raise ValueError(f"{self.kind} {path}: no {names}: {error}") from error
 
 
 def is_int(value: object, minimum: float = -math.inf, maximum: float = math.inf) -> bool:

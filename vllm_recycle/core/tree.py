@@ -35,6 +35,13 @@ FORMAT = "vllm_recycle.tree/1"
 CHAIN, MAX_CHAIN = "chain", 24  # the name of templates whose nodes have one child, and the longest
 
 Node = tuple[int, int]
+TABLES = ("parents", "ranks", "depths", "ancestor_mask")  # of a template, on a device
+# What the file of a template has: the type of each value, and that in words.
+KEYS = {
+    "name": (str, "a string"),
+    "nodes": (list, "a list of [parent, rank]"),
+    "provenance": (dict, "an object"),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,14 +139,8 @@ class TreeTemplate:
         _validate(self.nodes)
         parents, ranks = torch.tensor([(0, 0), *self.nodes]).T.contiguous()
         trees = Trees.from_parents(parents[None])
-        tables = {
-            "parents": parents,
-            "ranks": ranks,
-            "depths": trees.depths[0],
-            "ancestor_mask": trees.ancestor_mask[0],
-            "depth": trees.depth,
-        }
-        for name, value in tables.items():
+        tables = (parents, ranks, trees.depths[0], trees.ancestor_mask[0])
+        for name, value in zip((*TABLES, "depth"), (*tables, trees.depth), strict=True):
             object.__setattr__(self, name, value)
 
     @property
@@ -163,7 +164,7 @@ class TreeTemplate:
         if self.parents.device == device:
             return self
         template = copy.copy(self)
-        for name in ("parents", "ranks", "depths", "ancestor_mask"):
+        for name in TABLES:
             object.__setattr__(template, name, getattr(self, name).to(device))
         return template
 
@@ -204,18 +205,13 @@ def load_tree(source: str | Path) -> TreeTemplate:
     content = read_json(path, kind="tree file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"tree file {path}: expected an object with format {FORMAT!r}")
-    name, provenance = content.get("name", path.stem), content.get("provenance", {})
-    nodes: Any = content.get("nodes")
-    for is_right, expected in (
-        (isinstance(name, str), "'name', a string"),
-        (isinstance(nodes, list), "'nodes', a list of [parent, rank]"),
-        (isinstance(provenance, dict), "'provenance', an object"),
-    ):
-        if not is_right:
-            raise ValueError(f"tree file {path}: expected {expected}")
+    values: dict[str, Any] = {"name": path.stem, "provenance": {}} | content
+    for key, (kind, expected) in KEYS.items():
+        if not isinstance(values.get(key), kind):
+            raise ValueError(f"tree file {path}: expected {key!r}, {expected}")
     try:
-        tuples = tuple(tuple(node) if isinstance(node, list) else node for node in nodes)
-        return TreeTemplate(tuples, name, provenance)
+        nodes = (tuple(node) if isinstance(node, list) else node for node in values["nodes"])
+        return TreeTemplate(tuple(nodes), values["name"], values["provenance"])
     except ValueError as error:
         raise ValueError(f"tree file {path}: {error}") from error
 

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.saved_state import SavedState
+from vllm_recycle.core.state_file import TensorForm
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions, settings_of
 from vllm_recycle.integration.options.base import SAVE_EVERY
@@ -40,9 +41,9 @@ class Drafter(ABC):
         self.options: MethodOptions = settings_of(vllm_config).options
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Of the model; a state file has it too."""
-        return fingerprint(self.vllm_config.model_config)
+    def form(self) -> TensorForm:
+        """Of the state file."""
+        return self.state.form(fingerprint(self.vllm_config.model_config), self.options.state_key)
 
     def reset(self) -> None:
         """Forget everything, and start from the state file where there is one.
@@ -96,8 +97,7 @@ class Drafter(ABC):
             self.state,
             options.make_state(self.vllm_config, "cpu"),
             self._state_place,
-            fingerprint=self.fingerprint,
-            kind=options.state_key,
+            self.form,
             every=options.save_every,
             # Tensor-parallel ranks must all do it in the same step.
             reads_others=self.vllm_config.parallel_config.tensor_parallel_size == 1,
@@ -112,8 +112,7 @@ class Drafter(ABC):
         """Where a data-parallel rank keeps its state: its file, or the folder of all."""
         options = self.options
         assert options.state_file is not None
-        facts = self.state.facts_of(self.fingerprint)
-        kind = repr((type(self.state).__name__, sorted(facts.items())))
+        kind = repr((type(self.state).__name__, sorted(self.form.facts.items())))
         return StatePlace(
             rank_file(options.state_file, data_parallel_index),
             name=f"{options.method}-{sha256(kind.encode()).hexdigest()[:16]}",
@@ -133,9 +132,7 @@ class Drafter(ABC):
             for path in paths:
                 tried.add(path)
                 try:
-                    tensors = self.state.read(
-                        path, fingerprint=self.fingerprint, kind=self.options.state_key
-                    )
+                    tensors = self.state.read(path, self.form)
                 except ValueError as error:
                     if not origin.is_folder:
                         raise

@@ -48,12 +48,9 @@ def make_proposer(vllm_config: Any, device: torch.device) -> OuroborosProposer:
     options = settings_of(vllm_config).options
     assert isinstance(options, OuroborosOptions)
     return OuroborosProposer(
-        options.shape(),
+        options,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        max_forwards=options.max_forwards,
-        harvest_trunk=options.harvest_trunk,
-        harvest_branches=options.harvest_branches,
         shares_pool=options.shares_pool,
         device=device,
     )

@@ -29,24 +29,34 @@ def register() -> None:
 def _install() -> None:
     """Install the shims; raises RuntimeError if vLLM's version is not supported."""
     versions.check_vllm_version()
-    from vllm_recycle.integration.requests import parameters as requests
-    from vllm_recycle.integration.start import config, environment
+    from vllm_recycle.integration.requests import parameters
+    from vllm_recycle.integration.start import environment
 
     shims.add_method_names(METHODS)
     shims.host_on_v2(has_settings)
     shims.declare_variable(environment.VARIABLE)
-    shims.wrap_validate_spec_decode(requests.validate_sampling_params)
+    shims.wrap_validate_spec_decode(parameters.validate_spec_decode)
     # The last, since with it our methods are there.
-    shims.wrap_create_engine_config(config.rewrite, _settle, environment.create_config)
+    shims.wrap_create_engine_config(_create_engine_config)
 
 
-def _settle(vllm_config: Any) -> None:
-    from vllm_recycle.integration.requests import parameters as requests
-    from vllm_recycle.integration.start import config
+def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """The configuration of an engine; of one of ours by what vLLM makes of its own methods."""
+    from vllm_recycle.integration.requests.parameters import IS_OURS
+    from vllm_recycle.integration.start import config, environment
 
-    config.settle(vllm_config)
-    traces = vllm_config.observability_config.otlp_traces_endpoint is not None
-    setattr(vllm_config.speculative_config, requests.IS_OURS, Registered(traces))
+    def make(engine_args: Any) -> Any:
+        rewritten = config.rewrite(engine_args)
+        if rewritten is None:
+            return original(engine_args, *args, **kwargs)
+        vllm_config = original(rewritten, *args, **kwargs)
+        if rewritten.speculative_config is not None:
+            config.settle(vllm_config)
+            traces = vllm_config.observability_config.otlp_traces_endpoint is not None
+            setattr(vllm_config.speculative_config, IS_OURS, Registered(traces))
+        return vllm_config
+
+    return environment.create_config(make, engine_args)
 
 
 class Registered:
@@ -57,13 +67,11 @@ class Registered:
     """
 
     def __init__(self, traces: bool) -> None:
-        from vllm_recycle.integration.requests import parameters as requests
-        from vllm_recycle.integration.requests import stats as request_stats
-        from vllm_recycle.integration.requests import streaming, tracing
+        from vllm_recycle.integration.requests import parameters, stats, streaming, tracing
 
         self.traces = traces
-        request_shims.wrap_process_inputs(requests.read_request)
-        request_shims.wrap_request_stats(request_stats)
+        request_shims.wrap_process_inputs(parameters.process_inputs)
+        request_shims.wrap_request_stats(stats)
         request_shims.trim_behind_stop_strings()
         request_shims.wrap_streams(streaming)
         if traces:

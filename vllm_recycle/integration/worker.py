@@ -154,10 +154,9 @@ class TreeWorker(Worker):
         if not isinstance(texts, list):
             raise ValueError(f"learn_texts: got {shorten(texts)}, expected a list of texts")
         tokenizer, vocab_size = cached_tokenizer_from_config(config), config.get_vocab_size()
-        names = (f"text {number} of learn_texts" for number, _ in enumerate(texts, start=1))
         read = [
-            to_token_ids(text, name, tokenizer, vocab_size)
-            for text, name in zip(texts, names, strict=True)
+            to_token_ids(text, f"text {number} of learn_texts", tokenizer, vocab_size)
+            for number, text in enumerate(texts, start=1)
         ]
         with self._changing_state():
             for token_ids in read:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_recycle.integration.cuda.ouroboros.round_starts import (
-    PAD_SLOT_ID,
-    RoundStart,
-    begin_round,
-)
+from vllm_recycle.integration.cuda.ouroboros.round_starts import PAD_SLOT_ID, RoundStart
 
 HEAD, BLOCK_SIZE, MAX_NUM_REQS, NUM_BLOCKS = 7, 4, 5, 300
 
@@ -47,11 +43,24 @@ def begin_in_torch(start: RoundStart, idx_mapping: torch.Tensor, **given: torch.
         given["num_cached"][state] = computed
 
 
+def begin_round(
+    start, idx_mapping, *, texts, last_token_ids, num_computed, num_cached, block_tables
+):
+    """The package's, by what it reads of vLLM's states and of the cache."""
+    states = SimpleNamespace(
+        all_token_ids=SimpleNamespace(gpu=texts),
+        last_sampled_tokens=last_token_ids,
+        num_computed_tokens=SimpleNamespace(gpu=num_computed),
+    )
+    cache = SimpleNamespace(num_cached=num_cached, blocks=SimpleNamespace(block_size=BLOCK_SIZE))
+    start.begin(idx_mapping, states, cache, block_tables)
+
+
 @pytest.mark.parametrize("missing", [[1, 1, 1, 1, 1], [0, 6, 2, 3, 5], [7, 1, 6, 99, 1]])
 def test_a_round_begins_as_in_a_plain_loop(missing):
     idx_mapping = torch.tensor([3, 0, 2, 1])
     found = []
-    for begin in (begin_in_torch, partial(begin_round, block_size=BLOCK_SIZE)):
+    for begin in (begin_in_torch, begin_round):
         start = RoundStart.make(MAX_NUM_REQS, HEAD, NUM_BLOCKS, torch.device("cpu"))
         given = requests(missing)
         begin(start.first(len(idx_mapping)), idx_mapping, **given)

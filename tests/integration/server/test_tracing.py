@@ -8,7 +8,9 @@ from vllm import SamplingParams
 from vllm.tracing import otel
 
 from tests.integration.engines import GROWN, engine, read_prompts
-from vllm_recycle.integration.requests.tracing import ACCEPTED, DRAFTED, STEPS
+from vllm_recycle.integration.requests.tracing import COUNTS
+
+DRAFTED, ACCEPTED, STEPS = COUNTS
 
 
 def test_the_trace_of_a_request_says_what_was_drafted_and_accepted(monkeypatch):

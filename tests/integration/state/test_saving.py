@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -214,21 +213,21 @@ def make_pool(size: int = 64, value: int = -1) -> PhrasePool:
 
 def pool_in(path: Path, size: int = 64) -> PhrasePool:
     pool = make_pool(size)
-    pool.load(path, fingerprint="f")
+    pool.replace(pool.read(path, pool.form("f")))
     return pool
 
 
 def write_another(folder: Path) -> None:
     """As another replica does."""
-    write = partial(make_pool(value=2).save, fingerprint="f")
-    StatePlace(folder, name="").write(write)
+    pool = make_pool(value=2)
+    StatePlace(folder, name="").write(lambda path: pool.save(path, pool.form("f")))
 
 
 def test_no_half_of_a_step_is_written(tmp_path):
     """All phrases are of one step, in every file that is ever there."""
     path, size = tmp_path / "matrix", 1 << 16
     state, place = make_pool(size), StatePlace(path, name="")
-    saver = StateSaver(state, make_pool(size), place, fingerprint="f", every=0.001)
+    saver = StateSaver(state, make_pool(size), place, state.form("f"), every=0.001)
     seen, step = set(), 0
     deadline = time.monotonic() + PATIENCE_S
     while len(seen) < 10:
@@ -262,7 +261,7 @@ def test_saving_goes_on_after_errors_and_says_each_once(step, tmp_path, monkeypa
         return work(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, fail_at_first)
-    saver = StateSaver(state, copy, place, fingerprint="f", every=0.02)
+    saver = StateSaver(state, copy, place, state.form("f"), every=0.02)
     with saver.changing():
         state.phrases[:8] = 1
     wait_until(lambda: bool((state.phrases[8:] == 2).all()))
@@ -290,7 +289,7 @@ def test_no_copy_is_written_of_a_file_that_is_half_taken_in(tmp_path, monkeypatc
         yield from merge(tensors)
 
     monkeypatch.setattr(state, "merge", merge_while_another_thread_saves)
-    saver = StateSaver(state, make_pool(), place, fingerprint="f", every=0.1)
+    saver = StateSaver(state, make_pool(), place, state.form("f"), every=0.1)
     wait_until(lambda: bool(saving))
     saving[0].join(PATIENCE_S)
     saver.close()

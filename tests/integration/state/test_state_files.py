@@ -30,7 +30,8 @@ def write_state(method: dict, path: Path, **changed) -> None:
     config = make_config(method)
     options = settings_of(config).options
     model = changed.get("fingerprint") or fingerprint(config.model_config)
-    options.make_state(config, "cpu").save(path, fingerprint=model)
+    state = options.make_state(config, "cpu")
+    state.save(path, state.form(model))
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 
 from vllm_recycle.cli.bench import methods
-from vllm_recycle.cli.bench.arguments import add_workload, number_range, positive, temperature
+from vllm_recycle.cli.bench.arguments import add_workload, numbers, positive, temperature
 from vllm_recycle.cli.bench.plan import make_plan
 
 
@@ -34,7 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="report each `category` of the prompt file as well as all prompts",
     )
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument(
+        "--json", type=Path, dest="json_path", metavar="JSON", help="write the result to this file"
+    )
     parser.set_defaults(func=run)
 
 
@@ -50,10 +52,10 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft-tokens",
-        type=number_range(1),
+        type=numbers,
         metavar="N[,N...]",
-        help="tokens that vLLM's draft_model drafts; several, or FIRST:LAST[:STEP], make the "
-        f"methods draft_model-N; default: {methods.DEFAULT_DRAFT_TOKENS}",
+        help="tokens that vLLM's draft_model drafts; several make the methods draft_model-N; "
+        f"default: {methods.DEFAULT_DRAFT_TOKENS}",
     )
     parser.add_argument(
         "--speculative-config",
@@ -69,9 +71,9 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="always emit --max-tokens tokens")
     parser.add_argument(
         "--concurrency",
-        type=number_range(1),
+        type=numbers,
         default=(1,),
-        help="requests in flight, for example 1,2,4, or FIRST:LAST[:STEP]; default: 1",
+        help="requests in flight, for example 1,2,4; default: 1",
     )
     parser.add_argument(
         "--temperature",

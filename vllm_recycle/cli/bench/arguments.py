@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError, check_folder
-from vllm_recycle.cli.bench.prompts import has_chat_template, read_prompts
 
-SAME_FIELDS = ("model", "chat", "max_tokens", "dtype", "max_engines")  # of arguments and plans
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -28,6 +25,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         required=True,
         type=Path,
+        dest="prompts_path",
+        metavar="PROMPTS",
         help="JSON lines with `prompt` (a string) or `turns` (a list; without --chat only the "
         "first), and perhaps `category`, `json_schema`, which the answers then follow, and `hint`",
     )
@@ -56,31 +55,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_workload(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `Plan` that `add_workload` asks for; raises UsageError for bad ones."""
-    _check_model(args.model, "--model")
-    if args.draft_model is not None:
-        _check_model(args.draft_model, "--draft-model")
-        _check_vocabularies(args.model, args.draft_model)
-    prompts = read_prompts(args.prompts, chat=args.chat)
-    engine_args = json_object(args.engine_args, "--engine-args")
-    if args.chat and not has_chat_template(args.model, engine_args):
-        raise UsageError(
-            f"--chat: the tokenizer of {args.model} has no chat template, expected a chat model; "
-            "leave out --chat for a model that continues texts"
-        )
-    if args.num_prompts and args.num_prompts > len(prompts):
-        raise UsageError(
-            f"--num-prompts is {args.num_prompts}, but {args.prompts} has {len(prompts)} prompts"
-        )
-    return {
-        **{name: getattr(args, name) for name in SAME_FIELDS},
-        "prompts_path": args.prompts,
-        "prompts": prompts[: args.num_prompts],
-        "engine_args": engine_args,
-    }
-
-
 def positive(text: str) -> int:
     """An argument type: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -98,24 +72,13 @@ def temperature(text: str) -> float:
     raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 2")
 
 
-def number_range(bound: int) -> Callable[[str], tuple[int, ...]]:
-    """An argument type: FIRST:LAST or FIRST:LAST:STEP, the last one included, or N,N,..."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        if re.fullmatch(r"\d+:\d+(:[1-9]\d*)?", text):
-            first_number, last_number, *step = map(int, text.split(":"))
-            numbers = tuple(range(first_number, last_number + 1, *step))
-        elif re.fullmatch(r"\d+(,\d+)*", text):
-            numbers = tuple(dict.fromkeys(map(int, text.split(","))))
-        else:
-            numbers = ()
-        if not numbers or min(numbers) < bound:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected integers of at least {bound}, for example 4:12:2 or 4,6,12"
-            )
-        return numbers
-
-    return parse
+def numbers(text: str) -> tuple[int, ...]:
+    """An argument type: integers of at least 1, with commas between."""
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected integers of at least 1, for example 4,6,12"
+        )
+    return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
@@ -129,19 +92,13 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse a file in a directory that does not exist."""
-    if path and not path.resolve().parent.is_dir():
-        raise UsageError(f"{path} cannot be written: no directory {path.resolve().parent}")
-
-
-def _check_model(model: str, option: str) -> None:
+def check_model(model: str, option: str) -> None:
     check_folder(model, option)
     if Path(model).exists() and not (Path(model) / "config.json").is_file():
         raise UsageError(f"{option}: no config.json in {model}, expected a model directory")
 
 
-def _check_vocabularies(model: str, draft_model: str) -> None:
+def check_vocabularies(model: str, draft_model: str) -> None:
     """Compare the two where both models are directories; vLLM checks others."""
     vocab_size, draft_vocab_size = _vocab_size(model), _vocab_size(draft_model)
     if vocab_size and draft_vocab_size and draft_vocab_size != vocab_size:

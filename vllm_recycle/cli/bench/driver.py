@@ -1,23 +1,22 @@
 """The driver: one child process per method, one of them at work at a time.
 
-A child is asked over its stdin and answers over its stdout, one JSON line each (see `worker`). Its
-stderr goes to a temporary file; when the child dies the end of it is shown.
+A child is asked and answers over a connection (see `worker`). What it prints goes to a temporary
+file; when the child dies the end of it is shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from multiprocessing import Pipe
 from typing import Any
 
 from vllm_recycle.cli import RunError
@@ -55,18 +54,17 @@ class Child:
     def __init__(self, name: str, config: SpeculativeConfig) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
-        self._process = subprocess.Popen(
-            [sys.executable, *WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=child_environment(config),
-            start_new_session=True,  # Ctrl-C reaches the driver alone, which then ends its children
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin, self._process.stdout
-        self._buffer = b""  # a line that is not whole yet, and what is behind it
+        self._connection, far_end = Pipe()
+        with far_end:
+            self._process = subprocess.Popen(
+                [sys.executable, *WORKER, str(far_end.fileno())],
+                pass_fds=[far_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=child_environment(config),
+                start_new_session=True,  # Ctrl-C reaches the driver alone, which ends its children
+            )
 
     def ask(self, op: str, **arguments: Any) -> Reply:
         """Send one request and wait for its reply; raises what `follow` does."""
@@ -78,36 +76,24 @@ class Child:
 
         Raises RunError if the child reports an error or dies.
         """
+        reply: Reply = {"event": "begin"}
         try:
-            self._requests.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
-            self._requests.flush()
-        except BrokenPipeError:
+            self._connection.send({"op": op, **arguments})
+            while "event" in reply:
+                # A grandchild may hold the far end open: the process is looked at as well.
+                while not self._connection.poll(0.5):
+                    if self._process.poll() is not None:
+                        raise EOFError
+                reply = self._connection.recv()
+                if "error" in reply:
+                    raise self._failure(f"failed: {reply['error']}")
+                yield reply
+        except (EOFError, OSError):
             raise self._failure("died") from None
-        while True:
-            reply = json.loads(self._read_line())
-            if "error" in reply:
-                raise self._failure(f"failed: {reply['error']}")
-            yield reply
-            if "event" not in reply:
-                return
-
-    def _read_line(self) -> bytes:
-        while b"\n" not in self._buffer:
-            # A grandchild may hold the pipe open: the end of the process is looked for as well.
-            if select.select([self._replies], [], [], 0.5)[0]:
-                chunk = os.read(self._replies.fileno(), 2**16)
-                if not chunk:
-                    raise self._failure("died")
-                self._buffer += chunk
-            elif self._process.poll() is not None:
-                raise self._failure("died")
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
 
     def leave(self) -> None:
         """Ask the process to end."""
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
+        self._connection.close()
 
     def end(self, *, patience: float) -> None:
         """End the process and all that it started, `patience` seconds after it was asked to."""
@@ -116,7 +102,6 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._replies.close()
         self._log.close()
 
     def _failure(self, outcome: str) -> RunError:
@@ -194,11 +179,9 @@ def _measure(
     for name, config in plan.methods.items():  # one after another: they share caches on disk
         progress.begin(f"load {name}")
         measurement.engines[name] = load(plan, workers[name], config)
-        progress.finish()
     for name, child in workers.items():
         progress.begin(f"first pass {name}")
         measurement.first_passes[name] = first_pass(plan, child)
-        progress.finish()
     for turn in range(plan.repeats):
         for concurrency in plan.concurrency:
             number = plan.pass_number(turn, concurrency)
@@ -206,15 +189,13 @@ def _measure(
                 progress.begin(f"{name} x{concurrency}, {turn + 1}/{plan.repeats}")
                 reply = workers[name].ask("run", **pass_arguments(plan, concurrency, number))
                 measurement.passes.setdefault((name, concurrency), []).append(reply)
-                progress.finish()
 
 
 def load(plan: Plan, child: Child, config: SpeculativeConfig) -> Reply:
     """Make a child's engine."""
     engine = engine_arguments(plan, config)
-    prompts = [dataclasses.asdict(prompt) for prompt in plan.prompts]
-    if child.name != HINTS:
-        prompts = [prompt | {"hint": None} for prompt in prompts]
+    changes = {} if child.name == HINTS else {"hint": None}
+    prompts = [dataclasses.asdict(prompt) | changes for prompt in plan.prompts]
     return child.ask("load", engine=engine, prompts=prompts, chat=plan.chat)
 
 
@@ -255,11 +236,6 @@ def warm_up_arguments(plan: Plan, concurrency: int) -> dict[str, Any]:
     arguments = pass_arguments(plan, concurrency, 0)
     stop, max_tokens = min(arguments["stop"], concurrency), min(plan.max_tokens, WARM_UP_TOKENS)
     return arguments | {"stop": stop, "max_tokens": max_tokens}
-
-
-def add_up(replies: Iterable[Mapping[str, float]], keys: Iterable[str]) -> dict[str, float]:
-    """Sums over passes."""
-    return {key: sum(reply[key] for reply in replies) for key in keys}
 
 
 def rotate(names: list[str], turn: int) -> list[str]:

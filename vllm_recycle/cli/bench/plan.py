@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_recycle.cli import UsageError
-from vllm_recycle.cli.bench.arguments import check_writable, read_workload
+from vllm_recycle.cli.bench.arguments import check_model, check_vocabularies, json_object
 from vllm_recycle.cli.bench.methods import HINTS, SpeculativeConfig, choose_methods
-from vllm_recycle.cli.bench.prompts import Prompt
+from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
 
 NO_CONDITIONS = {"prompts", "prompts_path", "by_category", "json_path"}
 
@@ -94,12 +94,26 @@ class Plan:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Check the parsed arguments; raises UsageError for anything that cannot be accepted."""
-    workload = read_workload(args)
-    check_writable(args.json)
-    names = ("concurrency", "repeats", "fresh_prompts", "ignore_eos", "temperature", "by_category")
-    return Plan(
-        **workload,
-        **{name: getattr(args, name) for name in names},
-        methods=choose_methods(args),
-        json_path=args.json,
-    )
+    check_model(args.model, "--model")
+    if args.draft_model is not None:
+        check_model(args.draft_model, "--draft-model")
+        check_vocabularies(args.model, args.draft_model)
+    prompts = read_prompts(args.prompts_path, chat=args.chat)
+    engine_args = json_object(args.engine_args, "--engine-args")
+    if args.chat and not has_chat_template(args.model, engine_args):
+        raise UsageError(
+            f"--chat: the tokenizer of {args.model} has no chat template, expected a chat model; "
+            "leave out --chat for a model that continues texts"
+        )
+    if args.num_prompts and args.num_prompts > len(prompts):
+        raise UsageError(
+            f"--num-prompts is {args.num_prompts}, but {args.prompts_path} has {len(prompts)} "
+            "prompts"
+        )
+    path = args.json_path
+    if path and not path.resolve().parent.is_dir():
+        raise UsageError(f"{path} cannot be written: no directory {path.resolve().parent}")
+    names = {field.name for field in dataclasses.fields(Plan)}
+    values = {name: value for name, value in vars(args).items() if name in names}
+    values |= {"prompts": prompts[: args.num_prompts], "engine_args": engine_args}
+    return Plan(**values | {"methods": choose_methods(args)})

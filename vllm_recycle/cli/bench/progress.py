@@ -16,7 +16,7 @@ class Progress:
 
     def __init__(self, total: int, *, unit: str) -> None:
         self._bar = tqdm(total=total, disable=None, unit=unit, leave=False)
-        self._total, self._num_finished, self._unit = total, 0, unit
+        self._total, self._num_begun, self._unit = total, 0, unit
         self._part = ""
         self._start = self._part_start = time.monotonic()
         self._ended = threading.Event()
@@ -32,15 +32,12 @@ class Progress:
         self._bar.close()
 
     def begin(self, part: str) -> None:
-        """The next part begins."""
+        """The next part begins, and so the one before is done."""
+        self._num_begun += 1
         self._part, self._part_start = part, time.monotonic()
+        self._bar.update(min(1, self._num_begun - 1))
         self._bar.set_description(part)
         self._write(part)
-
-    def finish(self) -> None:
-        """It is done."""
-        self._num_finished += 1
-        self._bar.update()
 
     def _tick(self) -> None:
         while not self._ended.wait(LINE_SECONDS):
@@ -49,5 +46,5 @@ class Progress:
     def _write(self, text: str) -> None:
         if self._bar.disable:
             minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
-            status = f"{self._num_finished}/{self._total} {self._unit}, {minutes}:{seconds:02d}"
+            status = f"{self._num_begun - 1}/{self._total} {self._unit}, {minutes}:{seconds:02d}"
             print(f"[{status}] {text}", file=sys.stderr, flush=True)

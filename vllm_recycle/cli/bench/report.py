@@ -32,29 +32,34 @@ PRIVATE_VARIABLES = re.compile("VLLM_.*_(KEY|HOST|IPS?)")
 def make_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     """The JSON object: conditions, then one result per concurrency and method."""
     keys = [(name, level) for level in plan.concurrency for name in plan.methods]
-    results = {key: _result(plan, measurement, *key) for key in keys}
-    for (name, level), result in results.items():
-        if baseline_passes := measurement.passes.get((BASELINE, level)):
-            pairs = zip(measurement.passes[name, level], baseline_passes, strict=True)
-            result["speedups"] = [_speed(reply) / _speed(baseline) for reply, baseline in pairs]
-            result["speedup"] = statistics.median(result["speedups"])
-        for category, figures in result["categories"].items():
-            if baseline := results.get((BASELINE, level)):
-                baseline_speed = baseline["categories"][category]["tokens_per_s"]
-                figures["speedup"] = figures["tokens_per_s"] / baseline_speed
-    return {"conditions": _conditions(plan, measurement), "results": list(results.values())}
+    results = [_result(plan, measurement, *key) for key in keys]
+    return {"conditions": _conditions(plan, measurement), "results": results}
 
 
 def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> Result:
-    passes = measurement.passes[name, concurrency]
-    first_pass = measurement.first_passes[name]
-    equal_share = _equal_share(plan, measurement, name, concurrency)
+    passes, first_pass = measurement.passes[name, concurrency], measurement.first_passes[name]
+    baseline_passes = measurement.passes.get((BASELINE, concurrency), [])
+    pairs = [*zip(passes, baseline_passes, strict=bool(baseline_passes))]
+    speedups = [_speed(reply) / _speed(baseline) for reply, baseline in pairs]
+    # Outputs are compared in all passes at this concurrency, the first one too.
+    if pairs and concurrency == plan.first_pass_concurrency:
+        pairs.append((first_pass, measurement.first_passes[BASELINE]))
+    matches = [
+        output == baseline_output
+        for reply, baseline in pairs
+        for output, baseline_output in zip(reply["outputs"], baseline["outputs"], strict=True)
+    ]
+    equal_share = sum(matches) / len(matches) if matches else None
+    categories = _categories(plan, passes, concurrency)
+    for category, baseline in _categories(plan, baseline_passes, concurrency).items():
+        figures = categories[category]
+        figures["speedup"] = figures["tokens_per_s"] / baseline["tokens_per_s"]
     return {
         "method": name,
         "concurrency": concurrency,
         "tokens_per_s": statistics.median(map(_speed, passes)),
-        "speedup": None,
-        "speedups": [],
+        "speedup": _median(speedups),
+        "speedups": speedups,
         "mean_accepted_tokens": _median(per_step(reply, ACCEPTED) for reply in passes),
         "mean_accepted_tokens_first_pass": per_step(first_pass, ACCEPTED),
         "requests": passes[0]["requests"],
@@ -64,7 +69,7 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
         "draft_forwards_per_round": _draft_forwards(plan.methods[name], passes),
         "outputs_equal": None if equal_share is None else equal_share == 1,
         "equal_share": equal_share,
-        "categories": _categories(plan, passes, concurrency) if plan.by_category else {},
+        "categories": categories,
         **{key: [reply[key] for reply in passes] for key in ("wall_s", "others_cpu_share")},
         "first_pass": {
             "concurrency": plan.first_pass_concurrency,
@@ -76,11 +81,10 @@ def _result(plan: Plan, measurement: Measurement, name: str, concurrency: int) -
 def _categories(plan: Plan, passes: Sequence[Reply], concurrency: int) -> dict[str, Result]:
     """The figures of each category over all passes, in the order of the prompts."""
     sums: dict[str, Counter[str]] = {str(prompt.category): Counter() for prompt in plan.prompts}
-    for turn, reply in enumerate(passes):
+    for turn, reply in enumerate(passes if plan.by_category else ()):
         start, stop = plan.prompts_of(plan.pass_number(turn, concurrency))
         for prompt, counts in zip(plan.prompts[start:stop], reply["prompts"], strict=True):
-            sums[str(prompt.category)].update(counts)
-            sums[str(prompt.category)]["runs"] += 1
+            sums[str(prompt.category)].update(counts, runs=1)
     return {
         name: {
             "runs": int(total["runs"]),
@@ -116,23 +120,6 @@ def _draft_forwards(config: SpeculativeConfig, passes: Sequence[Reply]) -> float
 def _median(values: Any) -> float | None:
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
-
-
-def _equal_share(plan: Plan, measurement: Measurement, name: str, concurrency: int) -> float | None:
-    """The share of requests, over all passes at this concurrency, that equal the baseline's."""
-    if BASELINE not in plan.methods:
-        return None
-    passes, baseline_passes = (
-        list(measurement.passes[method, concurrency])
-        + [measurement.first_passes[method]] * (concurrency == plan.first_pass_concurrency)
-        for method in (name, BASELINE)
-    )
-    matches = [
-        output == baseline_output
-        for reply, baseline_reply in zip(passes, baseline_passes, strict=True)
-        for output, baseline_output in zip(reply["outputs"], baseline_reply["outputs"], strict=True)
-    ]
-    return sum(matches) / len(matches)
 
 
 def _conditions(plan: Plan, measurement: Measurement) -> dict[str, Any]:

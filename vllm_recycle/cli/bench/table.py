@@ -24,18 +24,15 @@ COLUMNS = (
 def format_table(report: dict[str, Any]) -> str:
     """A few lines of conditions and the results, one line each; columns without any value go."""
     conditions, results = report["conditions"], report["results"]
+    form = "in the chat template" if conditions["chat"] else "as plain text"
+    sampling = f"temperature {t:g}" if (t := conditions["temperature"]) else "greedy"
+    passes = "the same prompts in every pass: methods that remember have seen them"
+    if conditions["fresh_prompts"]:
+        passes = "prompts of its own for each pass"
     lines = [
-        f"{conditions['model']}, {conditions['num_prompts']} prompts of {conditions['prompts']}"
-        + (", in the chat template" if conditions["chat"] else ", as plain text")
-        + f", {conditions['max_tokens']} new tokens at most, "
-        + (f"temperature {t:g}" if (t := conditions["temperature"]) else "greedy")
-        + f", {conditions['dtype']}, "
-        f"median of {conditions['repeats']}"
-        + (
-            ", prompts of its own for each pass"
-            if conditions["fresh_prompts"]
-            else ", the same prompts in every pass: methods that remember have seen them"
-        ),
+        "{model}, {num_prompts} prompts of {prompts}, ".format_map(conditions)
+        + f"{form}, {conditions['max_tokens']} new tokens at most, {sampling}, "
+        + f"{conditions['dtype']}, median of {conditions['repeats']}, {passes}",
         ", ".join(f"{name} {number}" for name, number in conditions["versions"].items()),
         "{device}, {cpu}, {cores} cores, {memory_gib} GiB".format_map(conditions["hardware"]),
         "",

@@ -1,6 +1,6 @@
-"""A child process of the benchmark: one vLLM engine, asked over stdin, answering over stdout.
+"""A child process of the benchmark: one vLLM engine, asked over a connection, answering over it.
 
-Each request and each reply is one JSON line; {"error": "..."} stands for a failure:
+Each request and each reply is a dictionary; {"error": "..."} stands for a failure:
 
     {"op": "load", ...as `Worker`...}    -> what the engine runs with
     {"op": "run", ...as `Worker.run`...} -> one pass over prompts; with "stream" before it, for each
@@ -15,18 +15,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 
+BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # of what a CPU does
 Events = Callable[[dict[str, Any]], None]
 
 
@@ -55,9 +55,12 @@ class Conversation:
 
 
 @dataclasses.dataclass(slots=True)
-class StepCounts:
-    """What is counted of the engine steps of one pass over the prompts."""
+class Pass:
+    """One pass over the prompts: how requests are sampled, which run, and counts of its steps."""
 
+    params: Any  # of vLLM
+    stream: bool
+    requests: dict[str, Conversation] = dataclasses.field(default_factory=dict)
     engine_steps: int = 0
     decode_ms: list[float] = dataclasses.field(default_factory=list)  # engine steps without prompts
     last_end: float = dataclasses.field(default_factory=time.perf_counter)  # of an engine step
@@ -116,11 +119,12 @@ class Worker:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+        prompt_pass = Pass(params, stream)
         turns = enumerate((prompt["turns"] for prompt in self.prompts[start:stop]), start)
         conversations = [Conversation(index, iter(texts)) for index, texts in turns]
         old_counts, others_start = self._draft_counts(), others_cpu_seconds()
-        start_time = time.perf_counter()
-        counts = self._generate(conversations, concurrency, params, stream=stream)
+        start_time = prompt_pass.last_end = time.perf_counter()
+        self._generate(conversations, concurrency, prompt_pass)
         wall_seconds = time.perf_counter() - start_time
         draft_counts = self._draft_counts()
         others_seconds = others_cpu_seconds() - others_start
@@ -129,8 +133,8 @@ class Worker:
         return {
             "wall_s": wall_seconds,
             **{key: sum(prompt[key] for prompt in prompts) for key in sums},
-            "engine_steps": counts.engine_steps,
-            "step_ms": statistics.median(counts.decode_ms) if counts.decode_ms else None,
+            "engine_steps": prompt_pass.engine_steps,
+            "step_ms": statistics.median(prompt_pass.decode_ms) if prompt_pass.decode_ms else None,
             **{name: count - old_counts[name] for name, count in draft_counts.items()},
             "others_cpu_share": max(0.0, others_seconds / (wall_seconds * (os.cpu_count() or 1))),
             "prompts": prompts,
@@ -138,21 +142,18 @@ class Worker:
         }
 
     def _generate(
-        self, conversations: list[Conversation], concurrency: int, params: Any, *, stream: bool
-    ) -> StepCounts:
-        counts, queue = StepCounts(), iter(conversations)
-        requests: dict[str, Conversation] = {}
-        while True:
-            for conversation in itertools.islice(queue, concurrency - len(requests)):
-                self._ask_next(conversation, requests, params)
-            if not requests:
-                return counts
-            for conversation in self._step(requests, counts, stream=stream):
-                self._ask_next(conversation, requests, params)
-
-    def _ask_next(
-        self, conversation: Conversation, requests: dict[str, Conversation], params: Any
+        self, conversations: list[Conversation], concurrency: int, prompt_pass: Pass
     ) -> None:
+        queue = iter(conversations)
+        while True:
+            for conversation in itertools.islice(queue, concurrency - len(prompt_pass.requests)):
+                self._ask_next(conversation, prompt_pass)
+            if not prompt_pass.requests:
+                return
+            for conversation in self._step(prompt_pass):
+                self._ask_next(conversation, prompt_pass)
+
+    def _ask_next(self, conversation: Conversation, prompt_pass: Pass) -> None:
         """Send the next turn of a conversation to the engine, if there is one."""
         index, turn = conversation.index, next(conversation.turns, None)
         if turn is None:
@@ -160,10 +161,10 @@ class Worker:
         messages = [*conversation.messages, _user_message(turn)]
         engine_input = self._render(messages, index) if messages[1:] else self.first_turns[index]
         conversation.messages, request_id = messages, next(self.request_ids)
-        params = self._params_of(index, params)
+        params = self._params_of(index, prompt_pass.params)
         self.engine.add_request(request_id, engine_input, params, arrival_time=time.time())
         conversation.counts.requests += 1
-        requests[request_id] = conversation
+        prompt_pass.requests[request_id] = conversation
 
     def _params_of(self, index: int, params: Any) -> Any:
         """The parameters of one prompt: with its seed, its schema and its hint."""
@@ -193,30 +194,29 @@ class Worker:
             raise ValueError(f"prompt {index + 1}, turn {turn}: {error}") from error
         return engine_input
 
-    def _step(
-        self, requests: dict[str, Conversation], counts: StepCounts, *, stream: bool
-    ) -> list[Conversation]:
+    def _step(self, prompt_pass: Pass) -> list[Conversation]:
         """One step of the engine; the conversations that it brought an answer to.
 
         The engine is at work while this process is, so that a step lasts from the results before to
         its own.
         """
+        requests = prompt_pass.requests
         decode_only = all(conversation.answer for conversation in requests.values())
         results = self.engine.step()
         end = time.perf_counter()
-        seconds, counts.last_end = end - counts.last_end, end
+        seconds, prompt_pass.last_end = end - prompt_pass.last_end, end
         for conversation in requests.values():
             conversation.counts.seconds += seconds / len(requests)
-        counts.engine_steps += 1
+        prompt_pass.engine_steps += 1
         if decode_only and results:
-            counts.decode_ms.append(1000 * seconds)
+            prompt_pass.decode_ms.append(1000 * seconds)
         answered_conversations = []
         for result in results:
             conversation, (output,) = requests[result.request_id], result.outputs
             conversation.counts.steps += bool(conversation.answer and output.token_ids)
             conversation.counts.tokens += len(output.token_ids)
             conversation.answer.extend(output.token_ids)
-            if stream:
+            if prompt_pass.stream:
                 fields = {"prompt": conversation.index, "tokens": len(output.token_ids)}
                 self.events({"event": "text", "text": output.text, **fields})
             if result.finished:
@@ -249,15 +249,12 @@ def _user_message(turn: str) -> dict[str, str]:
 
 
 def others_cpu_seconds() -> float:
-    """CPU time that processes which are not the engine's have used; 0 where /proc is missing.
+    """CPU time that processes which are not the engine's have used.
 
     One that ends meanwhile counts as another's, if it is not waited for.
     """
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
-    cpu_seconds = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    cpu_times = psutil.cpu_times()
+    cpu_seconds = sum(getattr(cpu_times, name, 0.0) for name in BUSY)
     own_process = psutil.Process()
     for process in (own_process, *own_process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -265,32 +262,27 @@ def others_cpu_seconds() -> float:
     return cpu_seconds
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    # What vLLM and its kernels print must not reach the driver: stdout becomes stderr.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def main(driver: Connection) -> None:
+    """Answer requests until there are no more."""
     import vllm  # noqa: F401 - slow, and not worth waiting for the first request
 
-    def reply(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=replies, flush=True)
-
     worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        try:
-            if op == "load":
-                worker = Worker(**request, events=reply)
-                reply(worker.describe())
-            else:
-                assert worker is not None
-                assert op == "run", op
-                reply(worker.run(**request))
-        except Exception as error:  # reported to the driver, which ends this process
-            traceback.print_exc()
-            reply({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})
+    with contextlib.suppress(EOFError):
+        while True:
+            request = driver.recv()
+            op = request.pop("op")
+            try:
+                if op == "load":
+                    worker = Worker(**request, events=driver.send)
+                    driver.send(worker.describe())
+                else:
+                    assert worker is not None
+                    assert op == "run", op
+                    driver.send(worker.run(**request))
+            except Exception as error:  # reported to the driver, which ends this process
+                traceback.print_exc()
+                driver.send({"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]})
 
 
 if __name__ == "__main__":
-    main()
+    main(Connection(int(sys.argv[1])))

@@ -15,7 +15,6 @@ paper, one less than the tokens of a phrase; `window` the paper's W; `guesses` i
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +23,12 @@ from vllm_recycle.core.paper.phrase_pool import PhrasePool
 from vllm_recycle.core.state_file import is_int
 from vllm_recycle.core.tree import MAX_NODES, Node, TreeTemplate
 
+MINIMUMS = {"gamma": 1, "window": 0, "guesses": 0, "phrase_length": 3, "branches": 0}
+
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """The sizes of a draft, in the paper's terms.
+    """The sizes of a draft, in the paper's terms, and how it is made and learnt from.
 
     Attributes:
         gamma: tokens that the draft model drafts in a round, the trunk.
@@ -35,6 +36,11 @@ class DraftShape:
         guesses: G, phrases tried in a draft forward; 0 for none.
         phrase_length: L, tokens of a phrase with the one that it follows.
         branches: K, phrases below the end of the trunk; 0 for none.
+        max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that is
+            shorter then is filled up with the newest phrases.
+        harvest_trunk: whether phrases come from what the target verified in the trunk (section
+            3.3).
+        harvest_branches: whether tried phrases are replaced by what the target said.
 
     A size out of range, or more rows than a tree may have, is a ValueError.
     """
@@ -44,12 +50,13 @@ class DraftShape:
     guesses: int
     phrase_length: int
     branches: int
+    max_forwards: int | None = None
+    harvest_trunk: bool = True
+    harvest_branches: bool = True
 
     def __post_init__(self) -> None:
-        minimums = {"gamma": 1, "phrase_length": 3}
-        for name in (field.name for field in dataclasses.fields(self)):
-            value, minimum = getattr(self, name), minimums.get(name, 0)
-            if not is_int(value, minimum):
+        for name, minimum in MINIMUMS.items():
+            if not is_int(value := getattr(self, name), minimum):
                 raise ValueError(f"{name} is {value!r}, expected an integer from {minimum}")
         if not self.window + self.guesses:
             raise ValueError(
@@ -80,11 +87,6 @@ class DraftShape:
     def num_nodes(self) -> int:
         """Nodes of `tree`."""
         return self.gamma + self.branches * self.length
-
-    @property
-    def num_runs(self) -> int:
-        """Phrases that the last token and the trunk may hold."""
-        return max(0, self.gamma + 2 - self.length)
 
     def tree(self) -> TreeTemplate:
         """What the target verifies: a trunk, and phrases below its end (section 3.2)."""

@@ -32,88 +32,42 @@ class Phrases(NamedTuple):
 
 
 def harvest(
-    row_token_ids: torch.Tensor,
-    sampled: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    *,
-    shape: DraftShape,
+    shape: DraftShape, token_ids: torch.Tensor, sampled: torch.Tensor, cu_num_logits: torch.Tensor
 ) -> tuple[Phrases, Phrases]:
     """Phrases of the trunk and of the branches of every request, verified whole or in part.
 
     Args:
-        row_token_ids: int64 [logit rows], -1 where a row was not filled.
+        shape: of the drafts.
+        token_ids: int64 [logit rows], -1 where a row was not filled.
         sampled: int64 [logit rows], the target's token at each.
         cu_num_logits: integer [batch + 1]; the rows of a request are the root, and then the nodes
             of the tree that were verified.
-        shape: of the drafts.
 
     """
-    row = torch.arange(shape.num_nodes + 1, device=row_token_ids.device)
+    row = torch.arange(shape.num_nodes + 1, device=token_ids.device)
     num_rows = cu_num_logits.diff()[:, None]
     rows = cu_num_logits[:-1, None] + row.minimum(num_rows - 1)
-    drafts = row_token_ids[rows].where(row < num_rows, NO_TOKEN)
+    drafts = token_ids[rows].where(row < num_rows, NO_TOKEN)
     outputs = sampled[rows].where(row < num_rows, NO_TOKEN)
     trunk_rows, length = shape.gamma + 1, shape.length
+    runs = max(0, trunk_rows + 1 - length)  # of a phrase's length that a trunk may hold
     trunk, trunk_outputs = drafts[:, :trunk_rows], outputs[:, :trunk_rows]
-    if shape.num_runs:
-        trunk_phrases = phrases_of_trunk(trunk, trunk_outputs, num_rows.flatten(), length=length)
-    else:
-        trunk_phrases = drafts[:, :0], drafts.new_empty(len(drafts), 0, length)
+    is_match = trunk[:, 1:] == trunk_outputs[:, :-1]
+    owners, phrases = trunk[:, :runs], drafts.new_empty(len(drafts), 0, length)
+    if runs:  # those of the target's tokens along which the draft agreed
+        phrases = trunk_outputs.unfold(1, length, 1)
+        is_run = is_match.unfold(1, length - 1, 1).all(dim=2)
+        is_verified = row[:runs] + length <= num_rows
+        owners = owners.where(is_run & is_verified & (owners >= 0), NO_TOKEN)
     # The newest first, as they were proposed; inserted last, it stays the newest.
-    branch_shape = (len(drafts), shape.branches, length)
-    branches = drafts[:, trunk_rows:].reshape(branch_shape).flip(1)
-    owners, corrections = corrections_of_branches(
-        trunk[:, -1],
-        branches,
-        trunk_outputs[:, -1],
-        outputs[:, trunk_rows:].reshape(branch_shape).flip(1),
-        (trunk[:, 1:] == trunk_outputs[:, :-1]).all(dim=1),
+    branches, branch_outputs = (
+        rows_of_nodes[:, trunk_rows:].reshape(len(drafts), shape.branches, length).flip(1)
+        for rows_of_nodes in (drafts, outputs)
     )
-    return Phrases(*trunk_phrases), Phrases(owners, corrections, branches)
-
-
-def phrases_of_trunk(
-    drafts: torch.Tensor, sampled: torch.Tensor, num_rows: torch.Tensor, *, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs of the target's tokens along which the draft agreed: owners and phrases of `Phrases`.
-
-    Args:
-        drafts: int64 [batch, rows], the last token and the trunk.
-        sampled: int64 [batch, rows], the target's token at each of these rows.
-        num_rows: int64 [batch], how many of them were verified.
-        length: tokens of a phrase, 2 to `rows`; there are rows - length + 1 phrases.
-
-    """
-    phrases = sampled.unfold(1, length, 1)
-    owners = drafts[:, : phrases.shape[1]]
-    is_match = drafts[:, 1:] == sampled[:, :-1]
-    is_run = is_match.unfold(1, length - 1, 1).all(dim=2)
-    row = torch.arange(owners.shape[1], device=drafts.device)
-    is_verified = row + length <= num_rows[:, None]
-    return owners.where(is_run & is_verified & (owners >= 0), NO_TOKEN), phrases
-
-
-def corrections_of_branches(
-    last_token_ids: torch.Tensor,
-    branches: torch.Tensor,
-    next_token_ids: torch.Tensor,
-    sampled: torch.Tensor,
-    is_accepted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the target said where phrases were tried: owners and phrases of `Phrases`, by branch.
-
-    A phrase that it agrees with comes out as it was, and so becomes the newest.
-
-    Args:
-        last_token_ids: int64 [batch], the last token of the trunk, that they were tried below.
-        branches: int64 [batch, branches, length], the phrases that were tried, -1 for none.
-        next_token_ids: int64 [batch], the target's token behind it.
-        sampled: int64 [batch, branches, length], its token at each row of the branches.
-        is_accepted: bool [batch], whether it is; else nothing was tried where it belongs.
-
-    """
-    first_token_ids = next_token_ids[:, None, None].expand(-1, branches.shape[1], 1)
-    phrases = torch.cat((first_token_ids, sampled[:, :, :-1]), dim=2)
-    is_tried = (branches >= 0).all(dim=2) & is_accepted[:, None]
-    owners = last_token_ids[:, None].where(is_tried, NO_TOKEN)
-    return owners, phrases
+    # What the target said where phrases were tried: a phrase that it agrees with comes out as it
+    # was, and so becomes the newest. Behind a trunk that is wrong nothing was tried.
+    first_token_ids = trunk_outputs[:, -1:, None].expand(-1, shape.branches, 1)
+    corrections = torch.cat((first_token_ids, branch_outputs[:, :, :-1]), dim=2)
+    is_tried = (branches >= 0).all(dim=2) & is_match.all(dim=1, keepdim=True)
+    branch_owners = trunk[:, -1:].where(is_tried, NO_TOKEN)
+    return Phrases(owners, phrases), Phrases(branch_owners, corrections, branches)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_recycle.core.paper.draft_shape import DraftShape
-from vllm_recycle.core.paper.harvest import harvest
-from vllm_recycle.core.paper.phrase_pool import insert_phrases, newest_phrases
+from vllm_recycle.core.paper.harvest import Phrases, harvest
 from vllm_recycle.core.trunk import DraftModel
 from vllm_recycle.core.verification import NO_TOKEN, walk
 
@@ -23,12 +22,9 @@ class OuroborosProposer:
     """Drafts by a draft model and the phrase pool, and learns phrases from what the target says.
 
     Args:
-        shape: sizes of a draft.
+        shape: of a draft.
         vocab_size: number of token ids.
         max_num_reqs: every `req_state_idx` is below this.
-        max_forwards: draft forwards a round; None for as many as gamma tokens take. A trunk that
-            is shorter then is filled up with the newest phrases.
-        harvest_trunk, harvest_branches: whether phrases come from verification (section 3.3).
         shares_pool: whether all requests share a pool that is never cleared (section 3.4); else
             each has its own, which ends with it.
         device: where all of this lives.
@@ -36,6 +32,7 @@ class OuroborosProposer:
     Attributes:
         tree: what the target verifies.
         lookahead: the rows of a draft forward.
+        max_forwards: draft forwards a round.
         num_forwards: draft forwards so far, counted once for each request that took part.
 
     """
@@ -46,17 +43,13 @@ class OuroborosProposer:
         *,
         vocab_size: int,
         max_num_reqs: int,
-        max_forwards: int | None = None,
-        harvest_trunk: bool = True,
-        harvest_branches: bool = True,
         shares_pool: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         self.shape = shape
         self.tree = shape.tree().to(device)
         self.lookahead = shape.lookahead().to(device)
-        self.max_forwards = min(shape.gamma, max_forwards or shape.gamma)
-        self.harvest_trunk, self.harvest_branches = harvest_trunk, harvest_branches
+        self.max_forwards = min(shape.gamma, shape.max_forwards or shape.gamma)
         # Places of the pool's table between the same token of two requests.
         self.pool_stride = 0 if shares_pool else vocab_size
         self.pool = shape.make_pool(vocab_size * (1 if shares_pool else max_num_reqs), device)
@@ -138,11 +131,11 @@ class OuroborosProposer:
         if len(token_ids) == len(cu_num_logits) - 1:  # no drafts
             return
         sampled = logits.max(dim=1).indices
-        trunk_phrases, branch_phrases = harvest(token_ids, sampled, cu_num_logits, shape=self.shape)
-        if self.harvest_trunk:
-            self._insert(idx_mapping, *trunk_phrases)
-        if self.harvest_branches:
-            self._insert(idx_mapping, *branch_phrases)
+        trunk_phrases, branch_phrases = harvest(self.shape, token_ids, sampled, cu_num_logits)
+        if self.shape.harvest_trunk:
+            self._insert(idx_mapping, trunk_phrases)
+        if self.shape.harvest_branches:
+            self._insert(idx_mapping, branch_phrases)
 
     def _draft(
         self,
@@ -203,7 +196,8 @@ class OuroborosProposer:
         new_level = outputs.reshape(window.shape).gather(1, last_level)
         owners = torch.cat((last_token_ids[:, None], window[:, 0, :-1]), dim=1)
         owners = owners.where((is_complete & is_drafting)[:, None], NO_TOKEN)
-        self._insert(idx_mapping, owners, torch.cat((window, new_level), dim=1).transpose(1, 2))
+        phrases = torch.cat((window, new_level), dim=1).transpose(1, 2)
+        self._insert(idx_mapping, Phrases(owners, phrases))
         moved_window = torch.cat((window[:, 1:], new_level), dim=1)
         filled_window = window.scatter(1, (last_level + 1).clamp(max=levels - 1), new_level)
         new_window = moved_window.where(is_complete[:, None, None], filled_window)
@@ -231,20 +225,13 @@ class OuroborosProposer:
     def _newest(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, count: int
     ) -> torch.Tensor:
-        owners = self._owners(idx_mapping, token_ids)
-        return newest_phrases(self.pool.table, owners, count)
+        return self.pool.newest(self._owners(idx_mapping, token_ids), count)
 
-    def _insert(
-        self,
-        idx_mapping: torch.Tensor,
-        owners: torch.Tensor,
-        phrases: torch.Tensor,
-        replaced: torch.Tensor | None = None,
-    ) -> None:
-        """Insert the phrases of a batch, int64 [batch, n, length], behind their owners."""
-        owners = self._owners(idx_mapping[:, None], owners).flatten()
-        replaced = None if replaced is None else replaced.flatten(0, 1)
-        insert_phrases(self.pool.table, owners, phrases.flatten(0, 1), replaced=replaced)
+    def _insert(self, idx_mapping: torch.Tensor, phrases: Phrases) -> None:
+        """Insert the phrases of a batch behind their owners."""
+        owners = self._owners(idx_mapping[:, None], phrases.owners).flatten()
+        replaced = None if phrases.replaced is None else phrases.replaced.flatten(0, 1)
+        self.pool.insert(owners, phrases.phrases.flatten(0, 1), replaced)
 
     def _owners(self, idx_mapping: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Where the pool has the phrases of these tokens."""

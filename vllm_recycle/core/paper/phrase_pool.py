@@ -95,63 +95,56 @@ class PhrasePool(SavedState):
         num_owners, per_token, length = self.phrases.shape
         return {"vocab_size": num_owners, "per_token": per_token, "length": length}
 
+    def newest(self, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """The newest phrases of each token, the newest first.
 
-def newest_phrases(table: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """The newest phrases of each token, the newest first.
+        Of int64 [...], -1 for none, this is int64 [..., count, length], -1 where a token has no
+        more; `count` is at most `per_token`.
+        """
+        phrases = self.table[token_ids, self.table.shape[1] - count :].flip(-2).to(torch.int64)
+        return phrases.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)
 
-    Of int32 [owners + 1, per_token, length] and int64 [...], -1 for none, this is int64
-    [..., count, length], -1 where a token has no more; `count` is at most `per_token`.
-    """
-    phrases = table[token_ids, table.shape[1] - count :].flip(-2).to(torch.int64)
-    return phrases.masked_fill((token_ids < 0)[..., None, None], NO_TOKEN)
+    def insert(
+        self, token_ids: torch.Tensor, phrases: torch.Tensor, replaced: torch.Tensor | None = None
+    ) -> None:
+        """Insert phrases as if one after the other; the last one given of a token is the newest.
 
+        Nothing waits for a device. Time and memory go by the square of the number of phrases.
 
-def insert_phrases(
-    table: torch.Tensor,
-    token_ids: torch.Tensor,
-    phrases: torch.Tensor,
-    *,
-    replaced: torch.Tensor | None = None,
-) -> None:
-    """Insert phrases as if one after the other; the last one given of a token is the newest.
+        Args:
+            token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
+            phrases: integer [n, length]; one with a negative token is ignored.
+            replaced: integer [n, length], phrases of the same tokens, each to be forgotten before
+                all of these are inserted, if the pool has it and its phrase is not to be ignored.
 
-    Nothing waits for a device. Time and memory go by the square of the number of phrases.
-
-    Args:
-        table: int32 [owners + 1, per_token, length], changed in place; the last is nobody's.
-        token_ids: int64 [n], the token that each phrase follows, -1 for one to ignore.
-        phrases: integer [n, length]; one with a negative token is ignored.
-        replaced: integer [n, length], phrases of the same tokens, each to be forgotten before all
-            of these are inserted, if the pool has it and its phrase is not to be ignored.
-
-    """
-    spare_owner, per_token = len(table) - 1, table.shape[1]
-    phrases = phrases.to(table.dtype)
-    is_phrase = (token_ids >= 0) & (phrases >= 0).all(dim=1)
-    owners = token_ids.where(is_phrase, spare_owner)
-    # Each phrase with each: those of the same token, and those of them that come later.
-    is_of_owner = owners[:, None] == owners
-    is_later = is_of_owner.triu(1)
-    is_equal = is_later.clone()
-    for column in phrases.unbind(dim=1):
-        is_equal &= column[:, None] == column
-    is_kept = ~is_equal.any(dim=1)  # the last of equal ones
-    # What the token of each has already goes where it comes again, or is replaced.
-    pool_phrases = table[owners]
-    is_gone = (pool_phrases == phrases[:, None]).all(dim=2)
-    if replaced is not None:
-        is_gone |= (pool_phrases == replaced[:, None]).all(dim=2)
-    is_gone = is_of_owner.float() @ is_gone.float() > 0
-    stays = (pool_phrases[:, :, 0] >= 0) & ~is_gone
-    num_newer = (is_later & is_kept).sum(dim=1, keepdim=True)
-    num_newer_stay = stays.flip(1).cumsum(dim=1).flip(1) - 1
-    num_newer_of_pool = (is_of_owner & is_kept).sum(dim=1, keepdim=True) + num_newer_stay
-    table.index_fill_(0, owners, NO_TOKEN)
-    # Phrases of a token all say the same of what it has already.
-    for is_there, num_newer_ones, values in (
-        (stays, num_newer_of_pool, pool_phrases),
-        (is_kept[:, None], num_newer, phrases[:, None]),
-    ):
-        place = per_token - 1 - num_newer_ones
-        rows = owners[:, None].where(is_there & (place >= 0), spare_owner)
-        table[rows, place.clamp(min=0)] = values
+        """
+        table, spare_owner, per_token = self.table, len(self.table) - 1, self.table.shape[1]
+        phrases = phrases.to(table.dtype)
+        is_phrase = (token_ids >= 0) & (phrases >= 0).all(dim=1)
+        owners = token_ids.where(is_phrase, spare_owner)
+        # Each phrase with each: those of the same token, and those of them that come later.
+        is_of_owner = owners[:, None] == owners
+        is_later = is_of_owner.triu(1)
+        is_equal = is_later.clone()
+        for column in phrases.unbind(dim=1):
+            is_equal &= column[:, None] == column
+        is_kept = ~is_equal.any(dim=1)  # the last of equal ones
+        # What the token of each has already goes where it comes again, or is replaced.
+        pool_phrases = table[owners]
+        is_gone = (pool_phrases == phrases[:, None]).all(dim=2)
+        if replaced is not None:
+            is_gone |= (pool_phrases == replaced[:, None]).all(dim=2)
+        is_gone = is_of_owner.float() @ is_gone.float() > 0
+        stays = (pool_phrases[:, :, 0] >= 0) & ~is_gone
+        num_newer = (is_later & is_kept).sum(dim=1, keepdim=True)
+        num_newer_stay = stays.flip(1).cumsum(dim=1).flip(1) - 1
+        num_newer_of_pool = (is_of_owner & is_kept).sum(dim=1, keepdim=True) + num_newer_stay
+        table.index_fill_(0, owners, NO_TOKEN)
+        # Phrases of a token all say the same of what it has already.
+        for is_there, num_newer_ones, values in (
+            (stays, num_newer_of_pool, pool_phrases),
+            (is_kept[:, None], num_newer, phrases[:, None]),
+        ):
+            place = per_token - 1 - num_newer_ones
+            rows = owners[:, None].where(is_there & (place >= 0), spare_owner)
+            table[rows, place.clamp(min=0)] = values

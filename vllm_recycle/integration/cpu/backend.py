@@ -52,24 +52,16 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     is_idle: bool = False
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any
     ) -> CPUAttentionMetadata | TreeMetadata | None:
         if self.is_idle:
             return None
         step, self.step = self.step, None
-        # Of chains attention need not know: vLLM's metadata say it all. But where their rows share
-        # what is loaded, ours takes less time.
-        if step is not None and step.trees.are_chains and not self.shares_loads:
+        # Of chains attention need not know: vLLM's metadata say it all. But where rows of a request
+        # share each load of a key or value in our kernel alone, ours takes less time.
+        if step is not None and step.trees.are_chains and self.isa == "amx":
             step = None
         return self.build_step(common_attn_metadata, step)
-
-    @property
-    def shares_loads(self) -> bool:
-        """Whether rows of one request share each load of a key or value in our kernel alone."""
-        return self.isa != "amx"
 
     def build_step(
         self, common: CommonAttentionMetadata, step: StepLayout | None, *, are_cached: bool = True
@@ -182,8 +174,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)

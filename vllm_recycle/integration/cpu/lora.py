@@ -5,8 +5,8 @@ But rows without an adapter must get none, and steps that are timed must have on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,12 @@ def _with_zeros(stacked: torch.Tensor) -> torch.Tensor:
     return torch.cat((stacked, torch.zeros_like(stacked[:1])))
 
 
-@contextmanager
-def logits_of_an_adapter(runner: Any, requests: int, rows: int) -> Iterator[None]:
+def logits_of_an_adapter(runner: Any, requests: int, rows: int) -> AbstractContextManager[None]:
     """With LoRA, compute logits for all rows of a step as if its requests had an adapter.
 
     vLLM's dummy steps have one logit row per request.
     """
     num_rows = np.full(requests, rows, dtype=np.int32)
-    with runner.maybe_select_dummy_loras(
+    return runner.maybe_select_dummy_loras(
         runner.lora_config, num_rows, num_sampled_tokens=num_rows, num_active_loras=1
-    ):
-        yield
+    )

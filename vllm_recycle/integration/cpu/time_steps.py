@@ -64,21 +64,11 @@ def find_curve(runner: Any) -> tuple[MeasuredCurve | None, str]:
     )
 
 
-@contextmanager
-def _without_drafter(runner: Any) -> Iterator[None]:
-    """vLLM's steps that warm up run its proposer too."""
-    runner.drafter.dummy_run = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del runner.drafter.dummy_run
-
-
 def _measure(runner: Any, max_request_rows: int) -> dict[str, Points]:
     """Time steps with drafts of several sizes, at several loads."""
     longest = runner.max_model_len - max_request_rows
     points: dict[str, Points] = {kind: {} for kind in runner.tree_drafter.options.kinds}
-    with _spread_blocks(runner), _without_drafter(runner):
+    with _steps_alone(runner):
         # No step has more requests: the largest one is timed in the place of larger loads.
         max_reqs = runner.max_num_reqs
         loads = [(min(n, max_reqs), min(c, longest)) for n, c in LOADS if n == 1 or max_reqs > 1]
@@ -96,10 +86,11 @@ def _measure(runner: Any, max_request_rows: int) -> dict[str, Points]:
 
 
 @contextmanager
-def _spread_blocks(runner: Any) -> Iterator[None]:
-    """Give each place of the block tables a block of its own, as requests have them.
+def _steps_alone(runner: Any) -> Iterator[None]:
+    """Let vLLM's steps that warm up be steps of requests, without its proposer, which they run too.
 
-    Times would be those of a cache that is always at hand otherwise.
+    Each place of the block tables has a block of its own, as requests have them. Times would be
+    those of a cache that is always at hand otherwise.
     """
     tables = [
         table.get_device_tensor(runner.max_num_reqs)
@@ -108,9 +99,11 @@ def _spread_blocks(runner: Any) -> Iterator[None]:
     for table in tables:
         blocks = torch.arange(table.numel(), dtype=table.dtype) % runner.kv_cache_config.num_blocks
         table.copy_(blocks.view_as(table))
+    runner.drafter.dummy_run = lambda *args, **kwargs: None
     try:
         yield
     finally:
+        del runner.drafter.dummy_run
         for table in tables:
             table.zero_()
 

@@ -148,8 +148,7 @@ class TreeAttentionImpl(AttentionImpl):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **scales: torch.Tensor | None,
     ) -> torch.Tensor:
         attend = partial(
             tree_attention,
@@ -165,15 +164,14 @@ class TreeAttentionImpl(AttentionImpl):
             return output
         queries: TreeQueries | None = getattr(attn_metadata, "tree_queries", None)
         forward = super().forward
-        scales = (output_scale, output_block_scale)
         if queries is None:
-            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            return forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         attend(rows=queries)
         if attn_metadata.plain_metadata is not None:
             rows = slice(queries.num_rows, None)
             # A layer that reads another's KV cache has no keys and values of its own.
             tensors = [None if tensor is None else tensor[rows] for tensor in (query, key, value)]
-            forward(layer, *tensors, kv_cache, attn_metadata.plain_metadata, output[rows], *scales)
+            forward(layer, *tensors, kv_cache, attn_metadata.plain_metadata, output[rows], **scales)
         return output
 
 

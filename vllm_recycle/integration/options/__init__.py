@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_recycle.integration.options.base import OUROBOROS, MethodOptions
+from vllm_recycle.integration.options.base import OUROBOROS
 from vllm_recycle.integration.options.limits import Schedule
 from vllm_recycle.integration.options.ouroboros import PAPER, OuroborosOptions
 from vllm_recycle.integration.options.token_recycling import TOKEN_RECYCLING, TokenRecyclingOptions
 
 METHODS = (TOKEN_RECYCLING, OUROBOROS)
+MethodOptions = OuroborosOptions | TokenRecyclingOptions
 KEY = "vllm_recycle"  # in `additional_config`
 
 
-def options_class(values: Mapping[str, Any]) -> type[OuroborosOptions | TokenRecyclingOptions]:
+def options_class(values: Mapping[str, Any]) -> type[MethodOptions]:
     """What the options of a method are, by what is given of them."""
     is_published = values["method"] == OUROBOROS and values.get("preset") == PAPER
     return OuroborosOptions if is_published else TokenRecyclingOptions

@@ -9,13 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeGuard
 
-import torch
-
 from vllm_recycle.core.curve import CHAINS, TREES
-from vllm_recycle.core.saved_state import SavedState
 from vllm_recycle.core.state_file import check_place, shorten
 from vllm_recycle.core.tree import TreeTemplate
-from vllm_recycle.integration.options.limits import Schedule
 
 OUROBOROS = "ouroboros"
 # Keys of vLLM's.
@@ -33,7 +29,7 @@ MATRIX, HOSTED_TRUNK, OWN_TRUNK, PHRASES = "matrix", "hosted trunk", "own trunk"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(ABC):
+class SharedOptions(ABC):
     """What the options of our methods share.
 
     Attributes:
@@ -136,10 +132,6 @@ class MethodOptions(ABC):
     def load_tree(self) -> TreeTemplate:
         """The template that the target verifies."""
 
-    @abstractmethod
-    def make_state(self, vllm_config: Any, device: torch.device | str) -> SavedState:
-        """What an engine will learn into, empty. On the device `meta` it takes no memory."""
-
     @property
     def source(self) -> str:
         """What drafts, of `MATRIX` and the others."""
@@ -187,19 +179,9 @@ class MethodOptions(ABC):
         return self.takes_texts and not self.isolates
 
     @property
-    @abstractmethod
-    def ignores_salts(self) -> str:
-        """What all requests share, whatever their cache salts, in words; empty for nothing."""
-
-    @property
     def num_nodes(self) -> int:
         """The most nodes that a draft has."""
         return self.load_tree().num_nodes
-
-    @property
-    @abstractmethod
-    def trunk_length(self) -> int:
-        """The most tokens of a trunk, where there is one."""
 
     @property
     @abstractmethod
@@ -214,13 +196,6 @@ class MethodOptions(ABC):
         """
         return 1 + self.max_depth + 1
 
-    @abstractmethod
-    def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
-        """The most rows of a draft forward of our own, beside what it catches up with on a CPU.
-
-        Raises ValueError if one request has more than a tree may have.
-        """
-
     def host_config(self, host: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration of the method of vLLM that ours takes the place of.
 
@@ -228,10 +203,6 @@ class MethodOptions(ABC):
         """
         config = {k: v for k, v in (self.trunk or host).items() if v is not None}
         return config | {LENGTH: self.num_nodes}
-
-    @abstractmethod
-    def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
-        """Nodes of a tree by the size of the batch, where the user gives no table."""
 
 
 def is_number(value: Any) -> TypeGuard[float]:

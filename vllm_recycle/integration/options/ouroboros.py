@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from vllm_recycle.integration.options.base import (
     OUROBOROS,
     PHRASES,
     SHARED_KEYS,
-    MethodOptions,
+    SharedOptions,
     expect,
 )
 from vllm_recycle.integration.options.limits import Schedule
@@ -32,7 +31,7 @@ POOL_SCOPES = ("shared", "request")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuroborosOptions(MethodOptions):
+class OuroborosOptions(DraftShape, SharedOptions):
     """The options of the method `ouroboros` as published, whose drafts are verified whole.
 
     Attributes:
@@ -44,8 +43,6 @@ class OuroborosOptions(MethodOptions):
         phrase_length: tokens of a phrase with the one that it follows, the paper's L.
         branches: phrases below the end of a draft, the paper's K; 0 for none.
         max_forwards: draft forwards a round, at most gamma; on a GPU no round has fewer.
-        harvest_trunk: whether phrases come from what the target verified in the trunk.
-        harvest_branches: whether tried phrases are replaced by what the target said.
         scope: whether requests share a pool that lives on (`shared`), or have each their own
             (`request`).
         state_file: with the shared pool.
@@ -57,15 +54,13 @@ class OuroborosOptions(MethodOptions):
     method: str = OUROBOROS
     preset: str = PAPER
     row_cost: float | None = 0.0
-    gamma: int
-    window: int
-    guesses: int
-    phrase_length: int
-    branches: int
-    max_forwards: int
-    harvest_trunk: bool = True
-    harvest_branches: bool = True
     scope: str = "shared"
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ValueError(f"speculative_config: {error}") from None
 
     @classmethod
     def keys(cls, method: str) -> tuple[str, ...]:
@@ -85,10 +80,6 @@ class OuroborosOptions(MethodOptions):
 
     def check(self) -> None:
         super().check()
-        try:
-            self.shape()
-        except ValueError as error:
-            raise ValueError(f"speculative_config: {error}") from None
         expect("row_cost", self.row_cost, self.row_cost == 0, "0 beside preset 'paper'")
         is_valid = is_int(self.max_forwards, 1, self.gamma)
         expect("max_forwards", self.max_forwards, is_valid, f"an integer 1 to gamma, {self.gamma}")
@@ -113,32 +104,34 @@ class OuroborosOptions(MethodOptions):
 
     @property
     def ignores_salts(self) -> str:
+        """What all requests share, whatever their cache salts, in words; empty for nothing."""
         shared = "all requests share one pool of phrases, unless the scope is 'request'"
         return shared if self.shares_pool else ""
 
     @property
     def trunk_length(self) -> int:
+        """The most tokens of a trunk, where there is one."""
         return self.gamma
 
     @property
     def max_depth(self) -> int:
-        return self.gamma + self.shape().length
-
-    def shape(self) -> DraftShape:
-        """The sizes of a draft."""
-        names = (field.name for field in dataclasses.fields(DraftShape))
-        return DraftShape(**{name: getattr(self, name) for name in names})
+        return self.gamma + self.length
 
     def load_tree(self) -> TreeTemplate:
-        return self.shape().tree()
+        return self.tree()
 
     def make_state(self, vllm_config: Any, device: torch.device | str) -> PhrasePool:
+        """What an engine will learn into, empty. On the device `meta` it takes no memory."""
         num_pools = 1 if self.shares_pool else vllm_config.scheduler_config.max_num_seqs
         vocab_size = vllm_config.model_config.get_vocab_size()
-        return self.shape().make_pool(vocab_size * num_pools, device)
+        return self.make_pool(vocab_size * num_pools, device)
 
     def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
-        lookahead = self.shape().lookahead().num_nodes
+        """The most rows of a draft forward of our own, beside what it catches up with on a CPU.
+
+        Raises ValueError if one request has more than a tree may have.
+        """
+        lookahead = self.lookahead().num_nodes
         if not on_gpu:
             return lookahead + self.phrase_length
         rows = self.head_length + lookahead
@@ -150,9 +143,10 @@ class OuroborosOptions(MethodOptions):
         return rows * limits.largest_drafting_batch(table, max_num_reqs)
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        """Nodes of a tree by the size of the batch, where the user gives no table."""
         limit = limits.MAX_DRAFT_ROWS_ON_GPU if on_gpu else limits.MAX_DRAFT_ROWS
         rows = min(limit, max_num_batched_tokens or limit)
         # One request is drafted for even where its forwards have more rows.
-        batch = max(1, rows // (self.head_length + self.shape().lookahead().num_nodes))
+        batch = max(1, rows // (self.head_length + self.lookahead().num_nodes))
         max_rows = limits.MAX_TREE_ROWS if on_gpu else limits.UNLIMITED
         return limits.halving_schedule(self.num_nodes, max_rows, max_num_reqs=batch)

@@ -21,7 +21,7 @@ from vllm_recycle.integration.options.base import (
     LENGTH,
     OUROBOROS,
     SHARED_KEYS,
-    MethodOptions,
+    SharedOptions,
     expect,
 )
 from vllm_recycle.integration.options.limits import Schedule
@@ -47,7 +47,7 @@ GAMMA, MAX_GAMMA = 4, 16  # tokens that a draft model of our own drafts
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRecyclingOptions(MethodOptions):
+class TokenRecyclingOptions(SharedOptions):
     """The options of `token_recycling`, and of `ouroboros` along the trunk of its draft model.
 
     Attributes:
@@ -151,6 +151,7 @@ class TokenRecyclingOptions(MethodOptions):
 
     @property
     def ignores_salts(self) -> str:
+        """What all requests share, whatever their cache salts, in words; empty for nothing."""
         is_suffix = self.trunk is not None and self.trunk["method"] == "suffix"
         return "a trunk by suffix drafts from the outputs of all requests" if is_suffix else ""
 
@@ -160,6 +161,7 @@ class TokenRecyclingOptions(MethodOptions):
 
     @property
     def trunk_length(self) -> int:
+        """The most tokens of a trunk, where there is one."""
         return 0 if self.trunk is None else min(length_of(self.trunk), self.num_nodes)
 
     @property
@@ -175,6 +177,7 @@ class TokenRecyclingOptions(MethodOptions):
         return min(LEVELS, self.num_nodes) if self.has_own_model else self.num_nodes
 
     def max_draft_rows(self, table: Schedule, max_num_reqs: int, *, on_gpu: bool) -> int:
+        """The most rows of a draft forward of our own, beside what it catches up with on a CPU."""
         # On a GPU of one request; more are drafted for as there is room.
         return self.head_length if on_gpu else 2 * self.trunk_length
 
@@ -196,6 +199,7 @@ class TokenRecyclingOptions(MethodOptions):
         return tree
 
     def make_state(self, vllm_config: Any, device: torch.device | str) -> TokenRecyclingState:
+        """What an engine will learn into, empty. On the device `meta` it takes no memory."""
         matrix = AdjacencyMatrix(
             vllm_config.model_config.get_vocab_size(),
             self.k,
@@ -208,6 +212,7 @@ class TokenRecyclingOptions(MethodOptions):
         return TokenRecyclingState(matrix)
 
     def schedule(self, *, on_gpu: bool, max_num_batched_tokens: int | None) -> Schedule:
+        """Nodes of a tree by the size of the batch, where the user gives no table."""
         num_nodes = self.num_nodes
         if on_gpu:
             return limits.halving_schedule(num_nodes, limits.MAX_TREE_ROWS)

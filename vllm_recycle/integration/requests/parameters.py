@@ -6,6 +6,7 @@ of the prompt do, as the request's own. Requests of one owner have their own ent
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -26,6 +27,7 @@ HINT = "hint"
 OWNER = "owner"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 MAX_NAME, MAX_HINTS = 256, 64
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
 
@@ -56,14 +58,15 @@ def looks_back(params: Any) -> bool:
     return bool(params.bad_words_token_ids) or params.thinking_token_budget is not None
 
 
-def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
-    """Judge a request's parameters where the engine runs one of ours; see `shims`.
+def validate_spec_decode(original: Any, params: Any, speculative_config: Any) -> None:
+    """Judge a request's parameters where the engine runs one of ours, else as vLLM; see `shims`.
 
     Every sampling parameter is exact under the tree walk, `min_p` and `logit_bias` included.
     Refused are opt-outs that are neither true nor false.
     """
     if not is_ours(speculative_config):
-        return False
+        original(params, speculative_config)
+        return
     speculate = _says(params.extra_args or {})
     if speculate not in (True, False):  # 0 and 1 too: vLLM's server makes these of false and true
         raise VLLMValidationError(
@@ -71,7 +74,6 @@ def validate_sampling_params(params: Any, speculative_config: Any) -> bool:
             parameter="extra_args",
             value=speculate,
         )
-    return True
 
 
 def _says(extra_args: dict[Any, Any]) -> Any:
@@ -80,15 +82,15 @@ def _says(extra_args: dict[Any, Any]) -> Any:
     return True if speculate is None else speculate
 
 
-def read_request(processor: Any, request: Any) -> None:
-    """Check whose a request is, and put token ids in the place of hints; see `requests.shims`.
+def process_inputs(original: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+    """As vLLM; and check whose a request is, and put token ids in the place of hints.
 
-    `processor` is vLLM's `InputProcessor`; the parameters of `request` are changed in place. Raises
-    VLLMValidationError for what is none, or what the method has no use for.
+    See `requests.shims`. `processor` is vLLM's `InputProcessor`. Raises VLLMValidationError for
+    what is no owner or hint, or what the method has no use for.
     """
-    config = processor.vllm_config
-    if not is_ours(config.speculative_config):
-        return
+    request, config = original(processor, *args, **kwargs), processor.vllm_config
+    if request.sampling_params is None or not is_ours(config.speculative_config):
+        return request
     params, options = request.sampling_params, settings_of(config).options
     extra_args = params.extra_args or {}
     hints = {key: extra_args[key] for key in (HINT, PREDICTION) if extra_args.get(key) is not None}
@@ -99,6 +101,7 @@ def read_request(processor: Any, request: Any) -> None:
         raise VLLMValidationError(str(error), parameter=error.args[0]) from None
     if token_ids is not None:
         params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
+    return request
 
 
 def owner_of(request: Any) -> Owner | None:
@@ -142,11 +145,7 @@ def _is_name(name: Any) -> bool:
 
 def _is_utf8(text: str) -> bool:
     """Whether a text can be sent: half of a surrogate pair, which JSON can spell, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return SURROGATE.search(text) is None
 
 
 def check_owner(name: Any) -> None:

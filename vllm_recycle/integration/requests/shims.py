@@ -12,23 +12,16 @@ from vllm_recycle.integration.start.shims import replace_function
 from vllm_recycle.integration.start.versions import FEATURES
 
 
-def wrap_process_inputs(read_request: Callable[[Any, Any], None]) -> None:
+def wrap_process_inputs(process_inputs: Callable[..., Any]) -> None:
     """Let requests bring hints and owners, and read them where the tokenizer is.
 
-    `read_request`, given vLLM's input processor and a request with sampling parameters, puts token
-    ids in the place of texts, and says whose it is. OpenAI's `prediction`, which vLLM takes and
-    leaves unread, becomes one of the parameters.
+    `process_inputs`, given vLLM's function first, puts token ids in the place of texts. OpenAI's
+    `prediction`, which vLLM takes and leaves unread, becomes one of the parameters.
 
     Remove when plugins may see a request before it is sent to the engine.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.v1.engine.input_processor import InputProcessor
-
-    def process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
-        if request.sampling_params is not None:
-            read_request(self, request)
-        return request
 
     def to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         params = original(self, *args, **kwargs)
@@ -117,7 +110,7 @@ def _wrap_servers(streaming: Any) -> None:
 
 
 def wrap_request_stats(stats: Any) -> None:
-    """Count what requests get by `stats`, which has the functions of `request_stats`.
+    """Count what requests get by `stats`, which has what takes the place of vLLM's functions.
 
     vLLM counts the tokens of a step before it drops those behind a stop string: remove `trim` when
     it counts afterwards, and the rest when it has such a histogram.
@@ -125,32 +118,11 @@ def wrap_request_stats(stats: Any) -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    def update(original: Any, self: Any, state: Any, output: Any, *args: Any) -> None:
-        original(self, state, output, *args)
-        if args[-1] is not None and output.new_token_ids:
-            stats.count_step(state, args[-1])
-
-    def trim(original: Any, _: Any, state: Any, output: Any, num_prev_tokens: int) -> None:
-        num_tokens = len(output.new_token_ids)
-        original(state, output, num_prev_tokens)
-        stats.drop_tokens(state, num_tokens - len(output.new_token_ids))
-
-    def finish(original: Any, self: Any, state: Any, reason: Any, iteration_stats: Any) -> None:
-        if iteration_stats is not None:
-            stats.finish(state, iteration_stats)
-        original(self, state, reason, iteration_stats)
-
-    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        stats.add_histogram(self)
-
-    replace_function(OutputProcessor, "_update_stats_from_output", update)
+    replace_function(OutputProcessor, "_update_stats_from_output", stats.count_step)
     if FEATURES.trims_surplus_tokens:
-        replace_function(
-            OutputProcessor, "_trim_surplus_tokens", trim
-        )  # static: no `self` for the original
-    replace_function(OutputProcessor, "_update_stats_from_finished", finish)
-    replace_function(PrometheusStatLogger, "__init__", init)
+        replace_function(OutputProcessor, "_trim_surplus_tokens", stats.trim)
+    replace_function(OutputProcessor, "_update_stats_from_finished", stats.finish)
+    replace_function(PrometheusStatLogger, "__init__", stats.add_histogram)
 
 
 def trim_behind_stop_strings() -> None:

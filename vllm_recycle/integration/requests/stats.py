@@ -14,33 +14,40 @@ NAME = "vllm:recycle_request_accepted_tokens_per_step"
 BUCKETS = [0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8]  # Ray takes none of 0
 
 
-def count_step(req_state: Any, iteration_stats: Any) -> None:
-    """Count a step that gave tokens to a request; vLLM has counted the tokens.
+def count_step(original: Any, processor: Any, req_state: Any, output: Any, *args: Any) -> None:
+    """As vLLM counts a step; and how many gave tokens to a request.
 
-    Here and below `req_state` is vLLM's `RequestState`, and `iteration_stats` are those of all
-    requests that the step gave tokens to.
+    Here and below `original` is vLLM's function, and `req_state` its `RequestState`. The last of
+    `args` are the counts of all requests that the step gave tokens to.
     """
-    req_state.iteration_stats = iteration_stats
-    req_state.num_steps = getattr(req_state, "num_steps", 0) + 1
+    original(processor, req_state, output, *args)
+    if args[-1] is not None and output.new_token_ids:
+        req_state.iteration_stats = args[-1]
+        req_state.num_steps = getattr(req_state, "num_steps", 0) + 1
 
 
-def drop_tokens(req_state: Any, num_tokens: int) -> None:
-    """Take tokens of the last step, which nobody receives, out of what vLLM counted."""
+def trim(original: Any, _: Any, req_state: Any, output: Any, num_prev_tokens: int) -> None:
+    """As vLLM drops tokens that nobody receives; and takes them out of what it counted."""
+    num_tokens = len(output.new_token_ids)
+    original(req_state, output, num_prev_tokens)  # static: without `self`
     if req_state.stats is not None:  # else nothing is counted
-        req_state.stats.num_generation_tokens -= num_tokens
-        req_state.iteration_stats.num_generation_tokens -= num_tokens
+        num_dropped = num_tokens - len(output.new_token_ids)
+        req_state.stats.num_generation_tokens -= num_dropped
+        req_state.iteration_stats.num_generation_tokens -= num_dropped
 
 
-def finish(req_state: Any, iteration_stats: Any) -> None:
-    """Note what a request that has ended was given, unless its prompt's step was all of it."""
+def finish(original: Any, processor: Any, req_state: Any, reason: Any, counts: Any) -> None:
+    """As vLLM; and note what a request was given, unless its prompt's step was all of it."""
     steps = getattr(req_state, "num_steps", 0) - 1
-    if steps > 0:
+    if counts is not None and steps > 0:
         accepted = req_state.stats.num_generation_tokens - 1 - steps
-        iteration_stats.__dict__.setdefault("accepted_per_step", []).append(accepted / steps)
+        counts.__dict__.setdefault("accepted_per_step", []).append(accepted / steps)
+    original(processor, req_state, reason, counts)
 
 
-def add_histogram(stat_logger: Any) -> None:
+def add_histogram(original: Any, stat_logger: Any, *args: Any, **kwargs: Any) -> None:
     """Let a `PrometheusStatLogger` of vLLM's show what was noted, if its engine is ours."""
+    original(stat_logger, *args, **kwargs)
     if not is_ours(stat_logger.vllm_config.speculative_config):
         return
     histogram = stat_logger._histogram_cls(

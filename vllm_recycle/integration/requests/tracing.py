@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# As vLLM names what it adds to the conventions of OpenTelemetry.
-DRAFTED = "gen_ai.usage.draft_tokens"
-ACCEPTED = "gen_ai.usage.accepted_draft_tokens"
-STEPS = "gen_ai.usage.draft_steps"
+# By attribute what vLLM counts, as it names what it adds to the conventions of OpenTelemetry.
+COUNTS = {
+    "gen_ai.usage.draft_tokens": "num_draft_tokens",
+    "gen_ai.usage.accepted_draft_tokens": "num_accepted_draft_tokens",
+    "gen_ai.usage.draft_steps": "num_spec_steps",
+}
 
 
 def span_attributes(req_state: Any) -> dict[str, int]:
@@ -18,8 +20,4 @@ def span_attributes(req_state: Any) -> dict[str, int]:
     if req_state.spec_decode_metrics is None:
         return {}
     counted = req_state.spec_decode_metrics.to_dict()
-    return {
-        DRAFTED: counted["num_draft_tokens"],
-        ACCEPTED: counted["num_accepted_draft_tokens"],
-        STEPS: counted["num_spec_steps"],
-    }
+    return {attribute: counted[name] for attribute, name in COUNTS.items()}

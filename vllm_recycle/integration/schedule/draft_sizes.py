@@ -1,14 +1,12 @@
 """How many nodes the trees of a step have on Model Runner V2, where it is chosen step by step.
 
-vLLM looks the number up in a table, by the requests of a step. `SizeTable` stands in its place, and
-`DraftSizes` asks the chooser (`core.choose`). The worths of trees come with the output of an
-earlier step.
+vLLM looks the number up in a table, by the requests of a step. `DraftSizes` stands in its place,
+and asks the chooser (`core.choose`). The worths of trees come with the output of an earlier step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +89,6 @@ class MeanWorth:
         self.worth = mean_worth + (step_worth - mean_worth) / self._weight
 
 
-class SizeTable:
-    """vLLM's table of sizes by the requests of a step, as vLLM reads it."""
-
-    def __init__(self, choose: Callable[[int], int]) -> None:
-        self._choose = choose
-
-    def __getitem__(self, num_reqs: int) -> int:
-        return self._choose(num_reqs)
-
-
 class DraftSizes:
     """Chooses the size of the trees that a step drafts, and the next one verifies.
 
@@ -136,7 +124,7 @@ class DraftSizes:
         self._sizes_of: dict[tuple[int, int], list[int]] = {}
         self._last_output: tuple[float, int] | None = None  # when it came, requests of the step
 
-    def choose(self, num_reqs: int) -> int:
+    def __getitem__(self, num_reqs: int) -> int:
         """How many nodes the trees have that are drafted in a step of so many requests.
 
         It is asked for once per step. Before graphs were timed, and before the first step that has
@@ -235,13 +223,10 @@ class DraftSizes:
         The device has the next step when it ends one.
         """
         now, last_step = time.perf_counter(), self._last_output
-        tokens, drafts = (
-            scheduler_output.total_num_scheduled_tokens,
-            scheduler_output.scheduled_spec_decode_tokens,
-        )
         requests = len(scheduler_output.num_scheduled_tokens)
-        if tokens > requests + sum(map(len, drafts.values())):  # prompts
-            self._last_output = None
+        drafts = scheduler_output.scheduled_spec_decode_tokens.values()
+        if scheduler_output.total_num_scheduled_tokens > requests + sum(map(len, drafts)):
+            self._last_output = None  # prompts
             return None
         self._last_output = now, requests
         return now - last_step[0] if last_step is not None and last_step[1] == requests else None

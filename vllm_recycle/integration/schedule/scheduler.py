@@ -25,7 +25,7 @@ from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import TABLE
 from vllm_recycle.integration.requests.parameters import looks_back, may_speculate, owner_of
 from vllm_recycle.integration.schedule.draft_room import DraftRoom
-from vllm_recycle.integration.schedule.draft_sizes import DraftSizes, SizeTable
+from vllm_recycle.integration.schedule.draft_sizes import DraftSizes
 from vllm_recycle.integration.schedule.grammar import GrammarMasks
 from vllm_recycle.integration.schedule.step_note import StepNote
 from vllm_recycle.integration.start.versions import FEATURES
@@ -69,8 +69,7 @@ class TreeScheduler(Scheduler):
         self.chain_nodes = min(LEVELS, sum(depth == count for count, depth in depths))
         self.sizes: DraftSizes | None = None
         if settings.chooses_sizes:
-            self.sizes = DraftSizes(self, vllm_config)
-            self.dynamic_sd_lookup = SizeTable(self.sizes.choose)
+            self.dynamic_sd_lookup = self.sizes = DraftSizes(self, vllm_config)
         self.masks = GrammarMasks(self.structured_output_manager)
         self.keeps_places = options.keeps_places
         # What a draft model writes ahead of the text: vLLM takes it for the whole tree.

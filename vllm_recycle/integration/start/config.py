@@ -111,16 +111,26 @@ def rewrite(engine_args: Any) -> Any | None:
 
 
 def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) -> None:
-    """Refuse flags for which vLLM would first ask for another one, or which we overwrite."""
+    """Refuse flags for which vLLM would first ask for another one, or which we overwrite.
+
+    So are a worker or a scheduler of the user's, and a place for options that is none.
+    """
     runner = envs.VLLM_USE_V2_MODEL_RUNNER
     flags = {
         f"VLLM_USE_V2_MODEL_RUNNER={int(bool(runner))}": runner is not None
         and runner != platform.on_v2,
         "--async-scheduling": engine_args.async_scheduling and not platform.on_v2,
+        **refusals.before_a_version(options, on_v2=platform.on_v2),
     }
     refusals.refuse(options.method, flags)
-    refusals.refuse(options.method, refusals.before_a_version(options, on_v2=platform.on_v2))
-    _check_places(engine_args)
+    needs = "the method brings its own"
+    worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
+    for flag, value, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
+        if value != default:
+            raise ValueError(f"--{flag}-cls: got {value!r}, expected none: {needs}")
+    additional = engine_args.additional_config or {}
+    if not isinstance(additional, dict):
+        raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
 
 
 def _create_host(
@@ -169,18 +179,6 @@ def _keep_method(engine_args: Any, path: str) -> None:
         )
     if word:
         shims.hide_draft_path(engine_args, path)
-
-
-def _check_places(engine_args: Any) -> None:
-    """Refuse a worker or a scheduler of the user's, and a place for options that is none."""
-    needs = "the method brings its own"
-    worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
-    for flag, value, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
-        if value != default:
-            raise ValueError(f"--{flag}-cls: got {value!r}, expected none: {needs}")
-    additional = engine_args.additional_config or {}
-    if not isinstance(additional, dict):
-        raise ValueError(f"--additional-config: got {type(additional)}, expected a dict: {needs}")
 
 
 def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
@@ -237,11 +235,8 @@ def settle(vllm_config: Any) -> None:
         vllm_config.attention_config.backend = platform.attention_backend
     if platform.on_v2:
         logger.warning_once(
-            "%s on CUDA is tested in Triton's interpreter with vllm %s, and hardly on a GPU; "
-            "this is vllm %s",
-            options.method,
-            SUPPORTED_VLLM,
-            vllm_version,
+            f"{options.method} on CUDA is tested in Triton's interpreter with vllm "
+            f"{SUPPORTED_VLLM}, and hardly on a GPU; this is vllm {vllm_version}"
         )
         _warn_of_missing_graphs(vllm_config, settings)
     if warning := refusals.other_token_ids(vllm_config):
@@ -265,7 +260,11 @@ def _with_chains(
             refusals.refuse(options.method, {f"a trunk on a GPU with {reason}": True})
         logger.info("%s drafts chains: trees do not go with %s", options.method, reason)
         longest = MOST_STATES if refusals.has_states(model) else model.max_model_len - 1
-    alike = _why_alike(vllm_config, platform)
+    # Why drafts must have one length in each step and on each rank; None where they need not. For
+    # Mamba2 vLLM captures no graph of another length, and would end at the first one.
+    alike = refusals.LOCKSTEP if refusals.keeps_step(vllm_config) else None
+    if platform.on_v2 and refusals.has_states(model):
+        alike = alike or "recurrent layers on a GPU"
     options = options.as_chains(longest, default=NODES_AT_ANY_LOAD if alike else MAX_CHAIN)
     nodes, table = options.num_nodes, settings.table
     table = [(start, end, min(entry, nodes)) for start, end, entry in table]
@@ -273,15 +272,6 @@ def _with_chains(
         logger.info("%s drafts %d tokens at any load: %s", options.method, nodes, alike)
         table = [(1, UNLIMITED, nodes)]
     return Settings(options=options, chooses_sizes=False, table=table)
-
-
-def _why_alike(vllm_config: Any, platform: Platform) -> str | None:
-    """Why drafts must have one length in each step and on each rank; None where they need not."""
-    if refusals.keeps_step(vllm_config):
-        return refusals.LOCKSTEP
-    # For Mamba2 vLLM captures no graph of another length, and would end at the first one.
-    has_states = platform.on_v2 and refusals.has_states(vllm_config.model_config)
-    return "recurrent layers on a GPU" if has_states else None
 
 
 def _warn_of_missing_graphs(vllm_config: Any, settings: Settings) -> None:

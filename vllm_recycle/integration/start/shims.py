@@ -82,36 +82,14 @@ def declare_variable(name: str) -> None:
         envs.environment_variables.setdefault(name, lambda: os.environ.get(name))
 
 
-def wrap_create_engine_config(
-    rewrite: Callable[[Any], Any],
-    settle: Callable[[Any], None],
-    create_config: Callable[[Callable[[Any], Any], Any], Any],
-) -> None:
+def wrap_create_engine_config(create_engine_config: Callable[..., Any]) -> None:
     """Let `EngineArgs` accept our method names in `speculative_config`.
 
-    Args:
-        rewrite: from engine arguments to those that vLLM itself accepts, or None where our
-            methods are not asked for.
-        settle: completes the configuration that vLLM made of those; raises for one that our
-            methods do not support.
-        create_config: makes the configuration of engine arguments, with a function that does so
-            with the two above.
+    `create_engine_config` is given vLLM's function first, and the engine arguments.
 
     Remove when vLLM has a registry of speculative methods.
     """
     from vllm.engine.arg_utils import EngineArgs
-
-    def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        def make(engine_args: Any) -> Any:
-            rewritten = rewrite(engine_args)
-            if rewritten is None:
-                return original(engine_args, *args, **kwargs)
-            config = original(rewritten, *args, **kwargs)
-            if rewritten.speculative_config is not None:
-                settle(config)
-            return config
-
-        return create_config(make, self)
 
     replace_function(EngineArgs, "create_engine_config", create_engine_config)
 
@@ -179,20 +157,16 @@ def after_batch_defaults(engine_args: Any, change: Callable[[Any, Any], None]) -
     setattr(engine_args, name, set_defaults)
 
 
-def wrap_validate_spec_decode(validate: Callable[[Any, Any], bool]) -> None:
+def wrap_validate_spec_decode(validate_spec_decode: Callable[..., None]) -> None:
     """Lift vLLM's refusal of `min_p` and `logit_bias` under speculation, for our methods.
 
-    `validate`, given sampling parameters and the speculative configuration, is true where it has
-    judged the parameters itself.
+    `validate_spec_decode` is given vLLM's function first, sampling parameters, and the speculative
+    configuration.
 
     What vLLM does not know of is judged here too: remove the lifting when its refusal asks the
     method (patches/0003).
     """
     from vllm.sampling_params import SamplingParams
-
-    def validate_spec_decode(original: Any, self: Any, speculative_config: Any) -> None:
-        if not validate(self, speculative_config):
-            original(self, speculative_config)
 
     replace_function(SamplingParams, "_validate_spec_decode", validate_spec_decode)
 
@@ -238,9 +212,8 @@ def hide_draft_path(engine_args: Any, path: str) -> None:
     Some words in a path change the method, whatever was asked for. The configuration has the path
     that was given. Remove when vLLM leaves the method `draft_model` as it is.
     """
-    original = engine_args.create_speculative_config
 
-    def create_speculative_config(*args: Any, **kwargs: Any) -> Any:
+    def create(original: Any, *args: Any, **kwargs: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             link = Path(folder, "draft")
             link.symlink_to(Path(path).absolute())
@@ -251,4 +224,4 @@ def hide_draft_path(engine_args: Any, path: str) -> None:
         draft.hf_config._name_or_path = path  # by which compiled code is kept
         return config
 
-    engine_args.create_speculative_config = create_speculative_config
+    wrap_create_speculative_config(engine_args, create)

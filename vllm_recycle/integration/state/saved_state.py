@@ -6,15 +6,14 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from vllm.logger import init_logger
 
-from vllm_recycle.core.saved_state import KIND, SavedState
-from vllm_recycle.core.state_file import StateFileError, check_place, is_writable
+from vllm_recycle.core.saved_state import SavedState
+from vllm_recycle.core.state_file import StateFileError, TensorForm, check_place, is_writable
 from vllm_recycle.core.state_place import StatePlace
 from vllm_recycle.integration.options import MethodOptions
 
@@ -51,9 +50,8 @@ def check_state_file(options: MethodOptions, vllm_config: Any) -> None:
         if not is_read_only:
             check_place(path, kind="state file", may_be_folder=True)
         if Path(path).is_file():
-            expected = options.make_state(vllm_config, "meta")
             model = fingerprint(vllm_config.model_config)
-            expected.check(path, fingerprint=model, kind=options.state_key)
+            options.make_state(vllm_config, "meta").form(model, options.state_key).check(path)
 
 
 def fingerprint(model_config: Any) -> str:
@@ -85,8 +83,7 @@ class StateSaver:
         state: what is written.
         copy: one like it on the CPU, which is overwritten.
         place: where it is written.
-        fingerprint: of the model, which the file has.
-        kind: what messages call the file.
+        form: of the file.
         every: seconds between saves, 0 for none but those that are asked for.
         reads_others: whether to take in what others write.
     """
@@ -96,16 +93,13 @@ class StateSaver:
         state: SavedState,
         copy: SavedState,
         place: StatePlace,
+        form: TensorForm,
         *,
-        fingerprint: str,
-        kind: str = KIND,
         every: float,
         reads_others: bool = True,
     ) -> None:
         self._reads_others = reads_others
-        self._state, self._copy, self._place = state, copy, place
-        self._write = partial(copy.save, fingerprint=fingerprint, kind=kind)
-        self._read = partial(copy.read, fingerprint=fingerprint, kind=kind)
+        self._state, self._copy, self._place, self._form = state, copy, place, form
         self._stream: torch.cuda.Stream | None = None
         if all(tensor.is_cuda for tensor in state.tensors.values()):
             self._stream = torch.cuda.current_stream()
@@ -116,7 +110,8 @@ class StateSaver:
         self._has_changed = False
         self._saves_at_end = bool(every) or is_writable(place.path)
         if not self._saves_at_end:
-            logger.info("%s %s can only be read: what is learnt is not written", kind, place.path)
+            message = "%s %s can only be read: what is learnt is not written"
+            logger.info(message, form.kind, place.path)
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._save_every, args=(every,), name="draft state", daemon=True
@@ -136,7 +131,7 @@ class StateSaver:
         with self._saving:
             try:
                 self._take_copy()
-                path = self._place.write(self._write)
+                path = self._place.write(lambda path: self._copy.save(path, self._form))
             except Exception as error:
                 self._has_changed = True
                 if isinstance(error, StateFileError):
@@ -195,7 +190,7 @@ class StateSaver:
     def _take_in(self, path: Path) -> None:
         """Take in what another replica has written, in parts between which steps go on."""
         try:
-            tensors = self._read(path)
+            tensors = self._copy.read(path, self._form)
         except ValueError:
             if path.exists():
                 raise

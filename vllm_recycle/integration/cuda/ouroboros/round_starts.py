@@ -7,9 +7,12 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,52 +70,39 @@ class RoundStart:
         """Of the first requests; views."""
         return RoundStart(*(getattr(self, field.name)[:batch] for field in fields(self)))
 
+    def begin(
+        self, idx_mapping: torch.Tensor, req_states: Any, cache: DraftCache, tables: torch.Tensor
+    ) -> None:
+        """Set where the requests of a round stand, and count what it takes in as cached.
 
-def begin_round(
-    start: RoundStart,
-    idx_mapping: torch.Tensor,
-    *,
-    texts: torch.Tensor,
-    last_token_ids: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_cached: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_size: int,
-) -> None:
-    """Set where the requests of a round stand, and count what it takes in as cached.
+        Of those that more is missing of than a head has, the round does without the rest.
 
-    All but the first two by `req_state_idx`.
+        Args:
+            idx_mapping: int64 [batch], each once; as many as these are of.
+            req_states: vLLM's.
+            cache: what the draft model's KV cache has of each text.
+            tables: int32 [max_num_reqs, n], the blocks of all requests.
 
-    Args:
-        start: of as many requests, to be set.
-        idx_mapping: int64 [batch], each once.
-        texts: int32 [max_num_reqs, length].
-        last_token_ids: int64 [max_num_reqs, 1].
-        num_computed: int32 [max_num_reqs], tokens of each text that the target has computed.
-        num_cached: int64 [max_num_reqs], those that the draft's cache has; set to the former, or
-            by `head - 1` higher where more are missing, which the round then does without.
-        block_tables: int32 [max_num_reqs, n].
-        block_size: tokens of a block.
-
-    """
-    states, head = idx_mapping.long(), start.heads.shape[1]
-    cached = num_cached[states]
-    num_head = (num_computed[states] - cached).clamp(max=head - 1)
-    ends = cached + num_head
-    tokens = ends[:, None] + torch.arange(-head, 0, device=ends.device)
-    is_missing = tokens >= cached[:, None]
-    # Of what is not missing, any token.
-    tokens, rows = tokens.clamp(min=0), states[:, None]
-    slots = block_tables[rows, tokens // block_size].long() * block_size + tokens % block_size
-    values = RoundStart(
-        idx_mapping=states,
-        last_token_ids=last_token_ids[states, 0],
-        heads=texts[rows, tokens].where(is_missing, 0),
-        num_head=num_head,
-        num_cached=cached,
-        block_table=block_tables[states],
-        slot_mapping=slots.where(is_missing, PAD_SLOT_ID)[:, 1:],
-    )
-    for field in fields(start):
-        getattr(start, field.name).copy_(getattr(values, field.name))
-    num_cached.index_copy_(0, states, ends)
+        """
+        states, head, size = idx_mapping.long(), self.heads.shape[1], cache.blocks.block_size
+        cached = cache.num_cached[states]
+        num_computed = req_states.num_computed_tokens.gpu[states]
+        num_head = (num_computed - cached).clamp(max=head - 1)
+        ends = cached + num_head
+        tokens = ends[:, None] + torch.arange(-head, 0, device=ends.device)
+        is_missing = tokens >= cached[:, None]
+        # Of what is not missing, any token.
+        tokens, rows = tokens.clamp(min=0), states[:, None]
+        slots = tables[rows, tokens // size].long() * size + tokens % size
+        values = RoundStart(
+            idx_mapping=states,
+            last_token_ids=req_states.last_sampled_tokens[states, 0],
+            heads=req_states.all_token_ids.gpu[rows, tokens].where(is_missing, 0),
+            num_head=num_head,
+            num_cached=cached,
+            block_table=tables[states],
+            slot_mapping=slots.where(is_missing, PAD_SLOT_ID)[:, 1:],
+        )
+        for field in fields(self):
+            getattr(self, field.name).copy_(getattr(values, field.name))
+        cache.num_cached.index_copy_(0, states, ends)

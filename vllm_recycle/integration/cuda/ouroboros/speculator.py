@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_recycle.core.curve import TRUNKS
 from vllm_recycle.integration.cuda.ouroboros.cache import DraftCache
 from vllm_recycle.integration.cuda.ouroboros.round import DraftForward, DraftGraphs, Round
-from vllm_recycle.integration.cuda.ouroboros.round_starts import RoundStart, begin_round
+from vllm_recycle.integration.cuda.ouroboros.round_starts import RoundStart
 from vllm_recycle.integration.cuda.token_recycling import TokenRecyclingSpeculator
 from vllm_recycle.integration.draft_blocks import DraftBlocks
 from vllm_recycle.integration.ouroboros import group_of_draft_layers, refuse_shared_caches
@@ -223,18 +223,10 @@ class RoundSpeculator(TokenRecyclingSpeculator, StandaloneARSpeculator):
 
     def draft(self, idx_mapping: torch.Tensor) -> None:
         """Run a round of these requests, int64 [batch]."""
-        batch, states = len(idx_mapping), self.req_states
+        batch = len(idx_mapping)
         self.tree_drafter.num_rounds += batch
-        begin_round(
-            self.start.first(batch),
-            idx_mapping,
-            texts=states.all_token_ids.gpu,
-            last_token_ids=states.last_sampled_tokens,
-            num_computed=states.num_computed_tokens.gpu,
-            num_cached=self.cache.num_cached,
-            block_tables=self.block_tables.block_tables[self.kv_cache_group].gpu,
-            block_size=self.cache.blocks.block_size,
-        )
+        tables = self.block_tables.block_tables[self.kv_cache_group].gpu
+        self.start.first(batch).begin(idx_mapping, self.req_states, self.cache, tables)
         self._replay(batch)
 
     def _replay(self, batch: int) -> None:
