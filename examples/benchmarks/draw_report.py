@@ -1,9 +1,10 @@
-"""Draw a report of `vllm-recycle bench --json`: speed-up by requests in flight, or by category.
+"""Draw reports of `vllm-recycle bench --json`: speed-up by requests in flight, or by category.
 
-    python examples/benchmarks/draw_report.py result.json result.svg
+    python examples/benchmarks/draw_report.py [--levels] result.json ... result.svg
 
-Needs matplotlib, which the package's extra `plot` has. It draws tokens/s where the report has no
-baseline. The ending of the picture's name says its format.
+Needs matplotlib, which the package's extra `plot` has. It draws tokens/s where a report has no
+baseline. The ending of the picture's name says its format. Several reports are of one model and
+machine; the colours suit a light and a dark page.
 """
 
 from __future__ import annotations
@@ -21,24 +22,31 @@ from vllm_recycle.cli.bench.report import BASELINE
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("report", type=Path, help="what --json of the benchmark wrote")
+    parser.add_argument("reports", type=Path, nargs="+", help="what --json of the benchmark wrote")
     parser.add_argument("picture", type=Path, help="SVG, PNG or PDF, to be written")
+    parser.add_argument(
+        "--levels", action="store_true", help="by requests in flight, even with categories"
+    )
     args = parser.parse_args()
 
     matplotlib.use("agg")
     # Text stays text in an SVG, and the same report makes the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "vllm_recycle"}
-    report, path = json.loads(args.report.read_text()), args.picture
-    rows = report["results"]
+    colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    matplotlib.rcParams |= dict.fromkeys(colours, "0.5") | {"legend.framealpha": 0}
+    reports, path = [json.loads(report.read_text()) for report in args.reports], args.picture
+    rows = [row for report in reports for row in report["results"]]
     quantity = "speedup" if rows[0]["speedup"] is not None else "tokens_per_s"
-    draw = _draw_categories if rows[0]["categories"] else _draw_levels
+    has_panels = rows[0]["categories"] and not args.levels
+    draw = _draw_categories if has_panels else _draw_levels
     figure = draw(rows, quantity, "speed-up over none" if quantity == "speedup" else "tokens/s")
     figure.suptitle(
         "{model}, {dtype}, {hardware[cores]} cores".format_map(
-            report["conditions"] | {"model": Path(report["conditions"]["model"]).name}
+            reports[0]["conditions"] | {"model": Path(reports[0]["conditions"]["model"]).name}
         )
     )
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=150, metadata=metadata, transparent=True)
 
 
 def _draw_levels(rows: list[dict[str, Any]], quantity: str, label: str) -> Any:

@@ -13,16 +13,20 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples/benchmarks"
 
 
 @pytest.mark.parametrize(
-    ("report", "expected"),
+    ("reports", "expected"),
     [
-        ("cpu-copies.json", ["rename (4)", "all", "1 in flight", "suffix"]),
-        ("cpu-json-schema-compiled.json", ["requests in flight", "none", "ngram", "suffix"]),
+        (["cpu-copies.json"], ["rename (4)", "all", "1 in flight", "suffix"]),
+        (["cpu-json-schema-compiled.json"], ["requests in flight", "none", "ngram", "suffix"]),
+        (
+            ["--levels", "cpu-chat-amx.json", "cpu-chat-amx-16.json"],
+            ["requests in flight", "16", "ngram", "suffix"],
+        ),
     ],
 )
-def test_a_report_is_drawn(report, expected, tmp_path):
+def test_reports_are_drawn(reports, expected, tmp_path):
     picture = tmp_path / "result.svg"
-    report = BENCHMARKS / "results" / report
-    subprocess.run([sys.executable, BENCHMARKS / "draw_report.py", report, picture], check=True)
+    command = [sys.executable, BENCHMARKS / "draw_report.py", *reports, picture]
+    subprocess.run(command, check=True, cwd=BENCHMARKS / "results")
     texts = " ".join(ElementTree.parse(picture).getroot().itertext())
     for text in [*expected, "token_recycling", "speed-up over none", "smollm2-135m-instruct"]:
         assert text in texts
