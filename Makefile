@@ -207,6 +207,6 @@ release: wheel
 	$(BIN)/python -m pip install --quiet --upgrade --target .venv/twine twine
 	PYTHONPATH=.venv/twine $(BIN)/python -m twine check --strict dist/*
 
-# In fresh environments: it needs none of its own. 15 minutes, 8 GB of disk.
+# In fresh environments: it needs none of its own. Half an hour, 8 GB of disk.
 rehearse:
 	$(PYTHON) .ci/rehearse_release.py $(if $(filter command line environment,$(origin VERSIONS)),--vllm $(VERSIONS))

@@ -38,18 +38,32 @@ with tempfile.TemporaryDirectory() as folder:
     print("STATISTICS", llm.collective_rpc("draft_statistics")[0]["table_fill"] > 0)
 """
 
+# Asks `check` about what `trl vllm-serve` would run.
+SERVE = """
+import sys
+from trl.scripts.vllm_serve import ScriptArguments, build_command
+from vllm_recycle.cli import main
+config = '{"method": "token_recycling"}'
+command = build_command(ScriptArguments(sys.argv[1], speculative_config=config))
+sys.exit(main(["check", *command[command.index("serve") + 1:], "--max-num-seqs=8"]))
+"""
+
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(not (TRL / ".installed").is_file(), reason="needs `make trl`"),
 ]
 
 
+def train(*arguments: str) -> str:
+    settings = [f"--model={TARGET}", "--epochs=1", "--prompts=2", "--batch=1", "--samples=4"]
+    return run(*arguments, *settings, "--max-tokens=32")
+
+
 def run(*arguments: str) -> str:
     paths = os.pathsep.join(map(str, [TRL, VLLM, ROOT]))
     given = {"PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "INFO"}
-    settings = [f"--model={TARGET}", "--epochs=1", "--prompts=2", "--batch=1", "--samples=4"]
     done = subprocess.run(
-        [sys.executable, *arguments, *settings, "--max-tokens=32"],
+        [sys.executable, *arguments],
         env=os.environ | given,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -61,7 +75,7 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.parametrize("method", ["token_recycling", "none"])
 def test_each_step_says_what_was_drafted(method):
-    output = run(str(EXAMPLES / "trl_grpo.py"), f"--method={method}")
+    output = train(str(EXAMPLES / "trl_grpo.py"), f"--method={method}")
     steps = [line for line in output.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in steps] == ["step 1", "step 2"]
     rates = [float(line.split()[2]) for line in steps]
@@ -70,6 +84,10 @@ def test_each_step_says_what_was_drafted(method):
 
 
 def test_the_engine_answers_with_the_weights_that_were_trained():
-    output = run("-c", SCRIPT, str(EXAMPLES), "--learning-rate=0.003")
+    output = train("-c", SCRIPT, str(EXAMPLES), "--learning-rate=0.003")
     assert "ENGINE changed True" in output
     assert "STATISTICS True" in output
+
+
+def test_the_server_that_trl_starts_is_supported():
+    assert f"{TARGET} with token_recycling" in run("-c", SERVE, TARGET)
