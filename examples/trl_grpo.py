@@ -37,8 +37,11 @@ CountingLLM = functools.partial(LLM, disable_log_stats=False, dtype="float32")
 
 
 def pass_weights(generation: Any) -> None:
-    """Give the engine the trainer's weights, by vLLM's own function."""
-    weights = [*generation._iter_named_params()]
+    """Give the engine the trainer's weights, by vLLM's own function.
+
+    Tied weights go by both names: on a CPU vLLM packs each for itself.
+    """
+    weights = [*generation.model.state_dict().items()]
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     generation.llm.reset_prefix_cache()
 
