@@ -6,12 +6,13 @@
 #   make pair          a target and a draft model derived from it, at a set ratio of costs; LAYERS=400
 #   make suffix        what vLLM's method `suffix` needs, so that benchmarks can run it
 #   make ray           Ray, for the examples that run on it and their tests
+#   make trl           TRL beside vLLM 0.31.0, for the example that trains with it and its test
 #   make vision        torchvision, for the tests of models that see images
 #   make test          the test suite, in two processes; PYTEST_ARGS="tests/core -x" narrows it
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make test-ptx      kernels' tests on their compiled PTX, without a GPU; PTX_ARCH=80
 #   make test-triton   kernels' tests with another Triton than is locked; TRITON=3.8.0
-#   make test-nightly  what takes long and few changes break: Ray, a benchmark, attention's PTX
+#   make test-nightly  what takes long and few changes break: Ray, TRL, a benchmark, attention's PTX
 #   make test-versions   engines' tests on the other supported vLLMs; VERSIONS="0.31.0" narrows it
 #   make test VLLM=0.31.0   the test suite on one of them; test-slow too; TRITON=3.8.0 likewise
 #   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, no GPU (8 GB of disk)
@@ -23,6 +24,7 @@
 #   make types         mypy
 #   make wheel         dist/, a wheel of this package with kernels for x86-64
 #   make release       that wheel and the source distribution, checked; TAG=v0.2.0 must be the version
+#   make rehearse      that release on every supported vLLM, installed and removed; VERSIONS="0.32.0"
 #   make help          this list
 #
 # Needs Python 3.11, make and g++ (vLLM compiles with it at run time). Every target sets up first.
@@ -37,6 +39,7 @@ LOCK := .ci/cpu/requirements.lock
 SUFFIX_LOCK := .ci/cpu/suffix.lock
 RAY_LOCK := .ci/cpu/ray.lock
 VISION_LOCK := .ci/cpu/vision.lock
+TRL_LOCK := .ci/cpu/trl.lock
 TRITON ?=
 NEWEST_TRITON := 3.8.0
 PTX_ARCH ?= 90
@@ -54,7 +57,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo model pair suffix ray vision test test-slow test-nightly test-ptx test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release help
+.PHONY: setup demo model pair suffix ray trl vision test test-slow test-nightly test-ptx test-triton test-versions test-cuda-wheel soak reach docs newest-vllm lint format format-check types wheel release rehearse help
 
 setup: $(STAMP)
 
@@ -87,6 +90,14 @@ suffix: setup
 ray: setup
 	$(PIP_INSTALL) --requirement $(RAY_LOCK)
 
+# A folder that comes before the locked packages, and before the newest vLLM that TRL supports.
+trl: .venv/trl/.installed
+
+.venv/trl/.installed: $(TRL_LOCK) .venv/vllm-0.31.0/.installed
+	rm -rf $(@D)
+	$(PIP_INSTALL) --target $(@D) --requirement $(TRL_LOCK)
+	touch $@
+
 # Where only the tests that declare its operators find it: transformers would break elsewhere.
 vision: setup
 	$(PIP_INSTALL) --upgrade --target .venv/vision --requirement $(VISION_LOCK)
@@ -102,7 +113,7 @@ test: setup $(OTHER:%=%/.installed)
 test-slow: setup $(OTHER:%=%/.installed)
 	$(PYTEST) -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-nightly: ray $(OTHER:%=%/.installed)
+test-nightly: ray trl $(OTHER:%=%/.installed)
 	$(PYTEST) -m nightly $(PYTEST_ARGS)
 	PTX_ARCH=$(PTX_ARCH) $(PYTEST) -m attention tests/kernels/triton
 
@@ -158,7 +169,7 @@ docs: setup
 	$(PIP_INSTALL) --upgrade --target .venv/docs --requirement .ci/docs/requirements.lock
 	rm -rf build/docs
 	mkdir -p build/docs
-	git ls-files '*.md' '*.patch' 'examples/*.py' | xargs cp --parents --target-directory build/docs
+	git ls-files '*.md' '*.patch' 'examples/*.py' 'patches/tests/*.py' | xargs cp --parents --target-directory build/docs
 	PYTHONPATH=.venv/docs $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/docs/mkdocs.yml
 
 soak: setup
@@ -195,3 +206,7 @@ release: wheel
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
 	$(BIN)/python -m pip install --quiet --upgrade --target .venv/twine twine
 	PYTHONPATH=.venv/twine $(BIN)/python -m twine check --strict dist/*
+
+# In fresh environments: it needs none of its own. Half an hour, 8 GB of disk.
+rehearse:
+	$(PYTHON) .ci/rehearse_release.py $(if $(filter command line environment,$(origin VERSIONS)),--vllm $(VERSIONS))

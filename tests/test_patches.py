@@ -1,7 +1,8 @@
-"""patches/: each diff applies to the versions that the README names; 0001 does its work."""
+"""patches/: each diff applies to the versions that the README names, and does its work there."""
 
 from __future__ import annotations
 
+import os
 import py_compile
 import re
 import shutil
@@ -24,10 +25,18 @@ FOLDER = ROOT / "patches"
 PATCHES = sorted(FOLDER.glob("*.patch"))
 README = (FOLDER / "README.md").read_text()
 VLLM = Path(find_spec("vllm").origin).parent
-# By number of the patch, the first and the last version that it is for.
-VERSIONS = {
-    number: [Version(version) for version in pair]
-    for number, *pair in re.findall(r"^\| \[(\d{4})\].* \| (0\.\d+) to (0\.\d+) \|", README, re.M)
+# By number of the patch, the first and the last version that has the defect, and that it is for.
+ROWS = re.findall(
+    r"^\| \[(\d{4})\].* \| (0\.\d+) to (0\.\d+) \| (0\.\d+) to (0\.\d+) \|$", README, re.M
+)
+DEFECTS = {number: [Version(one) for one in pair] for number, *pair, _, _ in ROWS}
+VERSIONS = {number: [Version(one) for one in pair] for number, _, _, *pair in ROWS}
+# Tests that go upstream with a patch: they need nothing but vLLM.
+UPSTREAM = {
+    "0001": "test_discarded_generators.py",
+    "0002": "test_cli_version.py",
+    "0005": "test_streaming_session_stop.py",
+    "0008": "test_rotary_embedding_heads_cpu.py",
 }
 
 pytestmark = pytest.mark.versions
@@ -52,9 +61,24 @@ def apply(patch, target, *options):
     return subprocess.run(command, cwd=target, capture_output=True, text=True)
 
 
-def is_for_installed_vllm(patch):
-    first, last = VERSIONS[patch.name[:4]]
+def is_installed(versions):
+    first, last = versions
     return first.release <= Version(__version__).release[:2] <= last.release
+
+
+def is_for_installed_vllm(patch):
+    return is_installed(VERSIONS[patch.name[:4]])
+
+
+def run_upstream_test(name, vllm_folder):
+    """A test of `patches/tests`, with the package `vllm` of a folder, and without us."""
+    paths = os.pathsep.join(filter(None, [str(vllm_folder), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / "tests" / name],
+        env=os.environ | {"PYTHONPATH": paths, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+    )
 
 
 @needs_patch
@@ -89,16 +113,39 @@ def test_all_patches_apply_together_in_any_order(tmp_path):
 def test_the_readme_lists_exactly_the_patches_there():
     assert re.findall(r"\((\S+\.patch)\)", README) == [patch.name for patch in PATCHES]
     assert list(VERSIONS) == [patch.name[:4] for patch in PATCHES]
+    assert sorted(UPSTREAM.values()) == sorted(path.name for path in FOLDER.glob("tests/*.py"))
     supported = SpecifierSet(SUPPORTED_VLLM)
-    assert all(version in supported for pair in VERSIONS.values() for version in pair)
+    assert all(version in supported for row in ROWS for version in map(Version, row[1:]))
     sections = re.split(r"^## ", README, flags=re.MULTILINE)[1:]
     sections = {heading[:4]: heading for heading in sections if heading[:4].isdecimal()}
-    assert list(sections) == [patch.name[:4] for patch in PATCHES]
+    # The last has no diff.
+    assert sorted(sections) == [*(patch.name[:4] for patch in PATCHES), "0009"]
     for patch in PATCHES:
         section = sections[patch.name[:4]]
         assert all(f"`{name}`" in section for name in touched(patch))
-        for word in ("**Why.**", "**How.**", "**Verified**", "**Upstream**", "**Remove when**"):
+        for word in ("**Title.**", "**Why.**", "**How.**", "**Test.**", "**Upstream**"):
             assert word in section
+        assert "**Remove when**" in section
+        if test := UPSTREAM.get(patch.name[:4]):
+            assert f"tests/{test}" in section
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize("number", UPSTREAM)
+def test_a_test_for_upstream_fails_where_the_defect_is_and_passes_with_the_patch(number, tmp_path):
+    [patch] = [patch for patch in PATCHES if patch.name.startswith(number)]
+    shutil.copytree(VLLM, tmp_path / "vllm", copy_function=os.symlink)
+    has_defect = is_installed(DEFECTS[number])
+    stock = run_upstream_test(UPSTREAM[number], tmp_path)
+    assert (stock.returncode == 1) == has_defect, stock.stdout
+    if has_defect and is_for_installed_vllm(patch):
+        for name in touched(patch):
+            (tmp_path / name).unlink()
+        copy_touched(patch, tmp_path)
+        assert apply(patch, tmp_path).returncode == 0
+        patched = run_upstream_test(UPSTREAM[number], tmp_path)
+        assert patched.returncode == 0, patched.stdout
 
 
 @needs_patch

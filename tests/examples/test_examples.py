@@ -34,8 +34,8 @@ OTHERS = {"--batch", "--chat", "--epochs", "--format", "--help", "--json", "--le
 OTHERS |= {"--max-nodes", "--max-replicas", "--max-tokens", "--min-replicas", "--model"}
 OTHERS |= {"--num-prompts", "--output", "--prompts", "--replicas", "--samples", "--workers"}
 MISSING = set() if find_spec("arctic_inference") else {"suffix"}
-# Scripts that make no engine themselves, or what others share.
-WITHOUT_ENGINE = {"ray_replicas.py", "what_would_i_gain.py"}
+# Scripts that make no engine themselves, or what others share; test_trl.py runs TRL's.
+WITHOUT_ENGINE = {"ray_replicas.py", "trl_grpo.py", "what_would_i_gain.py"}
 SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITHOUT_ENGINE)
 
 
