@@ -46,6 +46,8 @@ LAUNCHES_US = {
     "_mark_step_kernel": (8.0, 8.0),
     "_walk_kernel": (4.0, 4.0),
     "_write_step_kernel": (5.0, 5.0),
+    "_count_trunks_kernel": (4.0, 6.0),
+    "_draft_copies_kernel": (8.0, 20.0),  # by the length of the text
     "_grow_kernel": (20.0, 50.0),  # by the levels that it goes down
     "_to_copy": (6.0, 6.0),  # both
     "sum": (4.0, 4.0),

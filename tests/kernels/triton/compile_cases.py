@@ -21,10 +21,12 @@ from triton import JITFunction  # noqa: TID253 - for a script of its own
 
 from tests.kernels.triton.attention_steps import Request, Shape, Step, below_chain
 from vllm_recycle.core.adjacency import AdjacencyMatrix
+from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.grow import Trunks
 from vllm_recycle.core.tree import load_tree
 from vllm_recycle.core.trunk import CHOICES, ChoiceAcceptance
 from vllm_recycle.kernels.triton.attention.tiles import choose_tile
+from vllm_recycle.kernels.triton.copies import DeviceCopies
 from vllm_recycle.kernels.triton.matrix.fill import fill
 from vllm_recycle.kernels.triton.matrix.find import Texts
 from vllm_recycle.kernels.triton.matrix.grow import grow
@@ -32,7 +34,7 @@ from vllm_recycle.kernels.triton.matrix.seed import seed
 from vllm_recycle.kernels.triton.penalties import Penalties, penalise_paths
 from vllm_recycle.kernels.triton.top_k import top_k
 from vllm_recycle.kernels.triton.trees import DeviceTrees
-from vllm_recycle.kernels.triton.trunks import DeviceTrunks
+from vllm_recycle.kernels.triton.trunks import DeviceTrunks, choose_trunks
 
 
 class Case(NamedTuple):
@@ -93,6 +95,8 @@ def cases() -> Iterator[Case]:
     yield Case("penalise", penalise)
     yield Case("trunks-a head", partial(count_and_take, has_probabilities=True), (90,))
     yield Case("trunks-ngram", partial(count_and_take, has_probabilities=False), (80,))
+    yield Case("copies", find_copies, (80, 90))
+    yield Case("trunks-the surer", choose_surer, (80,))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8), (80,))
 
 
@@ -157,7 +161,7 @@ def make_step() -> Any:
 
 
 def make_trees(rows: int = TREE_ROWS) -> DeviceTrees:
-    return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=8, device="cpu")
+    return DeviceTrees.empty(rows - 1, MAX_NUM_REQS, depth=rows - 1, device="cpu")
 
 
 def make_texts() -> Texts:
@@ -173,6 +177,16 @@ def count_and_take(*, has_probabilities: bool) -> None:
     drafted = (values[:, :BATCH].transpose(0, 1) for values in (int64(*shape), torch.zeros(shape)))
     trunks.count(int32(BATCH), make_texts())
     trunks.take(int32(BATCH), make_texts(), Trunks(*drafted))
+
+
+def find_copies() -> None:
+    copies = Copies(int64(MAX_NUM_REQS), TREE_ROWS - 1)
+    DeviceCopies.empty(copies).draft(int32(BATCH), make_texts())
+
+
+def choose_surer() -> None:
+    shapes = (MAX_NUM_REQS, TREE_ROWS - 1, 1), (MAX_NUM_REQS, 4, CHOICES)
+    choose_trunks(int32(BATCH), *(Trunks(int64(shape), torch.zeros(shape)) for shape in shapes))
 
 
 def penalise() -> None:
