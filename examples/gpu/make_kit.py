@@ -7,6 +7,9 @@ and pytest, and this package's entry point. Copy the checkout with its `.kit` to
 `first_hour.sh` runs with it there. `--triton` adds `.kit/triton.tar.xz`, which comes before the
 machine's own. Needs an installation of this package, pip and `strip`; no GPU.
 
+That machine needs Python 3.12, PyTorch 2.11 for CUDA 13, Triton, transformers, Hypothesis, and
+pytest with its plugins `timeout` and `xdist`. No GPU has run a kit yet.
+
 The kit is for Python 3.12 and compute capability 9.0. All kernels of vLLM's extensions for other
 GPUs are zeros, and those of FlashAttention 3 but for bfloat16 and heads of 64 and 128.
 """
