@@ -81,13 +81,22 @@ def without_grammar(
     known = [of_rank[rank] for rank in sorted(of_rank) if rank < K - len(offers)]
     if not offers:
         return [(token, rate, None) for token, rate in known]
-    chosen = [token for token, _ in offers]
-    left = 1.0 - sum(chance for _, chance in offers)
-    unknown = 1.0 - sum(rate for token, rate in known if token in chosen)
+    _, _, own = setting.matrix.find_entry(
+        above.text[::-1],
+        int(setting.matrix.salts[b]),
+        setting.rates[setting.matrix.classes[b]],
+    ) or (0, 0, 1)
+    first, second = dict(offers), dict(known)
+    if not own and known and known[0][1] > offers[0][1]:  # the matrix is surer
+        first, second = second, first
+    left = 1.0 - sum(first.values())
+    unknown = 1.0 - sum(chance for token, chance in second.items() if token in first)
     share = left / max(left, unknown) if left > 0 else 0.0
-    found = [(token, chance, None) for token, chance in offers]
-    found[0] = (*offers[0], above.place + 1)
-    found += [(token, rate * share, None) for token, rate in known if token not in chosen]
+    found = [
+        (token, first.get(token, second.get(token, 0.0) * share), None)
+        for token in dict.fromkeys([*dict(offers), *dict(known)])
+    ]
+    found[0] = (*found[0][:2], above.place + 1)
     return sorted(found, key=lambda one: one[1], reverse=True)
 
 

@@ -178,9 +178,9 @@ class Reader(NamedTuple):
     def following(self, context: list[int], choices: dict[int, float]) -> list[tuple[int, float]]:
         """What may follow a context, and the chance of each; with what is offered, best first.
 
-        The choices are believed; but where the first token of a shared entry is another one, and is
-        right more often, the entry is. An entry of its own knows no more of a text than a copy. The
-        tokens that only the other one has share the chance that is left.
+        The choices are believed, but a shared entry is where its first token is right more often
+        than the first choice. An entry of its own knows no more of a text than a copy. The tokens
+        that only the other one has share the chance that is left.
         """
         rows, is_shared = self.successors(context)
         ranks = self.matrix.layout.k - len(choices)
@@ -188,10 +188,8 @@ class Reader(NamedTuple):
         if not choices:
             return [*successors.items()]
         believed, others = choices, successors
-        if successors and is_shared:
-            (token, rate), (choice, chance) = (next(iter(d.items())) for d in (successors, choices))
-            if token != choice and rate > chance:
-                believed, others = successors, choices
+        if is_shared and next(iter(successors.values()), 0.0) > next(iter(choices.values())):
+            believed, others = successors, choices
         rest_chance = rest_rate = 1.0
         for chance in believed.values():
             rest_chance -= chance

@@ -314,8 +314,7 @@ void find_following(const Source& source, const Context& context, int64_t b, int
     return;
   }
   followers[0].place = place + 1;
-  const bool is_other = ranks > 0 && !address.own && address.entry[1] != followers[0].token;
-  const bool believes_entry = is_other && rate[0] > followers[0].chance;
+  const bool believes_entry = ranks > 0 && !address.own && rate[0] > followers[0].chance;
   double rest_chance = 1.0, rest_rate = 1.0;
   for (size_t i = 0; !believes_entry && i < num_offered; i++) rest_chance -= followers[i].chance;
   std::vector<bool> is_known(num_offered);

@@ -184,11 +184,9 @@ def _grow_kernel(
             is_choice = rank < CHOICES
             choice_token = tl.load(trunk_token_ids + choice + rank, mask=is_choice, other=-1)
             choice_rate = bounded(tl.load(trunk_chances + choice + rank, mask=is_choice, other=0.0))
-            # Of an entry whose first token is another one, and is right more often.
-            is_first = (successor == 0) & (token >= 0)
-            is_other = is_first & (token != tl.load(trunk_token_ids + choice))
-            is_other = is_other & (cell // (4 * K) % 2 == 0)[:, None]
-            is_surer = is_other & (chance > bounded(tl.load(trunk_chances + choice)))
+            # Of a shared entry whose first token is right more often.
+            is_first = (successor == 0) & (cell // (4 * K) % 2 == 0)[:, None]
+            is_surer = is_first & (chance > bounded(tl.load(trunk_chances + choice)))
             believes_entry = tl.max((is_surer & is_on_trunk).to(tl.int32), 1)[:, None] > 0
             is_chosen = token < 0
             rest_rate = tl.full([EXPANDED, 1], 1.0, tl.float32)
