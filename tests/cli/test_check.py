@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.integration.engines import OUROBOROS, TARGET
+from tests.integration.models import heads
 from tests.integration.models.derived_models import qwen2_audio
 from vllm_recycle.cli import main
 from vllm_recycle.kernels.cpu import build
@@ -45,8 +46,6 @@ AS_FLAGS = ["--spec-method", "ouroboros", "--spec-model", OUROBOROS["model"]]
         (RECYCLING | {"tree": "default", "contexts": [1], "context_mib": 1}, [],
          "tree default, at most 80 nodes", 4 * 10 * (VOCAB + 16384) + 4 * 8 * 2 * 8 * 5 * 2),
         (OUROBOROS | {"guesses": 5, "phrase_length": 4}, [], "tree ", 4 * (VOCAB + 1) * 5 * 3),
-        (RECYCLING | {"trunk": {"method": "ngram"}}, [],
-         "grown trees, at most 80 nodes; trunks of at most 5 tokens by ngram", None),
         # Adapters and replicas.
         (None, ["--enable-lora", "--max-num-batched-tokens", "128", "--data-parallel-size", "2"],
          "grown trees", None),
@@ -64,6 +63,13 @@ def test_what_is_supported(config, flags, drafts, num_bytes, capsys):
     assert num_bytes is None or said["tables"].startswith(f"{num_bytes:,} bytes on each rank")
     assert "refused" not in said
     assert {"g++", "ray", "arctic_inference"} <= said.keys()
+
+
+def test_a_trunk_is_described(capsys, tmp_path):
+    trunk = {"method": "eagle", "model": heads.eagle(tmp_path / "head")}
+    status, said = check(capsys, config=RECYCLING | {"trunk": trunk})
+    assert status == 0, said
+    assert said["drafts"] == "grown trees, at most 80 nodes; trunks of at most 4 tokens by eagle"
 
 
 def test_of_a_multimodal_model_the_text_part_is_supported(capsys, tmp_path):

@@ -9,11 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = str(EXAMPLES / "models" / "target")
@@ -44,7 +41,6 @@ SMALL_OUROBOROS = {
 }
 # Less than two prompts, or two trees: prompts come in chunks, and trees are cut.
 SMALL_BUDGET = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
-NEEDS_SUFFIX = pytest.mark.skipif(not find_spec("arctic_inference"), reason="make suffix")
 # What begins and ends a thought.
 THINKING = {"reasoning_config": {"reasoning_start_str": "Question", "reasoning_end_str": "Answer"}}
 

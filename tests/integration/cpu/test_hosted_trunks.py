@@ -12,7 +12,6 @@ from vllm import SamplingParams
 
 from tests.integration.engines import (
     HOSTED,
-    NEEDS_SUFFIX,
     TARGET,
     Chains,
     core,
@@ -37,22 +36,16 @@ ARGUMENTS = {"enable_prefix_caching": True, "max_num_seqs": 4}
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, tuple[str, dict[str, Any]]]:
     """By name the target, and what drafts."""
-    length = {"num_speculative_tokens": LENGTH}
     folder = tmp_path_factory.mktemp("heads")
-    medusa = {"method": "medusa", "model": heads.medusa(folder / "medusa"), **length}
-    return {
-        **heads.trunks(folder, LENGTH),
-        "medusa": (TARGET, medusa),
-        "ngram": (TARGET, {"method": "ngram", "prompt_lookup_max": 3, **length}),
-        "suffix": (TARGET, {"method": "suffix", **length}),
-    }
+    medusa = {"method": "medusa", "model": heads.medusa(folder / "medusa")}
+    medusa["num_speculative_tokens"] = LENGTH
+    return {**heads.trunks(folder, LENGTH), "medusa": (TARGET, medusa)}
 
 
-SOURCES = ["eagle", "eagle3", "medusa", "mtp", "ngram"]
+SOURCES = ["eagle", "eagle3", "medusa", "mtp"]
 CASES = [pytest.param({"row_cost": 0}, name, id=f"whole-{name}") for name in SOURCES]
-CASES += [pytest.param({"row_cost": 0}, "suffix", id="whole-suffix", marks=NEEDS_SUFFIX)]
-# A model of vLLM's, and what needs none.
-CASES += [pytest.param({}, name, id=f"priced-{name}") for name in ("eagle", "ngram")]
+# What takes time, and what is drafted in each step.
+CASES += [pytest.param({}, name, id=f"priced-{name}") for name in ("eagle", "medusa")]
 
 
 def watch(llm: Any, chains: Chains) -> tuple[list[tuple[int, ...]], Counter[str]]:
@@ -132,8 +125,6 @@ def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain,
     assert seen["wrong trunks"] == 0
     assert seen["trunks in trees"] > 0
     assert moved
-    if name == "suffix":  # which drafts from all that it has seen
-        return
     # Behind the same texts, as prompts without the token that the target says next.
     texts = list(dict.fromkeys([*moved, *chains]))[:60]
     with watched_chains(monkeypatch) as expected, engine(trunk, model=model, **ARGUMENTS) as llm:
@@ -143,7 +134,7 @@ def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain,
 
 
 def test_a_trunk_is_no_longer_than_a_draft(plain):
-    method = {**HOSTED, "trunk": {"method": "ngram", "num_speculative_tokens": 9}, "max_nodes": 3}
+    method = {**HOSTED, "trunk": HOSTED["trunk"] | {"num_speculative_tokens": 9}, "max_nodes": 3}
     with engine(method) as llm:
         assert runner(llm).tree_drafter.length == 3
         assert generate(llm, PROMPTS, MIXED) == plain(TARGET)[0][0]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 LENGTH, NODES = 3, 12
 METHOD = {"method": "token_recycling", "max_nodes": NODES, "context_mib": 1}
-SOURCES = ("eagle", "eagle3", "mtp", "ngram_gpu")
+SOURCES = ("eagle", "eagle3", "mtp")
 ARGUMENTS = {name: value for name, value in LLM_ARGUMENTS.items() if name != "model"}
 ARGUMENTS |= {"max_model_len": 160, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 30}
 MANY = {"max_num_seqs": 12, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 80}
@@ -58,15 +58,13 @@ class TestEverySource:
         found, seen = result[name], result[name]["seen"]
         assert len(found["trunks"]) > 15
         assert found["trunks"] == found["chains of vLLM"]
-        assert name == "ngram_gpu" or seen["moved rows"] > 0
-        # For n-grams the text has few matches.
-        assert seen["trunks in trees"] > (0 if name == "ngram_gpu" else 10)
+        assert seen["moved rows"] > 0
+        assert seen["trunks in trees"] > 10
         assert seen["other trunks"] == 0
 
     def test_drafting_waits_for_no_device(self, result, name):
         # vLLM's heads look at lengths on the host, for the first token of a chain and for the rest.
-        looks = 0 if name == "ngram_gpu" else 2 * result[name]["calls"]
-        assert result[name]["waits"] == ["aten.item.default"] * looks
+        assert result[name]["waits"] == ["aten.item.default"] * 2 * result[name]["calls"]
 
 
 def test_a_head_drafts_where_that_is_worth_its_time(result):
@@ -208,8 +206,7 @@ def refused(trunk: dict[str, Any], **flags: Any) -> str:
 
 def main(folder: Path) -> dict[str, Any]:
     """In the process with the engines: two without speculation, and those with it."""
-    ngram = {"method": "ngram_gpu", "prompt_lookup_max": 3, "num_speculative_tokens": LENGTH}
-    sources = heads.trunks(folder, LENGTH) | {"ngram_gpu": (TARGET, ngram)}
+    sources = heads.trunks(folder, LENGTH)
     result: dict[str, Any] = {}
     for name, model in (("plain", TARGET), ("plain with mtp", sources["mtp"][0])):
         with engine(model=model, **ARGUMENTS) as llm:

@@ -17,7 +17,7 @@ from vllm.tokenizers import cached_get_tokenizer
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine.input_processor import InputProcessor
 
-from tests.integration.engines import GROWN, NEEDS_SUFFIX, SMALL_OUROBOROS, TARGET, TRUNK
+from tests.integration.engines import GROWN, SMALL_OUROBOROS, TARGET, TRUNK
 from vllm_recycle.core.owners import Owner
 from vllm_recycle.integration.requests import parameters as requests
 
@@ -25,7 +25,6 @@ METHODS = {
     "sequence": GROWN,
     "shared": {**GROWN, "scope": "shared"},
     "isolated": {**GROWN, "scope": "isolated"},
-    "suffix": {**GROWN, "trunk": {"method": "suffix"}},
     "trunk": TRUNK,
     "published": SMALL_OUROBOROS,
     "request": {**SMALL_OUROBOROS, "scope": "request"},
@@ -86,7 +85,6 @@ BAD_EXTRA_ARGS = [
         ("published", {"hint": "a"}, None, "none: the method ouroboros as published has no"),
         ("sequence", None, "\ud800", r"'cache_salt' is '\\ud800', expected a text in UTF-8"),
         ("published", None, "salt", "'cache_salt' is 'salt', expected none: all requests sh"),
-        pytest.param("suffix", None, "salt", "none: a trunk by suffix drafts", marks=NEEDS_SUFFIX),
     ],
 )
 def test_what_is_wrong_is_refused(method, extra_args, salt, message):

@@ -25,7 +25,7 @@ from tests.integration.engines import (
     make_config,
 )
 from vllm_recycle.integration.options import METHODS, has_settings, settings_of
-from vllm_recycle.integration.options.base import TABLE
+from vllm_recycle.integration.options.base import LENGTH, TABLE
 from vllm_recycle.integration.options.given import given_keys
 from vllm_recycle.integration.options.trunk import FIXED
 from vllm_recycle.integration.plugin import register
@@ -166,22 +166,24 @@ BAD_OPTIONS = [
     ({"trunk": "eagle3"}, "trunk is 'eagle3', expected an object with \"method\""),
     ({"trunk": {}}, r"trunk is \{\}, expected an object with"),
     ({"trunk": {"method": "oak"}}, r"of trunk is 'oak', expected one of \['eagle', 'eagle3', 'mtp"),
-    ({"trunk": {"method": "dflash"}}, "method of trunk is 'dflash', expected one of"),
+    *(
+        ({"trunk": {"method": name}}, f"method of trunk is {name!r}, expected one of")
+        for name in ("dflash", "ngram", "ngram_gpu", "suffix")
+    ),
     (
         {"trunk": {"method": "draft_model"}},
         "or the method 'ouroboros' with a draft model",
     ),
-    ({"trunk": NGRAM | {1: 2}}, "key 1 of trunk, expected names"),
-    ({"trunk": NGRAM | {"nope": 1}}, r"key 'nope' of trunk, expected any of \['method'"),
-    ({"trunk": NGRAM | {"model": "x"}}, "key 'model' of trunk, expected any of"),
-    ({"trunk": NGRAM | {"num-speculative-tokens": 3}}, "are one key of trunk, expected one of"),
-    ({"trunk": NGRAM | {"prompt-lookup-max": 0}}, "prompt_lookup_max is 0: Input should be"),
-    ({"trunk": NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 2}}, "min=5 must be <= "),
+    ({"trunk": HEAD | {1: 2}}, "key 1 of trunk, expected names"),
+    ({"trunk": HEAD | {"nope": 1}}, r"key 'nope' of trunk, expected any of \['method'"),
+    ({"trunk": HEAD | {LENGTH: 3, "num-speculative-tokens": 3}}, "are one key of trunk, expected"),
+    ({"trunk": {"method": "medusa", "moe_backend": "x"}}, "key 'moe_backend' of trunk, expected"),
     ({"trunk": {"method": "eagle"}}, "model of trunk is None, expected a path or a name on the"),
     ({"trunk": HOSTED["trunk"] | {"model": 5}}, "model of trunk is 5, expected a path or a name"),
     ({"trunk": HOSTED["trunk"] | {"model": "/no/head"}}, "local directory.* '/no/head'"),
+    ({"trunk": HOSTED["trunk"] | {"draft-tensor-parallel-size": 0}}, "size is 0: Input should be"),
     ({"trunk": HOSTED["trunk"] | {"draft_tensor_parallel_size": 4}}, "size=4 cannot be"),
-    ({"trunk": NGRAM | {"num_speculative_tokens": 0}}, "of trunk is 0, expected an integer 1 to"),
+    ({"trunk": HEAD | {LENGTH: 0}}, "of trunk is 0, expected an integer 1 to"),
     *(
         ({"trunk": HEAD | {key: True}}, f"{key} of trunk is True, expected none or {value!r}")
         for key, value in FIXED.items()
@@ -192,10 +194,9 @@ BAD_OPTIONS = [
         for method in ("eagle3", "eagle")
         for key in OTHER_KEYS
     ),
-    ({"trunk": NGRAM, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
-    ({"trunk": NGRAM, "k": 2}, "k is 2, expected at least the 3 choices"),
-    ({"trunk": {"method": "suffix"}, "scope": "isolated"}, "'suffix' with scope 'isolated'"),
-    ({"trunk": NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is 0, expected"),
+    ({"trunk": HEAD, "tree": "default"}, "tree is 'default', expected 'dynamic'"),
+    ({"trunk": HEAD, "k": 2}, "k is 2, expected at least the 3 choices"),
+    ({"trunk": HEAD, "num_speculative_tokens": 0}, "num_speculative_tokens is 0, expected"),
 ]
 BAD_OPTIONS_OF_OUROBOROS_AS_PUBLISHED = [
     ({"tree": "default"}, r"unknown key 'tree', expected any of \['method', 'model', 'draft_"),

@@ -93,8 +93,7 @@ def cases() -> Iterator[Case]:
         yield from (attention_case(arch, sizes, options) for arch in archs)
     yield from step_cases()
     yield Case("penalise", penalise)
-    yield Case("trunks-a head", partial(count_and_take, has_probabilities=True), (90,))
-    yield Case("trunks-ngram", partial(count_and_take, has_probabilities=False), (80,))
+    yield Case("trunks", count_and_take, (80, 90))
     yield Case("copies", find_copies, (80, 90))
     yield Case("trunks-the surer", choose_surer, (80,))
     yield Case("top-k-fp32", lambda: top_k(torch.zeros(3, 32_000), 8), (80,))
@@ -168,11 +167,9 @@ def make_texts() -> Texts:
     return Texts(int32(MAX_NUM_REQS, MAX_MODEL_LEN), int32(MAX_NUM_REQS))
 
 
-def count_and_take(*, has_probabilities: bool) -> None:
+def count_and_take() -> None:
     """Trunks of four tokens, as vLLM's speculators draft them: by place first."""
-    choices = ChoiceAcceptance(int64(MAX_NUM_REQS))
-    choices.has_probabilities = has_probabilities
-    trunks = DeviceTrunks.empty(MAX_NUM_REQS, 4, choices)
+    trunks = DeviceTrunks.empty(MAX_NUM_REQS, 4, ChoiceAcceptance(int64(MAX_NUM_REQS)))
     shape = (4, MAX_NUM_REQS, CHOICES)
     drafted = (values[:, :BATCH].transpose(0, 1) for values in (int64(*shape), torch.zeros(shape)))
     trunks.count(int32(BATCH), make_texts())

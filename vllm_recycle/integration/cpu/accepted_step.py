@@ -74,14 +74,15 @@ class AcceptedSteps(CPUModelRunner):
             for groups in self.attn_groups
         ]
 
-    def draft_chains(self, length: int) -> Any:
+    def draft_chains(self, length: int) -> torch.Tensor:
         """What vLLM's proposer drafts behind the step, as if a chain had been verified.
 
         Args:
-            length: tokens of each chain, or the most of them.
+            length: tokens of each chain.
 
         Returns:
-            Tokens by request of the batch, int64 [num_reqs, length], or a list of lists.
+            Tokens by request of the batch, int64 [num_reqs, length]; of Medusa as many as it has
+            heads.
 
         """
         sampled_token_ids, sampling, hidden, sample_hidden_states, aux, *rest = self.proposing[1:]

@@ -23,7 +23,7 @@ from vllm_recycle.integration.options import settings_of
 
 # vLLM's proposers that draft place by place from what `AcceptedSteps` prepares; not all versions
 # have all of them. EAGLE's is that of MTP too.
-PROPOSERS = ("Eagle", "Medusa", "Ngram", "SuffixDecoding")
+PROPOSERS = ("Eagle", "Medusa")
 
 
 class HostedProposer:
@@ -34,7 +34,8 @@ class HostedProposer:
         length: the most tokens of a chain.
 
     Attributes:
-        is_model: whether it is a model, whose chains take time, and have probabilities.
+        is_model: whether it is a model, whose chains take time, and have probabilities; Medusa's
+            heads are none.
 
     """
 
@@ -69,16 +70,15 @@ class HostedProposer:
 
         """
         self._choices.clear()
-        chains = self.runner.draft_chains(length)
-        batch = len(chains)
+        chains = self.runner.draft_chains(length)[:, :length]
+        shape = len(chains), length, CHOICES
         if self._choices:
             # One forward may choose the tokens of all places, request by request.
             parts = [torch.stack(values, dim=1) for values in zip(*self._choices, strict=True)]
-            token_ids, probabilities = (part.view(batch, length, CHOICES) for part in parts)
+            token_ids, probabilities = (part.view(shape) for part in parts)
             return Trunks(token_ids, probabilities)
-        token_ids = torch.full((batch, length, CHOICES), NO_TOKEN)
-        for index, chain in enumerate(chains):
-            token_ids[index, : len(chain), 0] = torch.as_tensor(chain[:length]).long()
+        token_ids = torch.full(shape, NO_TOKEN)
+        token_ids[:, : chains.shape[1], 0] = chains
         return Trunks(token_ids, (token_ids != NO_TOKEN).double() / 2)
 
     def _choose(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class HostedTrunkV1Drafter(AlongTrunks):
         return self.source.attention_layers
 
     def draft_trunks(self, texts: TextEnds, block_tables: Any, rate: float) -> Trunks | None:
-        # A model reads each step, whether it drafts or not; others look at each.
+        # A model reads each step, whether it drafts or not; Medusa's heads have one length.
         depths = torch.tensor(texts.max_depths)
         trunks = self.source.draft(self.length if depths.any() or not self.is_model else 0)
         if not depths.any():

@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
-from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from vllm_recycle.core.curve import TREES, TRUNKS
 from vllm_recycle.core.grow import Trunks
@@ -71,7 +70,6 @@ class HostedTrunkV2Drafter(AlongTrunks):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         options = settings_of(vllm_config).options
-        self.scans_texts = vllm_config.speculative_config.method == "ngram_gpu"
         super().__init__(vllm_config, device, req_states, length=options.trunk_length)
 
     def make_speculator(self, may_speculate: np.ndarray) -> V2Speculator:
@@ -106,23 +104,20 @@ class HostedSpeculator(V2Speculator):
     """What the classes below have before a speculator of vLLM's and `TokenRecyclingSpeculator`.
 
     Attributes:
-        is_model: whether a model drafts, whose chains take time, and have probabilities.
         token_ids: int64 [length, max_num_reqs, CHOICES], the best tokens at each place of a chain.
         probabilities: float32, of these.
 
     """
 
     tree_drafter: Any
-    is_model = True
     kind = TRUNKS
 
     def host(self, drafter: HostedTrunkV2Drafter, may_speculate: np.ndarray) -> None:
         """Complete what vLLM has made."""
         TokenRecyclingSpeculator.__init__(self, drafter, may_speculate)
-        drafter.choices.has_probabilities = self.is_model
         shape = drafter.length, self.max_num_reqs, CHOICES
         self.token_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=self.device)
-        self.probabilities = torch.full(shape, 0.5, device=self.device)
+        self.probabilities = torch.zeros(shape, device=self.device)
         self.req_states = drafter.req_states
 
     def load_draft_model(self, *args: Any) -> torch.nn.Module:
@@ -131,13 +126,12 @@ class HostedSpeculator(V2Speculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
-        if self.is_model:
-            # vLLM's full graphs of a head's prefill are for chains of one length, and for as many
-            # requests as the target's graph has, which trees are not padded to.
-            mixed_mode = cudagraph_mode.mixed_mode()
-            mode = mixed_mode if mixed_mode == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
-            manager_type, rows = type(self.decode_cudagraph_manager), self.tree_drafter.length + 1
-            self.prefill_cudagraph_manager = manager_type(self.vllm_config, self.device, mode, rows)
+        # vLLM's full graphs of a head's prefill are for chains of one length, and for as many
+        # requests as the target's graph has, which trees are not padded to.
+        mixed_mode = cudagraph_mode.mixed_mode()
+        mode = mixed_mode if mixed_mode == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
+        manager_type, rows = type(self.decode_cudagraph_manager), self.tree_drafter.length + 1
+        self.prefill_cudagraph_manager = manager_type(self.vllm_config, self.device, mode, rows)
 
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The best token of each row, int64 [rows]; the best ones are kept."""
@@ -151,33 +145,25 @@ class HostedSpeculator(V2Speculator):
         return best_token_ids[:, 0].contiguous()
 
     def update_requests(self, scheduler_output: Any) -> None:
-        if self.is_model:
-            self.kind = note_of(scheduler_output).kind
+        self.kind = note_of(scheduler_output).kind
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return TokenRecyclingSpeculator.propose(self, *args, **kwargs)
 
     def prepare(self, input_batch: Any, *args: Any, drafts: bool, **kwargs: Any) -> None:
-        """Draft trunks, if the step is to have some; a model reads each step, even without."""
+        """Draft trunks, if the step is to have some; a head reads each step, even without."""
         path, self.tree_drafter.path = self.tree_drafter.path, None
         is_dummy = kwargs.get("dummy_run")
-        has_trunks = drafts and not (self.is_model and self.kind == TREES)
-        chains = None
-        if self.is_model or has_trunks:
-            if path is not None and self.is_model and not is_dummy:
-                last_hidden_states, aux_hidden_states = args[2:4]
-                states = aux_hidden_states or [last_hidden_states]
-                tensors = (input_batch.input_ids, input_batch.positions, *states)
-                move_rows(tensors, input_batch.logits_indices, input_batch.cu_num_logits, path)
-            length = self.tree_drafter.length if is_dummy or has_trunks else 0
-            chains = super().propose(input_batch, *args, num_speculative_tokens=length, **kwargs)
+        has_trunks = drafts and self.kind != TREES
+        if path is not None and not is_dummy:
+            last_hidden_states, aux_hidden_states = args[2:4]
+            states = aux_hidden_states or [last_hidden_states]
+            tensors = (input_batch.input_ids, input_batch.positions, *states)
+            move_rows(tensors, input_batch.logits_indices, input_batch.cu_num_logits, path)
+        length = self.tree_drafter.length if is_dummy or has_trunks else 0
+        super().propose(input_batch, *args, num_speculative_tokens=length, **kwargs)
         if is_dummy:
             return
-        if not self.is_model and chains is not None:
-            # vLLM fills up a chain with the last token, or all of it where it finds nothing.
-            last_token_ids = self.req_states.last_sampled_tokens.view(-1)[input_batch.idx_mapping]
-            is_filled = (chains == last_token_ids[:, None]).flip(1).cumprod(dim=1).flip(1) > 0
-            self.token_ids[:, : len(chains), 0] = chains.where(~is_filled, NO_TOKEN).T
         drafter, idx_mapping = self.tree_drafter, input_batch.idx_mapping
         drafter.count_trunks(idx_mapping)
         if not has_trunks:
@@ -194,12 +180,10 @@ class HostedSpeculator(V2Speculator):
     # What drafting takes.
 
     def plain_runs(self) -> dict[int, Callable[[], Any]]:
-        if not self.is_model:
-            return {}
         return {batch: partial(self._run_dummy, batch, batch, 0) for batch in self._batches()}
 
     def alone_runs(self) -> dict[int, Callable[[], Any]]:
-        return self._runs(0) if self.is_model else {}
+        return self._runs(0)
 
     def drafting_runs(self) -> dict[int, Callable[[], Any]]:
         return self._runs(self.tree_drafter.length)
@@ -210,10 +194,7 @@ class HostedSpeculator(V2Speculator):
     def _runs(self, length: int) -> dict[int, Callable[[], Any]]:
         """A round of so many tokens behind the most rows that a step may have, and trees."""
         self.tree_drafter.leave_out(self.no_drafts.new_zeros(1))
-        runs = TokenRecyclingSpeculator.drafting_runs(self)
-        if not self.is_model:
-            return runs
-        [grow] = runs.values()
+        [grow] = TokenRecyclingSpeculator.drafting_runs(self).values()
 
         def draft(batch: int) -> None:
             rows = min(batch * (1 + self.tree_drafter.trees.num_nodes), self.max_num_tokens)
@@ -242,12 +223,5 @@ class HostedMTP(HostedSpeculator, MTPSpeculator, TokenRecyclingSpeculator):
     """That of the heads that models have themselves."""
 
 
-class HostedNgram(HostedSpeculator, NgramGPUSpeculator, TokenRecyclingSpeculator):
-    """That of n-grams."""
-
-    is_model = False
-    kind = TREES
-
-
 # By vLLM's speculators that draft place by place, what they become.
-HOSTED = {EagleSpeculator: HostedEagle, MTPSpeculator: HostedMTP, NgramGPUSpeculator: HostedNgram}
+HOSTED = {EagleSpeculator: HostedEagle, MTPSpeculator: HostedMTP}

@@ -57,7 +57,6 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         roots: int64 [max_num_reqs, 1], the path of each request where none has a tree.
         successors: int32 [logit rows, k], of the step.
         worths: float32 [batch, nodes], of the trees that were drafted last.
-        scans_texts: whether a speculator searches whole texts in each step.
         device_copies: from the text of each request; None where a template is filled, or where
             texts would take too much memory of the device.
         trunks: of a draft model, by `req_state_idx`; None where there is none.
@@ -65,7 +64,6 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
     """
 
     trunks: Trunks | None = None
-    scans_texts = False
     device_copies: DeviceCopies | None = None
     successors: torch.Tensor
     worths: torch.Tensor
@@ -98,7 +96,7 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
             shape,
             dtype=torch.int32,
             device=device,
-            uva_instead_of_gpu=not self.scans_texts and self.copies is None,
+            uva_instead_of_gpu=self.copies is None,
         )
         self.texts = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
 

@@ -179,6 +179,11 @@ class SharedOptions(ABC):
         return self.takes_texts and not self.isolates
 
     @property
+    def ignores_salts(self) -> str:
+        """What all requests share, whatever their cache salts, in words; empty for nothing."""
+        return ""
+
+    @property
     def num_nodes(self) -> int:
         """The most nodes that a draft has."""
         return self.load_tree().num_nodes

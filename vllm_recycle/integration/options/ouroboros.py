@@ -104,7 +104,6 @@ class OuroborosOptions(DraftShape, SharedOptions):
 
     @property
     def ignores_salts(self) -> str:
-        """What all requests share, whatever their cache salts, in words; empty for nothing."""
         shared = "all requests share one pool of phrases, unless the scope is 'request'"
         return shared if self.shares_pool else ""
 

@@ -120,17 +120,11 @@ class TokenRecyclingOptions(SharedOptions):
             self._check_trunk()
 
     def _check_trunk(self) -> None:
-        trunk, choices = self.trunk, "of a draft model"
+        choices = "of a draft model"
         if not self.has_own_model:
-            check_trunk(trunk)
+            check_trunk(self.trunk)
             choices = "at a place of it"
-        assert trunk is not None
         expect("tree", self.tree, self.tree == DYNAMIC, f"{DYNAMIC!r} with a trunk")
-        if trunk["method"] == "suffix" and self.isolates:
-            raise ValueError(
-                "speculative_config: method of trunk is 'suffix' with scope 'isolated', expected "
-                "another of them: it drafts from what other requests said"
-            )
         expect("k", self.k, self.k >= CHOICES, f"at least the {CHOICES} choices {choices}")
 
     @property
@@ -148,12 +142,6 @@ class TokenRecyclingOptions(SharedOptions):
             return (CHAINS,)
         # With a cost of the user's, a chain promises no more than the tree that it is a part of.
         return (TREES, CHAINS) if self.is_dynamic and self.row_cost is None else (TREES,)
-
-    @property
-    def ignores_salts(self) -> str:
-        """What all requests share, whatever their cache salts, in words; empty for nothing."""
-        is_suffix = self.trunk is not None and self.trunk["method"] == "suffix"
-        return "a trunk by suffix drafts from the outputs of all requests" if is_suffix else ""
 
     @property
     def num_nodes(self) -> int:

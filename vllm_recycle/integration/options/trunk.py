@@ -15,29 +15,13 @@ from vllm_recycle.integration.options.base import (
     expect,
 )
 
-# Tokens of a trunk where the user says nothing: a method that costs nothing may draft longer ones.
-DEFAULT_LENGTH, DEFAULT_LENGTHS = 4, {"ngram": 5, "ngram_gpu": 5, "suffix": 16}
+DEFAULT_LENGTH = 4  # tokens of a trunk where the user says nothing
 # Keys of vLLM's about a model that drafts, and the blocks of its prompts.
 LOADING_KEYS = (*DRAFT_MODEL_KEYS, "moe_backend", "draft_load_config")
 HEAD_KEYS = (*LOADING_KEYS, "disable_eagle_block_drop", "disable_lookahead_block_hashes")
-LOOKUP_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
-SUFFIX_KEYS = (
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-)
 # The methods of vLLM that draft a chain place by place, and their keys. vLLM's other keys would do
 # nothing here, or break a step: trees replace how it verifies, samples and counts drafts.
-KEYS = {
-    "eagle": HEAD_KEYS,
-    "eagle3": HEAD_KEYS,
-    "mtp": HEAD_KEYS,
-    "medusa": MODEL_KEYS,
-    "ngram": LOOKUP_KEYS,
-    "ngram_gpu": LOOKUP_KEYS,
-    "suffix": SUFFIX_KEYS,
-}
+KEYS = {"eagle": HEAD_KEYS, "eagle3": HEAD_KEYS, "mtp": HEAD_KEYS, "medusa": MODEL_KEYS}
 # Keys of every trunk that have one value, which is vLLM's default.
 FIXED = {
     "draft_sample_method": "greedy",
@@ -50,9 +34,9 @@ FIXED = {
 
 
 def length_of(trunk: Mapping[str, Any]) -> Any:
-    """The most tokens of a trunk, as the user says or by its method."""
+    """The most tokens of a trunk, as the user says or by default."""
     length = trunk.get(LENGTH)
-    return DEFAULT_LENGTHS.get(trunk["method"], DEFAULT_LENGTH) if length is None else length
+    return DEFAULT_LENGTH if length is None else length
 
 
 def check_trunk(trunk: Any) -> None:
@@ -76,7 +60,7 @@ def check_trunk(trunk: Any) -> None:
             raise ValueError(
                 f"speculative_config: key {shorten(key)} of trunk, expected any of {accepted}"
             )
-    if "model" in keys and not is_mtp:
+    if not is_mtp:
         model = trunk.get("model")
         is_name = isinstance(model, str) and model != ""
         expect("model of trunk", model, is_name, "a path or a name on the hub")

@@ -28,9 +28,6 @@ GRANITE = ("granite", "granitemoe", "granitemoeshared")
 # Keys by which configurations of other types say that they have them.
 SAY_SINKS = ("swa_attention_sink_enabled", "add_swa_attention_sink_bias")
 
-# What the methods of vLLM that draft by a model have in their names.
-OF_MODELS = ("eagle", "mtp", "medusa")
-
 LOCKSTEP = "--data-parallel-size above 1 with a mixture-of-experts model"
 
 
@@ -92,16 +89,14 @@ def check(
 
 def before_a_version(options: MethodOptions, *, on_v2: bool) -> dict[str, bool]:
     """What older ones of the supported versions of vLLM lack, and whether the method needs it."""
-    method = options.trunk["method"] if options.trunk is not None else ""
-    has_hosted_model = options.source == HOSTED_TRUNK and any(name in method for name in OF_MODELS)
     return {
         "a GPU before vLLM 0.31": on_v2 and not FEATURES.v2_runs_trees,
         "a draft model or a trunk on a GPU before vLLM 0.32": (
             options.trunk is not None and on_v2 and not FEATURES.v2_hosts
         ),
         # vLLM's own drafts by a model fail there at the first request.
-        "a trunk by a model on a CPU before vLLM 0.31": (
-            has_hosted_model and not on_v2 and not FEATURES.cpu_runs_heads
+        "a trunk on a CPU before vLLM 0.31": (
+            options.source == HOSTED_TRUNK and not on_v2 and not FEATURES.cpu_runs_heads
         ),
     }
 

@@ -77,7 +77,6 @@ class DeviceTrunks:
             texts.token_ids.stride(0),
             LENGTH=self.token_ids.shape[1],
             CHOICES=self.token_ids.shape[2],
-            HAS_PROBABILITIES=self.acceptance.has_probabilities,
             CELLS=num_cells,
             CELL_LANES=triton.next_power_of_2(num_cells),
             REQUESTS=REQUESTS,
@@ -106,7 +105,6 @@ class DeviceTrunks:
             LENGTH=length,
             CHOICES=self.token_ids.shape[2],
             LANES=triton.next_power_of_2(length),
-            HAS_PROBABILITIES=self.acceptance.has_probabilities,
             num_warps=1,
         )
 
@@ -189,18 +187,13 @@ def _choose_trunks_kernel(
 def _cells(
     request_class: tl.tensor,
     probability: tl.tensor,
-    place: tl.tensor,
     choice: tl.tensor,
     CHOICES: tl.constexpr,
-    HAS_PROBABILITIES: tl.constexpr,
 ) -> tl.tensor:
     """Where in the counts a choice is; see `ChoiceAcceptance`."""
-    if HAS_PROBABILITIES:
-        product = probability * _PARTS
-        product = tl.where(product == product, product, 0.0)  # rounds that warm up may read NaN
-        part = tl.minimum(tl.maximum(product, 0.0), _PARTS - 1).to(tl.int32)
-    else:
-        part = tl.minimum(place, _PARTS - 1)
+    product = probability * _PARTS
+    product = tl.where(product == product, product, 0.0)  # rounds that warm up may read NaN
+    part = tl.minimum(tl.maximum(product, 0.0), _PARTS - 1).to(tl.int32)
     return (request_class * CHOICES + choice) * _PARTS + part
 
 
@@ -230,7 +223,6 @@ def _count_trunks_kernel(
     text_stride: int,
     LENGTH: tl.constexpr,
     CHOICES: tl.constexpr,
-    HAS_PROBABILITIES: tl.constexpr,
     CELLS: tl.constexpr,
     CELL_LANES: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -255,9 +247,7 @@ def _count_trunks_kernel(
             probability = tl.load(probabilities + offset, mask=is_choice, other=0.0)
             has_token = choice_token >= 0
             is_right = has_token & (choice_token == token[:, None])
-            cell = _cells(
-                request_class[:, None], probability, place, choice, CHOICES, HAS_PROBABILITIES
-            )
+            cell = _cells(request_class[:, None], probability, choice, CHOICES)
             tl.atomic_add(increments + cell * 2, 1, mask=is_right, sem="relaxed")
             tl.atomic_add(increments + cell * 2 + 1, 1, mask=has_token, sem="relaxed")
             is_followed = tl.sum((is_right & (choice == 0)).to(tl.int32), axis=1) > 0
@@ -292,7 +282,6 @@ def _take_trunks_kernel(
     LENGTH: tl.constexpr,
     CHOICES: tl.constexpr,
     LANES: tl.constexpr,
-    HAS_PROBABILITIES: tl.constexpr,
 ) -> None:
     """A program for a request."""
     request = tl.program_id(0).to(tl.int64)
@@ -304,7 +293,7 @@ def _take_trunks_kernel(
     token = tl.load(draft_token_ids + source + choice, mask=mask, other=-1)
     source = request * draft_probabilities_stride + place * draft_probabilities_place_stride
     probability = tl.load(draft_probabilities + source + choice, mask=mask, other=0).to(tl.float32)
-    cell = _cells(tl.load(classes + index), probability, place, choice, CHOICES, HAS_PROBABILITIES)
+    cell = _cells(tl.load(classes + index), probability, choice, CHOICES)
     chance = chances_of(counts, cell, probability, mask & (token >= 0))
     target = (index * LENGTH + place) * CHOICES + choice
     tl.store(token_ids + target, token, mask=mask)
