@@ -19,7 +19,8 @@ from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
-# How far trees that a device grows are searched: nodes of a level that are expanded, and levels.
+# Trees that a device grows: nodes of a level that are expanded. And the most levels where a draft
+# model reads what may have been accepted, and of chains for requests that look back.
 BEAM = 16
 LEVELS = 16
 NO_PLACE = -1

@@ -139,7 +139,6 @@ class ChoiceAcceptance:
 
     Args:
         classes: int64 [max_num_reqs], of the requests, see `AdjacencyMatrix`.
-
         choices: at each place of a trunk.
 
     Attributes:

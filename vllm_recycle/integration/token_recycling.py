@@ -16,7 +16,7 @@ class TokenRecyclingDrafter(Drafter):
 
     Attributes:
         choices: of trunks; None where trees grow along none.
-        copies: from the text of each request; None where a template is filled.
+        copies: from the text of each request; None where nothing grows along them.
 
     """
 

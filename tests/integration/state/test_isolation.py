@@ -69,7 +69,7 @@ ATTACKS: dict[str, tuple[Any, ...]] = {
         Neighbours(num_tokens=1000, regex="(The (first|last) number is [0-9]{3}, )+"),
     ),
     "time of a template": ({**PAPER, "row_cost": 0.05}, {}, Neighbours()),
-    "what a draft model's choices are worth": ({**TRUNK, "row_cost": 0.05}, {}, Neighbours()),
+    "what a draft model's choices are worth": ({**TRUNK, "row_cost": 0.0}, {}, Neighbours()),
     "rows": (GROWN, {"max_num_batched_tokens": 32}, Neighbours()),
     "rows of a template": (PAPER, {"max_num_batched_tokens": 32}, Neighbours()),
     "KV blocks": (GROWN, {"num_gpu_blocks_override": 44, "block_size": 32, "max_model_len": 512},
@@ -122,7 +122,7 @@ def test_drafts_tell_of_neighbours_only_without_isolation_and_salts(name, scope,
     for way, (one, other) in zip(ways, found, strict=True):
         assert (one == other) == (way.salted or scope == "isolated")
         if one == other or name == "nothing":
-            assert any(draft for _, draft in one) != (way.salted and scope == "shared")
+            assert any(draft for _, draft in one)  # of its own text, at least
 
 
 def main(_: Path) -> dict[str, list[list[Trace]]]:

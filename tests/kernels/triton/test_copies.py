@@ -59,14 +59,19 @@ def test_copies_equal_the_reference(kinds, counts, monkeypatch):
 
 
 def test_the_surer_trunk_is_taken():
-    draw = torch.Generator().manual_seed(2)
+    draw = torch.Generator().manual_seed(3)
     copies = Trunks(
         torch.randint(9, (4, 6, 1), generator=draw), torch.rand(4, 6, 1, generator=draw)
     )
     heads = Trunks(torch.randint(9, (4, 2, 3), generator=draw), torch.rand(4, 2, 3, generator=draw))
+    heads.token_ids[1] = -1  # left out, with the chances of the trunk before
+    chances = heads.chances.where(heads.token_ids >= 0, 0.0)
     idx_mapping = torch.tensor([3, 1, 0])
-    surer, expected = choose_trunks(idx_mapping, copies, heads), copies.surer(heads)
-    is_copy = copies.promises >= heads.promises
+    surer, expected = (
+        choose_trunks(idx_mapping, copies, heads),
+        copies.surer(heads._replace(chances=chances)),
+    )
+    is_copy = copies.promises >= heads._replace(chances=chances).promises
     assert is_copy[idx_mapping].any()
     assert not is_copy[idx_mapping].all()
     for values, expected_values in zip(surer, expected, strict=True):

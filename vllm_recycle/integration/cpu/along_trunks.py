@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_recycle.core.adjacency import Ends
+from vllm_recycle.core.adjacency import NUM_COUNTED, Ends
 from vllm_recycle.core.curve import TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import Arm, Mean
@@ -131,7 +131,9 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         if texts.trunks is None:
             return replace(texts, trunks=trunks)
         if not self.isolates:
-            for promise in trunks.promises[torch.from_numpy(depths > 0)].tolist():
+            is_counted = self.state.matrix.classes[texts.idx_mapping] < NUM_COUNTED
+            is_counted &= torch.from_numpy(depths > 0)
+            for promise in trunks.promises[is_counted].tolist():
                 self.mean_promise = self.mean_promise.with_sample(promise)
         return replace(texts, trunks=texts.trunks.surer(trunks))
 

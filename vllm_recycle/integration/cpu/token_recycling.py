@@ -44,7 +44,8 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             seeds_from_prompts=options.seeds_from_prompts,
             operations=calls,
         )
-        if options.copies:
+        # What stands in a text for an image is no token.
+        if options.copies and not vllm_config.model_config.is_multimodal_model:
             classes = self.state.matrix.classes
             # Under `isolated` nobody's counts reach another.
             self.copies = Copies(classes, options.num_nodes, counts=not self.isolates)
@@ -54,6 +55,12 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             self.proposer.add_request(request)
             if self.copies is not None:
                 self.copies.begin(request.req_state_idx, request.hint)
+
+    def release(self, req_state_indices: Sequence[int]) -> None:
+        super().release(req_state_indices)
+        if self.copies is not None:
+            for index in req_state_indices:
+                self.copies.begin(index)
 
     def take_in(self, token_ids: Sequence[int], req_state_idx: int | None = None) -> None:
         self.proposer.take_in(token_ids, req_state_idx)
@@ -84,8 +91,11 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
         started, load, arm = time.perf_counter(), load_of(texts), None
         if self.chooser is not None and load is not None:
             arm = self.chooser.look(load)
-        if self.copies is not None:
-            trunks = calls.draft_copies(self.copies, texts.idx_mapping, texts.ends)
+        if self.copies is not None and load is not None and arm != PLAIN:
+            pairs = zip(texts.ends.last_positions, texts.max_depths, strict=True)
+            positions = [position if depth else -1 for position, depth in pairs]
+            ends = replace(texts.ends, last_positions=positions)
+            trunks = calls.draft_copies(self.copies, texts.idx_mapping, ends)
             texts = replace(texts, trunks=trunks)
         drafts, has_read = self.draft_step(texts, num_nodes, block_tables, arm)
         seconds = time.perf_counter() - started

@@ -86,9 +86,11 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         self.is_blind = np.zeros(max_num_reqs, dtype=bool)
         self.roots = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
         shape = max_num_reqs, vllm_config.model_config.max_model_len
-        if options.copies and 4 * math.prod(shape) <= MAX_TEXT_BYTES:
+        if self.template is None and 4 * math.prod(shape) <= MAX_TEXT_BYTES:
             # Under `isolated` nobody's counts reach another.
-            copies = Copies(self.state.matrix.classes, depth, counts=not options.isolates)
+            copies = Copies(
+                self.state.matrix.classes, options.max_depth, counts=not options.isolates
+            )
             self.copies, self.device_copies = copies, DeviceCopies.empty(copies)
         # What is searched in each step is in device memory; else each prompt is copied once, and
         # the ends of texts are read.

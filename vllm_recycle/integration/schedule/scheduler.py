@@ -64,7 +64,8 @@ class TreeScheduler(Scheduler):
                 if options.is_dynamic
                 else options.load_tree().depths.cummax(0).values[1:].tolist()
             )
-        # A prefix that is as deep as it has nodes is a chain; so is all that is grown as one.
+        # A prefix that is as deep as it has nodes is a chain; so is all that is grown as one, of
+        # which the later tokens are seldom right.
         depths = enumerate(self.depth_of_nodes, 1)
         self.chain_nodes = min(LEVELS, sum(depth == count for count, depth in depths))
         self.sizes: DraftSizes | None = None

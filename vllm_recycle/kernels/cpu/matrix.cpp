@@ -305,21 +305,22 @@ void find_following(const Source& source, const Context& context, int64_t b, int
     }
   }
   const size_t num_offered = followers.size();
-  int64_t ranks = address.entry ? source.matrix.k - int64_t(num_offered) : 0;
-  while (ranks > 0 && address.entry[ranks] < 0) ranks--;
+  const int64_t ranks = address.entry ? source.matrix.k - int64_t(num_offered) : 0;
   if (!num_offered) {
-    for (int64_t rank = 0; rank < ranks; rank++) {
-      followers.push_back({address.entry[1 + rank], rate[rank * STEADINESSES], NO_PLACE});
+    for (int64_t rank = 0; rank < ranks; rank++, rate += STEADINESSES) {
+      if (address.entry[1 + rank] >= 0) followers.push_back({address.entry[1 + rank], *rate, NO_PLACE});
     }
     return;
   }
   followers[0].place = place + 1;
-  const bool believes_entry = ranks > 0 && !address.own && rate[0] > followers[0].chance;
+  const bool has_first = ranks > 0 && address.entry[1] >= 0;
+  const bool believes_entry = has_first && !address.own && rate[0] > followers[0].chance;
   double rest_chance = 1.0, rest_rate = 1.0;
   for (size_t i = 0; !believes_entry && i < num_offered; i++) rest_chance -= followers[i].chance;
   std::vector<bool> is_known(num_offered);
   for (int64_t rank = 0; rank < ranks; rank++, rate += STEADINESSES) {
     const int64_t token = address.entry[1 + rank];
+    if (token < 0) continue;
     size_t i = 0;
     while (i < num_offered && followers[i].token != token) i++;
     if (believes_entry) rest_chance -= *rate;

@@ -32,7 +32,7 @@ _AHEAD = tl.constexpr(8)
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopies:
-    """The copies of an engine, and the last trunk of each request, by `req_state_idx`."""
+    """The copies of an engine, without hints; and the last trunk of each request."""
 
     copies: Copies
     trunks: DeviceTrunks

@@ -142,8 +142,11 @@ def choose_trunks(idx_mapping: torch.Tensor, trunks: Trunks, peer: Trunks) -> Tr
 
 
 @triton.jit
-def _promise(chances: tl.tensor, place: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Tokens that are expected to be right, by chances that lie at places."""
+def _promise(
+    token_ids: tl.tensor, chances: tl.tensor, place: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    """Tokens of a trunk that are expected to be right; a trunk that was left out has none."""
+    mask = mask & (tl.load(token_ids + place, mask=mask, other=-1) >= 0)
     chance = tl.load(chances + place, mask=mask, other=0.0)
     return tl.sum(tl.cumprod(bounded(chance), 0), 0)
 
@@ -168,8 +171,8 @@ def _choose_trunks_kernel(
     lane = tl.arange(0, LANES)
     place = (index * LENGTH + lane) * CHOICES
     peer_place = (index * PEER_LENGTH + lane) * PEER_CHOICES
-    promise = _promise(chances, place, lane < LENGTH)
-    peer_promise = _promise(peer_chances, peer_place, lane < PEER_LENGTH)
+    promise = _promise(token_ids, chances, place, lane < LENGTH)
+    peer_promise = _promise(peer_token_ids, peer_chances, peer_place, lane < PEER_LENGTH)
     is_surer = promise >= peer_promise + tl.zeros([LANES], tl.float32)
     for choice in tl.static_range(PEER_CHOICES):
         is_ours = is_surer & (lane < LENGTH * (choice < CHOICES))
