@@ -126,8 +126,8 @@ def _draft_copies_kernel(
     best = tl.zeros([], tl.int64)
     for first in range(0, last, BLOCK):
         position = first + tl.arange(0, BLOCK)
-        token = tl.load(text + position, mask=position < last, other=-1)
-        is_match = (token == newest_token) & (token >= 0)
+        text_token = tl.load(text + position, mask=position < last, other=-1)
+        is_match = (text_token == newest_token) & (text_token >= 0)
         match = is_match.to(tl.int32)
         depth = tl.full([], 1, tl.int32)
         while (depth < _MAX_MATCH) & (tl.max(is_match.to(tl.int32), 0) > 0):
@@ -135,9 +135,9 @@ def _draft_copies_kernel(
             for ahead in tl.static_range(_AHEAD):
                 back = depth + ahead
                 is_older = is_searched & (position >= back) & (back < _MAX_MATCH)
-                token = tl.load(text + position - back, mask=is_older, other=-1)
+                older_token = tl.load(text + position - back, mask=is_older, other=-1)
                 end_token = tl.load(text + last - back, mask=last >= back, other=-2)
-                is_match = is_match & (token == end_token) & (token >= 0)
+                is_match = is_match & (older_token == end_token) & (older_token >= 0)
                 match += is_match.to(tl.int32)
             depth += _AHEAD
         place = position + 1
