@@ -160,6 +160,7 @@ def _draft_copies_kernel(
     probability = tl.where(is_token, probability, 0.0)
     request_class = tl.load(classes + index)
     chance = chances_of(counts, request_class * _PARTS + part, probability, is_token & (token >= 0))
+    tl.debug_barrier()  # All warps have read the last trunk.
     tl.store(token_ids + trunk, token.to(tl.int64), mask=is_place)
     tl.store(probabilities + trunk, probability, mask=is_place)
     tl.store(chances + trunk, chance, mask=is_place)

@@ -29,7 +29,7 @@ FLOAT_OPERATIONS: dict[str, Operation] = {
     "min": arithmetic.lesser, "max": arithmetic.greater,
 }  # fmt: skip
 INTEGER_OPERATIONS: dict[str, Operation] = {
-    "div": arithmetic.divide, "min": np.minimum, "max": np.maximum,
+    "abs": np.abs, "div": arithmetic.divide, "min": np.minimum, "max": np.maximum,
 }  # fmt: skip
 COMPARISONS: dict[str, Operation] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
