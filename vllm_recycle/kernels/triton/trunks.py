@@ -143,12 +143,21 @@ def choose_trunks(idx_mapping: torch.Tensor, trunks: Trunks, peer: Trunks) -> Tr
 
 @triton.jit
 def _promise(
-    token_ids: tl.tensor, chances: tl.tensor, place: tl.tensor, mask: tl.tensor
+    token_ids: tl.tensor,
+    chances: tl.tensor,
+    place: tl.tensor,
+    LENGTH: tl.constexpr,
+    CHOICES: tl.constexpr,
 ) -> tl.tensor:
     """Tokens of a trunk that are expected to be right; a trunk that was left out has none."""
-    mask = mask & (tl.load(token_ids + place, mask=mask, other=-1) >= 0)
-    chance = tl.load(chances + place, mask=mask, other=0.0)
-    return tl.sum(tl.cumprod(bounded(chance), 0), 0)
+    survival = tl.full([], 1.0, tl.float32)
+    promise = tl.full([], 0.0, tl.float32)
+    for step in range(LENGTH):
+        chance = bounded(tl.load(chances + place + step * CHOICES))
+        has_token = tl.load(token_ids + place + step * CHOICES) >= 0
+        survival = tl.where(has_token, survival * chance, 0.0)
+        promise += survival
+    return promise
 
 
 @triton.jit
@@ -171,8 +180,9 @@ def _choose_trunks_kernel(
     lane = tl.arange(0, LANES)
     place = (index * LENGTH + lane) * CHOICES
     peer_place = (index * PEER_LENGTH + lane) * PEER_CHOICES
-    promise = _promise(token_ids, chances, place, lane < LENGTH)
-    peer_promise = _promise(peer_token_ids, peer_chances, peer_place, lane < PEER_LENGTH)
+    first, peer_first = index * LENGTH * CHOICES, index * PEER_LENGTH * PEER_CHOICES
+    promise = _promise(token_ids, chances, first, LENGTH, CHOICES)
+    peer_promise = _promise(peer_token_ids, peer_chances, peer_first, PEER_LENGTH, PEER_CHOICES)
     is_surer = promise >= peer_promise + tl.zeros([LANES], tl.float32)
     for choice in tl.static_range(PEER_CHOICES):
         is_ours = is_surer & (lane < LENGTH * (choice < CHOICES))
