@@ -34,6 +34,7 @@ INTEGER_OPERATIONS: dict[str, Operation] = {
 COMPARISONS: dict[str, Operation] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "neu": np.not_equal, "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "ltu": lambda a, b: ~(a >= b),
 }  # fmt: skip
 ATOMICS: dict[str, Callable[[Any, Any], Any]] = {"add": operator.add, "max": max}
 MODIFIERS = {"rn", "rzi", "ftz", "full", "approx", "lo"}
