@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.core.recycling_steps import K, ends_of, make_matrix, write_entries
 from vllm_recycle.core.adjacency import NUM_CLASSES, NUM_COUNTED, SCOPES, AdjacencyMatrix
-from vllm_recycle.core.grow import Allowed, Growth, TextEnds, Trunks, grow
+from vllm_recycle.core.grammar import Allowed
+from vllm_recycle.core.grow import Growth, TextEnds, Trunks, grow
 from vllm_recycle.core.owners import Owner
 
 TOKENS = 4

@@ -10,12 +10,13 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from vllm_recycle.core.adjacency import AdjacencyMatrix, Ends
+from vllm_recycle.core.grammar import Allowed, Grammar, keep_allowed
 from vllm_recycle.core.tree import TreeTemplate
 from vllm_recycle.core.verification import NO_TOKEN
 
@@ -71,34 +72,6 @@ class Trunks(NamedTuple):
         token_ids, chances = self.token_ids[b, place], bounded(self.chances[b, place])
         pairs = zip(token_ids.tolist(), chances.tolist(), strict=True)
         return {token: chance for token, chance in pairs if token != NO_TOKEN}
-
-
-class Allowed(NamedTuple):
-    """What a grammar allows at a row.
-
-    Attributes:
-        words: int32 [words]; token t is allowed where bit t % 32 of word t // 32 is set.
-        expected: an allowed token that is to be expected there, if any; else -1.
-
-    """
-
-    words: torch.Tensor
-    expected: int = NO_TOKEN
-
-    def has(self, token: int) -> bool:
-        """Whether a token is allowed."""
-        word = token // 32
-        return word < len(self.words) and bool(int(self.words[word]) >> token % 32 & 1)
-
-
-class Grammar(Protocol):
-    """What a text has to follow, looked at ahead of its end."""
-
-    def allowed(self, path: Sequence[int]) -> Allowed | None:
-        """What is allowed behind a path of tokens below the text; None where that is not said.
-
-        While a draft is made it says the same of a path whenever it is asked.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +287,7 @@ def _following(
     context = [*row.path[::-1], *tail][: reader.matrix.layout.reach]
     followers = reader.following(context, choices)
     if (allowed := texts.allowed(b, row.path)) is not None:
-        followers = _what_is_allowed(followers, allowed)
+        followers = keep_allowed(followers, allowed)
     on_trunk = next(iter(choices), None)
     return [
         (token, chance, row.place + 1 if token == on_trunk else NO_PLACE)
@@ -364,17 +337,3 @@ def fill(
                 token_ids[b, node], worths[b, node] = token, _ = children[parent][rank]
                 contexts[node + 1] = [token, *contexts[parent]][: matrix.layout.reach]
     return Growth(token_ids, worths, tree.parents.expand(batch, -1))
-
-
-def _what_is_allowed(
-    followers: list[tuple[int, float]], allowed: Allowed
-) -> list[tuple[int, float]]:
-    """What may follow under a grammar, and the chance of each; see `grow`."""
-    tokens = [token for token, _ in followers if allowed.has(token)]
-    followers = list(zip(tokens, (chance for _, chance in followers), strict=False))
-    if allowed.expected == NO_TOKEN:
-        return followers
-    pairs, rest_chance = [pair for pair in followers if pair[0] != allowed.expected], 1.0
-    for _, chance in pairs:  # not `sum`, which rounds otherwise from Python 3.12 on
-        rest_chance -= chance
-    return sorted([*pairs, (allowed.expected, max(0.0, rest_chance))], key=lambda pair: -pair[1])

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from vllm_recycle.core.grow import Allowed
+from vllm_recycle.core.grammar import Allowed
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.drafter import from_all_ranks
 from vllm_recycle.integration.schedule.grammar import ALL_ALLOWED
@@ -112,7 +112,7 @@ class GrammarsAhead:
 
 
 class GrammarAhead:
-    """The grammar of a request, which goes ahead of its text and comes back; see `grow.Grammar`.
+    """The grammar of a request, which goes ahead of its text and comes back; see `grammar.Grammar`.
 
     Where few tokens are allowed it expects one of them. Most often these are the beginnings of one
     text that has to follow, a key of a JSON schema, say, in which any white space is allowed and
@@ -150,7 +150,7 @@ class GrammarAhead:
         self.seen.clear()
 
     def allowed(self, path: Sequence[int]) -> Allowed | None:
-        """See `grow.Grammar`; of too many rows nothing is said, and nothing behind an end."""
+        """See `grammar.Grammar`; of too many rows nothing is said, and nothing behind an end."""
         key = tuple(path)
         if key not in self.seen:
             if self.is_lost or len(self.seen) == MOST_ROWS or not self._go(path):

@@ -19,7 +19,8 @@ from vllm_recycle.core.choose import Price
 from vllm_recycle.core.copies import Copies
 from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.draft import Drafts
-from vllm_recycle.core.grow import Allowed, Grammar, TextEnds, Trunks
+from vllm_recycle.core.grammar import Allowed, Grammar
+from vllm_recycle.core.grow import TextEnds, Trunks
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.tree import Trees, TreeTemplate
 from vllm_recycle.core.verification import WalkResult

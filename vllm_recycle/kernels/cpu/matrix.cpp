@@ -341,7 +341,7 @@ void find_following(const Source& source, const Context& context, int64_t b, int
   sort_best_first(followers);
 }
 
-// See _what_is_allowed.
+// See grammar.keep_allowed.
 void keep_allowed(const Allowed& allowed, std::vector<Follower>& followers) {
   if (!allowed.words) return;
   size_t count = 0;
