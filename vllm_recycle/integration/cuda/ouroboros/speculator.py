@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -281,11 +280,11 @@ class RoundSpeculator(TokenRecyclingSpeculator, StandaloneARSpeculator):
         positions.copy_(token.clamp(max=self.max_model_len - 1))
         texts = self.req_states.all_token_ids.gpu
         buffers.input_ids[: len(token)].copy_(texts[idx_mapping[owner], positions])
-        slots = self.block_tables.compute_slot_mappings(
+        # Rows behind the end of a short text are computed for nothing. They have KV too, in blocks
+        # of the last step's drafts, which is written anew: attention may multiply it by 0.
+        return self.block_tables.compute_slot_mappings(
             idx_mapping, query_start_loc, positions, len(token), out=self.expanded_slot_mappings
         )
-        # Rows behind the end of a text: they are computed for nothing, and no other row sees them.
-        return slots.masked_fill_(token >= num_computed[owner], PAD_SLOT_ID)
 
     def _run_largest_forwards(self) -> None:
         """For vLLM to measure their memory; they read and write no KV cache."""
