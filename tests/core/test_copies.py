@@ -7,15 +7,17 @@ import torch
 from tests.core.recycling_steps import K, ends_of, started, write_entries
 from vllm_recycle.core.adjacency import GREEDY, NUM_CLASSES, Ends
 from vllm_recycle.core.copies import Copies, draft_copies, find_place, learn_copies
-from vllm_recycle.core.grow import TextEnds, Trunks, grow
+from vllm_recycle.core.grow import NO_PLACE, TextEnds, Trunks, grow
 from vllm_recycle.core.verification import NO_TOKEN
 
 
 def test_a_place_is_the_nearest_to_the_last_copy():
     text = torch.tensor([1, 2, 3, 4, 5, *[0] * 80, 1, 2, 3, 4, 6, *[7] * 9, 1, 2, 3, 4])
-    place, match = find_place(text, 3)
+    place, match = find_place(text, 3, min_match=4)
     assert (place, match) == (4, 4)
-    assert find_place(text, -1) == (89, 4)
+    assert find_place(text, -1, min_match=4) == (89, 4)
+    assert find_place(text, -1, min_match=5) == (NO_PLACE, 0)
+    assert find_place(text, 3, min_match=5) == (4, 4)  # near enough
 
 
 def drafted(copies: Copies, text: list[int]) -> tuple[list[int], Ends]:

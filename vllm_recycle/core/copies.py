@@ -19,8 +19,9 @@ from vllm_recycle.core.verification import NO_TOKEN
 
 # The most tokens of a trunk, and of a match.
 MAX_TRUNK, MAX_MATCH = 63, 64
-# Places need matches of as many tokens, unless they are as near to where the last copy stood.
-MIN_MATCH, NEAR = 4, 64
+# Places need matches of as many tokens, unless they are as near to where the last copy stood. Rows
+# cost more on a CPU, where shorter matches lose in free text.
+MIN_MATCH, MIN_MATCH_CPU, NEAR = 4, 8, 64
 # A match of as many tokens is a copy, which later places are near to.
 MIN_COPY = 8
 # Matches are told apart as 1, 2, 3, 4 to 7, 8 to 15, ...; they have the last ones of `PARTS`.
@@ -33,6 +34,7 @@ class Copies:
     Args:
         classes: int64 [max_num_reqs], of the requests, see `AdjacencyMatrix`.
         length: the most tokens of a trunk.
+        min_match: the fewest tokens of a match, unless it is near to the last copy.
         counts: whether it is counted how often trunks are right.
 
     Attributes:
@@ -45,9 +47,16 @@ class Copies:
 
     """
 
-    def __init__(self, classes: torch.Tensor, length: int, *, counts: bool = True) -> None:
+    def __init__(
+        self,
+        classes: torch.Tensor,
+        length: int,
+        *,
+        min_match: int = MIN_MATCH,
+        counts: bool = True,
+    ) -> None:
         self.acceptance = ChoiceAcceptance(classes, choices=1)
-        self.length, self.counts = min(length, MAX_TRUNK), counts
+        self.length, self.min_match, self.counts = min(length, MAX_TRUNK), min_match, counts
         self.stands = torch.full_like(classes, NO_PLACE)
         self.places = torch.full_like(classes, NO_PLACE)
         self.matches = torch.zeros_like(classes)
@@ -100,7 +109,7 @@ def draft_copies(copies: Copies, idx_mapping: torch.Tensor, ends: Ends) -> Trunk
 
     """
     for index, text in zip(idx_mapping.tolist(), copies.texts(idx_mapping, ends), strict=True):
-        place, match = find_place(text, int(copies.stands[index]))
+        place, match = find_place(text, int(copies.stands[index]), copies.min_match)
         copies.places[index], copies.matches[index] = place, match
     return copies.acceptance.chances(copies.trunks(idx_mapping, ends), idx_mapping)
 
@@ -128,12 +137,13 @@ def learn_copies(
     copies.places[idx_mapping] = NO_PLACE
 
 
-def find_place(text: torch.Tensor, stand: int) -> tuple[int, int]:
+def find_place(text: torch.Tensor, stand: int, min_match: int) -> tuple[int, int]:
     """Where a copy goes on, and the length of its match; -1 and 0 where nothing matches.
 
     Args:
         text: integer [n], -1 where there is no token.
         stand: where the last copy went on; -1 for none, and then the newest place is the nearest.
+        min_match: see `Copies`.
 
     """
     last = len(text) - 1
@@ -148,7 +158,7 @@ def find_place(text: torch.Tensor, stand: int) -> tuple[int, int]:
         matches += is_match
     distances = (places - stand).abs() if stand >= 0 else len(text) - places
     is_near = distances <= NEAR if stand >= 0 else torch.zeros_like(is_match)
-    fits = (matches >= MIN_MATCH) | is_near
+    fits = (matches >= min_match) | is_near
     columns = (values[fits].tolist() for values in (matches, -distances, places))
     match, _, place = max(zip(*columns, strict=True), default=(0, 0, NO_PLACE))
     return place, match

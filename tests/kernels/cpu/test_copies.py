@@ -14,7 +14,7 @@ from tests.integration.engines import EXAMPLES
 from vllm_recycle.core import reference
 from vllm_recycle.core.adjacency import NUM_CLASSES, Ends
 from vllm_recycle.core.choose import Price
-from vllm_recycle.core.copies import Copies
+from vllm_recycle.core.copies import MIN_MATCH, MIN_MATCH_CPU, Copies
 from vllm_recycle.core.curve import TREES
 from vllm_recycle.core.grow import TextEnds
 from vllm_recycle.core.learn import VerifiedStep
@@ -33,15 +33,16 @@ BATCH, NODES, CONTEXTS = 3, 16, (1, 2, 4, 16)
     has_holes=st.booleans(),
     has_hints=st.booleans(),
     counts=st.booleans(),
+    min_match=st.sampled_from([MIN_MATCH, MIN_MATCH_CPU]),
 )
-def test_copies_equal_the_reference(seed, kinds, has_holes, has_hints, counts):
+def test_copies_equal_the_reference(seed, kinds, has_holes, has_hints, counts, min_match):
     torch.manual_seed(seed)
     width, classes = 300, torch.randint(NUM_CLASSES, (BATCH + 2,))
     token_ids = torch.randint(kinds, (BATCH, width), dtype=torch.int32)
     token_ids[:, 100:200] = token_ids[:, :100]  # longer matches than chance gives
     is_token = torch.rand(BATCH, width) < 0.97 if has_holes else None
     idx_mapping = torch.randperm(BATCH + 2)[:BATCH]
-    states = [Copies(classes, 20, counts=counts) for _ in range(2)]
+    states = [Copies(classes, 20, min_match=min_match, counts=counts) for _ in range(2)]
     for state in states:
         state.acceptance.counts[:, :, 5] = 1999.0  # soon halved
         for index in idx_mapping.tolist():
@@ -75,7 +76,8 @@ def tokens_per_call(texts: list[tuple[list[int], list[int]]], *, has_copies: boo
     proposer = TokenRecyclingProposer(
         TokenRecyclingState(matrix), max_nodes=NODES, operations=calls
     )
-    copies, request = Copies(matrix.classes, NODES), torch.zeros(1, dtype=torch.int64)
+    copies = Copies(matrix.classes, NODES, min_match=MIN_MATCH_CPU)
+    request = torch.zeros(1, dtype=torch.int64)
     price, num_calls = {TREES: Price(torch.ones(NODES + 2, dtype=torch.float64))}, 0
     for prompt, answer in texts:
         proposer.add_request(NewRequest(0, prompt))
@@ -94,10 +96,12 @@ def tokens_per_call(texts: list[tuple[list[int], list[int]]], *, has_copies: boo
             path = path[: len(new_tokens)]
             successors = torch.full((1 + len(nodes), 8), -1, dtype=torch.int32)
             successors[path, 0] = torch.tensor(new_tokens, dtype=torch.int32)
+            row_token_ids = torch.full((1 + len(nodes),), -1)  # other rows write no entries
+            row_token_ids[path] = tokens[0, length - 1 : length - 1 + len(path)].long()
             step = VerifiedStep(
                 request,
                 torch.tensor([[0, *parents]]),
-                torch.tensor([int(tokens[0, length - 1]), *nodes]),
+                row_token_ids,
                 torch.tensor([0, 1 + len(nodes)]),
                 successors,
                 WalkResult(

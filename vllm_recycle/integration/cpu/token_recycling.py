@@ -11,7 +11,7 @@ import torch
 
 from vllm_recycle.core.adjacency import Ends
 from vllm_recycle.core.choose import Price
-from vllm_recycle.core.copies import Copies
+from vllm_recycle.core.copies import MIN_MATCH_CPU, Copies
 from vllm_recycle.core.curve import TRUNKS, Load
 from vllm_recycle.core.draft import Drafts
 from vllm_recycle.core.explore import PLAIN, Arm
@@ -22,6 +22,7 @@ from vllm_recycle.core.token_recycling import TokenRecyclingProposer
 from vllm_recycle.core.verification import WalkResult
 from vllm_recycle.integration.cpu.drafter import LastDrafts, V1Drafter
 from vllm_recycle.integration.cpu.step_layout import StepLayout
+from vllm_recycle.integration.start.versions import takes_images
 from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
 from vllm_recycle.kernels.cpu import calls
 
@@ -45,10 +46,12 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
             operations=calls,
         )
         # What stands in a text for an image is no token.
-        if options.copies and not vllm_config.model_config.is_multimodal_model:
+        if options.copies and not takes_images(vllm_config.model_config):
             classes = self.state.matrix.classes
             # Under `isolated` nobody's counts reach another.
-            self.copies = Copies(classes, options.num_nodes, counts=not self.isolates)
+            self.copies = Copies(
+                classes, options.num_nodes, min_match=MIN_MATCH_CPU, counts=not self.isolates
+            )
 
     def add_requests(self, requests: Sequence[NewRequest]) -> None:
         for request in requests:

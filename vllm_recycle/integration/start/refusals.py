@@ -11,14 +11,13 @@ from typing import Any
 from pydantic import ValidationError
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_recycle.core.state_file import shorten
 from vllm_recycle.integration.options import MethodOptions, Settings
 from vllm_recycle.integration.options.base import DRAFT_MODEL, HOSTED_TRUNK, expect
 from vllm_recycle.integration.start.platform import Platform
-from vllm_recycle.integration.start.versions import FEATURES
+from vllm_recycle.integration.start.versions import FEATURES, takes_images
 
 logger = init_logger("vllm.recycle")
 # Model types that have attention sinks.
@@ -165,11 +164,7 @@ def unsupported_by_trees(vllm_config: Any, platform: Platform) -> dict[str, bool
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         # Its ranks must take graphs of as many rows, and ours are not chosen by these alone.
         LOCKSTEP: keeps_step(vllm_config),
-        "a multimodal model without --language-model-only": (
-            model.supports_multimodal_inputs
-            if FEATURES.multimodal_by_model
-            else MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
-        ),
+        "a multimodal model without --language-model-only": takes_images(model),
         "a model with M-RoPE on a GPU": model.uses_mrope and on_v2,
         f"--attention-backend {backend and backend.name}": backend not in (None, attention_backend),
         # Of compute capability 8.x and 12.x. vLLM takes another backend there.

@@ -6,6 +6,7 @@ import os
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import vllm
@@ -64,13 +65,6 @@ class Features:
         return _has_folder("v1/worker/gpu/sample/logits_processor")
 
     @cached_property
-    def multimodal_by_model(self) -> bool:
-        """A model's configuration says what it takes. Remove when vLLM 0.30 is dropped."""
-        from vllm.config import ModelConfig
-
-        return hasattr(ModelConfig, "supports_multimodal_inputs")
-
-    @cached_property
     def aux_outputs(self) -> bool:
         """What else is returned has its own configuration. Remove when vLLM 0.30 is dropped."""
         from vllm.config import VllmConfig
@@ -102,6 +96,15 @@ class Features:
 
 
 FEATURES = Features()
+
+
+def takes_images(model: Any) -> bool:
+    """Whether a model, vLLM's `ModelConfig`, reads more than text as it is configured."""
+    if hasattr(model, "supports_multimodal_inputs"):
+        return bool(model.supports_multimodal_inputs)
+    from vllm.multimodal import MULTIMODAL_REGISTRY  # remove when vLLM 0.30 is dropped
+
+    return MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
 
 
 def _has_folder(name: str) -> bool:

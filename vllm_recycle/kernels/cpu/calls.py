@@ -238,7 +238,7 @@ class _Copies(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("classes", "stands", "places", "matches", "counts")),
-        *((name, c_int64) for name in ("length", "is_counting")),
+        *((name, c_int64) for name in ("length", "min_match", "is_counting")),
         *((name, c_void_p) for name in ("idx_mapping", "token_ids", "is_token")),
         ("stride", c_int64),
         *((name, c_void_p) for name in ("last_positions", "hints", "hint_lengths")),
@@ -258,6 +258,7 @@ def _copies(copies: Copies, idx_mapping: torch.Tensor, ends: Ends) -> Iterator[A
         *pointers(copies.acceptance.classes, copies.stands, copies.places, copies.matches),
         pointer(copies.acceptance.counts, torch.float64),
         copies.length,
+        copies.min_match,
         copies.counts,
         pointer(idx_mapping),
         token_ids,

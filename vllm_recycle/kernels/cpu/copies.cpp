@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t MAX_MATCH = 64, MIN_MATCH = 4, NEAR = 64, MIN_COPY = 8;
+constexpr int64_t MAX_MATCH = 64, NEAR = 64, MIN_COPY = 8;
 constexpr int64_t PARTS = 10, FIRST_PART = PARTS - 8, NUM_CLASSES = 4, NUM_COUNTED = 2;
 constexpr int64_t NO_PLACE = -1, NO_TOKEN = -1;
 constexpr double MOST_SEEN = 2000.0, PRIOR_WEIGHT = 4.0;
@@ -17,7 +17,7 @@ struct Copies {
   const int64_t* classes;
   int64_t *stands, *places, *matches;  // by req_state_idx
   double* counts;
-  int64_t length, is_counting;
+  int64_t length, min_match, is_counting;
   const int64_t* idx_mapping;
   const int32_t* token_ids;
   const uint8_t* is_token;
@@ -52,7 +52,7 @@ int64_t part_of(int64_t match) {
 }
 
 // See find_place; what it leaves is `match`.
-int64_t find_place(const Text& text, int64_t stand, int64_t& match) {
+int64_t find_place(const Text& text, int64_t stand, int64_t min_match, int64_t& match) {
   int64_t best_place = NO_PLACE, best_distance = 0;
   const int64_t last = text.length - 1, newest = last < 1 ? NO_TOKEN : text[last];
   match = 0;
@@ -66,7 +66,7 @@ int64_t find_place(const Text& text, int64_t stand, int64_t& match) {
       length++;
     }
     const int64_t distance = stand < 0 ? text.length - place : std::abs(place - stand);
-    if (length < MIN_MATCH && (stand < 0 || distance > NEAR)) continue;
+    if (length < min_match && (stand < 0 || distance > NEAR)) continue;
     if (length < match || (length == match && distance >= best_distance)) continue;
     best_place = place, match = length, best_distance = distance;
   }
@@ -86,7 +86,8 @@ void draft_copies(const Copies* ref, int64_t* token_ids, double* chances) {
     const int64_t index = copies.idx_mapping[b], first = b * copies.length;
     const Text text(copies, b);
     int64_t& match = copies.matches[index];
-    const int64_t place = copies.places[index] = find_place(text, copies.stands[index], match);
+    const int64_t place = find_place(text, copies.stands[index], copies.min_match, match);
+    copies.places[index] = place;
     const int64_t size = place < 0 ? 0 : std::min(copies.length, text.length - place);
     for (int64_t i = 0; i < size; i++) {
       token_ids[first + i] = text[place + i];
