@@ -1,11 +1,10 @@
 """Write the page of speed-ups by model and load, from reports of `vllm-recycle bench --json`.
 
-cd examples/benchmarks; python speedups.py results/cpu-speedups-*.json > speedups.md
+python examples/benchmarks/speedups.py > examples/benchmarks/speedups.md
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,13 @@ from typing import Any
 
 from vllm_recycle.cli.bench.report import BASELINE
 
+RESULTS = Path(__file__).parent / "results"
+# The class of a model, by the report.
+MODELS = {
+    "cpu-speedups": "a small dense model: 135M parameters, 30 layers",
+    "cpu-pair-peers": "a deep dense model of 150 layers, with a draft model of 28",
+    "h200-wide-peers": "a wide dense model, of the shape of Llama-3-8B",
+}
 LOSS = "▼"
 HEAD = f"""\
 # Speed-ups by model and load
@@ -22,55 +28,47 @@ and machines differ: `vllm-recycle bench` measures yours.
 
 A cell has the speed-up over plain decoding, and in brackets tokens per step. {LOSS} marks a loss.
 The best method of a column is bold. The last column has the share of outputs that equal those of
-plain decoding. In 16 bits near-ties of two tokens fall either way, with any method.
-"""
+plain decoding. In 16 bits near-ties of two tokens fall either way, with any method."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("reports", type=Path, nargs="+", help="what --json of the benchmark wrote")
-    sections = [line for path in parser.parse_args().reports for line in _section(path)]
-    print(HEAD, *sections, sep="\n")
+    print(HEAD, *(line for name in MODELS for line in _section(name)), sep="\n")
 
 
-def _section(path: Path) -> Iterator[str]:
+def _section(name: str) -> Iterator[str]:
     """A report's model, machine, table and command."""
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     conditions, results = report["conditions"], report["results"]
-    engine = conditions["engines"][BASELINE]
-    hardware, versions = conditions["hardware"], conditions["versions"]
-    levels = conditions["concurrency"]
-    yield f"## {Path(conditions['model']).name}\n"
+    hardware, levels = conditions["hardware"], conditions["concurrency"]
     passes = conditions["repeats"] * len(levels) + 1
+    machine = hardware["device"]
+    if machine == "cpu":
+        machine = f"{hardware['cpu']}, {hardware['cores']} cores"
+    yield f"\n## {Path(conditions['model']).name}: {MODELS[name]}\n"
     yield (
-        f"`{engine['architecture']}`, {engine['layers']} layers, {conditions['dtype']}. "
-        f"{hardware['cpu']} ({hardware['device']}), {hardware['cores']} cores. "
-        f"vLLM {versions['vllm']}, `{path.name}`. "
-        f"Prompts per pass: {conditions['num_prompts'] // passes}. "
-        f"Passes: {conditions['repeats']}; the table has medians.\n"
+        f"{machine}, {conditions['dtype']}, vLLM {conditions['versions']['vllm']} "
+        f"(`{name}.json`). Medians of {conditions['repeats']} passes with "
+        f"{conditions['num_prompts'] // passes} prompts each.\n"
     )
     titles = ["method", *(f"{level} in flight" for level in levels), "equal"]
     yield f"| {' | '.join(titles)} |"
-    yield "|" + " --- |" * len(titles)
-    best = {
-        level: max(row["speedup"] for row in results if row["concurrency"] == level)
-        for level in levels
-    }
-    for name in conditions["methods"]:
-        rows = {row["concurrency"]: row for row in results if row["method"] == name}
-        cells = [f"`{name}`", *(_cell(rows[level], best[level]) for level in levels)]
-        equal = [format(row["equal_share"], ".0%") for row in rows.values()]
-        yield f"| {' | '.join([*cells, ', '.join(equal)])} |"
-    yield f"\n    {conditions['command']}\n"
+    yield f"| {' | '.join('---' for _ in titles)} |"
+    for method in conditions["methods"]:
+        rows = [row for row in results if row["method"] == method]
+        cells = [_cell(row, results) for row in rows]
+        equal = ", ".join(format(row["equal_share"], ".0%") for row in rows)
+        yield f"| {' | '.join([f'`{method}`', *cells, equal])} |"
+    yield f"\n    {conditions['command']}"
 
 
-def _cell(row: dict[str, Any], best: float) -> str:
+def _cell(row: dict[str, Any], results: list[dict[str, Any]]) -> str:
     if row["method"] == BASELINE:
         return f"{row['tokens_per_s']:.1f} tokens/s"
-    speedup = f"{row['speedup']:.2f}"
+    rivals = [other for other in results if other["concurrency"] == row["concurrency"]]
+    speedup = format(row["speedup"], ".2f")
     if row["speedup"] < 1:
         speedup = f"{LOSS} {speedup}"
-    elif row["speedup"] == best:
+    elif row["speedup"] == max(rival["speedup"] for rival in rivals):
         speedup = f"**{speedup}**"
     return f"{speedup} ({row['mean_accepted_tokens']:.2f})"
 

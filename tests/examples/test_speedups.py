@@ -10,9 +10,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples/benchmarks"
 
 
 def test_the_page_is_made_from_the_reports():
-    reports = sorted(path.name for path in (BENCHMARKS / "results").glob("cpu-speedups-*.json"))
-    assert len(reports) == 2
-    command = [sys.executable, "speedups.py", *(f"results/{name}" for name in reports)]
-    page = subprocess.run(command, check=True, cwd=BENCHMARKS, capture_output=True, text=True)
+    command = [sys.executable, BENCHMARKS / "speedups.py"]
+    page = subprocess.run(command, check=True, capture_output=True, text=True)
     assert page.stdout == (BENCHMARKS / "speedups.md").read_text("utf-8")
     assert "▼" in page.stdout  # losses are shown, and these reports have some

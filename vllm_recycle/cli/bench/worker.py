@@ -99,8 +99,6 @@ class Worker:
         return {
             "versions": {module.__name__: module.__version__ for module in modules},
             "device": torch.cuda.get_device_name() if device == "cuda" else device,
-            "architecture": config.model_config.architecture,
-            "layers": config.model_config.get_total_num_hidden_layers(),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "compilation_mode": config.compilation_config.mode.name,
             "max_model_len": config.model_config.max_model_len,
