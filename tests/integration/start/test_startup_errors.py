@@ -134,16 +134,19 @@ BAD_OPTIONS = [
     ({"k": 4, "tree": "paper-80"}, r"rank 4 is not below k = 4"),
     ({"max_nodes": 0}, "max_nodes is 0, expected an integer 1 to 256"),
     ({"max_nodes": True}, "max_nodes is True, expected an integer"),
-    ({"contexts": [2]}, r"got \[2\], expected lengths ascending from 1 to at most 16"),
-    ({"contexts": [1, 17]}, r"got \[1, 17\], expected lengths ascending"),
-    ({"contexts": [1] * 100_000}, r"got \[1, .*\.\.\. \(300,000 characters\), expected lengths"),
+    ({"contexts": [2]}, r"contexts is \[2\], expected lengths ascending from 1 to at most 16"),
+    *(
+        ({"contexts": lengths}, "expected lengths ascending")
+        for lengths in ([], [0, 1], [1, 1], [1, 3, 2], [1, 17], [True], [1, 2.0], [1, "2"])
+    ),
+    ({"contexts": [1] * 100_000}, r"is \[1, .*\.\.\. \(300,000 characters\), expected lengths"),
     ({"contexts": 4}, "contexts is 4, expected a list"),
     ({"context_mib": 0}, "context_mib is 0, expected an integer 1 to 65536"),
     ({"row_cost": -1}, "row_cost is -1, expected a number, at least 0"),
     ({"preset": "oak"}, r"preset is 'oak', expected one of \['paper'\]"),
     ({"preset": "paper", "max_nodes": 81}, "got 81, expected at most the 80 nodes of tree 'pa"),
     ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, expected"),
-    ({"scope": "global"}, r"scope: got 'global', expected one of \['sequence', 'shared'"),
+    ({"scope": "global"}, r"scope is 'global', expected one of \['sequence', 'shared'"),
     ({"matrix_file": 3}, "matrix_file is 3, expected a path"),
     ({"matrix_file": ""}, "matrix_file is '', expected a path"),
     ({"matrix_file": "m", "scope": "isolated"}, "matrix_file is given with scope 'isolated'"),
